@@ -1,0 +1,1 @@
+"""The floor that everything stands on: names, units, errors, chance, machines, config, journal."""

@@ -1,0 +1,250 @@
+"""One strict YAML describes a run. An unknown key fails and names the nearest valid one.
+
+The peer that starts a run loads it; the others take it from the swarm in its canonical form, whose digest they
+check. What belongs to one peer alone (device, state folder, throttle) is a flag, never config.
+"""
+
+import difflib
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from decentral.core.errors import UserError
+
+MAX_CONFIG_BYTES = 64 * 1024
+
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Model(Strict):
+    """A Llama-style decoder. `depth` is the dial; the rest follows from it unless given."""
+
+    depth: Positive = 2
+    width: Positive | None = None  # 64 * depth
+    heads: Positive | None = None  # one for every 32 channels up to width 256, then every 64
+    kv_heads: Positive | None = None  # heads; fewer is grouped-query attention
+    hidden: Positive | None = None  # 8/3 * width, rounded up to a multiple of 32
+    vocabulary: Positive = 256
+    context: Positive = 128
+    rope_theta: PositiveFloat = 10_000.0
+    layers: str | None = None  # "package.module:function" -> list[nn.Module]: a user's own model
+
+    @model_validator(mode="after")
+    def shapes_fit(self) -> "Model":
+        if self.layers is None:
+            if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
+                raise ValueError(f"width {self.d_model} must be an even multiple of heads {self.n_heads}")
+            if self.n_heads % self.n_kv_heads:
+                raise ValueError(f"heads {self.n_heads} must be a multiple of kv_heads {self.n_kv_heads}")
+        return self
+
+    @property
+    def d_model(self) -> int:
+        return self.width or 64 * self.depth
+
+    @property
+    def n_heads(self) -> int:
+        return self.heads or max(1, self.d_model // (32 if self.d_model <= 256 else 64))
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.kv_heads or self.n_heads
+
+    @property
+    def d_hidden(self) -> int:
+        return self.hidden or -(-8 * self.d_model // (3 * 32)) * 32
+
+
+class Data(Strict):
+    kind: Literal["python-stdlib", "text", "tokens"] = "python-stdlib"
+    path: str | None = None  # a file or folder on each peer's own disk
+    glob: str = "**/*.txt"  # which files of a folder of text
+    token_bytes: Literal[2, 4] = 2  # width of an entry of a tokens file
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
+
+    @model_validator(mode="after")
+    def path_is_given(self) -> "Data":
+        if self.kind != "python-stdlib" and self.path is None:
+            raise ValueError(f"data.kind {self.kind} needs data.path")
+        return self
+
+
+class Train(Strict):
+    micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest that fits the device
+    accumulate: Positive = 1  # micro-batches in one inner step
+    learning_rate: PositiveFloat = 4e-3
+    warmup_steps: Annotated[int, Field(ge=0)] = 50
+    total_steps: Positive | None = None  # decay ends here; None: constant after the warm-up
+    final_rate: Fraction = 0.1  # of learning_rate, at total_steps
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip_norm: PositiveFloat = 1.0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
+    compile: bool = False  # torch.compile, on CUDA only
+    eval_every_s: PositiveFloat = 15.0
+    eval_sequences: Positive = 64
+    emulated_micro_batch_s: Annotated[float, Field(ge=0)] = 0.0  # a micro-batch takes at least this long
+
+
+class Gossip(Strict):
+    """What the numbers do, and why these: docs/CONVERGENCE.md."""
+
+    algorithm: Literal["pull", "symmetric", "push_sum", "allreduce"] = "pull"
+    window_s: PositiveFloat = 1.0
+    partners: Positive = 2  # pulled from in each window
+    momentum: Fraction = 0.3  # alpha
+    step: PositiveFloat = 0.7  # beta
+    consensus: Annotated[float, Field(ge=0, le=1)] = 0.7  # gamma
+    link_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of the bandwidth that gossip may use
+    fragment_parameters: Positive = 65_536  # layers smaller than this share a fragment
+    max_age_s: PositiveFloat = 60.0  # an older snapshot is not merged
+
+
+class Swarm(Strict):
+    record_ttl_s: PositiveFloat = 60.0
+    renew_s: PositiveFloat = 20.0
+    checkpoint_every_s: PositiveFloat = 30.0
+    max_peers: Positive = 4096
+
+    @model_validator(mode="after")
+    def renewed_in_time(self) -> "Swarm":
+        if self.renew_s * 2 > self.record_ttl_s:
+            raise ValueError(f"record_ttl_s must be at least twice renew_s ({self.renew_s})")
+        return self
+
+
+class Config(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "stdlib-gpt"
+    seed: int = 0
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    gossip: Gossip = Gossip()
+    swarm: Swarm = Swarm()
+
+    def canonical(self) -> str:
+        """YAML with every key, sorted: equal configs give equal text."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=True)
+
+    def digest(self) -> str:
+        return digest_of(self.canonical())
+
+
+def digest_of(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The config at `path` (default: the one that comes with the package), then `key=value` overrides.
+
+    `path` may also be the name of a shipped config, such as `default`. Raises UserError.
+    """
+    text = _read(path)
+    tree = _parse(text, str(path or "default"))
+    for override in overrides:
+        _set(tree, override)
+    return _validate(tree)
+
+
+def from_canonical(text: str) -> Config:
+    """What another peer says the config is. Raises UserError if it is none of ours."""
+    if len(text.encode()) > MAX_CONFIG_BYTES:
+        raise UserError(f"config: at most {MAX_CONFIG_BYTES} bytes; it has {len(text.encode())}")
+    return _validate(_parse(text, "the swarm"))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 8e-3 is a number too (YAML 1.1 wants 8.0e-3)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)$"), list("-+0123456789")
+)
+
+
+def _read(path: str | Path | None) -> str:
+    shipped = files("decentral.configs") / f"{path or 'default'}.yaml"
+    if path is None or (not Path(path).exists() and "/" not in str(path) and shipped.is_file()):
+        return shipped.read_text()
+    try:
+        if Path(path).stat().st_size > MAX_CONFIG_BYTES:
+            raise UserError(f"config: {path} is larger than {MAX_CONFIG_BYTES} bytes; is it a config?")
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        names = sorted(entry.name.removesuffix(".yaml") for entry in shipped_configs())
+        raise UserError(f"config: cannot read {path} ({error}); shipped ones: {', '.join(names)}") from None
+
+
+def shipped_configs() -> list[Any]:
+    return [entry for entry in files("decentral.configs").iterdir() if entry.name.endswith(".yaml")]
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        tree = yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader: it makes plain values only
+    except (yaml.YAMLError, RecursionError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" at line {where.line + 1}" if where else ""
+        raise UserError(f"config: {source} is not valid YAML{line}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"config: {source} must be a mapping of sections; it is a {type(tree).__name__}")
+    return tree
+
+
+def _set(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set expects key=value, such as gossip.window_s=2; got {override!r}")
+    *parents, leaf = key.strip().split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserError(f"--set {key}: {parent} is not a section")
+        tree = child
+    try:
+        tree[leaf] = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError:
+        raise UserError(f"--set {key}: {value!r} is not a YAML value") from None
+
+
+def _validate(tree: Mapping[str, Any]) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError("config: " + _explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if part not in ("int", "float", "literal['auto']"))
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, _keys(Config), n=1, cutoff=0.4)
+        return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
+    expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if first["type"] == "value_error":
+        return f"{key}: {expected}" if key else expected
+    return f"{key} must be {expected.removeprefix('a ').removeprefix('valid ')}; it is {first['input']!r}"
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _keys(field.annotation, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,14 @@
+"""Names of things that travel between peers."""
+
+from typing import NewType
+
+PeerId = NewType("PeerId", str)
+"""Base58 of the multihash of a libp2p public key, as libp2p writes it: `QmYyQ...`."""
+
+RunId = NewType("RunId", str)
+"""The label of a run and six random hex digits: `stdlib-gpt-3fa2c1`."""
+
+
+def short(peer: PeerId) -> str:
+    """The last six characters: the first ones are the same for every RSA identity."""
+    return peer[-6:]

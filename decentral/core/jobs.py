@@ -1,0 +1,185 @@
+"""What the event loop asks of the compute thread, and what the compute thread reports.
+
+Plain values: tensors cross this border only as encoded bytes. The compute thread takes jobs at step edges, in
+order, and every job has exactly one outcome with the same `fragment` (or `JobFailed`).
+"""
+
+from dataclasses import dataclass
+
+from decentral.core.ids import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Consecutive layers `[first, last)` that are gossiped together; the same cut on every peer of a run."""
+
+    index: int
+    first: int
+    last: int
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One tensor inside a blob: `elements` numbers written with `codec` into `size` bytes."""
+
+    name: str
+    codec: str
+    elements: int
+    size: int
+
+
+Layout = tuple[Section, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What a partner sent for a fragment: its blob, and how many tokens stand behind it."""
+
+    peer: PeerId
+    tokens: int
+    layout: Layout
+    blob: bytes
+
+
+# Jobs
+
+
+@dataclass(frozen=True, slots=True)
+class CloseWindow:
+    """End the fragment's window and encode what others may have. `hold`: then wait for the merge."""
+
+    fragment: int
+    hold: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Take the outer step of window `seq` with these contributions; none of them is a solo step."""
+
+    fragment: int
+    seq: int
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Absorb:
+    """Push-sum: add mass that a partner pushed, or take back (`peer` is ourselves) mass that nobody took."""
+
+    fragment: int
+    contribution: Contribution
+
+
+@dataclass(frozen=True, slots=True)
+class ExportState:
+    """Encode what a newcomer needs of the fragment."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImportState:
+    """Start from a donor's state: one blob per fragment; `step` is the swarm's learning-rate step."""
+
+    blobs: tuple[tuple[int, Layout, bytes], ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetClock:
+    """Follow the swarm's learning-rate step, where it is ahead of ours."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Held-out loss of the live weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a checkpoint."""
+
+
+Job = CloseWindow | Merge | Absorb | ExportState | ImportState | SetClock | Evaluate | Save
+
+# Outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One inner step: `tokens` trained on in `seconds` (throttling included); `loss` of its micro-batches."""
+
+    step: int
+    lr_step: int
+    tokens: int
+    loss: float
+    seconds: float
+    micro_batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowClosed:
+    fragment: int
+    seq: int
+    tokens: int
+    layout: Layout
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """`used`: whose contributions went in; `rejected`: whose did not, and the one-word reason."""
+
+    fragment: int
+    seq: int
+    used: tuple[PeerId, ...]
+    rejected: tuple[tuple[PeerId, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Absorbed:
+    fragment: int
+    accepted: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StateExported:
+    fragment: int
+    seq: int
+    layout: Layout
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateImported:
+    accepted: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    tokens: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    step: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """The job raised. Its peer goes on where it can; an error of our own stops it."""
+
+    job: str
+    reason: str
+
+
+Outcome = (
+    Stepped | WindowClosed | Merged | Absorbed | StateExported | StateImported | Evaluated | Saved | JobFailed
+)

@@ -1,0 +1,44 @@
+"""`journal.jsonl`: what happened to this peer, a line each, for people and for tools.
+
+Every line is `{"t": unix seconds, "event": ..., ...}`; docs/PROTOCOL.md lists the events. A line is written
+whole and flushed at once, so that after `kill -9` at most the last line is cut; readers skip a cut line.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """Appends to one file. Not for use from several threads."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self.path = path
+        self._clock = clock
+        cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        if cut:
+            self._file.write("\n")  # a kill cut the last line: the next one starts on its own
+
+    def write(self, event: str, **fields: Any) -> None:
+        line = {"t": round(self._clock(), 3), "event": event, **fields}
+        self._file.write(json.dumps(line, separators=(",", ":"), default=str) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a journal, oldest first; cut or garbled lines are skipped."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and "event" in entry:
+                yield entry

@@ -1,0 +1,44 @@
+"""Machines: `handle(event, now) -> list[Effect]`, plus `wake_at`.
+
+A machine holds no socket, thread, tensor or clock. What must happen outside is an effect that it returns; what
+came of it arrives later as an event. So one code runs over libp2p, in memory, and in virtual time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from decentral.core.units import Seconds
+
+Effect = object
+"""Anything a host can carry out: see comm/transport.py and core/jobs.py for the ones there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """The time that a machine asked for with `wake_at` has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Effect: write a line to the journal."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+def log(event: str, **fields: Any) -> Log:
+    return Log(event, fields)
+
+
+class Machine(Protocol):
+    @property
+    def wake_at(self) -> Seconds | None:
+        """When to send it Woke; None when only an event can move it."""
+        ...
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]: ...
+
+
+def earliest(times: Iterable[Seconds | None]) -> Seconds | None:
+    return min((time for time in times if time is not None), default=None)

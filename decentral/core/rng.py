@@ -1,0 +1,26 @@
+"""Chance as an argument: independent, named streams from one seed.
+
+The same names give the same stream on every machine and in every Python, so a run can be replayed and a peer
+that restarts draws what it would have drawn.
+"""
+
+import hashlib
+import random
+
+import numpy as np
+
+
+def seed_of(seed: int, *names: object) -> int:
+    """A 64-bit seed for the stream with these names."""
+    text = "/".join([str(seed), *map(str, names)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def stream(seed: int, *names: object) -> random.Random:
+    """For decisions: which partner, when to jitter."""
+    return random.Random(seed_of(seed, *names))
+
+
+def arrays(seed: int, *names: object) -> np.random.Generator:
+    """For arrays of draws: which windows of the text make this micro-batch."""
+    return np.random.default_rng(seed_of(seed, *names))

@@ -1,0 +1,47 @@
+"""Units, and the spans of work that a user types: `90s`, `500steps`, `2e6tokens`."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from decentral.core.errors import UserError
+
+KiB = 1024
+MiB = 1024 * KiB
+
+Seconds = float
+
+Kind = Literal["s", "steps", "tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How much work: `value` seconds since joining, inner steps of this peer, or tokens of this peer."""
+
+    value: float
+    kind: Kind
+
+    @classmethod
+    def parse(cls, text: str) -> "Amount":
+        """Reads `90s`, `500steps` or `2e6tokens`. Raises UserError for anything else."""
+        found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(s|steps|tokens)", text.strip())
+        try:
+            value = float(found[1]) if found else 0.0
+        except ValueError:
+            value = 0.0
+        if not found or value <= 0:
+            raise UserError(f"expected 90s, 500steps or 2e6tokens; got {text!r}")
+        kind: Kind = "s" if found[2] == "s" else "steps" if found[2] == "steps" else "tokens"
+        return cls(value, kind)
+
+    def __str__(self) -> str:
+        return f"{self.value:g}{self.kind}"
+
+
+def readable_bytes(count: float) -> str:
+    """`1.5 MB`, in powers of 1000 as links are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,112 @@
+"""Where tokens come from: the standard library's text, files of text, or a memory-mapped file of tokens.
+
+Rules. The text is cut into stretches of 16 Ki tokens, and a fixed share of them is held out, chosen by their
+number, so that every peer holds out the same. Micro-batch number k of a peer is a pure function of (seed, peer,
+k): the position in the data is one integer, and each peer has its own random stream.
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from decentral.core import config, rng
+from decentral.core.errors import UserError
+
+STRETCH_TOKENS = 16 * 1024
+Tokens = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """All tokens, and which stretches of them are for training and which are held out."""
+
+    tokens: Tokens
+    context: int
+    train: npt.NDArray[np.int64]  # first tokens of the stretches
+    held_out: npt.NDArray[np.int64]
+    stretch: int
+
+    def micro_batch(self, generator: np.random.Generator, sequences: int) -> tuple[Tensor, Tensor]:
+        """inputs_BT and targets_BT, int64: windows drawn at random from the training stretches."""
+        return self._draw(self.train, generator, sequences)
+
+    def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
+        """The same held-out windows on every peer and every time."""
+        return self._draw(self.held_out, rng.arrays(0, "held-out"), sequences)
+
+    def _draw(
+        self, stretches: npt.NDArray[np.int64], generator: np.random.Generator, sequences: int
+    ) -> tuple[Tensor, Tensor]:
+        starts = stretches[generator.integers(len(stretches), size=sequences)]
+        starts = starts + generator.integers(self.stretch - self.context, size=sequences)
+        windows = np.stack([self.tokens[start : start + self.context + 1] for start in starts])
+        tokens_BT = torch.from_numpy(windows.astype(np.int64))
+        return tokens_BT[:, :-1], tokens_BT[:, 1:]
+
+
+def load(data: config.Data, model: config.Model) -> Corpus:
+    """Reads or maps the tokens. Raises UserError when there are too few, or they do not fit the vocabulary."""
+    tokens = _read(data)
+    stretch = min(STRETCH_TOKENS, len(tokens) // 20)
+    if stretch <= model.context + 1:
+        need = 20 * (model.context + 2)
+        raise UserError(f"data: {data.path or data.kind} has {len(tokens)} tokens; at least {need} are needed")
+    highest = int(max(chunk.max() for chunk in _chunks(tokens)))
+    if highest >= model.vocabulary:
+        raise UserError(f"data: token {highest} does not fit model.vocabulary {model.vocabulary}")
+    starts = np.arange(len(tokens) // stretch, dtype=np.int64) * stretch
+    every = max(2, round(1 / data.held_out))
+    held = np.arange(len(starts)) % every == every - 1
+    return Corpus(tokens, model.context, starts[~held], starts[held], stretch)
+
+
+def _read(data: config.Data) -> Tokens:
+    if data.kind == "tokens":
+        return _map(data)
+    if data.kind == "python-stdlib":
+        return _bytes_of(_stdlib_files())
+    assert data.path is not None
+    root = Path(data.path)
+    found = sorted(path for path in root.glob(data.glob) if path.is_file()) if root.is_dir() else [root]
+    if not found or not found[0].exists():
+        raise UserError(f"data: no text at {root}" + (f" that matches {data.glob}" if root.is_dir() else ""))
+    return _bytes_of(found)
+
+
+def _map(data: config.Data) -> Tokens:
+    assert data.path is not None
+    dtype = np.uint16 if data.token_bytes == 2 else np.uint32
+    try:
+        return np.memmap(data.path, dtype=dtype, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"data: cannot map {data.path} as {dtype.__name__}: {error}") from None
+
+
+def _stdlib_files() -> list[Path]:
+    """The library's own modules: no tests, no site-packages, no generated tables of constants."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "encodings"}
+    return sorted(
+        path for path in root.rglob("*.py") if not skip.intersection(path.relative_to(root).parts[:-1])
+    )
+
+
+def _bytes_of(paths: list[Path]) -> Tokens:
+    try:
+        return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), dtype=np.uint8)
+    except OSError as error:
+        raise UserError(f"data: cannot read {error.filename}: {error.strerror}") from None
+
+
+def _chunks(tokens: Tokens) -> Iterator[Tokens]:
+    if tokens.dtype == np.uint8:
+        yield np.array([255])  # any byte may come; no need to look
+        return
+    for start in range(0, len(tokens), 1 << 24):
+        yield tokens[start : start + (1 << 24)]

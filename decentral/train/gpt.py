@@ -1,0 +1,182 @@
+"""A Llama-style decoder, cut into layers: embedding, blocks, head.
+
+RMSNorm, rotary positions, SwiGLU, grouped-query attention (Touvron et al., arXiv 2307.09288). A layer is an
+`nn.Module` from one tensor to one tensor, and a model is a list of them, so a span is a slice of that list. The
+names inside a layer are those of Hugging Face's Llama; `to_llama` and `from_llama` add and remove the prefix.
+
+Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channels of a head, V vocabulary.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from decentral.core import config
+from decentral.core.errors import UserError
+
+
+def build(model: config.Model, seed: int) -> list[nn.Module]:
+    """The run's layers with their initial weights, the same on every peer that has this seed.
+
+    Raises UserError if `model.layers` names no function that returns a list of modules.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if model.layers is not None:
+            return _users_layers(model)
+        blocks = [Block(model) for _ in range(model.depth)]
+        return [Embedding(model), *blocks, Head(model)]
+
+
+class Embedding(nn.Module):
+    """tokens_BT -> hidden_BTD"""
+
+    def __init__(self, model: config.Model) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(model.vocabulary, model.d_model)
+        nn.init.normal_(self.embed_tokens.weight, std=0.02)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
+        return hidden_BTD
+
+
+class Block(nn.Module):
+    """hidden_BTD -> hidden_BTD: attention, then a gated feed-forward, each added to what came in."""
+
+    def __init__(self, model: config.Model) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(model.d_model, eps=1e-5)
+        self.self_attn = Attention(model)
+        self.post_attention_layernorm = nn.RMSNorm(model.d_model, eps=1e-5)
+        self.mlp = FeedForward(model)
+        for out in (self.self_attn.o_proj, self.mlp.down_proj):  # GPT-2: residual branches start small
+            nn.init.normal_(out.weight, std=0.02 / (2 * model.depth) ** 0.5)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        hidden_BTD = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD))
+        hidden_BTD = hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
+        return hidden_BTD
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions (RoFormer, arXiv 2104.09864)."""
+
+    cos_TE: Tensor
+    sin_TE: Tensor
+
+    def __init__(self, model: config.Model) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = model.n_heads, model.n_kv_heads
+        self.channels = model.d_model // model.n_heads
+        self.q_proj = _linear(model.d_model, self.heads * self.channels)
+        self.k_proj = _linear(model.d_model, self.kv_heads * self.channels)
+        self.v_proj = _linear(model.d_model, self.kv_heads * self.channels)
+        self.o_proj = _linear(self.heads * self.channels, model.d_model)
+        cos_TE, sin_TE = _rotary(model.context, self.channels, model.rope_theta)
+        self.register_buffer("cos_TE", cos_TE, persistent=False)
+        self.register_buffer("sin_TE", sin_TE, persistent=False)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        B, T, _ = hidden_BTD.shape
+        q_BHTE = self.q_proj(hidden_BTD).view(B, T, self.heads, self.channels).transpose(1, 2)
+        k_BKTE = self.k_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels).transpose(1, 2)
+        v_BKTE = self.v_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels).transpose(1, 2)
+        out_BHTE = F.scaled_dot_product_attention(
+            self._rotate(q_BHTE),
+            self._rotate(k_BKTE),
+            v_BKTE,
+            is_causal=True,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        out_BTD: Tensor = self.o_proj(out_BHTE.transpose(1, 2).reshape(B, T, -1))
+        return out_BTD
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        T = x.shape[-2]
+        left, right = x.chunk(2, dim=-1)
+        turned = torch.cat((-right, left), dim=-1)
+        return x * self.cos_TE[:T].to(x.dtype) + turned * self.sin_TE[:T].to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, model: config.Model) -> None:
+        super().__init__()
+        self.gate_proj = _linear(model.d_model, model.d_hidden)
+        self.up_proj = _linear(model.d_model, model.d_hidden)
+        self.down_proj = _linear(model.d_hidden, model.d_model)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        out_BTD: Tensor = self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
+        return out_BTD
+
+
+class Head(nn.Module):
+    """hidden_BTD -> logits_BTV"""
+
+    def __init__(self, model: config.Model) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(model.d_model, eps=1e-5)
+        self.lm_head = _linear(model.d_model, model.vocabulary)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        logits_BTV: Tensor = self.lm_head(self.norm(hidden_BTD))
+        return logits_BTV
+
+
+def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token, computed in fp32."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+def to_llama(layers: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The weights under the names of Hugging Face's LlamaForCausalLM."""
+    names = {}
+    for index, layer in enumerate(layers):
+        for name, tensor in layer.state_dict().items():
+            names[_llama_name(index, len(layers), name)] = tensor
+    return names
+
+
+def from_llama(layers: Sequence[nn.Module], weights: Mapping[str, Tensor]) -> None:
+    """Loads weights that have Hugging Face's names. Raises KeyError for a missing one."""
+    for index, layer in enumerate(layers):
+        own = {name: weights[_llama_name(index, len(layers), name)] for name in layer.state_dict()}
+        layer.load_state_dict(own)
+
+
+def _llama_name(index: int, count: int, name: str) -> str:
+    if name.startswith("lm_head."):
+        return name
+    return f"model.{name}" if index in (0, count - 1) else f"model.layers.{index - 1}.{name}"
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(linear.weight, std=0.02)
+    return linear
+
+
+def _rotary(context: int, channels: int, theta: float) -> tuple[Tensor, Tensor]:
+    rates_E = theta ** (-torch.arange(0, channels, 2).float() / channels)
+    angles_TE = torch.outer(torch.arange(context).float(), rates_E).repeat(1, 2)
+    return angles_TE.cos(), angles_TE.sin()
+
+
+def _users_layers(model: config.Model) -> list[nn.Module]:
+    assert model.layers is not None
+    module, colon, function = model.layers.partition(":")
+    if not colon:
+        raise UserError(f"model.layers expects package.module:function; got {model.layers!r}")
+    try:
+        layers = getattr(importlib.import_module(module), function)(model)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UserError(f"model.layers: calling {model.layers} failed: {error}") from None
+    if not isinstance(layers, list) or not layers or not all(isinstance(one, nn.Module) for one in layers):
+        raise UserError(f"model.layers: {model.layers} must return a list of nn.Module")
+    return layers

@@ -1,0 +1,117 @@
+"""The live weights: a span's layers, kept as one flat vector per fragment, and AdamW on those vectors.
+
+Each parameter is a view into its fragment's vector, so that gossip, averaging and the optimizer are a few vector
+operations per fragment, however many tensors the layers have. Within a fragment the decayed parameters (matrices)
+come first, then the others (gains), as AdamW treats them differently.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from decentral.core import config
+from decentral.core.jobs import Fragment
+
+
+def cut(layers: Sequence[nn.Module], at_least: int) -> list[Fragment]:
+    """Groups consecutive layers until a group has `at_least` parameters; a short tail joins the last group."""
+    groups: list[list[int]] = []  # [first, last, parameters]
+    for index, layer in enumerate(layers):
+        count = sum(parameter.numel() for parameter in layer.parameters())
+        if groups and (groups[-1][2] < at_least or index == len(layers) - 1 and count < at_least):
+            groups[-1] = [groups[-1][0], index + 1, groups[-1][2] + count]
+        else:
+            groups.append([index, index + 1, count])
+    return [Fragment(number, *group) for number, group in enumerate(groups)]
+
+
+class Live:
+    """One fragment's live weights theta [n], their gradient and AdamW moments, and what was trained since a close."""
+
+    def __init__(self, fragment: Fragment, layers: Sequence[nn.Module], device: torch.device) -> None:
+        own = [p for layer in layers[fragment.first : fragment.last] for p in layer.parameters()]
+        matrices = [p for p in own if p.ndim >= 2]
+        gains = [p for p in own if p.ndim < 2]
+        self.fragment = fragment
+        self.theta = torch.cat([p.detach().float().flatten() for p in matrices + gains]).to(device)
+        self.grad = torch.zeros_like(self.theta)
+        self.exp_avg = torch.zeros_like(self.theta)
+        self.exp_avg_sq = torch.zeros_like(self.theta)
+        self.tokens = 0
+        self.rate_sum = 0.0  # of the learning rates since the last close
+        self.decayed = sum(p.numel() for p in matrices)
+        self._bind(matrices + gains)
+
+    def _bind(self, parameters: Sequence[nn.Parameter]) -> None:
+        start = 0
+        for parameter in parameters:
+            stop = start + parameter.numel()
+            parameter.data = self.theta[start:stop].view(parameter.shape)
+            parameter.grad = self.grad[start:stop].view(parameter.shape)
+            start = stop
+
+
+class Inner:
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over all fragments, through torch's fused kernel."""
+
+    def __init__(self, lives: Sequence[Live], train: config.Train) -> None:
+        self.lives = lives
+        self.train = train
+        self.steps = 0  # of this AdamW: for its bias correction and for a newcomer's own warm-up
+        self._step = torch.zeros((), dtype=torch.float32, device=lives[0].theta.device)
+
+    def zero_grad(self) -> None:
+        for live in self.lives:
+            live.grad.zero_()
+
+    def clip(self) -> Tensor:
+        """Scales the whole gradient to at most `clip_norm`; gives its norm before. Not finite: the step is skipped."""
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(l.grad) for l in self.lives]))
+        scale = (self.train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        for live in self.lives:
+            live.grad.mul_(scale)
+        return norm
+
+    def step(self, rate: float, tokens: int) -> None:
+        self.steps += 1
+        self._step.fill_(self.steps - 1)  # the kernel adds the one
+        for live in self.lives:
+            for start, stop, decay in (
+                (0, live.decayed, self.train.weight_decay),
+                (live.decayed, live.theta.numel(), 0.0),
+            ):
+                self._adamw(live, slice(start, stop), rate, decay)
+            live.tokens += tokens
+            live.rate_sum += rate
+
+    def _adamw(self, live: Live, part: slice, rate: float, decay: float) -> None:
+        if part.start == part.stop:
+            return
+        torch._fused_adamw_(
+            [live.theta[part]],
+            [live.grad[part]],
+            [live.exp_avg[part]],
+            [live.exp_avg_sq[part]],
+            [],
+            [self._step.clone()],
+            amsgrad=False,
+            beta1=self.train.beta1,
+            beta2=self.train.beta2,
+            lr=rate,
+            weight_decay=decay,
+            eps=1e-8,
+            maximize=False,
+        )
+
+
+def rate_at(train: config.Train, lr_step: int, own_steps: int) -> float:
+    """Learning rate: linear warm-up, then constant, or linear decay to `final_rate` at `total_steps`.
+
+    `lr_step` is the swarm's step; `own_steps` counts this AdamW's, so that a newcomer warms up by itself.
+    """
+    warm = min(1.0, (min(lr_step, own_steps) + 1) / (train.warmup_steps + 1))
+    if train.total_steps is None:
+        return train.learning_rate * warm
+    left = max(0.0, 1 - max(0, lr_step - train.warmup_steps) / max(1, train.total_steps - train.warmup_steps))
+    return train.learning_rate * warm * (train.final_rate + (1 - train.final_rate) * left)

@@ -1,0 +1,208 @@
+"""How a fragment's weights are mixed with partners': one rule for each `gossip.algorithm`.
+
+A rule holds a fragment's gossip state and turns a window's end into a blob for others (`close`), and what others
+sent into a correction of the live weights (`merge`). The numerics are pure functions, here and in outer.py.
+
+    pull        one-sided outer step on slow weights (train/outer.py)                         the default
+    symmetric   two peers swap and both move half way: the mean of the swarm is kept exactly
+    push_sum    mass is pushed along directed links: sum of x and sum of w are kept (stochastic gradient push,
+                Assran et al., arXiv 1811.10792)
+    allreduce   everyone waits for everyone and takes the token-weighted mean: the reference
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decentral.core import config
+from decentral.core.ids import PeerId
+from decentral.train import outer
+from decentral.train.inner import Live
+from decentral.train.sections import Packer
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A partner's blob, unpacked: fp32 vectors on the fragment's device."""
+
+    peer: PeerId
+    tokens: int
+    vectors: dict[str, Tensor]
+
+
+class Rule(Protocol):
+    clipped: str | None
+    """The section whose length is limited against that of recent ones, if any."""
+
+    def close(self, live: Live, packer: Packer) -> None:
+        """Ends the window and packs what partners may have. The host resets `live.tokens` afterwards."""
+
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+        """The correction [n] that the caller adds to theta."""
+        ...
+
+    def state(self) -> State:
+        """All that a checkpoint must keep."""
+        ...
+
+    def load(self, state: State) -> None: ...
+
+    def reset(self, theta: Tensor) -> None:
+        """Start anew at these weights, as a newcomer does."""
+
+
+class Pull:
+    """outer.close and outer.merge."""
+
+    clipped: str | None = "delta"
+
+    def __init__(self, theta: Tensor, gossip: config.Gossip) -> None:
+        self.constants = outer.Constants(gossip.momentum, gossip.step, gossip.consensus)
+        self.slow = outer.start(theta)
+        self.closed: outer.Closed | None = None
+
+    def close(self, live: Live, packer: Packer) -> None:
+        packer.add("phi", "int8", self.slow.phi)
+        self.slow, self.closed = outer.close(
+            self.slow, live.theta, live.tokens, lambda owed: packer.add("delta", "q4", owed)
+        )
+
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+        assert self.closed is not None, "merge without a close"
+        partners = [outer.Partner(p.vectors["phi"], p.vectors["delta"], p.tokens) for p in parts]
+        self.slow, correction = outer.merge(self.slow, self.closed, partners, self.constants)
+        self.closed = None
+        return correction
+
+    def state(self) -> State:
+        slow = self.slow
+        return {
+            "phi": slow.phi,
+            "baseline": slow.baseline,
+            "momentum": slow.momentum,
+            "residual": slow.residual,
+        }
+
+    def load(self, state: State) -> None:
+        self.slow = outer.Slow(state["phi"], state["baseline"], state["momentum"], state["residual"])
+        self.closed = None
+
+    def reset(self, theta: Tensor) -> None:
+        self.slow, self.closed = outer.start(theta), None
+
+
+class Symmetric:
+    """x_i += (Q(x_j) - Q(x_i)) / 2 on both sides (Boyd et al., 2006; AD-PSGD, arXiv 1710.06952).
+
+    Both sides use the quantised values, so what one gains the other loses, whatever Q does: the mean is kept.
+    """
+
+    clipped: str | None = None
+
+    def __init__(self, theta: Tensor) -> None:
+        self.sent: Tensor | None = None
+
+    def close(self, live: Live, packer: Packer) -> None:
+        self.sent = packer.add("theta", "int8", live.theta)
+
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+        assert self.sent is not None, "merge without a close"
+        sent, self.sent = self.sent, None
+        if not parts:
+            return torch.zeros_like(live.theta)
+        assert len(parts) == 1, "a symmetric exchange has two sides"
+        return 0.5 * (parts[0].vectors["theta"] - sent)
+
+    def state(self) -> State:
+        return {}
+
+    def load(self, state: State) -> None:
+        self.sent = None
+
+    def reset(self, theta: Tensor) -> None:
+        self.sent = None
+
+
+class PushSum:
+    """x = w theta is this peer's mass. A window's end gives half of x and of w away; what comes is added.
+
+    Conserved: sum over peers and messages in flight of x, and of w, but for training itself. The half is sent as
+    Q(x/2) and x - Q(x/2) stays, so quantisation loses nothing.
+    """
+
+    clipped: str | None = None
+
+    def __init__(self, theta: Tensor) -> None:
+        self.weight = torch.ones((), device=theta.device)
+
+    def close(self, live: Live, packer: Packer) -> None:
+        mass = live.theta * self.weight
+        away = packer.add("mass", "int8", mass / 2)
+        half = packer.add("weight", "fp32", (self.weight / 2).reshape(1))
+        self.weight = self.weight - half[0]
+        live.theta.copy_((mass - away) / self.weight)
+
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+        """Adds mass at any time, also mass of our own that nobody took."""
+        mass, weight = live.theta * self.weight, self.weight
+        for part in parts:
+            mass = mass + part.vectors["mass"]
+            weight = weight + part.vectors["weight"][0]
+        self.weight = weight
+        return mass / weight - live.theta
+
+    def state(self) -> State:
+        return {"weight": self.weight.reshape(1)}
+
+    def load(self, state: State) -> None:
+        self.weight = state["weight"].reshape(())
+
+    def reset(self, theta: Tensor) -> None:
+        self.weight = torch.ones((), device=theta.device)
+
+
+class AllReduce:
+    """The token-weighted mean of everyone's weights, in fp32, summed in the order of peer ids: same bits for all."""
+
+    clipped: str | None = None
+
+    def __init__(self, theta: Tensor, peer: PeerId) -> None:
+        self.peer = peer
+
+    def close(self, live: Live, packer: Packer) -> None:
+        packer.add("theta", "fp32", live.theta)
+        self.tokens = live.tokens
+
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+        everyone = [(self.peer, self.tokens, live.theta)]
+        everyone += [(part.peer, part.tokens, part.vectors["theta"]) for part in parts]
+        everyone.sort(key=lambda one: one[0])
+        weights = outer.token_weights([tokens for _, tokens, _ in everyone])
+        mean = torch.zeros_like(live.theta)
+        for weight, (_, _, theta) in zip(weights, everyone, strict=True):
+            mean += weight * theta
+        return mean - live.theta
+
+    def state(self) -> State:
+        return {}
+
+    def load(self, state: State) -> None: ...
+
+    def reset(self, theta: Tensor) -> None: ...
+
+
+def rule(gossip: config.Gossip, theta: Tensor, peer: PeerId) -> Rule:
+    match gossip.algorithm:
+        case "pull":
+            return Pull(theta, gossip)
+        case "symmetric":
+            return Symmetric(theta)
+        case "push_sum":
+            return PushSum(theta)
+        case "allreduce":
+            return AllReduce(theta, peer)

@@ -1,0 +1,47 @@
+"""Several named vectors in one blob, each written with its own codec.
+
+The codecs live in `comm`, which this floor may not import: they come in as an argument.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from decentral.core.jobs import Layout, Section
+
+
+class Codecs(Protocol):
+    """comm/compress.py, or anything like it."""
+
+    def encode(self, codec: str, values: Tensor) -> bytes: ...
+
+    def decode(self, codec: str, blob: memoryview, elements: int) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class Packer:
+    codecs: Codecs
+    sections: list[Section] = field(default_factory=list)
+    parts: list[bytes] = field(default_factory=list)
+
+    def add(self, name: str, codec: str, values: Tensor) -> Tensor:
+        """Appends a section; gives the values as those who read the blob will see them."""
+        part = self.codecs.encode(codec, values)
+        self.sections.append(Section(name, codec, values.numel(), len(part)))
+        self.parts.append(part)
+        return self.codecs.decode(codec, memoryview(part), values.numel()).to(values.device)
+
+    def finish(self) -> tuple[Layout, bytes]:
+        return tuple(self.sections), b"".join(self.parts)
+
+
+def unpack(codecs: Codecs, layout: Layout, blob: bytes) -> dict[str, Tensor]:
+    """fp32 vectors on the CPU, by name. Raises ProtocolError for what the codecs refuse."""
+    view, start, values = memoryview(blob), 0, {}
+    for section in layout:
+        values[section.name] = codecs.decode(
+            section.codec, view[start : start + section.size], section.elements
+        )
+        start += section.size
+    return values

@@ -1,0 +1,84 @@
+"""One training step: fetch, forward, backward, step, report. Nothing here knows that there is a network."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from decentral.core import config
+from decentral.train import gpt
+from decentral.train.inner import Inner, rate_at
+
+Fetch = Callable[[], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where and in which arithmetic a peer computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    throttle: float = 1.0  # this many times slower than it is
+    emulated_s: float = 0.0  # a micro-batch takes at least this long
+
+    def autocast(self) -> torch.autocast:
+        mixed = self.dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.dtype if mixed else torch.bfloat16, enabled=mixed)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    loss: float
+    tokens: int
+    micro_batches: int
+
+
+def train_step(
+    forward: Forward, fetch: Fetch, inner: Inner, lr_step: int, train: config.Train, device: Device
+) -> Report:
+    """One inner step of `train.accumulate` micro-batches. A gradient that is not finite is dropped, not applied."""
+    inner.zero_grad()
+    losses, tokens = [], 0
+    for _ in range(train.accumulate):
+        began = time.perf_counter()
+        inputs_BT, targets_BT = fetch()
+        with device.autocast():
+            loss = gpt.loss_of(forward(inputs_BT.to(device.device)), targets_BT.to(device.device))
+        (loss / train.accumulate).backward()
+        losses.append(loss.detach())
+        tokens += inputs_BT.numel()
+        _slow_down(device, time.perf_counter() - began)
+    if torch.isfinite(inner.clip()):
+        inner.step(rate_at(train, lr_step, inner.steps), tokens)
+    return Report(float(torch.stack(losses).mean()), tokens, train.accumulate)
+
+
+@torch.no_grad()
+def held_out_loss(forward: Forward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
+    """Mean loss over the held-out windows, `at_once` sequences at a time."""
+    inputs_BT, targets_BT = batch
+    total = 0.0
+    for start in range(0, len(inputs_BT), at_once):
+        part = slice(start, start + at_once)
+        with device.autocast():
+            loss = gpt.loss_of(forward(inputs_BT[part].to(device.device)), targets_BT[part].to(device.device))
+        total += float(loss) * len(inputs_BT[part])
+    return total / len(inputs_BT)
+
+
+def chain(layers: Sequence[nn.Module], compiled: bool) -> Forward:
+    """The layers one after another, as one function."""
+    model = nn.Sequential(*layers)
+    return torch.compile(model) if compiled else model
+
+
+def _slow_down(device: Device, took_s: float) -> None:
+    """Throttling and emulation sleep, so that several slow peers can share one machine; both count as computing."""
+    goal_s = max(took_s, device.emulated_s) * device.throttle
+    if goal_s > took_s:
+        if device.device.type == "cuda":
+            torch.cuda.synchronize(device.device)
+        time.sleep(goal_s - took_s)
