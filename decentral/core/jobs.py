@@ -47,9 +47,10 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class CloseWindow:
-    """End the fragment's window and encode what others may have. `hold`: then wait for the merge."""
+    """End the fragment's window and encode what others may have, as number `seq`. `hold`: wait for the merge."""
 
     fragment: int
+    seq: int
     hold: bool = False
 
 
@@ -102,14 +103,19 @@ class Save:
     """Write a checkpoint."""
 
 
-Job = CloseWindow | Merge | Absorb | ExportState | ImportState | SetClock | Evaluate | Save
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Leave the compute thread; whatever came before it in the queue is done first."""
+
+
+Job = CloseWindow | Merge | Absorb | ExportState | ImportState | SetClock | Evaluate | Save | Finish
 
 # Outcomes
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One inner step: `tokens` trained on in `seconds` (throttling included); `loss` of its micro-batches."""
+    """One inner step and the jobs since the last one: `seconds` of computing (throttling included)."""
 
     step: int
     lr_step: int
@@ -148,7 +154,6 @@ class Absorbed:
 @dataclass(frozen=True, slots=True)
 class StateExported:
     fragment: int
-    seq: int
     layout: Layout
     blob: bytes
 
@@ -157,6 +162,11 @@ class StateExported:
 class StateImported:
     accepted: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockSet:
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,5 +191,14 @@ class JobFailed:
 
 
 Outcome = (
-    Stepped | WindowClosed | Merged | Absorbed | StateExported | StateImported | Evaluated | Saved | JobFailed
+    Stepped
+    | WindowClosed
+    | Merged
+    | Absorbed
+    | StateExported
+    | StateImported
+    | ClockSet
+    | Evaluated
+    | Saved
+    | JobFailed
 )

@@ -6,9 +6,11 @@ come first, then the others (gains), as AdamW treats them differently.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from decentral.core import config
 from decentral.core.jobs import Fragment
@@ -59,7 +61,7 @@ class Inner:
         self.lives = lives
         self.train = train
         self.steps = 0  # of this AdamW: for its bias correction and for a newcomer's own warm-up
-        self._step = torch.zeros((), dtype=torch.float32, device=lives[0].theta.device)
+        self._parts = [part for live in lives for part in _parts(live, train.weight_decay)]
 
     def zero_grad(self) -> None:
         for live in self.lives:
@@ -74,35 +76,48 @@ class Inner:
         return norm
 
     def step(self, rate: float, tokens: int) -> None:
+        for part in self._parts:
+            step = torch.tensor(float(self.steps), device=part.theta.device)
+            adamw(
+                [part.theta],
+                [part.grad],
+                [part.exp_avg],
+                [part.exp_avg_sq],
+                [],
+                [step],
+                fused=True,
+                amsgrad=False,
+                beta1=self.train.beta1,
+                beta2=self.train.beta2,
+                lr=rate,
+                weight_decay=part.decay,
+                eps=1e-8,
+                maximize=False,
+            )
         self.steps += 1
-        self._step.fill_(self.steps - 1)  # the kernel adds the one
         for live in self.lives:
-            for start, stop, decay in (
-                (0, live.decayed, self.train.weight_decay),
-                (live.decayed, live.theta.numel(), 0.0),
-            ):
-                self._adamw(live, slice(start, stop), rate, decay)
             live.tokens += tokens
             live.rate_sum += rate
 
-    def _adamw(self, live: Live, part: slice, rate: float, decay: float) -> None:
-        if part.start == part.stop:
-            return
-        torch._fused_adamw_(
-            [live.theta[part]],
-            [live.grad[part]],
-            [live.exp_avg[part]],
-            [live.exp_avg_sq[part]],
-            [],
-            [self._step.clone()],
-            amsgrad=False,
-            beta1=self.train.beta1,
-            beta2=self.train.beta2,
-            lr=rate,
-            weight_decay=decay,
-            eps=1e-8,
-            maximize=False,
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A stretch of a fragment with one weight decay: views, not copies."""
+
+    theta: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    decay: float
+
+
+def _parts(live: Live, weight_decay: float) -> list[_Part]:
+    stretches = [(slice(0, live.decayed), weight_decay), (slice(live.decayed, None), 0.0)]
+    return [
+        _Part(live.theta[s], live.grad[s], live.exp_avg[s], live.exp_avg_sq[s], decay)
+        for s, decay in stretches
+        if live.theta[s].numel()
+    ]
 
 
 def rate_at(train: config.Train, lr_step: int, own_steps: int) -> float:

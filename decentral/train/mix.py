@@ -10,8 +10,8 @@ sent into a correction of the live weights (`merge`). The numerics are pure func
     allreduce   everyone waits for everyone and takes the token-weighted mean: the reference
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -52,8 +52,11 @@ class Rule(Protocol):
 
     def load(self, state: State) -> None: ...
 
-    def reset(self, theta: Tensor) -> None:
-        """Start anew at these weights, as a newcomer does."""
+    def donate(self, live: Live, packer: Packer) -> None:
+        """Packs what a newcomer starts from."""
+
+    def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
+        """Starts anew, theta included, from what a donor packed."""
 
 
 class Pull:
@@ -92,17 +95,38 @@ class Pull:
         self.slow = outer.Slow(state["phi"], state["baseline"], state["momentum"], state["residual"])
         self.closed = None
 
-    def reset(self, theta: Tensor) -> None:
-        self.slow, self.closed = outer.start(theta), None
+    def donate(self, live: Live, packer: Packer) -> None:
+        packer.add("phi", "fp32", self.slow.phi)
+        packer.add("momentum", "bf16", self.slow.momentum)
+
+    def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
+        live.theta.copy_(donated["phi"])
+        self.slow, self.closed = replace(outer.start(live.theta), momentum=donated["momentum"]), None
 
 
-class Symmetric:
+class _Plain:
+    """What the rules without slow weights share: a newcomer starts from a donor's live weights."""
+
+    clipped: str | None = None
+
+    def donate(self, live: Live, packer: Packer) -> None:
+        packer.add("theta", "fp32", live.theta)
+
+    def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
+        live.theta.copy_(donated["theta"])
+        self.load({})
+
+    def state(self) -> State:
+        return {}
+
+    def load(self, state: State) -> None: ...
+
+
+class Symmetric(_Plain):
     """x_i += (Q(x_j) - Q(x_i)) / 2 on both sides (Boyd et al., 2006; AD-PSGD, arXiv 1710.06952).
 
     Both sides use the quantised values, so what one gains the other loses, whatever Q does: the mean is kept.
     """
-
-    clipped: str | None = None
 
     def __init__(self, theta: Tensor) -> None:
         self.sent: Tensor | None = None
@@ -118,24 +142,16 @@ class Symmetric:
         assert len(parts) == 1, "a symmetric exchange has two sides"
         return 0.5 * (parts[0].vectors["theta"] - sent)
 
-    def state(self) -> State:
-        return {}
-
     def load(self, state: State) -> None:
         self.sent = None
 
-    def reset(self, theta: Tensor) -> None:
-        self.sent = None
 
-
-class PushSum:
+class PushSum(_Plain):
     """x = w theta is this peer's mass. A window's end gives half of x and of w away; what comes is added.
 
     Conserved: sum over peers and messages in flight of x, and of w, but for training itself. The half is sent as
     Q(x/2) and x - Q(x/2) stays, so quantisation loses nothing.
     """
-
-    clipped: str | None = None
 
     def __init__(self, theta: Tensor) -> None:
         self.weight = torch.ones((), device=theta.device)
@@ -160,19 +176,15 @@ class PushSum:
         return {"weight": self.weight.reshape(1)}
 
     def load(self, state: State) -> None:
-        self.weight = state["weight"].reshape(())
-
-    def reset(self, theta: Tensor) -> None:
-        self.weight = torch.ones((), device=theta.device)
+        self.weight = state["weight"].reshape(()) if state else torch.ones_like(self.weight)
 
 
-class AllReduce:
+class AllReduce(_Plain):
     """The token-weighted mean of everyone's weights, in fp32, summed in the order of peer ids: same bits for all."""
 
-    clipped: str | None = None
-
-    def __init__(self, theta: Tensor, peer: PeerId) -> None:
+    def __init__(self, peer: PeerId) -> None:
         self.peer = peer
+        self.tokens = 0
 
     def close(self, live: Live, packer: Packer) -> None:
         packer.add("theta", "fp32", live.theta)
@@ -188,13 +200,6 @@ class AllReduce:
             mean += weight * theta
         return mean - live.theta
 
-    def state(self) -> State:
-        return {}
-
-    def load(self, state: State) -> None: ...
-
-    def reset(self, theta: Tensor) -> None: ...
-
 
 def rule(gossip: config.Gossip, theta: Tensor, peer: PeerId) -> Rule:
     match gossip.algorithm:
@@ -205,4 +210,4 @@ def rule(gossip: config.Gossip, theta: Tensor, peer: PeerId) -> Rule:
         case "push_sum":
             return PushSum(theta)
         case "allreduce":
-            return AllReduce(theta, peer)
+            return AllReduce(peer)

@@ -1,0 +1,64 @@
+"""Messages to bytes and back: `[version, kind, fields, blob bytes]` in msgpack.
+
+`decode` is the border: it raises ProtocolError for anything that is not exactly one of our messages, and nothing
+else, whatever the bytes. Nothing is unpickled; no extension types, no strings or maps beyond the header's bound.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from decentral.comm import messages
+from decentral.comm.messages import VERSION, Message
+from decentral.core.errors import ProtocolError
+
+MAX_HEADER_BYTES = 128 * 1024  # a Welcome carries a config of up to 64 KiB
+
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message and the blob that goes with it."""
+
+    message: Message
+    blob: bytes = b""
+
+
+def encode(message: Message, blob_bytes: int = 0) -> bytes:
+    fields = dataclasses.asdict(message)
+    header: bytes = msgpack.packb([VERSION, type(message).__name__, fields, blob_bytes])
+    assert len(header) <= MAX_HEADER_BYTES, f"{type(message).__name__} of {len(header)} bytes"
+    return header
+
+
+def decode(header: bytes) -> tuple[Message, int]:
+    """The message and how many bytes of blob follow. Raises ProtocolError only."""
+    version, kind, fields, blob_bytes = _header(header)
+    if version != VERSION:
+        raise ProtocolError("version", f"this peer speaks version {VERSION}; that one {version!r}"[:200])
+    if kind not in _KINDS or not isinstance(fields, dict):
+        raise ProtocolError("unknown", "no such message")
+    try:
+        message = _ADAPTERS[kind].validate_python(fields, strict=True)
+    except ValidationError as error:
+        raise ProtocolError("fields", f"{kind}: {error.error_count()} wrong") from None
+    if type(blob_bytes) is not int or not 0 <= blob_bytes <= messages.MAX_BLOB_BYTES:
+        raise ProtocolError("oversize", f"a blob of {blob_bytes!r} bytes"[:200])
+    return message, blob_bytes
+
+
+def _header(header: bytes) -> tuple[Any, str, Any, Any]:
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError("oversize", f"a header of {len(header)} bytes")
+    try:
+        parts = msgpack.unpackb(header, use_list=False, strict_map_key=True)
+    except Exception as error:  # msgpack raises a dozen kinds for garbage
+        raise ProtocolError("garbage", type(error).__name__) from None
+    if not isinstance(parts, tuple) or len(parts) != 4 or not isinstance(parts[1], str):
+        raise ProtocolError("garbage", "not a header")
+    return parts

@@ -1,0 +1,136 @@
+"""A peer's libp2p identity: the key in its state folder, and records that it signs.
+
+The key file has libp2p's format (protobuf PrivateKey, RSA), the one that hivemind's daemon reads, so the same key
+names the peer on the wire and signs what it stores. A peer id is the multihash of the public key: whoever has a
+record can check that the peer it names has signed it.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import base58
+import msgpack
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+
+from decentral.core.errors import ProtocolError, UserError
+from decentral.core.ids import PeerId
+
+MAX_RECORD_BYTES = 96 * 1024  # a config record carries up to 64 KiB of YAML
+KEY_BITS = 2048
+
+_PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=32)
+_RSA = b"\x08\x00\x12"  # protobuf: key_type = RSA, then the field of the key's bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    peer: PeerId
+    key: rsa.RSAPrivateKey
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> "Identity":
+        """Reads the key at `path`, or makes one there that only its owner may read. Raises UserError."""
+        if not path.exists():
+            _create(path)
+        try:
+            key = serialization.load_der_private_key(_strip(path.read_bytes()), password=None)
+        except (OSError, ValueError, TypeError, UnsupportedAlgorithm, ProtocolError) as error:
+            raise UserError(f"{path} holds no libp2p identity ({error}); move it away to get a new one") from None
+        if not isinstance(key, rsa.RSAPrivateKey):
+            raise UserError(f"{path} must hold an RSA identity; it is a {type(key).__name__}")
+        return cls(peer_of(_public_bytes(key)), key)
+
+    def seal(self, key: str, body: bytes, expires: float) -> bytes:
+        """A record for the DHT: `body` with our public key and a signature over all that the record is."""
+        signature = self.key.sign(_signed(key, self.peer, body, expires), _PADDING, hashes.SHA256())
+        record: bytes = msgpack.packb([body, expires, _public_bytes(self.key), signature])
+        return record
+
+
+def open_sealed(key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
+    """The body and its expiry, if `peer` has signed it for `key` and it has not expired. Raises ProtocolError."""
+    body, expires, public, signature = _parts(record)
+    if peer_of(public) != peer:
+        raise ProtocolError("identity", "the key is not the peer's")
+    if not now < expires < now + 7 * 86400:
+        raise ProtocolError("expired", f"{expires - now:.0f} s from now")
+    try:
+        loaded = serialization.load_der_public_key(public)
+        if not isinstance(loaded, rsa.RSAPublicKey) or not 2048 <= loaded.key_size <= 8192:
+            raise ProtocolError("identity", "not an RSA key of 2048 to 8192 bits")
+        loaded.verify(signature, _signed(key, peer, body, expires), _PADDING, hashes.SHA256())
+    except (InvalidSignature, ValueError, UnsupportedAlgorithm) as error:
+        raise ProtocolError("signature", type(error).__name__) from None
+    return body, expires
+
+
+def peer_of(public: bytes) -> PeerId:
+    """libp2p's peer id of a DER public key: base58(0x12 0x20 sha256(protobuf PublicKey))."""
+    protobuf = _RSA + _varint(len(public)) + public
+    return PeerId(base58.b58encode(b"\x12\x20" + hashlib.sha256(protobuf).digest()).decode())
+
+
+def _parts(record: bytes) -> tuple[bytes, float, bytes, bytes]:
+    if len(record) > MAX_RECORD_BYTES:
+        raise ProtocolError("oversize", f"a record of {len(record)} bytes")
+    try:
+        parts = msgpack.unpackb(record, use_list=False)
+    except Exception as error:  # msgpack raises a dozen kinds for garbage
+        raise ProtocolError("garbage", type(error).__name__) from None
+    if not isinstance(parts, tuple) or tuple(map(type, parts)) != (bytes, float, bytes, bytes):
+        raise ProtocolError("garbage", "not a record")
+    return parts
+
+
+def _signed(key: str, peer: PeerId, body: bytes, expires: float) -> bytes:
+    signed: bytes = msgpack.packb(["decentral record", key, peer, body, expires])
+    return signed
+
+
+def _create(path: Path) -> None:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=KEY_BITS)
+    der = key.private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".new")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(_RSA + _varint(len(der)) + der)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _public_bytes(key: rsa.RSAPrivateKey) -> bytes:
+    return key.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def _strip(protobuf: bytes) -> bytes:
+    """The DER key inside libp2p's PrivateKey message."""
+    if not protobuf.startswith(_RSA):
+        raise ProtocolError("identity", "not an RSA key in libp2p's format")
+    size, shift, index = 0, 0, len(_RSA)
+    while index < len(protobuf):
+        byte = protobuf[index]
+        size |= (byte & 0x7F) << shift
+        shift, index = shift + 7, index + 1
+        if byte < 0x80:
+            break
+    if len(protobuf) != index + size:
+        raise ProtocolError("identity", "the key is cut")
+    return protobuf[index:]
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number >= 0x80:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes(out + bytes([number]))

@@ -1,0 +1,167 @@
+"""What peers say to each other. Each question (Ask) has one answer; either may carry a blob.
+
+    question      blob            answer        blob                  what for
+    Hello         -               Welcome       -                     a newcomer asks for the run and its config
+    Ping          -               Pong          -                     latency
+    Probe         up to 4 MiB     Probed        up to 4 MiB           bandwidth, up and down
+    Pull          -               Snapshot      the snapshot          one-sided exchange; allreduce (exact round)
+    Swap          own snapshot    Snapshot      the partner's         symmetric exchange, first half
+    Commit        -               Done          -                     symmetric exchange, second half
+    Push          mass            Done          -                     push-sum
+    PullState     -               StateChunk    a piece of it         a newcomer's start
+    any           -               Refused       -                     why not, in one word
+
+Every field has a bound, and is checked against it before anything else looks at the message (comm/codec.py).
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from decentral.core.jobs import Layout, Section
+from decentral.core.units import MiB
+
+VERSION = 1
+
+MAX_BLOB_BYTES = 1 << 34  # of any blob; each question names a tighter bound for its answer
+MAX_PROBE_BYTES = 4 * MiB
+MAX_CHUNK_BYTES = 4 * MiB
+
+Run = Annotated[str, Field(max_length=64)]
+Word = Annotated[str, Field(max_length=32)]
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Index = Annotated[int, Field(ge=0, lt=1 << 20)]
+Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
+UnixTime = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
+Sections = Annotated[Layout, Field(max_length=16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    run: Run = ""  # empty: whichever this peer is in
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    run: Run
+    config: Annotated[str, Field(max_length=65536)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    nonce: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    nonce: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The blob is the upload; `download_bytes` are wanted back."""
+
+    download_bytes: Annotated[int, Field(ge=0, le=MAX_PROBE_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    received_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A snapshot newer than `after`; `exact`: number `after + 1` and no other, waiting for it if need be."""
+
+    run: Run
+    fragment: Index
+    after: Count
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a peer publishes of a fragment. `digest` is of the whole blob; `time` is the publisher's clock."""
+
+    run: Run
+    fragment: Index
+    seq: Count
+    tokens: Count
+    time: UnixTime
+    layout: Sections
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """`offered` describes the blob that comes along; `offered.seq` is the exchange's number at the asker."""
+
+    offered: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    run: Run
+    fragment: Index
+    seq: Count  # of the Swap
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """`offered.seq` names the push: one that comes twice is added once."""
+
+    offered: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class PullState:
+    run: Run
+    fragment: Index
+    offset: Count
+    length: Annotated[int, Field(gt=0, le=MAX_CHUNK_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunk:
+    """A piece of the fragment's state, from `offset`. `step` is the learning-rate step; `digest` is the piece's."""
+
+    run: Run
+    fragment: Index
+    offset: Count
+    total: Count
+    step: Count
+    layout: Sections
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    reason: Word
+    detail: Annotated[str, Field(max_length=200)] = ""
+
+
+Message = (
+    Hello
+    | Welcome
+    | Ping
+    | Pong
+    | Probe
+    | Probed
+    | Pull
+    | Snapshot
+    | Swap
+    | Commit
+    | Push
+    | Done
+    | PullState
+    | StateChunk
+    | Refused
+)
+
+__all__ = [*(kind.__name__ for kind in Message.__args__), "Message", "Section", "VERSION"]

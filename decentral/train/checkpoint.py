@@ -1,0 +1,53 @@
+"""Checkpoints: one safetensors file, written beside the old one, fsynced, then renamed over it.
+
+So `kill -9` or a full disk at any moment leaves the old checkpoint or the new one, never half of one.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from decentral.core.errors import UserError
+
+FILE = "checkpoint.safetensors"
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> int:
+    """Replaces the folder's checkpoint; gives its size in bytes. Raises OSError and leaves the old one."""
+    data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {"facts": json.dumps(facts)})
+    write_atomically(folder / FILE, data)
+    return len(data)
+
+
+def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The folder's checkpoint, or None where there is none. Raises UserError if it is damaged."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads(file.metadata()["facts"])
+            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The file has the old content or the new one at any moment, also after a power cut."""
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
