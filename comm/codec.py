@@ -44,7 +44,7 @@ def decode(header: bytes) -> tuple[Message, int]:
     if kind not in _KINDS or not isinstance(fields, dict):
         raise ProtocolError("unknown", "no such message")
     try:
-        message = _ADAPTERS[kind].validate_python(fields, strict=True)
+        message = _ADAPTERS[kind].validate_python(fields)
     except ValidationError as error:
         raise ProtocolError("fields", f"{kind}: {error.error_count()} wrong") from None
     if type(blob_bytes) is not int or not 0 <= blob_bytes <= messages.MAX_BLOB_BYTES:

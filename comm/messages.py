@@ -17,7 +17,7 @@ Every field has a bound, and is checked against it before anything else looks at
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from decentral.core.jobs import Layout, Section
 from decentral.core.units import MiB
@@ -28,12 +28,12 @@ MAX_BLOB_BYTES = 1 << 34  # of any blob; each question names a tighter bound for
 MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
 
-Run = Annotated[str, Field(max_length=64)]
-Word = Annotated[str, Field(max_length=32)]
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-Index = Annotated[int, Field(ge=0, lt=1 << 20)]
-Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
-UnixTime = Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
+Run = Annotated[str, Strict(), Field(max_length=64)]
+Word = Annotated[str, Strict(), Field(max_length=32)]
+Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
+Index = Annotated[int, Strict(), Field(ge=0, lt=1 << 20)]
+Digest = Annotated[bytes, Strict(), Field(min_length=16, max_length=16)]
+UnixTime = Annotated[float, Strict(), Field(ge=0, lt=1e11, allow_inf_nan=False)]
 Sections = Annotated[Layout, Field(max_length=16)]
 
 
@@ -45,7 +45,7 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class Welcome:
     run: Run
-    config: Annotated[str, Field(max_length=65536)]
+    config: Annotated[str, Strict(), Field(max_length=65536)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Pong:
 class Probe:
     """The blob is the upload; `download_bytes` are wanted back."""
 
-    download_bytes: Annotated[int, Field(ge=0, le=MAX_PROBE_BYTES)]
+    download_bytes: Annotated[int, Strict(), Field(ge=0, le=MAX_PROBE_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Pull:
     run: Run
     fragment: Index
     after: Count
-    exact: bool = False
+    exact: Annotated[bool, Strict()] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class PullState:
     run: Run
     fragment: Index
     offset: Count
-    length: Annotated[int, Field(gt=0, le=MAX_CHUNK_BYTES)]
+    length: Annotated[int, Strict(), Field(gt=0, le=MAX_CHUNK_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class StateChunk:
 @dataclass(frozen=True, slots=True)
 class Refused:
     reason: Word
-    detail: Annotated[str, Field(max_length=200)] = ""
+    detail: Annotated[str, Strict(), Field(max_length=200)] = ""
 
 
 Message = (

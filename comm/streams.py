@@ -1,0 +1,75 @@
+"""One question and its answer on a pair of streams, with a deadline on every read and write.
+
+Shared by the drivers that have streams (libp2p, loopback): what is refused here is refused in both worlds.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from decentral.comm import blobs
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import Refused
+from decentral.comm.transport import Answer, AskError, BlobBound, Handler
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId
+
+MAX_STREAMS = 64  # questions answered at the same time; more are refused as busy
+READ_S = 30.0  # for a question to arrive whole
+ANSWER_S = 90.0  # for us to find the answer: an exact Pull waits for its round
+WRITE_S = 60.0  # for the answer to leave
+
+
+
+
+async def ask_on(
+    reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope, max_blob_bytes: int
+) -> Answer:
+    """Raises AskError. The caller puts its deadline around this and opening the stream."""
+    began = time.monotonic()
+    try:
+        sent = await blobs.write(writer, envelope)
+        answer, received = await blobs.read(reader, lambda _: max_blob_bytes)
+    except ProtocolError as error:
+        raise AskError(error.reason, str(error)) from None
+    except (EOFError, ConnectionError, OSError) as error:
+        raise AskError("cut", type(error).__name__) from None
+    return Answer(answer, time.monotonic() - began, sent, received)
+
+
+@dataclass(slots=True)
+class Server:
+    """Answers questions. Bad input is counted by reason and costs its sender the stream, nothing else."""
+
+    handler: Handler
+    bound: BlobBound
+    refused: Counter[str] = field(default_factory=Counter)
+    open: int = 0
+
+    async def answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
+        self.open += 1
+        try:
+            await self._answer_on(sender, reader, writer)
+        except TimeoutError:
+            self.refused["deadline"] += 1
+        except (EOFError, ConnectionError, OSError):
+            self.refused["cut"] += 1
+        finally:
+            self.open -= 1
+
+    async def _answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
+        try:
+            if self.open > MAX_STREAMS:
+                raise ProtocolError("busy", f"{MAX_STREAMS} streams are open")
+            async with asyncio.timeout(READ_S):
+                question, _ = await blobs.read(reader, self.bound)
+            async with asyncio.timeout(ANSWER_S):
+                answer = await self.handler(sender, question)
+        except ProtocolError as error:
+            self.refused[error.reason] += 1
+            answer = Envelope(Refused(error.reason, str(error)[:200]))
+        async with asyncio.timeout(WRITE_S):
+            with suppress(ConnectionError):
+                await blobs.write(writer, answer)
