@@ -94,7 +94,9 @@ def _signed(key: str, peer: PeerId, body: bytes, expires: float) -> bytes:
 def _create(path: Path) -> None:
     key = rsa.generate_private_key(public_exponent=65537, key_size=KEY_BITS)
     der = key.private_bytes(
-        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+        serialization.Encoding.DER,
+        serialization.PrivateFormat.TraditionalOpenSSL,
+        serialization.NoEncryption(),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
@@ -107,9 +109,7 @@ def _create(path: Path) -> None:
 
 
 def _public_bytes(key: rsa.RSAPrivateKey) -> bytes:
-    return key.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    return key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def _strip(protobuf: bytes) -> bytes:

@@ -94,9 +94,7 @@ class Libp2p:
         try:
             async with asyncio.timeout(deadline_s):
                 await self._reach(to)
-                _, reader, writer = await self._p2p.call_binary_stream_handler(
-                    PeerID.from_base58(to), PROTOCOL
-                )
+                _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(to), PROTOCOL)
                 with closing(writer):
                     return await ask_on(reader, writer, envelope, max_blob_bytes)
         except TimeoutError:
@@ -108,9 +106,7 @@ class Libp2p:
     async def serve(self, handler: Handler, bound: BlobBound) -> None:
         server = self._server = Server(handler, bound)
 
-        async def on_stream(
-            info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-        ) -> None:
+        async def on_stream(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with closing(writer):
                 await server.answer_on(PeerId(info.peer_id.to_base58()), reader, writer)
 

@@ -22,11 +22,7 @@ ANSWER_S = 90.0  # for us to find the answer: an exact Pull waits for its round
 WRITE_S = 60.0  # for the answer to leave
 
 
-
-
-async def ask_on(
-    reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope, max_blob_bytes: int
-) -> Answer:
+async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope, max_blob_bytes: int) -> Answer:
     """Raises AskError. The caller puts its deadline around this and opening the stream."""
     began = time.monotonic()
     try:

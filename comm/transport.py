@@ -124,9 +124,7 @@ BlobBound = Callable[[Message], int]
 class Transport(Protocol):
     peer: PeerId
 
-    async def ask(
-        self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int
-    ) -> Answer:
+    async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         """Raises AskError, within `deadline_s`."""
         ...
 

@@ -104,11 +104,18 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Train from now on: the state is complete. `newcomer`: the first window's tokens carry no weight."""
+
+    newcomer: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Leave the compute thread; whatever came before it in the queue is done first."""
 
 
-Job = CloseWindow | Merge | Absorb | ExportState | ImportState | SetClock | Evaluate | Save | Finish
+Job = CloseWindow | Merge | Absorb | ExportState | ImportState | SetClock | Evaluate | Save | Start | Finish
 
 # Outcomes
 
@@ -170,6 +177,13 @@ class ClockSet:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """Training begins. `step` is the learning-rate step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluated:
     tokens: int
     loss: float
@@ -198,6 +212,7 @@ Outcome = (
     | StateExported
     | StateImported
     | ClockSet
+    | Started
     | Evaluated
     | Saved
     | JobFailed

@@ -18,13 +18,14 @@ from torch import Tensor
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
-from decentral.train import checkpoint, data, gpt, mix
+from decentral.train import checkpoint, data, gpt, measure, mix
 from decentral.train.inner import Inner, Live, cut
 from decentral.train.sections import Codecs, Packer, unpack
 from decentral.train.step import Device, chain, held_out_loss, train_step
 
 CLIP_TO_MEDIAN = 2.0  # a partner's delta is no longer than this many times the median of recent ones
 RECENT = 16
+BEFORE_START = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,6 @@ class Setup:
     codecs: Codecs
     device: Device
     folder: Path
-    micro_batch: int
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class Mixed:
     live: Live
     rule: mix.Rule
     lengths: deque[float]
+    newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
 
 
 class Compute:
@@ -61,7 +62,9 @@ class Compute:
         self.forward = chain(self.layers, run.train.compile and setup.device.device.type == "cuda")
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
         self.own_steps, self.lr_step, self.micro_batches, self.tokens = 0, 0, 0, 0
-        self.holding: int | None = None  # the fragment whose merge we wait for
+        wanted = run.train.micro_batch
+        self.micro_batch = wanted if isinstance(wanted, int) else measure.micro_batch(self.forward, run.model, setup.device)
+        self.holding: int | None = BEFORE_START  # the fragment whose merge we wait for
         self._busy_s = 0.0
 
     # The thread
@@ -89,9 +92,7 @@ class Compute:
         self.lr_step += 1
         self.tokens += report.tokens
         busy_s, self._busy_s = self._busy_s + time.perf_counter() - began, 0.0
-        return jobs.Stepped(
-            self.own_steps, self.lr_step, report.tokens, report.loss, busy_s, report.micro_batches
-        )
+        return jobs.Stepped(self.own_steps, self.lr_step, report.tokens, report.loss, busy_s, report.micro_batches)
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         try:
@@ -120,6 +121,11 @@ class Compute:
                 return self._evaluate()
             case jobs.Save():
                 return jobs.Saved(self.own_steps, self.save())
+            case jobs.Start(newcomer):
+                self.holding = None
+                for mixed in self.mixed:
+                    mixed.newcomer = newcomer
+                return jobs.Started(self.lr_step)
             case jobs.Finish():
                 raise AssertionError("Finish ends the thread")
 
@@ -129,7 +135,8 @@ class Compute:
         mixed = self.mixed[fragment]
         packer = Packer(self.setup.codecs)
         mixed.rule.close(mixed.live, packer)
-        tokens, mixed.live.tokens, mixed.live.rate_sum = mixed.live.tokens, 0, 0.0
+        tokens = 0 if mixed.newcomer else mixed.live.tokens
+        mixed.live.tokens, mixed.live.rate_sum, mixed.newcomer = 0, 0.0, False
         self.holding = fragment if hold else self.holding
         layout, blob = packer.finish()
         return jobs.WindowClosed(fragment, seq, tokens, layout, blob)
@@ -247,9 +254,9 @@ class Compute:
         """Micro-batch number k of this peer: a pure function of (seed, peer, k), so k is all a checkpoint keeps."""
         draw = rng.arrays(self.setup.config.seed, "data", self.setup.peer, self.micro_batches)
         self.micro_batches += 1
-        return self.setup.corpus.micro_batch(draw, self.setup.micro_batch)
+        return self.setup.corpus.micro_batch(draw, self.micro_batch)
 
     def _evaluate(self) -> jobs.Evaluated:
         began = time.perf_counter()
-        loss = held_out_loss(self.forward, self.held_out, self.setup.device, max(8, self.setup.micro_batch))
+        loss = held_out_loss(self.forward, self.held_out, self.setup.device, max(8, self.micro_batch))
         return jobs.Evaluated(self.tokens, loss, time.perf_counter() - began)

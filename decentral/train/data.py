@@ -91,10 +91,17 @@ def _map(data: config.Data) -> Tokens:
 def _stdlib_files() -> list[Path]:
     """The library's own modules: no tests, no site-packages, no generated tables of constants."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "encodings"}
-    return sorted(
-        path for path in root.rglob("*.py") if not skip.intersection(path.relative_to(root).parts[:-1])
-    )
+    skip = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "__pycache__",
+        "idlelib",
+        "lib2to3",
+        "encodings",
+    }
+    return sorted(path for path in root.rglob("*.py") if not skip.intersection(path.relative_to(root).parts[:-1]))
 
 
 def _bytes_of(paths: list[Path]) -> Tokens:

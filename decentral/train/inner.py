@@ -21,7 +21,7 @@ def cut(layers: Sequence[nn.Module], at_least: int) -> list[Fragment]:
     groups: list[list[int]] = []  # [first, last, parameters]
     for index, layer in enumerate(layers):
         count = sum(parameter.numel() for parameter in layer.parameters())
-        if groups and (groups[-1][2] < at_least or index == len(layers) - 1 and count < at_least):
+        if groups and (groups[-1][2] < at_least or (index == len(layers) - 1 and count < at_least)):
             groups[-1] = [groups[-1][0], index + 1, groups[-1][2] + count]
         else:
             groups.append([index, index + 1, count])
@@ -69,7 +69,7 @@ class Inner:
 
     def clip(self) -> Tensor:
         """Scales the whole gradient to at most `clip_norm`; gives its norm before. Not finite: the step is skipped."""
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(l.grad) for l in self.lives]))
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(live.grad) for live in self.lives]))
         scale = (self.train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for live in self.lives:
             live.grad.mul_(scale)

@@ -71,9 +71,7 @@ def close(slow: Slow, theta: Tensor, tokens: int, quantise: Quantise) -> tuple[S
     return replace(slow, baseline=theta.clone(), residual=owed - sent), Closed(delta, sent, tokens)
 
 
-def merge(
-    slow: Slow, closed: Closed, partners: Sequence[Partner], constants: Constants
-) -> tuple[Slow, Tensor]:
+def merge(slow: Slow, closed: Closed, partners: Sequence[Partner], constants: Constants) -> tuple[Slow, Tensor]:
     """Takes the outer step. Gives the new state and the correction that theta is still owed.
 
     The caller adds the correction to theta; the baseline already has it, so it is not counted as progress.

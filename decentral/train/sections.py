@@ -40,8 +40,6 @@ def unpack(codecs: Codecs, layout: Layout, blob: bytes) -> dict[str, Tensor]:
     """fp32 vectors on the CPU, by name. Raises ProtocolError for what the codecs refuse."""
     view, start, values = memoryview(blob), 0, {}
     for section in layout:
-        values[section.name] = codecs.decode(
-            section.codec, view[start : start + section.size], section.elements
-        )
+        values[section.name] = codecs.decode(section.codec, view[start : start + section.size], section.elements)
         start += section.size
     return values

@@ -1,0 +1,155 @@
+"""One fragment's exchanges: publish at the window's end, pull from partners, merge. Nobody waits for us.
+
+    OPEN --window over--> CLOSING --WindowClosed--> PULLING --last answer--> MERGING --Merged--> OPEN
+
+The same machine runs `pull`, the default, and `allreduce`, its synchronous counterpart: there a window has a round
+number, everyone is asked for exactly that round, and the compute thread waits for the merge.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import Pull, Refused, Snapshot
+from decentral.comm.snapshots import Shelf, Terms, View, contribution
+from decentral.comm.transport import Answered, Ask, Asked, AskFailed
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId
+from decentral.core.jobs import CloseWindow, Contribution, Layout, Merge, Merged, WindowClosed
+from decentral.core.machine import Effect, Log, Woke, log
+from decentral.core.units import Seconds
+
+ROUND_S = 75.0  # how long allreduce waits for a partner's round: below the transport's limit for an answer
+
+
+class State(Enum):
+    OPEN = auto()
+    CLOSING = auto()
+    PULLING = auto()
+    MERGING = auto()
+
+
+@dataclass(slots=True)
+class Exchange:
+    terms: Terms
+    view: View
+    close_at: Seconds
+    synchronous: bool = False
+    state: State = State.OPEN
+    seq: int = 0
+    shelf: Shelf = field(default_factory=Shelf)
+    layout: Layout = ()
+    size: int = 0  # of a snapshot, bytes
+    seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
+    _pending: set[PeerId] = field(default_factory=set)
+    _got: list[tuple[Contribution, Log]] = field(default_factory=list)
+    _began: Seconds = 0.0
+    _skipped: str = ""  # why a partner had nothing for us, when that is nobody's fault
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        return self.close_at if self.state is State.OPEN else None
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]:
+        match event:
+            case Woke() if self.state is State.OPEN and now >= self.close_at:
+                return self._close(now)
+            case WindowClosed(seq=seq) if self.state is State.CLOSING and seq == self.seq:
+                return self._publish(event, now)
+            case Asked(request, _, Envelope(Pull() as pull)):
+                return self.shelf.answer(request, pull)
+            case Answered(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
+                return self._answered(event, now)
+            case AskFailed(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
+                return [self._failed(event.peer, event.reason, event.seconds), *self._settled(event.peer)]
+            case Merged(seq=seq) if self.state is State.MERGING and seq == self.seq:
+                return self._merged(event, now)
+        return []  # it speaks of an exchange that is over
+
+    def _close(self, now: Seconds) -> list[Effect]:
+        self.state, self._began = State.CLOSING, now
+        self.seq = self.seq + 1 if self.synchronous else max(self.seq + 1, int(now * 1000))
+        return [CloseWindow(self.terms.fragment, self.seq, hold=self.synchronous)]
+
+    def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
+        self.layout, self.size = closed.layout, len(closed.blob)
+        effects = self.shelf.put(self.terms.describe(closed, now), closed.blob)
+        partners = self.view.partners(self.terms.fragment, now)
+        self._pending, self._got, self._skipped = set(partners), [], ""
+        if not partners:
+            self._skipped = "alone"
+            return [*effects, *self._merge()]
+        self.state = State.PULLING
+        return effects + [self._ask(partner) for partner in partners]
+
+    def _ask(self, partner: PeerId) -> Ask:
+        tag = ("exchange", self.terms.fragment, self.seq)
+        after = self.seq - 1 if self.synchronous else self.seen.get(partner, 0)
+        pull = Pull(self.terms.run, self.terms.fragment, after, exact=self.synchronous)
+        deadline_s = ROUND_S if self.synchronous else self.view.deadline_s(partner, self.size)
+        return Ask(tag, partner, Envelope(pull), deadline_s, self.size)
+
+    def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
+        match event.envelope.message:
+            case Snapshot() as snapshot:
+                return self._received(event, snapshot, now) + self._settled(event.peer)
+            case Refused("nothing-newer", newest):
+                self._catch_up(newest)
+                self._skipped = "nothing-newer"
+                return self._settled(event.peer)
+            case Refused(reason):
+                return [self._failed(event.peer, reason, event.seconds), *self._settled(event.peer)]
+        return [self._failed(event.peer, "unexpected", event.seconds), *self._settled(event.peer)]
+
+    def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> list[Effect]:
+        after = self.seen.get(event.peer, 0)
+        try:
+            self.terms.check(snapshot, event.envelope.blob, self.layout, after, now)
+        except ProtocolError as error:
+            return [self._failed(event.peer, error.reason, event.seconds)]
+        self.seen[event.peer] = snapshot.seq
+        done = log(
+            "exchange",
+            fragment=self.terms.fragment,
+            partner=event.peer,
+            outcome="done",
+            reason="",
+            seconds=round(event.seconds, 4),
+            sent_bytes=event.sent_bytes,
+            received_bytes=event.received_bytes,
+            age_s=round(now - snapshot.time, 3),
+        )
+        self._got.append((contribution(event.peer, snapshot, event.envelope.blob), done))
+        return []
+
+    def _settled(self, partner: PeerId) -> list[Effect]:
+        self._pending.discard(partner)
+        return [] if self._pending else self._merge()
+
+    def _merge(self) -> list[Effect]:
+        self.state = State.MERGING
+        return [Merge(self.terms.fragment, self.seq, tuple(one for one, _ in self._got))]
+
+    def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
+        self.state = State.OPEN
+        self.close_at = max(now, self._began + self.view.period_s(self.size))
+        refused = dict(merged.rejected)
+        lines: list[Effect] = [done for one, done in self._got if one.peer not in refused]
+        lines += [self._failed(peer, reason, 0.0) for peer, reason in merged.rejected]
+        if not merged.used:
+            solo = {
+                "outcome": "solo",
+                "reason": self._skipped or "failed",
+                "seconds": round(now - self._began, 4),
+            }
+            lines.append(log("exchange", fragment=self.terms.fragment, partner=None, **solo))
+        return lines
+
+    def _failed(self, partner: PeerId, reason: str, seconds: Seconds) -> Log:
+        fields = {"outcome": "failed", "reason": reason, "seconds": round(seconds, 4)}
+        return log("exchange", fragment=self.terms.fragment, partner=partner, **fields)
+
+    def _catch_up(self, newest: str) -> None:
+        """A partner is rounds ahead of us, so ours is over: go on with theirs."""
+        if self.synchronous and newest.isdecimal() and len(newest) < 16:
+            self.seq = max(self.seq, int(newest))

@@ -1,0 +1,139 @@
+"""Push-sum exchanges of one fragment: at a window's end half of the mass leaves, and what comes is added.
+
+    OPEN --window over--> CLOSING --WindowClosed--> PUSHING --Done--> OPEN
+
+A push has a number; one that comes twice is added once, so a push whose acknowledgement was lost is sent again.
+Mass that was refused, or never left, is taken back. Only a partner that dies between the two costs mass, and then
+x and w are lost together, which leaves every ratio x/w as it was; the journal says `mass-lost`.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import Done, Push, Refused
+from decentral.comm.snapshots import Terms, View, contribution
+from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Absorb, Absorbed, CloseWindow, Contribution, WindowClosed
+from decentral.core.machine import Effect, Woke, log
+from decentral.core.units import Seconds
+
+TRIES = 3
+REMEMBERED = 1024  # pushes whose numbers we keep, to add none twice
+
+
+class State(Enum):
+    OPEN = auto()
+    CLOSING = auto()
+    PUSHING = auto()
+
+
+@dataclass(slots=True)
+class PushExchange:
+    terms: Terms
+    view: View
+    close_at: Seconds
+    state: State = State.OPEN
+    seq: int = 0
+    size: int = 0
+    _closed: WindowClosed | None = None
+    _arrived: OrderedDict[tuple[PeerId, int], None] = field(default_factory=OrderedDict)
+    _absorbing: list[tuple[int | None, PeerId, int]] = field(default_factory=list)  # jobs under way, in order
+    _began: Seconds = 0.0
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        return self.close_at if self.state is State.OPEN else None
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]:
+        match event:
+            case Woke() if self.state is State.OPEN and now >= self.close_at:
+                return self._close(now)
+            case WindowClosed(seq=seq) if self.state is State.CLOSING and seq == self.seq:
+                return self._push(event, now)
+            case Asked(request, sender, Envelope(Push() as push, blob)):
+                return self._pushed(request, sender, push, blob, now)
+            case Absorbed():
+                return self._absorbed(event)
+            case Answered(tag=(*_, seq, _)) if self.state is State.PUSHING and seq == self.seq:
+                return self._answered(event, now)
+            case AskFailed(tag=(*_, seq, tries)) if self.state is State.PUSHING and seq == self.seq:
+                return self._unanswered(event, int(tries), now)
+        return []  # it speaks of an exchange that is over
+
+    def _close(self, now: Seconds) -> list[Effect]:
+        self.state, self._began = State.CLOSING, now
+        self.seq = max(self.seq + 1, int(now * 1000))
+        return [CloseWindow(self.terms.fragment, self.seq)]
+
+    def _push(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
+        self._closed, self.size = closed, len(closed.blob)
+        partners = self.view.partners(self.terms.fragment, now)
+        if not partners:
+            return [self._take_back(), *self._over(None, "solo", "alone", now)]
+        self.state = State.PUSHING
+        return [self._ask(partners[0], 1, now)]
+
+    def _ask(self, partner: PeerId, tries: int, now: Seconds) -> Ask:
+        assert self._closed is not None
+        tag = ("exchange", self.terms.fragment, "push", self.seq, tries)
+        push = Envelope(Push(self.terms.describe(self._closed, now)), self._closed.blob)
+        return Ask(tag, partner, push, self.view.deadline_s(partner, self.size))
+
+    def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
+        message = event.envelope.message
+        if isinstance(message, Done):
+            return self._over(event.peer, "done", "", now, (event.sent_bytes, event.received_bytes))
+        reason = message.reason if isinstance(message, Refused) else "unexpected"
+        return [self._take_back(), *self._over(event.peer, "failed", reason, now)]
+
+    def _unanswered(self, event: AskFailed, tries: int, now: Seconds) -> list[Effect]:
+        if event.reason == "unreachable" and tries == 1:  # nothing has left
+            return [self._take_back(), *self._over(event.peer, "failed", event.reason, now)]
+        if tries < TRIES:
+            return [self._ask(event.peer, tries + 1, now)]
+        return self._over(event.peer, "failed", "mass-lost", now)
+
+    def _take_back(self) -> Absorb:
+        assert self._closed is not None
+        own = Contribution(self.terms.peer, self._closed.tokens, self._closed.layout, self._closed.blob)
+        self._absorbing.append((None, self.terms.peer, self.seq))
+        return Absorb(self.terms.fragment, own)
+
+    def _over(
+        self, partner: PeerId | None, outcome: str, reason: str, now: Seconds, moved: tuple[int, int] = (0, 0)
+    ) -> list[Effect]:
+        self.state = State.OPEN
+        self.close_at = max(now, self._began + self.view.period_s(self.size))
+        line = {"outcome": outcome, "reason": reason, "seconds": round(now - self._began, 4)}
+        counts = {"sent_bytes": moved[0], "received_bytes": moved[1]}
+        return [log("exchange", fragment=self.terms.fragment, partner=partner, **line, **counts)]
+
+    def _pushed(self, request: int, sender: PeerId, push: Push, blob: bytes, now: Seconds) -> list[Effect]:
+        name = (sender, push.offered.seq)
+        if name in self._arrived:
+            return [Reply(request, Envelope(Done()))]
+        if self._closed is None:
+            return [Reply(request, Envelope(Refused("not-ready")))]
+        try:
+            self.terms.check(push.offered, blob, self._closed.layout, 0, now)
+        except ProtocolError as error:
+            return [Reply(request, Envelope(Refused(error.reason)))]
+        self._arrived[name] = None
+        while len(self._arrived) > REMEMBERED:
+            self._arrived.popitem(last=False)
+        self._absorbing.append((request, sender, push.offered.seq))
+        return [Absorb(self.terms.fragment, contribution(sender, push.offered, blob))]
+
+    def _absorbed(self, event: Absorbed) -> list[Effect]:
+        """Jobs are done in order, so the outcome is the oldest one's."""
+        request, sender, seq = self._absorbing.pop(0)
+        if request is None:
+            return []
+        if not event.accepted:
+            self._arrived.pop((sender, seq), None)
+            return [Reply(request, Envelope(Refused(event.reason)))]
+        return [Reply(request, Envelope(Done()))]

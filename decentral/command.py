@@ -1,0 +1,29 @@
+"""What the commands share: flags that fail with one line, and exit codes.
+
+0: done, also after Ctrl-C. 2: something the user can mend, in one line on stderr. 1: an error of our own.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from decentral.core.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a wrong flag is a UserError and so one line, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def run(main: Callable[[], None]) -> int:
+    try:
+        main()
+    except UserError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    return 0

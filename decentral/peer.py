@@ -1,0 +1,234 @@
+"""python -m decentral.peer: one peer. Starts a swarm, joins one, or goes on where this state folder stopped.
+
+    meet     start libp2p, reach the swarm, learn the run and its config
+    prepare  load data and model, resume the checkpoint, measure the device
+    train    until Ctrl-C or --stop-after; save; leave
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from decentral import __version__, command, state, view
+from decentral.comm import compress
+from decentral.comm.codec import Envelope
+from decentral.comm.identity import Identity
+from decentral.comm.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.messages import VERSION, Hello, Refused, Welcome
+from decentral.comm.transport import AskError
+from decentral.core import config
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.journal import Journal
+from decentral.core.units import Amount
+from decentral.peers.book import AddressBook
+from decentral.peers.host import Host, clock
+from decentral.peers.node import Node, Setup
+from decentral.peers.records import Profile
+from decentral.train import data, measure
+from decentral.train.compute import Compute
+from decentral.train.compute import Setup as ComputeSetup
+
+HELLO_S = 15.0
+MEET_AGAIN_S = 10.0  # a peer that has met nobody tries its old addresses this often
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run(lambda: asyncio.run(_main(parse(argv))))
+
+
+async def _main(flags: argparse.Namespace) -> None:
+    with state.Folder.claim(flags.state_dir) as folder:
+        own = Identity.load_or_create(folder.path / "identity.key")
+        transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
+        try:
+            met = await meet(flags, folder, transport)
+            host = await prepare(flags, folder, own, transport, met)
+            await train(flags, folder, host)
+        finally:
+            await transport.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The run that this peer is in, and how it reaches the others."""
+
+    run: RunId
+    config: config.Config
+    contacts: tuple[PeerId, ...]
+    directory: HivemindDirectory
+    addresses: tuple[str, ...]
+
+
+async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2p) -> Met:
+    kept = folder.read_run()
+    if kept and (flags.config or flags.set):
+        raise UserError(f"{folder.path} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
+    if flags.join and (flags.config or flags.set):
+        raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
+    contacts, welcome = await _greet(flags.join, transport, kept[0] if kept else RunId(""))
+    if kept:
+        run, settings = kept
+        contacts += await _old_acquaintances(folder, transport)
+    elif welcome:
+        run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
+    else:
+        settings = config.load(flags.config, flags.set)
+        run = RunId(f"{settings.name}-{secrets.token_hex(3)}")
+    folder.write_run(run, settings)
+    addresses = await transport.addresses()
+    folder.write_listen(addresses)
+    directory = await transport.directory([f"{run}/peers", f"{run}/plan"], contacts)
+    return Met(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
+
+
+async def _greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
+    """Says hello at every --join address. Raises UserError if nobody there lets us in."""
+    contacts, welcome, trouble = [], None, ""
+    for address in join:
+        try:
+            peer = await transport.connect(address)
+            answer = await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)
+        except AskError as error:
+            trouble = f"--join {address}: {error}"
+            continue
+        message = answer.envelope.message
+        if isinstance(message, Welcome):
+            contacts.append(peer)
+            welcome = welcome or message
+        else:
+            reason = message.detail if isinstance(message, Refused) else "it gave no welcome"
+            trouble = f"--join {address}: refused: {reason} (this peer speaks protocol {VERSION})"
+    if join and not contacts:
+        raise UserError(f"{trouble}; check the address, that the peer there runs, and its port")
+    return contacts, welcome
+
+
+async def _old_acquaintances(folder: state.Folder, transport: Libp2p) -> list[PeerId]:
+    """Whoever of those we knew before the restart is still, or again, where it was."""
+
+    async def reach(addresses: tuple[str, ...]) -> PeerId | None:
+        for address in addresses:
+            try:
+                return await transport.connect(address)
+            except (AskError, UserError):
+                continue
+        return None
+
+    known = AddressBook.load(folder.path / "peers.json").known
+    reached = await asyncio.gather(*(reach(addresses) for addresses in known.values()))
+    return [peer for peer in reached if peer is not None]
+
+
+async def prepare(
+    flags: argparse.Namespace, folder: state.Folder, own: Identity, transport: Libp2p, met: Met
+) -> Host:
+    run = met.config
+    device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
+    corpus = data.load(run.data, run.model)
+    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path))
+    restored = compute.resume()
+    setup = Setup(
+        config=run,
+        run=met.run,
+        own=own,
+        fragments=compute.fragments,
+        layers=len(compute.layers),
+        profile=_profile(flags, folder, compute),
+        addresses=met.addresses,
+        contacts=met.contacts,
+        restored_step=compute.lr_step if restored else None,
+        stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
+    )
+    now = clock()
+    journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
+    return Host(Node(setup), transport, met.directory, compute, journal, book, now)
+
+
+def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute) -> Profile:
+    """Measured once for this device, model and version; then read from the state folder."""
+    device = compute.setup.device
+    key = f"{__version__} {device} {compute.setup.config.digest()}"
+    measured = folder.read_profile(key)
+    if measured is None:
+        measured = measure.measure(compute.forward, compute.setup.config.model, device, compute.micro_batch)
+        folder.write_profile(key, measured)
+    return Profile(**dataclasses.asdict(measured), region=flags.region, software=f"decentral {__version__}")
+
+
+async def train(flags: argparse.Namespace, folder: state.Folder, host: Host) -> None:
+    node = host.node
+    setup = node.setup
+    shown = view.choose(plain=flags.plain or not sys.stdout.isatty())
+    shown.introduce(node, folder.path)
+    facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
+    host.journal.write("started", **facts, throttle=flags.throttle)
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, host.stop, "interrupted")
+    beside = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_meet_again(host))]
+    try:
+        reason = await host.run()
+    finally:
+        for task in beside:
+            task.cancel()
+        shown.close()
+        host.journal.close()
+    view.farewell(node, folder.path, reason)
+    if reason.startswith("error"):
+        raise SystemExit(1)
+
+
+async def _show(host: Host, shown: view.View) -> None:
+    while True:
+        await asyncio.sleep(shown.interval_s)
+        shown.update(host.node, host.now())
+
+
+async def _meet_again(host: Host) -> None:
+    """A swarm that died finds itself again: whoever is alone keeps looking where the others were."""
+    transport, directory = host.transport, host.directory
+    assert isinstance(transport, Libp2p)
+    assert isinstance(directory, HivemindDirectory)
+    while True:
+        await asyncio.sleep(MEET_AGAIN_S)
+        if host.node.roster.live:
+            continue
+        for addresses in list(host.book.known.values()):
+            for address in addresses:
+                try:
+                    await directory.meet(await transport.connect(address))
+                    break
+                except (AskError, UserError):
+                    continue
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.Parser(prog="python -m decentral.peer", description="One peer of a swarm that trains together.")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
+    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
+    parser.add_argument("--state-dir", metavar="DIR", help="identity, journal, checkpoints; default: a new one")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--listen", action="append", default=[], metavar="MULTIADDR", help="where to listen")
+    parser.add_argument("--announce", action="append", default=[], metavar="MULTIADDR", help="where others reach us")
+    parser.add_argument("--region", default="", help="a name for where this peer is, for the planner")
+    parser.add_argument("--throttle", type=float, default=1.0, metavar="F", help="be F times slower than the device is")
+    parser.add_argument("--stop-after", metavar="AMOUNT", help="500steps, 90s or 2e6tokens of this peer")
+    parser.add_argument("--plain", action="store_true", help="a line every few seconds instead of the live view")
+    flags = parser.parse_args(argv)
+    if not 1 <= flags.throttle <= 1e4:
+        raise UserError(f"--throttle expects a factor of 1 to 10000; got {flags.throttle:g}")
+    if flags.stop_after:
+        Amount.parse(flags.stop_after)
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""A peer's state folder: identity.key, run.json, listen.json, profile.json, peers.json, journal.jsonl, checkpoint.
+
+One process at a time may use it; the lock goes with the process, however that ends.
+"""
+
+import fcntl
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from decentral.core import config
+from decentral.core.errors import UserError
+from decentral.core.ids import RunId
+from decentral.train.checkpoint import write_atomically
+from decentral.train.measure import Measured
+
+ANYWHERE = "/ip4/0.0.0.0/tcp/0"
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    path: Path
+
+    @classmethod
+    @contextmanager
+    def claim(cls, wanted: str | None) -> Iterator["Folder"]:
+        """The folder, made if need be and locked; without a wish the first new swarm/peer-N. Raises UserError."""
+        path = Path(wanted) if wanted else _unused()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = (path / "lock").open("w")
+        except OSError as error:
+            raise UserError(f"--state-dir {path}: {error.strerror}; choose a folder that can be written") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"--state-dir {path} is in use by another peer; choose another folder") from None
+            yield cls(path.absolute())
+
+    def read_run(self) -> tuple[RunId, config.Config] | None:
+        """The run that this folder belongs to."""
+        kept = self._read("run.json")
+        return (RunId(kept["run"]), config.from_canonical(kept["config"])) if kept else None
+
+    def write_run(self, run: RunId, settings: config.Config) -> None:
+        self._write("run.json", {"run": run, "config": settings.canonical()})
+
+    def listen(self, wanted: Sequence[str]) -> list[str]:
+        """Where to listen: as asked, else where this peer listened before, so that others find it again."""
+        kept = self._read("listen.json") or {}
+        asked = list(wanted) or [ANYWHERE]
+        return [kept.get(address, address) for address in asked]
+
+    def write_listen(self, addresses: Sequence[str]) -> None:
+        """Keeps the ports that `tcp/0` got."""
+        ports = {address.split("/tcp/")[1].split("/")[0] for address in addresses if "/tcp/" in address}
+        if len(ports) == 1:
+            port = ports.pop()
+            places = (ANYWHERE, "/ip4/127.0.0.1/tcp/0")
+            self._write("listen.json", {place: place.removesuffix("0") + port for place in places})
+
+    def read_profile(self, key: str) -> Measured | None:
+        kept = self._read("profile.json")
+        return Measured(**kept["measured"]) if kept and kept["key"] == key else None
+
+    def write_profile(self, key: str, measured: Measured) -> None:
+        self._write("profile.json", {"key": key, "measured": asdict(measured)})
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
+        if not path.exists():
+            return None
+        try:
+            content: dict[str, Any] = json.loads(path.read_text())
+            return content
+        except (OSError, ValueError):
+            raise UserError(f"{path} is damaged; move it away, or use another --state-dir") from None
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        write_atomically(self.path / name, json.dumps(content, indent=1).encode())
+
+
+def _unused() -> Path:
+    number = 1
+    while Path(f"swarm/peer-{number}").exists():
+        number += 1
+    return Path(f"swarm/peer-{number}")

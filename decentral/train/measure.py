@@ -1,0 +1,112 @@
+"""What a device can do, measured: FLOP/s of a matrix product, tokens/s on the run's model, a good micro-batch."""
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from decentral.core import config
+from decentral.core.errors import UserError
+from decentral.train import gpt
+from decentral.train.step import Device, Forward
+
+MATMUL_S = 0.2  # how long to multiply
+LARGEST = 512  # sequences in a micro-batch, at most
+GOOD_ENOUGH = 0.9  # the smallest micro-batch that has this share of the best tokens/s: more steps for the same work
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    device: str
+    memory_bytes: int
+    flops: float
+    tokens_per_s: float
+
+
+def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Device:
+    """The device that `--device` asks for. Raises UserError if it is not there."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise UserError(f"--device expects auto, cpu, cuda or cuda:N; got {wanted!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device expects auto, cpu, cuda or cuda:N; got {wanted!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {wanted}: {torch.cuda.device_count()} CUDA devices are here; use --device cpu")
+    chosen = "bfloat16" if dtype == "auto" and device.type == "cuda" else dtype.replace("auto", "float32")
+    return Device(device, getattr(torch, chosen), throttle, emulated_s)
+
+
+def measure(forward: Forward, model: config.Model, device: Device, micro_batch: int) -> Measured:
+    """Takes well under a second on a small model. Throttling and emulation count, as they do in training."""
+    trained_s = max(_trained_s(forward, model, device, micro_batch), device.emulated_s) * device.throttle
+    tokens_per_s = micro_batch * model.context / trained_s
+    return Measured(_name(device), _memory(device), _flops(device) / device.throttle, tokens_per_s)
+
+
+def micro_batch(forward: Forward, model: config.Model, device: Device) -> int:
+    """Sequences of the smallest micro-batch that is nearly as fast as the fastest one that fits the memory."""
+    rates: dict[int, float] = {}
+    size = 1
+    while size <= LARGEST and (not rates or rates[size // 2] > GOOD_ENOUGH * max(rates.values())):
+        try:
+            rates[size] = size / _trained_s(forward, model, device, size)
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            break
+        size *= 2
+    if not rates:
+        raise UserError(f"not even one sequence of {model.context} tokens fits into the memory of {_name(device)}")
+    return min(size for size, rate in rates.items() if rate >= GOOD_ENOUGH * max(rates.values()))
+
+
+def _trained_s(forward: Forward, model: config.Model, device: Device, sequences: int) -> float:
+    """Seconds of forward and backward; the best of three, for the first ones warm caches up."""
+    tokens_BT = torch.zeros(sequences, model.context, dtype=torch.int64, device=device.device)
+    best = float("inf")
+    for _ in range(3):
+        _wait(device)
+        began = time.perf_counter()
+        with device.autocast():
+            loss = gpt.loss_of(forward(tokens_BT), tokens_BT)
+        loss.backward()
+        _wait(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _flops(device: Device) -> float:
+    """FLOP/s: 2 n^3 for a product of two n x n matrices in the training dtype."""
+    n = 4096 if device.device.type == "cuda" else 512
+    left = torch.randn(n, n, device=device.device).to(device.dtype)
+    _wait(device, left @ left)
+    began, products = time.perf_counter(), 0
+    while time.perf_counter() - began < MATMUL_S:
+        _wait(device, left @ left)
+        products += 1
+    return 2 * n**3 * products / (time.perf_counter() - began)
+
+
+def _wait(device: Device, _: torch.Tensor | None = None) -> None:
+    if device.device.type == "cuda":
+        torch.cuda.synchronize(device.device)
+
+
+def _name(device: Device) -> str:
+    if device.device.type == "cuda":
+        return torch.cuda.get_device_name(device.device)
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
+
+
+def _memory(device: Device) -> int:
+    if device.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device.device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

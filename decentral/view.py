@@ -1,0 +1,134 @@
+"""What a peer shows: a live view on a terminal, or a line every few seconds."""
+
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from decentral.core.ids import short
+from decentral.core.units import Seconds, readable_bytes
+from decentral.peers.node import Node, Phase
+
+
+class View(Protocol):
+    interval_s: float
+
+    def introduce(self, node: Node, folder: Path) -> None: ...
+
+    def update(self, node: Node, now: Seconds) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def choose(plain: bool) -> View:
+    return Plain() if plain else Screen()
+
+
+class Plain:
+    interval_s = 5.0
+
+    def introduce(self, node: Node, folder: Path) -> None:
+        print(introduction(node, folder), flush=True)
+
+    def update(self, node: Node, now: Seconds) -> None:
+        print("  ".join(f"{name} {value}" for name, value in figures(node, now).items()), flush=True)
+
+    def close(self) -> None: ...
+
+
+class Screen:
+    """A progress bar (of --stop-after, else of the time to the next checkpoint) over a table of figures."""
+
+    interval_s = 0.5
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}"))
+        self._task = self._bar.add_task("joining", total=None, end="")
+        self._live = Live(self._bar, console=self._console, refresh_per_second=4)
+
+    def introduce(self, node: Node, folder: Path) -> None:
+        self._console.print(introduction(node, folder), soft_wrap=True)
+        self._live.start()
+
+    def update(self, node: Node, now: Seconds) -> None:
+        done, total, end = _progress(node, now)
+        self._bar.update(self._task, description=node.phase.name.lower(), completed=done, total=total, end=end)
+        self._live.update(Group(self._bar, _table(node, now), _peers(node)))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def introduction(node: Node, folder: Path) -> str:
+    setup = node.setup
+    parameters = sum(fragment.parameters for fragment in setup.fragments)
+    profile = setup.profile
+    return "\n".join(
+        [
+            f"run {setup.run}: {parameters / 1e6:.2f} M parameters in {len(setup.fragments)} fragments",
+            f"peer {setup.own.peer} on {profile.device}: {profile.tokens_per_s:,.0f} tokens/s",
+            f"state in {folder}; go on later with: python -m decentral.peer --state-dir {folder}",
+            "others join with:",
+            f"    python -m decentral.peer --join {setup.addresses[0]}",
+        ]
+    )
+
+
+def farewell(node: Node, folder: Path, reason: str) -> None:
+    progress = node.progress
+    loss = "-" if progress.loss is None else f"{progress.loss:.3f}"
+    print(f"stopped ({reason}) after {progress.tokens:,} tokens, loss {loss}; saved in {folder}", flush=True)
+
+
+def figures(node: Node, now: Seconds) -> dict[str, str]:
+    progress = node.progress
+    busy = _busy(node, now)
+    return {
+        "step": f"{progress.step}",
+        "loss": "-" if progress.loss is None else f"{progress.loss:.3f}",
+        "held-out": "-" if progress.held_out is None else f"{progress.held_out:.3f}",
+        "tokens/s": f"{progress.tokens_per_s:,.0f}",
+        "busy": "-" if busy is None else f"{busy:.0%}",
+        "peers": f"{len(node.roster.live)}",
+        "exchanges": "/".join(str(node.exchanges[outcome]) for outcome in ("done", "solo", "failed")),
+        "sent": readable_bytes(node.sent_bytes),
+        "received": readable_bytes(node.received_bytes),
+    }
+
+
+def _busy(node: Node, now: Seconds) -> float | None:
+    joined_at = node.progress.joined_at
+    return None if joined_at is None or now <= joined_at else min(1.0, node.progress.busy_s / (now - joined_at))
+
+
+def _table(node: Node, now: Seconds) -> Table:
+    table = Table.grid(padding=(0, 3))
+    shown = figures(node, now)
+    table.add_row(*(f"[dim]{name}[/dim]" for name in shown))
+    table.add_row(*shown.values())
+    return table
+
+
+def _peers(node: Node) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("peer", "device", "region", "step", "tokens/s", "from it"):
+        table.add_column(column)
+    for peer, entry in sorted(node.roster.live.items())[:12]:
+        record, rate = entry.record, node.meter.bandwidth(peer)
+        link = f"{readable_bytes(rate)}/s" if rate else "-"
+        speed = f"{record.profile.tokens_per_s:,.0f}"
+        table.add_row(short(peer), record.profile.device, record.profile.region, str(record.step), speed, link)
+    return table
+
+
+def _progress(node: Node, now: Seconds) -> tuple[float, float | None, str]:
+    goal, progress = node.progress.stop_after, node.progress
+    if node.phase is not Phase.TRAINING or goal is None:
+        return 0.0, None, ""
+    elapsed = now - (progress.joined_at or now)
+    done = {"s": elapsed, "steps": float(progress.step), "tokens": float(progress.tokens)}[goal.kind]
+    return done, goal.value, f"{done:,.0f} of {goal}"

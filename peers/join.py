@@ -1,0 +1,249 @@
+"""A newcomer's start: the state of every fragment, from two or more donors at once, piece by piece.
+
+    WAITING --roster known--> FETCHING --all pieces here--> IMPORTING --StateImported--> DONE
+
+Each piece carries its digest. A donor that fails twice is left out; its pieces go to the others, and what is already
+here stays. Pieces of one fragment may come from several donors: replicas differ by little, and the numbers of a piece
+stand for themselves (no block of a codec crosses a piece). A peer with a checkpoint that is ahead of its donors
+keeps its own state; so does a whole swarm that starts again.
+
+Donor serves the other side: the fragment's state, encoded once a minute at most and then given out in pieces.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from decentral.comm import blobs
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import MAX_CHUNK_BYTES, PullState, Refused, StateChunk
+from decentral.comm.transport import Answered, Ask, AskFailed, Reply
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import (
+    ExportState,
+    Fragment,
+    ImportState,
+    Layout,
+    Start,
+    StateExported,
+    StateImported,
+)
+from decentral.core.machine import Effect, Woke, log
+from decentral.core.units import MiB, Seconds
+
+PIECE_BYTES = 1 * MiB
+IN_FLIGHT = 2  # pieces asked of one donor at a time
+FAILURES = 2  # then a donor is left out
+ROSTER_S = 4.0  # how long to wait for the roster
+RETRY_S = 2.0
+GIVE_UP_S = 12.0  # without any donor that answers, after which we start from what we have
+PIECE_DEADLINE_S = 30.0
+MAX_BYTES_PER_PARAMETER = 32
+EXPORT_KEPT_S = 60.0
+
+
+class State(Enum):
+    WAITING = auto()
+    FETCHING = auto()
+    IMPORTING = auto()
+    DONE = auto()
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One fragment's state, as far as it is here."""
+
+    fragment: Fragment
+    layout: Layout | None = None
+    total: int | None = None
+    pieces: dict[int, bytes] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
+
+    def wanted(self) -> int | None:
+        """An offset that is neither here nor asked for. The first piece tells how many there are."""
+        offsets = [0] if self.total is None else range(0, self.total, PIECE_BYTES)
+        return next((at for at in offsets if at not in self.pieces and at not in self.asked), None)
+
+    def complete(self) -> bool:
+        return self.total is not None and sum(map(len, self.pieces.values())) == self.total
+
+    def take(self, chunk: StateChunk, blob: bytes) -> None:
+        """Raises ProtocolError for a piece that does not fit what is here."""
+        if blobs.digest(blob) != chunk.digest:
+            raise ProtocolError("digest", "a piece of state")
+        if chunk.total > self.fragment.parameters * MAX_BYTES_PER_PARAMETER + 1024:
+            raise ProtocolError("oversize", f"a state of {chunk.total} bytes")
+        if sum(section.size for section in chunk.layout) != chunk.total:
+            raise ProtocolError("shape", "the sections do not add up")
+        if self.layout is not None and (chunk.layout, chunk.total) != (self.layout, self.total):
+            raise ProtocolError("shape", "donors disagree on the layout")
+        if len(blob) != min(PIECE_BYTES, chunk.total - chunk.offset):
+            raise ProtocolError("shape", "a piece of another length")
+        self.layout, self.total = chunk.layout, chunk.total
+        self.pieces[chunk.offset] = blob
+
+    def blob(self) -> bytes:
+        return b"".join(self.pieces[at] for at in sorted(self.pieces))
+
+
+@dataclass(slots=True)
+class Join:
+    run: RunId
+    fragments: Sequence[Fragment]
+    contacts: tuple[PeerId, ...]  # who answered our Hello
+    own_step: int  # of our checkpoint; 0 without one
+    restored: bool  # whether there is one
+    state: State = State.WAITING
+    donors: list[PeerId] = field(default_factory=list)
+    used: set[PeerId] = field(default_factory=set)
+    wake_at: Seconds | None = 0.0
+    began: Seconds = 0.0
+    _incoming: dict[int, Incoming] = field(default_factory=dict)
+    _failures: Counter[PeerId] = field(default_factory=Counter)
+    _in_flight: Counter[PeerId] = field(default_factory=Counter)
+    _last_piece: Seconds = 0.0
+    _step: int = 0
+
+    def begin(self, now: Seconds) -> None:
+        self.began = self._last_piece = now
+        self.wake_at = now + ROSTER_S if self.contacts else now
+        self._incoming = {fragment.index: Incoming(fragment) for fragment in self.fragments}
+
+    def handle(self, event: object, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
+        match event:
+            case Woke() if self.wake_at is not None and now >= self.wake_at:
+                return self._look(now, live)
+            case Answered(tag=("join", int() as index, int() as offset)) if self.state is State.FETCHING:
+                return self._answered(event, self._incoming[index], offset, now)
+            case AskFailed(tag=("join", int() as index, int() as offset)) if self.state is State.FETCHING:
+                self._incoming[index].asked.discard(offset)
+                return self._donor_failed(event.peer, event.reason, now)
+            case StateImported(accepted, reason) if self.state is State.IMPORTING:
+                return self._done("swarm", now) if accepted else self._start_over(reason, now)
+        return []
+
+    def roster_known(self, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
+        """The first look into the DHT is done: no need to wait longer."""
+        if self.state is not State.WAITING or (self.contacts and not live):
+            return []
+        return self._look(now, live)
+
+    def _look(self, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
+        """Finds donors, or starts from what we have where there are none."""
+        known = sorted({*live, *self.contacts})
+        self.donors = [peer for peer in known if self._failures[peer] < FAILURES]
+        if not self.donors and (not known or now > self._last_piece + GIVE_UP_S):
+            return self._done("checkpoint" if self.restored else "alone", now)
+        if not self.donors:
+            self._failures.clear()
+        self.state, self.wake_at = State.FETCHING, now + RETRY_S
+        return self._ask_more(now)
+
+    def _ask_more(self, now: Seconds) -> list[Effect]:
+        """Gives each donor, in turn, pieces to send."""
+        effects: list[Effect] = []
+        for _ in range(IN_FLIGHT):
+            for position, donor in enumerate(self.donors):
+                if self._in_flight[donor] < IN_FLIGHT:
+                    effects += self._ask_one(donor, position)
+        return effects
+
+    def _ask_one(self, donor: PeerId, position: int) -> list[Effect]:
+        """Different donors start at different fragments."""
+        count = len(self.fragments)
+        order = [self._incoming[(position + shift) % count] for shift in range(count)]
+        for incoming in order:
+            offset = incoming.wanted()
+            if offset is not None:
+                incoming.asked.add(offset)
+                self._in_flight[donor] += 1
+                index = incoming.fragment.index
+                question = Envelope(PullState(self.run, index, offset, PIECE_BYTES))
+                return [Ask(("join", index, offset), donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)]
+        return []
+
+    def _answered(self, event: Answered, incoming: Incoming, offset: int, now: Seconds) -> list[Effect]:
+        incoming.asked.discard(offset)
+        message = event.envelope.message
+        if not isinstance(message, StateChunk) or message.offset != offset:
+            reason = message.reason if isinstance(message, Refused) else "unexpected"
+            return self._donor_failed(event.peer, reason, now)
+        if self.restored and message.step < self.own_step:
+            return self._done("checkpoint", now)  # the swarm is behind us: gossip will reconcile
+        try:
+            incoming.take(message, event.envelope.blob)
+        except ProtocolError as error:
+            return self._donor_failed(event.peer, error.reason, now)
+        self._in_flight[event.peer] -= 1
+        self._last_piece, self._step = now, max(self._step, message.step)
+        self.used.add(event.peer)
+        if not all(one.complete() for one in self._incoming.values()):
+            return self._ask_more(now)
+        self.state, self.wake_at = State.IMPORTING, None
+        parts = [(index, one.layout or (), one.blob()) for index, one in sorted(self._incoming.items())]
+        return [ImportState(tuple(parts), self._step)]
+
+    def _donor_failed(self, donor: PeerId, reason: str, now: Seconds) -> list[Effect]:
+        self._in_flight[donor] -= 1
+        self._failures[donor] += 1
+        lines: list[Effect] = []
+        if self._failures[donor] == FAILURES:
+            self.donors = [peer for peer in self.donors if peer != donor]
+            lines.append(log("donor_failed", peer=donor, reason=reason))
+        return lines + self._ask_more(now)
+
+    def _start_over(self, reason: str, now: Seconds) -> list[Effect]:
+        """What the donors sent is not a state of this model: ask again, after a pause."""
+        self.state, self.wake_at = State.WAITING, now + RETRY_S
+        self._failures.update(dict.fromkeys(self.used, 1))
+        self._incoming = {fragment.index: Incoming(fragment) for fragment in self.fragments}
+        return [log("error", reason=f"the donated state was refused: {reason}")]
+
+    def _done(self, source: str, now: Seconds) -> list[Effect]:
+        self.state, self.wake_at = State.DONE, None
+        return [Start(newcomer=source == "swarm" and not self.restored)]
+
+
+@dataclass(slots=True)
+class Export:
+    layout: Layout
+    blob: bytes
+    kept_until: Seconds
+
+
+@dataclass(slots=True)
+class Donor:
+    """Serves PullState. Encoding is the compute thread's; a fragment's export is reused for a minute."""
+
+    run: RunId
+    fragments: Sequence[Fragment]
+    exports: dict[int, Export] = field(default_factory=dict)
+    _waiting: dict[int, list[tuple[int, PullState]]] = field(default_factory=dict)
+
+    def asked(self, request: int, pull: PullState, step: int, now: Seconds) -> list[Effect]:
+        if pull.fragment >= len(self.fragments):
+            return [Reply(request, Envelope(Refused("fragment")))]
+        export = self.exports.get(pull.fragment)
+        if export is not None and now < export.kept_until:
+            return [self._piece(request, pull, export, step)]
+        self._waiting.setdefault(pull.fragment, []).append((request, pull))
+        return [ExportState(pull.fragment)] if len(self._waiting[pull.fragment]) == 1 else []
+
+    def exported(self, done: StateExported, step: int, now: Seconds) -> list[Effect]:
+        export = Export(done.layout, done.blob, now + EXPORT_KEPT_S)
+        self.exports[done.fragment] = export
+        waiting = self._waiting.pop(done.fragment, [])
+        return [self._piece(request, pull, export, step) for request, pull in waiting]
+
+    def forget_old(self, now: Seconds) -> None:
+        self.exports = {index: one for index, one in self.exports.items() if now < one.kept_until}
+
+    def _piece(self, request: int, pull: PullState, export: Export, step: int) -> Reply:
+        piece = export.blob[pull.offset : pull.offset + pull.length]
+        if not piece:
+            return Reply(request, Envelope(Refused("offset")))
+        digest, total = blobs.digest(piece), len(export.blob)
+        chunk = StateChunk(self.run, pull.fragment, pull.offset, total, step, export.layout, digest)
+        return Reply(request, Envelope(chunk, piece))

@@ -1,0 +1,364 @@
+"""A peer without its network, clock and tensors: composes the machines and routes events between them.
+
+    JOINING --Started--> TRAINING --leave--> LEFT
+
+One event in, a list of effects out. peers/host.py carries the effects out over libp2p; a simulator does it in
+virtual time. Nothing here raises for what another peer sends: it is refused, counted, and the journal shows it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from random import Random
+
+from decentral.comm.codec import Envelope
+from decentral.comm.exchange import Exchange
+from decentral.comm.identity import Identity
+from decentral.comm.messages import (
+    MAX_PROBE_BYTES,
+    Commit,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Probe,
+    Probed,
+    Pull,
+    PullState,
+    Push,
+    Refused,
+    Swap,
+    Welcome,
+)
+from decentral.comm.meter import Meter
+from decentral.comm.push import PushExchange
+from decentral.comm.snapshots import Terms
+from decentral.comm.swap import SwapExchange
+from decentral.comm.transport import Answered, Asked, AskFailed, Found, Reply
+from decentral.core import rng
+from decentral.core.config import Config
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import (
+    Absorbed,
+    Evaluated,
+    Fragment,
+    JobFailed,
+    Merged,
+    Saved,
+    Started,
+    StateExported,
+    StateImported,
+    Stepped,
+    WindowClosed,
+)
+from decentral.core.machine import Effect, Log, Woke, earliest, log
+from decentral.core.units import Amount, Seconds
+from decentral.peers.join import Donor, Join
+from decentral.peers.join import State as JoinState
+from decentral.peers.probe import Prober
+from decentral.peers.progress import Progress, Stop
+from decentral.peers.records import PeerRecord, Profile
+from decentral.peers.roster import Roster
+
+PROBE_AFTER_S = 2.0
+TRAFFIC_S = 10.0  # a `traffic` line, with the totals, for about this much time
+WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
+BLOB_BYTES_PER_PARAMETER = 8  # no algorithm's snapshot is larger
+
+Gossip = Exchange | SwapExchange | PushExchange
+
+
+class Phase(Enum):
+    JOINING = auto()
+    TRAINING = auto()
+    LEFT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Who this peer is and what it trains."""
+
+    config: Config
+    run: RunId
+    own: Identity
+    fragments: Sequence[Fragment]
+    layers: int
+    profile: Profile
+    addresses: tuple[str, ...]
+    contacts: tuple[PeerId, ...] = ()  # peers that are known to be there
+    restored_step: int | None = None  # of our checkpoint
+    stop_after: Amount | None = None
+
+
+@dataclass(slots=True)
+class Node:
+    setup: Setup
+    phase: Phase = Phase.JOINING
+    meter: Meter = field(default_factory=Meter)
+    exchanges: Counter[str] = field(default_factory=Counter)  # by outcome
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    roster: Roster = field(init=False)
+    join: Join = field(init=False)
+    donor: Donor = field(init=False)
+    prober: Prober = field(init=False)
+    progress: Progress = field(init=False)
+    gossip: list[Gossip] = field(default_factory=list)
+    _rng: Random = field(init=False)
+    _traffic_at: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        setup, run = self.setup, self.setup.config
+        restored = setup.restored_step is not None
+        self._rng = rng.stream(run.seed, "node", setup.own.peer)
+        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose)
+        self.join = Join(setup.run, setup.fragments, setup.contacts, setup.restored_step or 0, restored)
+        self.donor = Donor(setup.run, setup.fragments)
+        self.prober = Prober(self.meter, self._rng, None)
+        self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=setup.restored_step or 0)
+
+    def begin(self, now: Seconds) -> list[Effect]:
+        self.join.begin(now)
+        return self.handle(Woke(), now)
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        if self.phase is Phase.LEFT:
+            return None
+        machines = (self.roster, self.join, self.prober, self.progress, *self.gossip)
+        return earliest(machine.wake_at for machine in machines)
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]:
+        if self.phase is Phase.LEFT:
+            return self._left(event, now)
+        effects = self._route(event, now)
+        for effect in effects:
+            self._count(effect)
+        return effects
+
+    def leave(self, reason: str, now: Seconds) -> list[Effect]:
+        """The last effects: others need not wait for our record to expire."""
+        self.phase = Phase.LEFT
+        return [*self.progress.flush(now), self._traffic(), *self.roster.leave(now)]
+
+    def blob_bound(self, message: Message) -> int:
+        """How large a blob may come with a question; everything else carries none."""
+        match message:
+            case Probe():
+                return MAX_PROBE_BYTES
+            case Swap(offered) | Push(offered) if offered.fragment < len(self.setup.fragments):
+                return self.setup.fragments[offered.fragment].parameters * BLOB_BYTES_PER_PARAMETER + 1024
+        return 0
+
+    # Routing
+
+    def _route(self, event: object, now: Seconds) -> list[Effect]:
+        match event:
+            case Woke():
+                return self._woke(event, now)
+            case Asked():
+                self.received_bytes += len(event.envelope.blob)
+                return self._asked(event, now)
+            case Answered() | AskFailed():
+                return self._heard_back(event, now)
+            case Found():
+                return self._found(event, now)
+            case WindowClosed(fragment=index) | Merged(fragment=index) | Absorbed(fragment=index):
+                return self.gossip[index].handle(event, now)
+            case StateExported():
+                return self.donor.exported(event, self.progress.lr_step, now)
+            case StateImported():
+                return self.join.handle(event, now, self._live())
+            case Started(step):
+                return self._started(step, now)
+            case Stepped() | Evaluated() | Saved() | JobFailed():
+                return self.progress.handle(event, now)
+        return []
+
+    def _woke(self, event: Woke, now: Seconds) -> list[Effect]:
+        effects = self.roster.handle(event, now)
+        effects += self.join.handle(event, now, self._live())
+        effects += self.prober.handle(event, now, self._live())
+        effects += self.progress.handle(event, now)
+        for exchange in self.gossip:
+            effects += exchange.handle(event, now)
+        self.donor.forget_old(now)
+        if now >= self._traffic_at:
+            self._traffic_at = now + TRAFFIC_S
+            effects.append(self._traffic())
+        return effects
+
+    def _asked(self, event: Asked, now: Seconds) -> list[Effect]:
+        match event.envelope.message:
+            case Hello(run):
+                wanted = run in ("", self.setup.run)
+                answer = Welcome(self.setup.run, self.setup.config.canonical())
+                return [self._reply(event, answer if wanted else self._other_run(run))]
+            case Ping(nonce):
+                return [self._reply(event, Pong(nonce))]
+            case Probe(download_bytes):
+                probed = Probed(len(event.envelope.blob))
+                return [Reply(event.request, Envelope(probed, bytes(download_bytes)))]
+            case PullState(run=run) as pull if run == self.setup.run:
+                if self.phase is Phase.JOINING and self.setup.restored_step is None:
+                    return [self._reply(event, Refused("not-ready"))]
+                return self.donor.asked(event.request, pull, self.progress.lr_step, now)
+            case Pull(run=run, fragment=index) | Commit(run=run, fragment=index):
+                return self._gossip(event, run, index, now)
+            case Swap(offered) | Push(offered):
+                return self._gossip(event, offered.run, offered.fragment, now)
+            case PullState(run=run):
+                return [self._reply(event, self._other_run(run))]
+        return [self._reply(event, Refused("unexpected"))]
+
+    def _gossip(self, event: Asked, run: str, index: int, now: Seconds) -> list[Effect]:
+        if run != self.setup.run:
+            return [self._reply(event, self._other_run(run))]
+        if index >= len(self.gossip):
+            known = index < len(self.setup.fragments)
+            return [self._reply(event, Refused("not-ready" if known else "fragment"))]
+        effects = self.gossip[index].handle(event, now)
+        message = event.envelope.message
+        if effects or isinstance(message, Pull | Push | Swap):
+            return effects  # no effect: the answer comes when the compute thread, or the round, is ready
+        return [self._reply(event, Refused("algorithm", f"this run gossips by {self.setup.config.gossip.algorithm}"))]
+
+    def _heard_back(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
+        effects = self.roster.handle(event, now)
+        if isinstance(event, Answered):
+            self.sent_bytes += event.sent_bytes
+            self.received_bytes += event.received_bytes
+            if event.tag[0] != "exchange" or self.setup.config.gossip.algorithm != "allreduce":
+                self.meter.saw(event.peer, event.seconds, event.sent_bytes, event.received_bytes)
+        match event.tag:
+            case ("join", *_):
+                effects += self.join.handle(event, now, self._live())
+            case ("probe", *_):
+                effects += self.prober.handle(event, now, self._live())
+            case ("exchange", int() as index, *_):
+                effects += self.gossip[index].handle(event, now)
+        return effects
+
+    def _found(self, event: Found, now: Seconds) -> list[Effect]:
+        effects = self.roster.handle(event, now)
+        if self.join.state is not JoinState.DONE:
+            return effects + self.join.roster_known(now, self._live())
+        return effects + self.progress.follow(entry.record.lr_step for entry in self.roster.live.values())
+
+    def _started(self, step: int, now: Seconds) -> list[Effect]:
+        self.phase = Phase.TRAINING
+        self.progress.begin(now, step)
+        self.prober.wake_at = now + PROBE_AFTER_S
+        self.gossip = [self._exchange(fragment, now) for fragment in self.setup.fragments]
+        self.roster.renew_soon(now)
+        seconds = round(now - self.join.began, 3)
+        return [log("joined", peers=len(self.roster.live), donors=sorted(self.join.used), seconds=seconds)]
+
+    def _exchange(self, fragment: Fragment, now: Seconds) -> Gossip:
+        """Windows of the fragments are staggered, so that one at a time is on the wire."""
+        gossip = self.setup.config.gossip
+        terms = Terms(self.setup.run, self.setup.own.peer, fragment.index, gossip.max_age_s)
+        close_at = now + gossip.window_s * (fragment.index + 1) / len(self.setup.fragments)
+        if gossip.algorithm == "symmetric":
+            return SwapExchange(terms, self, close_at)
+        if gossip.algorithm == "push_sum":
+            return PushExchange(terms, self, close_at)
+        synchronous = gossip.algorithm == "allreduce"
+        rounds = [entry.record.round for entry in self.roster.live.values()]
+        seq = max(rounds, default=0) if synchronous else 0
+        return Exchange(terms, self, close_at, synchronous=synchronous, seq=seq)
+
+    # What exchanges ask of the swarm: comm/snapshots.View
+
+    def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
+        """Whom to exchange with: drawn by the bandwidth of the links, none of them never."""
+        gossip, span = self.setup.config.gossip, self.setup.fragments[fragment]
+        holders = [
+            peer
+            for peer, entry in sorted(self.roster.live.items())
+            if entry.record.first <= span.first and span.last <= entry.record.last
+        ]
+        if gossip.algorithm == "allreduce":
+            return holders
+        count = gossip.partners if gossip.algorithm == "pull" else 1
+        return self._draw(holders, min(count, len(holders)))
+
+    def deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        return self.meter.deadline_s(peer, size)
+
+    def period_s(self, size: int) -> Seconds:
+        """Whole windows, as many as all fragments take at our share of the link (DESIGN: P windows)."""
+        gossip = self.setup.config.gossip
+        parameters = sum(fragment.parameters for fragment in self.setup.fragments)
+        largest = max(fragment.parameters for fragment in self.setup.fragments)
+        round_bytes = size / largest * parameters * gossip.partners
+        rates = [rate for rate in (self.meter.typical_down(), self.meter.typical_up()) if rate]
+        if not rates:
+            return gossip.window_s
+        windows = -(-round_bytes // (gossip.link_share * min(rates) * gossip.window_s))
+        return gossip.window_s * max(1.0, windows)
+
+    def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
+        """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""
+        known = {peer: self.meter.bandwidth(peer) for peer in peers}
+        top = max((rate for rate in known.values() if rate), default=1.0)
+        weights = {peer: max(WEIGHT_FLOOR, (rate or top) / top) for peer, rate in known.items()}
+        drawn: list[PeerId] = []
+        while len(drawn) < count:
+            left = [peer for peer in peers if peer not in drawn]
+            drawn += self._rng.choices(left, [weights[peer] for peer in left])
+        return drawn
+
+    # Helpers
+
+    def _live(self) -> list[PeerId]:
+        return sorted(self.roster.live)
+
+    def _compose(self, now: Seconds, leaving: bool) -> PeerRecord:
+        setup, progress = self.setup, self.progress
+        profile = replace(
+            setup.profile,
+            down=self.meter.typical_down() or 0.0,
+            up=self.meter.typical_up() or 0.0,
+            latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
+            tokens_per_s=progress.tokens_per_s or setup.profile.tokens_per_s,
+        )
+        rounds = max((one.seq for one in self.gossip if isinstance(one, Exchange) and one.synchronous), default=0)
+        return PeerRecord(
+            run=setup.run,
+            time=now,
+            addresses=setup.addresses,
+            profile=profile,
+            first=0,
+            last=setup.layers,
+            step=progress.step,
+            lr_step=progress.lr_step,
+            tokens=progress.tokens,
+            round=rounds,
+            leaving=leaving,
+        )
+
+    def _traffic(self) -> Log:
+        return log("traffic", sent_bytes=self.sent_bytes, received_bytes=self.received_bytes)
+
+    def _other_run(self, run: str) -> Refused:
+        return Refused("run", f"this peer is in {self.setup.run}, not in {run}"[:200])
+
+    def _reply(self, event: Asked, message: Message) -> Reply:
+        return Reply(event.request, Envelope(message))
+
+    def _left(self, event: object, now: Seconds) -> list[Effect]:
+        """What still comes in while the last checkpoint is written."""
+        if isinstance(event, Asked):
+            return [self._reply(event, Refused("leaving"))]
+        return self.progress.handle(event, now) if isinstance(event, Saved) else []
+
+    def _count(self, effect: Effect) -> None:
+        if isinstance(effect, Log) and effect.event == "exchange":
+            self.exchanges[effect.fields["outcome"]] += 1
+        elif isinstance(effect, Reply):
+            self.sent_bytes += len(effect.envelope.blob)
+
+
+__all__ = ["Node", "Phase", "Setup", "Stop"]

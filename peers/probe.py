@@ -1,0 +1,59 @@
+"""Measures links: latency by small questions, bandwidth by a megabyte each way, to a few peers at first.
+
+From then on every exchange measures (comm/meter.py), so a probe is repeated only for links that carry nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import Ping, Probe
+from decentral.comm.meter import Meter
+from decentral.comm.transport import Answered, Ask, AskFailed
+from decentral.core.ids import PeerId
+from decentral.core.machine import Effect, Woke
+from decentral.core.units import MiB, Seconds
+
+PROBED_PEERS = 3
+PROBE_BYTES = 1 * MiB
+AGAIN_S = 300.0
+DEADLINE_S = 20.0
+
+
+@dataclass(slots=True)
+class Prober:
+    """Probes one peer at a time: ping, ping, download, upload."""
+
+    meter: Meter
+    rng: Random
+    wake_at: Seconds | None
+    _queue: list[tuple[PeerId, str]] = field(default_factory=list)
+
+    def handle(self, event: object, now: Seconds, peers: Sequence[PeerId]) -> list[Effect]:
+        match event:
+            case Woke() if self.wake_at is not None and now >= self.wake_at:
+                self.wake_at = now + AGAIN_S
+                self._choose(peers)
+                return self._next()
+            case Answered(tag=("probe", *_)) | AskFailed(tag=("probe", *_)):
+                if isinstance(event, AskFailed):
+                    self._queue = [(peer, what) for peer, what in self._queue if peer != event.peer]
+                return self._next()
+        return []
+
+    def _choose(self, peers: Sequence[PeerId]) -> None:
+        new = [peer for peer in sorted(peers) if self.meter.links.get(peer) is None or not self.meter.links[peer].up]
+        chosen = self.rng.sample(new, min(PROBED_PEERS, len(new)))
+        self._queue = [(peer, what) for peer in chosen for what in ("ping", "ping", "down", "up")]
+
+    def _next(self) -> list[Effect]:
+        if not self._queue:
+            return []
+        peer, what = self._queue.pop(0)
+        envelope = {
+            "ping": Envelope(Ping(self.rng.getrandbits(32))),
+            "down": Envelope(Probe(PROBE_BYTES)),
+            "up": Envelope(Probe(0), bytes(PROBE_BYTES)),
+        }[what]
+        return [Ask(("probe", what), peer, envelope, DEADLINE_S, PROBE_BYTES)]

@@ -1,0 +1,68 @@
+"""What a peer says of itself in the DHT: its profile, its span, its progress, its addresses.
+
+A record's body is msgpack inside a seal (comm/identity.py). Every field has a bound; a body that breaks one is
+counted and ignored.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgpack
+from pydantic import Field, Strict, TypeAdapter, ValidationError
+
+from decentral.comm.messages import Count, Run
+from decentral.core.errors import ProtocolError
+
+Label = Annotated[str, Strict(), Field(max_length=128)]
+Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
+Addresses = Annotated[tuple[Annotated[str, Strict(), Field(max_length=256)], ...], Field(max_length=16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What this peer was measured to be: nothing here is merely declared, but the region's name."""
+
+    device: Label
+    memory_bytes: Count
+    flops: Positive  # FLOP/s of a matrix product in the training dtype
+    tokens_per_s: Positive  # on the run's model, throttling included
+    down: Positive = 0.0  # bytes/s, typical of its links; 0: not measured yet
+    up: Positive = 0.0
+    latency_s: Positive = 0.0
+    region: Label = ""
+    software: Label = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRecord:
+    run: Run
+    time: Positive  # unix seconds at the peer
+    addresses: Addresses
+    profile: Profile
+    first: Count  # span [first, last)
+    last: Count
+    step: Count
+    lr_step: Count
+    tokens: Count
+    round: Count = 0  # of allreduce
+    leaving: bool = False
+
+
+_PEER = TypeAdapter(PeerRecord)
+
+
+def pack(record: PeerRecord) -> bytes:
+    body: bytes = msgpack.packb(dataclasses.asdict(record))
+    return body
+
+
+def unpack(body: bytes) -> PeerRecord:
+    """Raises ProtocolError for anything that is not a PeerRecord."""
+    try:
+        fields: Any = msgpack.unpackb(body, use_list=False, strict_map_key=True)
+        return _PEER.validate_python(fields)
+    except ValidationError as error:
+        raise ProtocolError("fields", f"{error.error_count()} wrong") from None
+    except Exception as error:  # msgpack raises a dozen kinds for garbage
+        raise ProtocolError("garbage", type(error).__name__) from None

@@ -1,0 +1,145 @@
+"""Who is alive: peers' signed records in the DHT, and what our own questions find out.
+
+A record expires a minute after its peer stops renewing it. That is slow for a crash, so a peer that does not answer
+twice in a row is dropped at once, and comes back with its next record. A peer that leaves says so in its last one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from decentral.comm import identity
+from decentral.comm.transport import Announce, Answered, AskFailed, Found, Lookup
+from decentral.core.config import Swarm
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.units import Seconds
+from decentral.peers import records
+from decentral.peers.records import PeerRecord
+
+REFRESH_S = 4.0
+PEERS_PER_REFRESH_S = 25  # a large swarm looks less often: its record is as large as it
+DEAD_AFTER = 2  # unanswered questions in a row
+SILENT = ("unreachable", "deadline", "cut")
+
+
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """Effect: the transport may want to know where a peer listens."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Entry:
+    record: PeerRecord
+    expires: float
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class Roster:
+    run: RunId
+    own: identity.Identity
+    limits: Swarm
+    compose: Callable[[Seconds, bool], PeerRecord]  # our own record: (now, leaving)
+    live: dict[PeerId, Entry] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+    _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time are of the dead peer
+    _renew_at: Seconds = 0.0
+    _refresh_at: Seconds = 0.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.run}/peers"
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        return earliest((self._renew_at, self._refresh_at, *(entry.expires for entry in self.live.values())))
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]:
+        match event:
+            case Woke():
+                return self._expire(now) + self._renew(now) + self._refresh(now)
+            case Found(key, values) if key == self.key:
+                return self._found(values, now)
+            case Answered(peer=peer) if peer in self.live:
+                self.live[peer].failures = 0
+            case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SILENT:
+                return self._unanswered(peer, now)
+        return []
+
+    def renew_soon(self, now: Seconds) -> None:
+        """Something worth telling has changed."""
+        self._renew_at = min(self._renew_at, now)
+
+    def leave(self, now: Seconds) -> list[Effect]:
+        return [self._announce(now, leaving=True)]
+
+    def _renew(self, now: Seconds) -> list[Effect]:
+        if now < self._renew_at:
+            return []
+        self._renew_at = now + self.limits.renew_s
+        return [self._announce(now, leaving=False)]
+
+    def _announce(self, now: Seconds, leaving: bool) -> Announce:
+        expires = now + self.limits.record_ttl_s
+        body = records.pack(self.compose(now, leaving))
+        return Announce(self.key, self.own.peer, self.own.seal(self.key, body, expires), expires)
+
+    def _refresh(self, now: Seconds) -> list[Effect]:
+        if now < self._refresh_at:
+            return []
+        self._refresh_at = now + max(REFRESH_S, len(self.live) / PEERS_PER_REFRESH_S)
+        return [Lookup(self.key)]
+
+    def _expire(self, now: Seconds) -> list[Effect]:
+        gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
+        return [effect for peer in gone for effect in self._drop(peer, "expired", now)]
+
+    def _found(self, values: Mapping[str, bytes], now: Seconds) -> list[Effect]:
+        effects: list[Effect] = []
+        for subkey, value in sorted(values.items())[: self.limits.max_peers]:
+            peer = PeerId(subkey)
+            if peer == self.own.peer:
+                continue
+            try:
+                body, expires = identity.open_sealed(self.key, peer, value, now)
+                record = records.unpack(body)
+                if record.run != self.run:
+                    raise ProtocolError("run", f"a record of {record.run!r}")
+            except ProtocolError as error:
+                self.refused[error.reason] += 1
+                continue
+            effects += self._heard(peer, record, expires, now)
+        return effects
+
+    def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:
+        if record.leaving:
+            self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time)
+            return self._drop(peer, "left", now) if peer in self.live else []
+        if record.time <= self._dropped.get(peer, 0.0):
+            return []  # written before it went silent
+        known = self.live.get(peer)
+        if known is not None and known.record.time >= record.time:
+            return []
+        self.live[peer] = Entry(record, expires, known.failures if known else 0)
+        effects: list[Effect] = [Learn(peer, record.addresses)]
+        if known is None:
+            profile = record.profile
+            effects.append(log("peer_joined", peer=peer, device=profile.device, region=profile.region))
+        return effects
+
+    def _unanswered(self, peer: PeerId, now: Seconds) -> list[Effect]:
+        entry = self.live[peer]
+        entry.failures += 1
+        if entry.failures < DEAD_AFTER:
+            return []
+        self._dropped[peer] = entry.record.time
+        return self._drop(peer, "silent", now)
+
+    def _drop(self, peer: PeerId, reason: str, now: Seconds) -> list[Effect]:
+        del self.live[peer]
+        return [log("peer_left", peer=peer, reason=reason)]
