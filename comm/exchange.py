@@ -1,4 +1,4 @@
-"""One fragment's exchanges: publish at the window's end, pull from partners, merge. Nobody waits for us.
+"""One fragment's exchanges: publish at the window's end, pull from partners, merge. Nobody's training waits.
 
     OPEN --window over--> CLOSING --WindowClosed--> PULLING --last answer--> MERGING --Merged--> OPEN
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from decentral.comm.codec import Envelope
-from decentral.comm.messages import Pull, Refused, Snapshot
+from decentral.comm.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.snapshots import Shelf, Terms, View, contribution
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseWindow, Contribution, Layout, Merge, Merged, WindowClosed
-from decentral.core.machine import Effect, Log, Woke, log
+from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Seconds
 
-ROUND_S = 75.0  # how long allreduce waits for a partner's round: below the transport's limit for an answer
+PATIENCE = 0.1  # of the period: how long a pull waits for the partner's snapshot of the same window
 
 
 class State(Enum):
@@ -48,16 +48,17 @@ class Exchange:
 
     @property
     def wake_at(self) -> Seconds | None:
-        return self.close_at if self.state is State.OPEN else None
+        return earliest((self.shelf.wake_at, self.close_at if self.state is State.OPEN else None))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
-            case Woke() if self.state is State.OPEN and now >= self.close_at:
-                return self._close(now)
+            case Woke():
+                due = self.state is State.OPEN and now >= self.close_at
+                return self.shelf.lose_patience(now) + (self._close(now) if due else [])
             case WindowClosed(seq=seq) if self.state is State.CLOSING and seq == self.seq:
                 return self._publish(event, now)
             case Asked(request, _, Envelope(Pull() as pull)):
-                return self.shelf.answer(request, pull)
+                return self.shelf.answer(request, pull, now)
             case Answered(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
                 return self._answered(event, now)
             case AskFailed(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
@@ -73,21 +74,23 @@ class Exchange:
 
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         self.layout, self.size = closed.layout, len(closed.blob)
-        effects = self.shelf.put(self.terms.describe(closed, now), closed.blob)
+        effects = self.shelf.put(self.terms.describe(closed, now), closed.blob, now)
         partners = self.view.partners(self.terms.fragment, now)
         self._pending, self._got, self._skipped = set(partners), [], ""
         if not partners:
             self._skipped = "alone"
             return [*effects, *self._merge()]
         self.state = State.PULLING
-        return effects + [self._ask(partner) for partner in partners]
+        return effects + [self._ask(partner, now) for partner in partners]
 
-    def _ask(self, partner: PeerId) -> Ask:
+    def _ask(self, partner: PeerId, now: Seconds) -> Ask:
         tag = ("exchange", self.terms.fragment, self.seq)
+        period_s = self.view.period_s(self.size)
         after = self.seq - 1 if self.synchronous else self.seen.get(partner, 0)
-        pull = Pull(self.terms.run, self.terms.fragment, after, exact=self.synchronous)
-        deadline_s = ROUND_S if self.synchronous else self.view.deadline_s(partner, self.size)
-        return Ask(tag, partner, Envelope(pull), deadline_s, self.size)
+        patience_s = MAX_PATIENCE_S if self.synchronous else min(PATIENCE * period_s, MAX_PATIENCE_S)
+        since = max(0.0, now - period_s / 2)
+        pull = Pull(self.terms.run, self.terms.fragment, after, since, patience_s, exact=self.synchronous)
+        return Ask(tag, partner, Envelope(pull), patience_s + self.view.deadline_s(partner, self.size), self.size)
 
     def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
         match event.envelope.message:
@@ -132,7 +135,7 @@ class Exchange:
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = State.OPEN
-        self.close_at = max(now, self._began + self.view.period_s(self.size))
+        self.close_at = self.terms.next_close(now, self.view.period_s(self.size))
         refused = dict(merged.rejected)
         lines: list[Effect] = [done for one, done in self._got if one.peer not in refused]
         lines += [self._failed(peer, reason, 0.0) for peer, reason in merged.rejected]

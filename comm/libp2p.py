@@ -195,7 +195,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             _, expires = identity.open_sealed(key, PeerId(peer), value, time.time())
         except ProtocolError:
             return False
-        return expires == record.expiration_time
+        return bool(expires == record.expiration_time)
 
 
 def parse_address(address: str) -> tuple[PeerId, str]:

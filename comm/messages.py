@@ -27,6 +27,7 @@ VERSION = 1
 MAX_BLOB_BYTES = 1 << 34  # of any blob; each question names a tighter bound for its answer
 MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
+MAX_PATIENCE_S = 75.0  # below the time that a transport gives an answer
 
 Run = Annotated[str, Strict(), Field(max_length=64)]
 Word = Annotated[str, Strict(), Field(max_length=32)]
@@ -72,11 +73,17 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A snapshot newer than `after`; `exact`: number `after + 1` and no other, waiting for it if need be."""
+    """A snapshot newer than number `after`; `exact`: number `after + 1` and no other.
+
+    If there is none that was published at `since` or later, the answer may wait up to `patience_s` for one: all peers
+    close a fragment's window at the same time, so the one that belongs to the asker's is about to be there.
+    """
 
     run: Run
     fragment: Index
     after: Count
+    since: UnixTime
+    patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
     exact: Annotated[bool, Strict()] = False
 
 

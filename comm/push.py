@@ -107,7 +107,7 @@ class PushExchange:
         self, partner: PeerId | None, outcome: str, reason: str, now: Seconds, moved: tuple[int, int] = (0, 0)
     ) -> list[Effect]:
         self.state = State.OPEN
-        self.close_at = max(now, self._began + self.view.period_s(self.size))
+        self.close_at = self.terms.next_close(now, self.view.period_s(self.size))
         line = {"outcome": outcome, "reason": reason, "seconds": round(now - self._began, 4)}
         counts = {"sent_bytes": moved[0], "received_bytes": moved[1]}
         return [log("exchange", fragment=self.terms.fragment, partner=partner, **line, **counts)]

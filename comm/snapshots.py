@@ -43,7 +43,17 @@ class Terms:
     run: RunId
     peer: PeerId
     fragment: int
+    fragments: int  # how many there are
     max_age_s: Seconds
+
+    def next_close(self, now: Seconds, period_s: Seconds) -> Seconds:
+        """When the fragment's next window ends: the same instants on every peer, evenly staggered over the fragments.
+
+        Aligned windows make fresh partners: their snapshots are as old as the exchange takes, not half a window
+        older (docs/CONVERGENCE.md has what that is worth). Clocks need agree to a small part of the period only.
+        """
+        offset = period_s * (self.fragment + 1) / self.fragments
+        return ((now - offset) // period_s + 1) * period_s + offset
 
     def describe(self, closed: WindowClosed, now: Seconds) -> Snapshot:
         return Snapshot(
@@ -70,31 +80,51 @@ def contribution(peer: PeerId, snapshot: Snapshot, blob: bytes) -> Contribution:
     return Contribution(peer, snapshot.tokens, snapshot.layout, blob)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A question whose answer waits for the next snapshot, or until its patience is over."""
+
+    request: int
+    pull: Pull
+    until: Seconds
+
+
 @dataclass(slots=True)
 class Shelf:
     """The latest snapshots of a fragment. Putting a new one there is one assignment: nobody sees half of it."""
 
     latest: deque[tuple[Snapshot, bytes]] = field(default_factory=lambda: deque(maxlen=KEPT))
-    held: list[tuple[int, Pull]] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
 
-    def put(self, snapshot: Snapshot, blob: bytes) -> list[Effect]:
+    @property
+    def wake_at(self) -> Seconds | None:
+        return min((one.until for one in self.held), default=None)
+
+    def put(self, snapshot: Snapshot, blob: bytes, now: Seconds) -> list[Effect]:
         """Shelves it, and answers those who waited for it."""
         self.latest.append((snapshot, blob))
         waiting, self.held = self.held, []
-        return [effect for request, pull in waiting for effect in self.answer(request, pull)]
+        return [effect for one in waiting for effect in self._answer(one, now)]
 
-    def answer(self, request: int, pull: Pull) -> list[Effect]:
+    def answer(self, request: int, pull: Pull, now: Seconds) -> list[Effect]:
+        return self._answer(Held(request, pull, now + pull.patience_s), now)
+
+    def lose_patience(self, now: Seconds) -> list[Effect]:
+        """Answers those who have waited long enough with what there is."""
+        over = [one for one in self.held if one.until <= now]
+        self.held = [one for one in self.held if one.until > now]
+        return [effect for one in over for effect in self._answer(one, now)]
+
+    def _answer(self, held: Held, now: Seconds) -> list[Effect]:
+        pull = held.pull
         found = [one for one in self.latest if one[0].seq > pull.after]
         if pull.exact:
             found = [one for one in found if one[0].seq == pull.after + 1]
-            if not found and self._may_come(pull):
-                self.held.append((request, pull))
-                return []
-        if not found:
-            newest = self.latest[-1][0].seq if self.latest else 0
-            return [Reply(request, Envelope(Refused("nothing-newer", str(newest))))]
-        return [Reply(request, Envelope(*found[-1]))]
-
-    def _may_come(self, pull: Pull) -> bool:
+        if found and (pull.exact or found[-1][0].time >= pull.since):
+            return [Reply(held.request, Envelope(*found[-1]))]
         newest = self.latest[-1][0].seq if self.latest else 0
-        return newest <= pull.after and len(self.held) < MAX_HELD
+        may_come = not pull.exact or newest <= pull.after
+        if may_come and now < held.until and len(self.held) < MAX_HELD:
+            self.held.append(held)
+            return []
+        return [Reply(held.request, Envelope(*found[-1]) if found else Envelope(Refused("nothing-newer", str(newest))))]

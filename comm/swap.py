@@ -70,9 +70,9 @@ class SwapExchange:
                 return self._swapped(request, sender, swap, blob, now)
             case Asked(request, sender, Envelope(Commit() as commit)):
                 return self._committed(request, sender, commit)
-            case Answered(tag=(_, _, "commit", seq, tries)):
+            case Answered(tag=(_, _, "commit", int() as seq, int() as tries)):
                 return [] if isinstance(event.envelope.message, Done) else self._recommit(event.peer, seq, tries)
-            case AskFailed(tag=(_, _, "commit", seq, tries)):
+            case AskFailed(tag=(_, _, "commit", int() as seq, int() as tries)):
                 return self._recommit(event.peer, seq, tries)
             case Answered(tag=(*_, seq)) if self.state is State.ASKING and seq == self.seq:
                 return self._answered(event, now)
@@ -138,14 +138,14 @@ class SwapExchange:
         """Our side of the exchange that somebody asked us for."""
         assert self._swap is not None
         assert self._partner is not None
-        (request, swap, blob), self._swap = self._swap, None
+        (request, swap, blob), self._swap, ours = self._swap, None, self._closed
         refused = self._refuse(self._partner, swap.offered, blob, now)
         if refused:
             return [Reply(request, Envelope(Refused(refused))), *self._merge(None, refused)]
         self.state, self._began, self._offered_seq = State.OFFERED, now, swap.offered.seq
         self._theirs = contribution(self._partner, swap.offered, blob)
         self._bytes = (self.size, len(blob))
-        return [Reply(request, Envelope(self.terms.describe(self._closed, now), self._closed.blob))]
+        return [Reply(request, Envelope(self.terms.describe(ours, now), ours.blob))]
 
     def _committed(self, request: int, sender: PeerId, commit: Commit) -> list[Effect]:
         if sender != self._partner or commit.seq != self._offered_seq:
@@ -172,7 +172,7 @@ class SwapExchange:
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = State.OPEN
-        self.close_at = max(now, self._began + self.view.period_s(2 * self.size))
+        self.close_at = self.terms.next_close(now, self.view.period_s(2 * self.size))
         reason = merged.rejected[0][1] if merged.rejected else self._reason
         calm = reason in ("alone", "crossed", "busy")
         outcome = "done" if merged.used else "solo" if calm else "failed"

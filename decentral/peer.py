@@ -1,8 +1,8 @@
 """python -m decentral.peer: one peer. Starts a swarm, joins one, or goes on where this state folder stopped.
 
-    meet     start libp2p, reach the swarm, learn the run and its config
-    prepare  load data and model, resume the checkpoint, measure the device
-    train    until Ctrl-C or --stop-after; save; leave
+meet     start libp2p, reach the swarm, learn the run and its config
+prepare  load data and model, resume the checkpoint, measure the device
+train    until Ctrl-C or --stop-after; save; leave
 """
 
 import argparse
@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from decentral import __version__, command, state, view
 from decentral.comm import compress
@@ -126,9 +125,7 @@ async def _old_acquaintances(folder: state.Folder, transport: Libp2p) -> list[Pe
     return [peer for peer in reached if peer is not None]
 
 
-async def prepare(
-    flags: argparse.Namespace, folder: state.Folder, own: Identity, transport: Libp2p, met: Met
-) -> Host:
+async def prepare(flags: argparse.Namespace, folder: state.Folder, own: Identity, transport: Libp2p, met: Met) -> Host:
     run = met.config
     device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
     corpus = data.load(run.data, run.model)

@@ -46,7 +46,8 @@ class Screen:
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
-        self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}"))
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}"))
+        self._bar = Progress(*columns)
         self._task = self._bar.add_task("joining", total=None, end="")
         self._live = Live(self._bar, console=self._console, refresh_per_second=4)
 

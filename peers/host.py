@@ -93,7 +93,8 @@ class Host:
     async def _answer(self, sender: PeerId, envelope: Envelope) -> Envelope:
         self._last_request += 1
         number = self._last_request
-        future = self._requests[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Envelope] = asyncio.get_running_loop().create_future()
+        self._requests[number] = future
         try:
             self._deliver(Asked(number, sender, envelope))
             return await future

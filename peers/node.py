@@ -258,8 +258,9 @@ class Node:
     def _exchange(self, fragment: Fragment, now: Seconds) -> Gossip:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
         gossip = self.setup.config.gossip
-        terms = Terms(self.setup.run, self.setup.own.peer, fragment.index, gossip.max_age_s)
-        close_at = now + gossip.window_s * (fragment.index + 1) / len(self.setup.fragments)
+        count = len(self.setup.fragments)
+        terms = Terms(self.setup.run, self.setup.own.peer, fragment.index, count, gossip.max_age_s)
+        close_at = terms.next_close(now, gossip.window_s)
         if gossip.algorithm == "symmetric":
             return SwapExchange(terms, self, close_at)
         if gossip.algorithm == "push_sum":

@@ -62,8 +62,8 @@ class Compute:
         self.forward = chain(self.layers, run.train.compile and setup.device.device.type == "cuda")
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
         self.own_steps, self.lr_step, self.micro_batches, self.tokens = 0, 0, 0, 0
-        wanted = run.train.micro_batch
-        self.micro_batch = wanted if isinstance(wanted, int) else measure.micro_batch(self.forward, run.model, setup.device)
+        size = run.train.micro_batch
+        self.micro_batch = size if size != "auto" else measure.micro_batch(self.forward, run.model, setup.device)
         self.holding: int | None = BEFORE_START  # the fragment whose merge we wait for
         self._busy_s = 0.0
 

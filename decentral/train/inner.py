@@ -69,7 +69,9 @@ class Inner:
 
     def clip(self) -> Tensor:
         """Scales the whole gradient to at most `clip_norm`; gives its norm before. Not finite: the step is skipped."""
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(live.grad) for live in self.lives]))
+        norm: Tensor = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(live.grad) for live in self.lives])
+        )
         scale = (self.train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for live in self.lives:
             live.grad.mul_(scale)

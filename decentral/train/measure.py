@@ -74,7 +74,7 @@ def _trained_s(forward: Forward, model: config.Model, device: Device, sequences:
         began = time.perf_counter()
         with device.autocast():
             loss = gpt.loss_of(forward(tokens_BT), tokens_BT)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         _wait(device)
         best = min(best, time.perf_counter() - began)
     return best

@@ -47,7 +47,7 @@ def train_step(
         inputs_BT, targets_BT = fetch()
         with device.autocast():
             loss = gpt.loss_of(forward(inputs_BT.to(device.device)), targets_BT.to(device.device))
-        (loss / train.accumulate).backward()
+        (loss / train.accumulate).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         tokens += inputs_BT.numel()
         _slow_down(device, time.perf_counter() - began)

@@ -1,0 +1,228 @@
+"""python -m decentral.local: a whole swarm as processes on this machine, over libp2p on loopback.
+
+    start the first peer; the others join it; wait; Ctrl-C to each; read journals and checkpoints; summarise
+
+Nothing is emulated but slowness (--throttle): the peers are `python -m decentral.peer`, as anyone runs it.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from decentral import command, summary
+from decentral.core.errors import UserError
+from decentral.core.journal import read
+from decentral.core.units import Amount, readable_bytes
+
+START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
+LEAVE_S = 120.0
+POLL_S = 0.25
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run(lambda: _main(parse(argv)))
+
+
+def _main(flags: argparse.Namespace) -> None:
+    console = Console(highlight=False)
+    with ExitStack() as stack:
+        if flags.state_dir is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decentral-")))
+        else:
+            folder = Path(flags.state_dir)
+        swarm = Swarm(flags, folder)
+        stack.callback(swarm.kill)
+        try:
+            swarm.start(console)
+            swarm.wait(console)
+        except KeyboardInterrupt:
+            console.print("stopping")
+        swarm.stop()
+        result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds)
+    _report(console, result)
+    if flags.summary:
+        Path(flags.summary).write_text(json.dumps(result, indent=1) + "\n")
+
+
+@dataclass(slots=True)
+class Member:
+    """One peer process."""
+
+    number: int
+    folder: Path
+    process: "subprocess.Popen[bytes]"
+
+    def happened(self, event: str, since: float) -> dict[str, object] | None:
+        lines = read(self.folder / "journal.jsonl")
+        return next((line for line in lines if line["event"] == event and line["t"] >= since), None)
+
+
+class Swarm:
+    """The processes that we started, and only those."""
+
+    def __init__(self, flags: argparse.Namespace, folder: Path) -> None:
+        self.flags, self.folder = flags, folder
+        self.throttles = flags.throttle
+        self.stop_after = Amount.parse(flags.stop_after)
+        self.members: list[Member] = []
+        self.began = time.time()
+        self.joined_at = self.began
+        self.seconds = 0.0
+
+    def folders(self) -> list[Path]:
+        return [self.folder / f"peer-{number}" for number in range(len(self.throttles))]
+
+    def start(self, console: Console) -> None:
+        console.print(f"starting {len(self.throttles)} peers (throttle {', '.join(f'{t:g}' for t in self.throttles)})")
+        self._launch(0, None)
+        self._await_event(self.members[0], "joined")
+        started = self.members[0].happened("started", self.began - 1)
+        assert started is not None
+        address = str(started["addresses"][0])  # type: ignore[index]
+        for number in range(1, len(self.throttles)):
+            self._launch(number, address)
+        for member in self.members[1:]:
+            self._await_event(member, "joined")
+        self.joined_at = time.time()
+        console.print("training; a second terminal can join with:", style="bold")
+        console.print(f"    {Path(sys.executable)} -m decentral.peer --join {address}", soft_wrap=True)
+
+    def wait(self, console: Console) -> None:
+        """Until --stop-after, counted from when the last one has joined."""
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        goal = self.stop_after.value if self.stop_after.kind == "s" else None
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=goal)
+            shown_at = self.joined_at
+            while self._running() and (goal is None or time.time() < self.joined_at + goal):
+                time.sleep(POLL_S)
+                if time.time() >= shown_at + 5:
+                    shown_at = time.time()
+                    line = summary.glance(self.folders(), self.began)
+                    bar.update(task, description=line, completed=shown_at - self.joined_at)
+                    if not console.is_terminal:
+                        console.print(f"{shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)
+
+    def stop(self) -> None:
+        """Ctrl-C to every peer, and patience while they save."""
+        self.seconds = time.time() - self.joined_at
+        for member in self.members:
+            if member.process.poll() is None:
+                member.process.send_signal(signal.SIGINT)
+        deadline = time.time() + LEAVE_S
+        for member in self.members:
+            try:
+                member.process.wait(max(0.1, deadline - time.time()))
+            except subprocess.TimeoutExpired:
+                member.process.kill()
+
+    def kill(self) -> None:
+        for member in self.members:
+            if member.process.poll() is None:
+                member.process.kill()
+                member.process.wait()
+
+    def _launch(self, number: int, join: str | None) -> None:
+        folder = self.folders()[number]
+        folder.mkdir(parents=True, exist_ok=True)
+        restart = (folder / "run.json").exists()
+        arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
+        arguments += ["--listen", LOOPBACK, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
+        if self.stop_after.kind != "s":
+            arguments += ["--stop-after", str(self.stop_after)]
+        if join and not restart:
+            arguments += ["--join", join]
+        elif not restart:
+            arguments += [self.flags.config] if self.flags.config else []
+            arguments += [part for override in self.flags.set for part in ("--set", override)]
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        with (folder / "output.txt").open("ab") as output:
+            process = subprocess.Popen(arguments, stdout=output, stderr=output, env=environment, start_new_session=True)
+        self.members.append(Member(number, folder, process))
+
+    def _await_event(self, member: Member, event: str) -> None:
+        deadline = time.time() + START_S
+        while member.happened(event, self.began - 1) is None:
+            if member.process.poll() is not None:
+                raise UserError(f"peer {member.number} did not start: {_last_words(member.folder)}")
+            if time.time() > deadline:
+                raise UserError(f"peer {member.number} did not start within {START_S:.0f} s; is the machine loaded?")
+            time.sleep(POLL_S)
+
+    def _running(self) -> bool:
+        return any(member.process.poll() is None for member in self.members)
+
+
+def _last_words(folder: Path) -> str:
+    lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+
+
+def _report(console: Console, result: summary.Summary) -> None:
+    for peer in result["peers"]:
+        exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in ("done", "solo", "failed"))
+        console.print(
+            f"peer {peer['peer'][-6:]}  throttle {peer['throttle']:g}  {peer['micro_batches']} micro-batches  "
+            f"busy {peer['busy_fraction']:.3f}  exchanges {exchanges} (done/solo/failed)  "
+            f"sent {readable_bytes(peer['sent_bytes'])}  received {readable_bytes(peer['received_bytes'])}  "
+            f"loss {_number(peer['loss_last'])}",
+            soft_wrap=True,
+        )
+    swarm = result["swarm"]
+    console.print(
+        f"swarm: {swarm['tokens']:,} tokens in {swarm['seconds']:.0f} s ({swarm['tokens_per_s']:,.0f}/s), "
+        f"loss {_number(swarm['loss_first'])} -> {_number(swarm['loss_last'])}, "
+        f"held-out loss of the average {_number(swarm['heldout_loss'])}, "
+        f"replica spread {_number(swarm['replica_spread'], 4)}",
+        soft_wrap=True,
+    )
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.Parser(prog="python -m decentral.local", description="A whole swarm on this machine.")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
+    parser.add_argument("--peers", type=int, default=4, metavar="N", help="how many; default 4")
+    parser.add_argument("--throttle", metavar="F,F,...", help="each peer's slowness, such as 1,1,1,10")
+    parser.add_argument("--stop-after", default="90s", metavar="AMOUNT", help="90s, or each peer's 500steps, 2e6tokens")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, for all")
+    parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and go on from them")
+    parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
+    flags = parser.parse_args(argv)
+    if not 1 <= flags.peers <= 64:
+        raise UserError(f"--peers expects 1 to 64; got {flags.peers}")
+    flags.throttle = _throttles(flags.throttle, flags.peers)
+    return flags
+
+
+def _throttles(text: str | None, peers: int) -> list[float]:
+    if text is None:
+        return [1.0] * peers
+    try:
+        factors = [float(part) for part in text.split(",")]
+    except ValueError:
+        factors = []
+    if len(factors) != peers or not all(1 <= factor <= 1e4 for factor in factors):
+        raise UserError(f"--throttle expects {peers} factors of at least 1, such as 1,1,1,10; got {text!r}")
+    return factors
+
+
+if __name__ == "__main__":
+    sys.exit(main())

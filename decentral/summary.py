@@ -1,0 +1,157 @@
+"""What a local swarm did, from its peers' journals and checkpoints."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from decentral.comm import compress
+from decentral.core import config, jobs
+from decentral.core.ids import PeerId
+from decentral.core.journal import read
+from decentral.state import Folder
+from decentral.train import checkpoint, data, measure
+from decentral.train.compute import Compute, Setup
+
+Line = dict[str, Any]
+
+
+class Exchanges(TypedDict):
+    done: int
+    solo: int
+    failed: int
+
+
+class PeerSummary(TypedDict):
+    peer: str
+    throttle: float
+    micro_batches: int
+    tokens: int
+    busy_fraction: float
+    exchanges: Exchanges
+    sent_bytes: int
+    received_bytes: int
+    loss_last: float | None
+
+
+class SwarmSummary(TypedDict):
+    seconds: float
+    tokens: int
+    tokens_per_s: float
+    loss_first: float | None
+    loss_last: float | None
+    heldout_loss: float | None
+    replica_spread: float | None
+
+
+class Summary(TypedDict):
+    peers: list[PeerSummary]
+    swarm: SwarmSummary
+
+
+def summarise(folders: Sequence[Path], throttles: Sequence[float], seconds: float) -> Summary:
+    """The contract of `decentral.local --summary`: docs/PROTOCOL.md."""
+    journals = [last_life(list(read(folder / "journal.jsonl"))) for folder in folders]
+    peers = [of_peer(lines, throttle) for lines, throttle in zip(journals, throttles, strict=True)]
+    tokens = sum(peer["tokens"] for peer in peers)
+    evals = [[line["loss"] for line in lines if line["event"] == "eval"] for lines in journals]
+    lasts = [peer["loss_last"] for peer in peers if peer["loss_last"] is not None]
+    heldout_loss, spread = replicas(folders)
+    swarm = SwarmSummary(
+        seconds=round(seconds, 2),
+        tokens=tokens,
+        tokens_per_s=round(tokens / max(1e-9, seconds), 1),
+        loss_first=evals[0][0] if evals and evals[0] else None,
+        loss_last=sum(lasts) / len(lasts) if lasts else None,
+        heldout_loss=heldout_loss,
+        replica_spread=spread,
+    )
+    return Summary(peers=peers, swarm=swarm)
+
+
+def last_life(lines: list[Line]) -> list[Line]:
+    """What a peer wrote since it was last started."""
+    starts = [index for index, line in enumerate(lines) if line["event"] == "started"]
+    return lines[starts[-1] :] if starts else []
+
+
+def of_peer(lines: list[Line], throttle: float) -> PeerSummary:
+    steps = [line for line in lines if line["event"] == "step"]
+    outcomes = Counter(line["outcome"] for line in lines if line["event"] == "exchange")
+    traffic = [line for line in lines if line["event"] == "traffic"]
+    joined_at = next((line["t"] for line in lines if line["event"] == "joined"), None)
+    return PeerSummary(
+        peer=str(lines[0]["peer"]) if lines else "",
+        throttle=throttle,
+        micro_batches=sum(line["micro_batches"] for line in steps),
+        tokens=sum(line["tokens"] for line in steps),
+        busy_fraction=busy_fraction(steps, joined_at),
+        exchanges=Exchanges(done=outcomes["done"], solo=outcomes["solo"], failed=outcomes["failed"]),
+        sent_bytes=traffic[-1]["sent_bytes"] if traffic else 0,
+        received_bytes=traffic[-1]["received_bytes"] if traffic else 0,
+        loss_last=steps[-1]["loss"] if steps else None,
+    )
+
+
+def busy_fraction(steps: Sequence[Line], joined_at: float | None) -> float:
+    """Of the time from joining to the last step, the part in which the compute thread was computing."""
+    if joined_at is None or not steps or steps[-1]["t"] <= joined_at:
+        return 0.0
+    busy_s = float(sum(line["seconds"] for line in steps))
+    elapsed_s = float(steps[-1]["t"] - joined_at)
+    return round(min(1.0, busy_s / elapsed_s), 4)
+
+
+def longest_pause(steps: Sequence[Line]) -> float:
+    """Seconds of the longest stretch between two `step` lines."""
+    return max((later["t"] - earlier["t"] for earlier, later in pairwise(steps)), default=0.0)
+
+
+def glance(folders: Sequence[Path], since: float) -> str:
+    """One line about a running swarm."""
+    parts = []
+    for folder in folders:
+        steps = [line for line in read(folder / "journal.jsonl") if line["event"] == "step" and line["t"] >= since]
+        parts.append(f"{steps[-1]['loss']:.3f} at step {steps[-1]['step']}" if steps else "-")
+    return "loss " + ", ".join(parts)
+
+
+def replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
+    """Held-out loss of the average of all checkpoints, and their spread around it (RMS distance over RMS)."""
+    thetas = [theta for theta in map(_theta, folders) if theta is not None]
+    run = Folder(folders[0]).read_run()
+    if not thetas or run is None:
+        return None, None
+    mean = [torch.stack(parts).mean(dim=0) for parts in zip(*thetas, strict=True)]
+    size = sum(part.numel() for part in mean)
+    apart = sum(float(((own - part) ** 2).sum()) for theta in thetas for own, part in zip(theta, mean, strict=True))
+    scale = sum(float((part**2).sum()) for part in mean)
+    spread = (apart / len(thetas) / size) ** 0.5 / (scale / size) ** 0.5
+    return round(held_out_loss(run[1], mean), 4), round(spread, 5)
+
+
+def held_out_loss(run: config.Config, theta: Sequence[Tensor]) -> float:
+    """Of a model with these weights, one vector per fragment."""
+    device = measure.choose("cpu", "float32", 1.0, 0.0)
+    small = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": 8})})
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = data.load(run.data, run.model)
+        compute = Compute(Setup(small, PeerId("average"), corpus, compress, device, Path(folder)))
+        for mixed, weights in zip(compute.mixed, theta, strict=True):
+            mixed.live.theta.copy_(weights)
+        outcome = compute.do(jobs.Evaluate())
+    assert isinstance(outcome, jobs.Evaluated)
+    return outcome.loss
+
+
+def _theta(folder: Path) -> list[Tensor] | None:
+    found = checkpoint.read(folder)
+    if found is None:
+        return None
+    tensors, facts = found
+    return [tensors[f"{fragment['index']}.theta"] for fragment in facts["fragments"]]
