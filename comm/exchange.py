@@ -6,12 +6,13 @@ The same machine runs `pull`, the default, and `allreduce`, its synchronous coun
 number, everyone is asked for exactly that round, and the compute thread waits for the merge.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from decentral.comm.codec import Envelope
 from decentral.comm.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
-from decentral.comm.snapshots import Shelf, Terms, View, contribution
+from decentral.comm.snapshots import Shelf, Terms, View, contribution, pick
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -19,6 +20,7 @@ from decentral.core.jobs import CloseWindow, Contribution, Layout, Merge, Merged
 from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Seconds
 
+BEHIND = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
 PATIENCE = 0.1  # of the period: how long a pull waits for the partner's snapshot of the same window
 
 
@@ -35,15 +37,20 @@ class Exchange:
     view: View
     close_at: Seconds
     synchronous: bool = False
+    light: tuple[str, ...] = ()  # sections asked of every partner in every window; none: all
+    whole_every: int = 1  # in every so many windows all sections are asked of the first partner
     state: State = State.OPEN
     seq: int = 0
     shelf: Shelf = field(default_factory=Shelf)
     layout: Layout = ()
     size: int = 0  # of a snapshot, bytes
     seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
+    _windows: int = 0
+    _asked_for: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)
     _pending: set[PeerId] = field(default_factory=set)
     _got: list[tuple[Contribution, Log]] = field(default_factory=list)
     _began: Seconds = 0.0
+    _published: Seconds = 0.0
     _skipped: str = ""  # why a partner had nothing for us, when that is nobody's fault
 
     @property
@@ -62,7 +69,7 @@ class Exchange:
             case Answered(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
                 return self._answered(event, now)
             case AskFailed(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
-                return [self._failed(event.peer, event.reason, event.seconds), *self._settled(event.peer)]
+                return [self._failed(event.peer, event.reason, event.seconds), *self._settled(event.peer, now)]
             case Merged(seq=seq) if self.state is State.MERGING and seq == self.seq:
                 return self._merged(event, now)
         return []  # it speaks of an exchange that is over
@@ -73,15 +80,31 @@ class Exchange:
         return [CloseWindow(self.terms.fragment, self.seq, hold=self.synchronous)]
 
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
-        self.layout, self.size = closed.layout, len(closed.blob)
+        behind = now - self._published > BEHIND * self.view.period_s(len(closed.blob))
+        self.layout, self.size, self._published = closed.layout, len(closed.blob), now
         effects = self.shelf.put(self.terms.describe(closed, now), closed.blob, now)
         partners = self.view.partners(self.terms.fragment, now)
         self._pending, self._got, self._skipped = set(partners), [], ""
         if not partners:
             self._skipped = "alone"
-            return [*effects, *self._merge()]
+            return [*effects, *self._merge(now)]
         self.state = State.PULLING
+        self._asked_for = self._choose_sections(partners, behind)
         return effects + [self._ask(partner, now) for partner in partners]
+
+    def _choose_sections(self, partners: Sequence[PeerId], behind: bool) -> dict[PeerId, tuple[str, ...]]:
+        """Deltas from all. Slow weights from one of them now and then, and from all when windows were missed.
+
+        A window that was missed (ours were longer, or the partners were not drawn) leaves its delta out of our slow
+        weights; only the partners' slow weights can tell us.
+        """
+        self._windows += 1
+        if behind:
+            return dict.fromkeys(partners, ())
+        chosen = dict.fromkeys(partners, self.light)
+        if self._windows % self.whole_every == 0:
+            chosen[partners[0]] = ()
+        return chosen
 
     def _ask(self, partner: PeerId, now: Seconds) -> Ask:
         tag = ("exchange", self.terms.fragment, self.seq)
@@ -89,25 +112,27 @@ class Exchange:
         after = self.seq - 1 if self.synchronous else self.seen.get(partner, 0)
         patience_s = MAX_PATIENCE_S if self.synchronous else min(PATIENCE * period_s, MAX_PATIENCE_S)
         since = max(0.0, now - period_s / 2)
-        pull = Pull(self.terms.run, self.terms.fragment, after, since, patience_s, exact=self.synchronous)
+        sections = self._asked_for[partner]
+        pull = Pull(self.terms.run, self.terms.fragment, after, since, patience_s, self.synchronous, sections)
         return Ask(tag, partner, Envelope(pull), patience_s + self.view.deadline_s(partner, self.size), self.size)
 
     def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
         match event.envelope.message:
             case Snapshot() as snapshot:
-                return self._received(event, snapshot, now) + self._settled(event.peer)
+                return self._received(event, snapshot, now) + self._settled(event.peer, now)
             case Refused("nothing-newer", newest):
                 self._catch_up(newest)
                 self._skipped = "nothing-newer"
-                return self._settled(event.peer)
+                return self._settled(event.peer, now)
             case Refused(reason):
-                return [self._failed(event.peer, reason, event.seconds), *self._settled(event.peer)]
-        return [self._failed(event.peer, "unexpected", event.seconds), *self._settled(event.peer)]
+                return [self._failed(event.peer, reason, event.seconds), *self._settled(event.peer, now)]
+        return [self._failed(event.peer, "unexpected", event.seconds), *self._settled(event.peer, now)]
 
     def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> list[Effect]:
         after = self.seen.get(event.peer, 0)
         try:
-            self.terms.check(snapshot, event.envelope.blob, self.layout, after, now)
+            layout = pick(self.layout, self._asked_for.get(event.peer, ()))
+            self.terms.check(snapshot, event.envelope.blob, layout, after, now)
         except ProtocolError as error:
             return [self._failed(event.peer, error.reason, event.seconds)]
         self.seen[event.peer] = snapshot.seq
@@ -125,13 +150,14 @@ class Exchange:
         self._got.append((contribution(event.peer, snapshot, event.envelope.blob), done))
         return []
 
-    def _settled(self, partner: PeerId) -> list[Effect]:
+    def _settled(self, partner: PeerId, now: Seconds) -> list[Effect]:
         self._pending.discard(partner)
-        return [] if self._pending else self._merge()
+        return [] if self._pending else self._merge(now)
 
-    def _merge(self) -> list[Effect]:
+    def _merge(self, now: Seconds) -> list[Effect]:
         self.state = State.MERGING
-        return [Merge(self.terms.fragment, self.seq, tuple(one for one, _ in self._got))]
+        lateness = 0.0 if self.synchronous else (now - self._published) / self.view.period_s(self.size)
+        return [Merge(self.terms.fragment, self.seq, tuple(one for one, _ in self._got), round(lateness, 4))]
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = State.OPEN
@@ -153,6 +179,6 @@ class Exchange:
         return log("exchange", fragment=self.terms.fragment, partner=partner, **fields)
 
     def _catch_up(self, newest: str) -> None:
-        """A partner is rounds ahead of us, so ours is over: go on with theirs."""
+        """A partner is rounds ahead of us, so ours is over: our next one is the one it is in."""
         if self.synchronous and newest.isdecimal() and len(newest) < 16:
-            self.seq = max(self.seq, int(newest))
+            self.seq = max(self.seq, int(newest) - 1)

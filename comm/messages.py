@@ -77,6 +77,7 @@ class Pull:
 
     If there is none that was published at `since` or later, the answer may wait up to `patience_s` for one: all peers
     close a fragment's window at the same time, so the one that belongs to the asker's is about to be there.
+    `sections` are the wanted ones; none: all.
     """
 
     run: Run
@@ -85,6 +86,7 @@ class Pull:
     since: UnixTime
     patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
     exact: Annotated[bool, Strict()] = False
+    sections: Annotated[tuple[Word, ...], Field(max_length=16)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Snapshot:
     fragment: Index
     seq: Count
     tokens: Count
+    rates: Annotated[float, Strict(), Field(ge=0, lt=1e12, allow_inf_nan=False)]  # sum of learning rates
     time: UnixTime
     layout: Sections
     digest: Digest

@@ -99,7 +99,8 @@ class PushExchange:
 
     def _take_back(self) -> Absorb:
         assert self._closed is not None
-        own = Contribution(self.terms.peer, self._closed.tokens, self._closed.layout, self._closed.blob)
+        closed = self._closed
+        own = Contribution(self.terms.peer, closed.tokens, closed.rates, closed.layout, closed.blob)
         self._absorbing.append((None, self.terms.peer, self.seq))
         return Absorb(self.terms.fragment, own)
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from decentral.comm import blobs
@@ -43,21 +43,28 @@ class Terms:
     run: RunId
     peer: PeerId
     fragment: int
-    fragments: int  # how many there are
+    phase: float  # of its windows, as a part of the period
     max_age_s: Seconds
 
     def next_close(self, now: Seconds, period_s: Seconds) -> Seconds:
-        """When the fragment's next window ends: the same instants on every peer, evenly staggered over the fragments.
+        """When the fragment's next window ends: at the same instants on every peer that has the same phase.
 
         Aligned windows make fresh partners: their snapshots are as old as the exchange takes, not half a window
         older (docs/CONVERGENCE.md has what that is worth). Clocks need agree to a small part of the period only.
         """
-        offset = period_s * (self.fragment + 1) / self.fragments
+        offset = period_s * self.phase
         return ((now - offset) // period_s + 1) * period_s + offset
 
     def describe(self, closed: WindowClosed, now: Seconds) -> Snapshot:
         return Snapshot(
-            self.run, self.fragment, closed.seq, closed.tokens, now, closed.layout, blobs.digest(closed.blob)
+            run=self.run,
+            fragment=self.fragment,
+            seq=closed.seq,
+            tokens=closed.tokens,
+            rates=closed.rates,
+            time=now,
+            layout=closed.layout,
+            digest=blobs.digest(closed.blob),
         )
 
     def check(self, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds) -> None:
@@ -77,7 +84,12 @@ class Terms:
 
 
 def contribution(peer: PeerId, snapshot: Snapshot, blob: bytes) -> Contribution:
-    return Contribution(peer, snapshot.tokens, snapshot.layout, blob)
+    return Contribution(peer, snapshot.tokens, snapshot.rates, snapshot.layout, blob)
+
+
+def pick(layout: Layout, names: Sequence[str]) -> Layout:
+    """The sections with these names; all of them for none."""
+    return tuple(section for section in layout if section.name in names) if names else layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +133,26 @@ class Shelf:
         if pull.exact:
             found = [one for one in found if one[0].seq == pull.after + 1]
         if found and (pull.exact or found[-1][0].time >= pull.since):
-            return [Reply(held.request, Envelope(*found[-1]))]
+            return [self._reply(held, found[-1])]
         newest = self.latest[-1][0].seq if self.latest else 0
         may_come = not pull.exact or newest <= pull.after
         if may_come and now < held.until and len(self.held) < MAX_HELD:
             self.held.append(held)
             return []
-        return [Reply(held.request, Envelope(*found[-1]) if found else Envelope(Refused("nothing-newer", str(newest))))]
+        if found:
+            return [self._reply(held, found[-1])]
+        return [Reply(held.request, Envelope(Refused("nothing-newer", str(newest))))]
+
+    def _reply(self, held: Held, found: tuple[Snapshot, bytes]) -> Reply:
+        """The snapshot, or those of its sections that were asked for."""
+        snapshot, blob = found
+        layout = pick(snapshot.layout, held.pull.sections)
+        if layout == snapshot.layout:
+            return Reply(held.request, Envelope(snapshot, blob))
+        parts, start = [], 0
+        for section in snapshot.layout:
+            if section in layout:
+                parts.append(blob[start : start + section.size])
+            start += section.size
+        part = b"".join(parts)
+        return Reply(held.request, Envelope(replace(snapshot, layout=layout, digest=blobs.digest(part)), part))

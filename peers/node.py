@@ -258,17 +258,21 @@ class Node:
     def _exchange(self, fragment: Fragment, now: Seconds) -> Gossip:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
         gossip = self.setup.config.gossip
-        count = len(self.setup.fragments)
-        terms = Terms(self.setup.run, self.setup.own.peer, fragment.index, count, gossip.max_age_s)
+        synchronous = gossip.algorithm == "allreduce"
+        phase = (fragment.index + 1) / len(self.setup.fragments)
+        if not synchronous and gossip.algorithm != "pull":
+            phase = self._rng.random()  # peers that ask each other at the same time only get in each other's way
+        terms = Terms(self.setup.run, self.setup.own.peer, fragment.index, phase, gossip.max_age_s)
         close_at = terms.next_close(now, gossip.window_s)
         if gossip.algorithm == "symmetric":
             return SwapExchange(terms, self, close_at)
         if gossip.algorithm == "push_sum":
             return PushExchange(terms, self, close_at)
-        synchronous = gossip.algorithm == "allreduce"
         rounds = [entry.record.round for entry in self.roster.live.values()]
-        seq = max(rounds, default=0) if synchronous else 0
-        return Exchange(terms, self, close_at, synchronous=synchronous, seq=seq)
+        seq = max(rounds, default=0)
+        if synchronous:
+            return Exchange(terms, self, close_at, synchronous=True, seq=seq)
+        return Exchange(terms, self, close_at, light=("delta",), whole_every=gossip.consensus_every)
 
     # What exchanges ask of the swarm: comm/snapshots.View
 
@@ -278,7 +282,7 @@ class Node:
         holders = [
             peer
             for peer, entry in sorted(self.roster.live.items())
-            if entry.record.first <= span.first and span.last <= entry.record.last
+            if entry.record.phase == "training" and entry.record.first <= span.first and span.last <= entry.record.last
         ]
         if gossip.algorithm == "allreduce":
             return holders
@@ -337,7 +341,7 @@ class Node:
             lr_step=progress.lr_step,
             tokens=progress.tokens,
             round=rounds,
-            leaving=leaving,
+            phase="leaving" if leaving else "training" if self.phase is Phase.TRAINING else "joining",
         )
 
     def _traffic(self) -> Log:

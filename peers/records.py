@@ -6,7 +6,7 @@ counted and ignored.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgpack
 from pydantic import Field, Strict, TypeAdapter, ValidationError
@@ -16,6 +16,7 @@ from decentral.core.errors import ProtocolError
 
 Label = Annotated[str, Strict(), Field(max_length=128)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
+Phase = Literal["joining", "training", "leaving"]
 Addresses = Annotated[tuple[Annotated[str, Strict(), Field(max_length=256)], ...], Field(max_length=16)]
 
 
@@ -46,7 +47,7 @@ class PeerRecord:
     lr_step: Count
     tokens: Count
     round: Count = 0  # of allreduce
-    leaving: bool = False
+    phase: Phase = "joining"
 
 
 _PEER = TypeAdapter(PeerRecord)

@@ -117,7 +117,7 @@ class Roster:
         return effects
 
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:
-        if record.leaving:
+        if record.phase == "leaving":
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time)
             return self._drop(peer, "left", now) if peer in self.live else []
         if record.time <= self._dropped.get(peer, 0.0):

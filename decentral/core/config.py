@@ -104,10 +104,12 @@ class Gossip(Strict):
 
     algorithm: Literal["pull", "symmetric", "push_sum", "allreduce"] = "pull"
     window_s: PositiveFloat = 1.0
-    partners: Positive = 2  # pulled from in each window
-    momentum: Fraction = 0.3  # alpha
-    step: PositiveFloat = 0.7  # beta
-    consensus: Annotated[float, Field(ge=0, le=1)] = 0.7  # gamma
+    partners: Positive = 3  # pulled from in each window
+    consensus_every: Positive = 3  # windows between two pulls of slow weights; deltas are pulled in every one
+    momentum: Fraction = 0.0  # alpha
+    step: PositiveFloat = 1.0  # beta
+    consensus: Fraction = 1.0  # gamma
+    moment: Fraction = 1.0  # kappa: how far AdamW's first moment follows the merged step
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of the bandwidth that gossip may use
     fragment_parameters: Positive = 65_536  # layers smaller than this share a fragment
     max_age_s: PositiveFloat = 60.0  # an older snapshot is not merged

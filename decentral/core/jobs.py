@@ -34,10 +34,11 @@ Layout = tuple[Section, ...]
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a partner sent for a fragment: its blob, and how many tokens stand behind it."""
+    """What a partner sent for a fragment: its blob, how many tokens and which sum of learning rates stand behind it."""
 
     peer: PeerId
     tokens: int
+    rates: float
     layout: Layout
     blob: bytes
 
@@ -56,11 +57,15 @@ class CloseWindow:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Take the outer step of window `seq` with these contributions; none of them is a solo step."""
+    """Take the outer step of window `seq` with these contributions; none of them is a solo step.
+
+    `lateness`: the time since the window's end, as a part of the time between two ends.
+    """
 
     fragment: int
     seq: int
     contributions: tuple[Contribution, ...]
+    lateness: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,7 @@ class WindowClosed:
     fragment: int
     seq: int
     tokens: int
+    rates: float
     layout: Layout
     blob: bytes
 

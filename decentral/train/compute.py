@@ -45,6 +45,7 @@ class Mixed:
     live: Live
     rule: mix.Rule
     lengths: deque[float]
+    own_length: float = 0.0  # of the delta that we published last
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
 
 
@@ -56,7 +57,7 @@ class Compute:
         run = setup.config
         self.layers = [layer.to(setup.device.device) for layer in gpt.build(run.model, run.seed)]
         self.fragments = cut(self.layers, run.gossip.fragment_parameters)
-        lives = [Live(fragment, self.layers, setup.device.device) for fragment in self.fragments]
+        lives = [Live(fragment, self.layers, setup.device.device, run.train) for fragment in self.fragments]
         self.mixed = [Mixed(live, mix.rule(run.gossip, live.theta, setup.peer), deque(maxlen=RECENT)) for live in lives]
         self.inner = Inner(lives, run.train)
         self.forward = chain(self.layers, run.train.compile and setup.device.device.type == "cuda")
@@ -106,8 +107,8 @@ class Compute:
         match job:
             case jobs.CloseWindow(fragment, seq, hold):
                 return self._close(fragment, seq, hold)
-            case jobs.Merge(fragment, seq, contributions):
-                return self._merge(fragment, seq, contributions)
+            case jobs.Merge(fragment, seq, contributions, lateness):
+                return self._merge(fragment, seq, contributions, lateness)
             case jobs.Absorb(fragment, contribution):
                 return self._absorb(fragment, contribution)
             case jobs.ExportState(fragment):
@@ -135,16 +136,20 @@ class Compute:
         mixed = self.mixed[fragment]
         packer = Packer(self.setup.codecs)
         mixed.rule.close(mixed.live, packer)
-        tokens = 0 if mixed.newcomer else mixed.live.tokens
-        mixed.live.tokens, mixed.live.rate_sum, mixed.newcomer = 0, 0.0, False
+        if mixed.rule.clipped:
+            mixed.own_length = float(torch.linalg.vector_norm(packer.read[mixed.rule.clipped]))
+        tokens, rates = 0 if mixed.newcomer else mixed.live.tokens, mixed.live.rates
+        mixed.live.tokens, mixed.live.rates, mixed.newcomer = 0, 0.0, False
         self.holding = fragment if hold else self.holding
         layout, blob = packer.finish()
-        return jobs.WindowClosed(fragment, seq, tokens, layout, blob)
+        return jobs.WindowClosed(fragment, seq, tokens, rates, layout, blob)
 
-    def _merge(self, fragment: int, seq: int, contributions: Sequence[jobs.Contribution]) -> jobs.Merged:
+    def _merge(
+        self, fragment: int, seq: int, contributions: Sequence[jobs.Contribution], lateness: float
+    ) -> jobs.Merged:
         mixed = self.mixed[fragment]
         parts, rejected = self._decode(mixed, contributions)
-        mixed.live.theta += mixed.rule.merge(mixed.live, parts)
+        mixed.live.theta += mixed.rule.merge(mixed.live, parts, lateness)
         if self.holding == fragment:
             self.holding = None
         return jobs.Merged(fragment, seq, tuple(part.peer for part in parts), tuple(rejected))
@@ -154,7 +159,7 @@ class Compute:
         parts, rejected = self._decode(mixed, [contribution])
         if rejected:
             return jobs.Absorbed(fragment, False, rejected[0][1])
-        mixed.live.theta += mixed.rule.merge(mixed.live, parts)
+        mixed.live.theta += mixed.rule.merge(mixed.live, parts, 0.0)
         return jobs.Absorbed(fragment, True)
 
     def _decode(
@@ -171,13 +176,17 @@ class Compute:
             on_device = {name: vector.to(mixed.live.theta.device) for name, vector in vectors.items()}
             if mixed.rule.clipped:
                 self._clip(mixed, on_device[mixed.rule.clipped])
-            parts.append(mix.Parts(one.peer, one.tokens, on_device))
+            parts.append(mix.Parts(one.peer, one.tokens, one.rates, on_device))
         return parts, rejected
 
     def _clip(self, mixed: Mixed, vector: Tensor) -> None:
-        """One peer that diverges, or lies, moves us no further than twice what is usual."""
+        """One peer that diverges, or lies, moves us no further than twice what is usual, or what we moved ourselves.
+
+        Our own length is among them: steps grow during the warm-up, everybody's alike.
+        """
         length = float(torch.linalg.vector_norm(vector))
-        limit = CLIP_TO_MEDIAN * median(mixed.lengths) if mixed.lengths else length
+        usual = max(mixed.own_length, median(mixed.lengths) if mixed.lengths else length)
+        limit = CLIP_TO_MEDIAN * usual
         if length > limit > 0:
             vector *= limit / length
         mixed.lengths.append(min(length, limit) if limit > 0 else length)
@@ -223,7 +232,7 @@ class Compute:
             "inner_steps": self.inner.steps,
             "micro_batches": self.micro_batches,
             "tokens": self.tokens,
-            "window": [[mixed.live.tokens, mixed.live.rate_sum] for mixed in self.mixed],
+            "window": [[mixed.live.tokens, mixed.live.rates] for mixed in self.mixed],
         }
         return checkpoint.write(self.setup.folder, tensors, facts)
 
@@ -235,17 +244,16 @@ class Compute:
         tensors, facts = found
         if facts["run"] != self.setup.config.digest():
             raise UserError(f"{self.setup.folder} holds a checkpoint of another run; use another --state-dir")
-        for mixed, (tokens, rate_sum) in zip(self.mixed, facts["window"], strict=True):
+        for mixed, (tokens, rates) in zip(self.mixed, facts["window"], strict=True):
             live, prefix = mixed.live, f"{mixed.live.fragment.index}."
             live.theta.copy_(tensors[prefix + "theta"])
             live.exp_avg.copy_(tensors[prefix + "exp_avg"])
             live.exp_avg_sq.copy_(tensors[prefix + "exp_avg_sq"])
-            live.tokens, live.rate_sum = tokens, rate_sum
+            live.tokens, live.rates, live.steps = tokens, rates, facts["inner_steps"]
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
             mixed.rule.load({name: tensor.to(live.theta.device) for name, tensor in own.items()})
         self.own_steps, self.lr_step = facts["own_steps"], facts["lr_step"]
-        self.inner.steps, self.micro_batches = facts["inner_steps"], facts["micro_batches"]
-        self.tokens = facts["tokens"]
+        self.micro_batches, self.tokens = facts["micro_batches"], facts["tokens"]
         return True
 
     # Data

@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 
 from decentral.core import config
 from decentral.core.jobs import Fragment
+from decentral.train.outer import Moments
 
 
 def cut(layers: Sequence[nn.Module], at_least: int) -> list[Fragment]:
@@ -31,7 +32,9 @@ def cut(layers: Sequence[nn.Module], at_least: int) -> list[Fragment]:
 class Live:
     """One fragment's live weights theta [n], their gradient and AdamW moments, and what was trained since a close."""
 
-    def __init__(self, fragment: Fragment, layers: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(
+        self, fragment: Fragment, layers: Sequence[nn.Module], device: torch.device, train: config.Train
+    ) -> None:
         own = [p for layer in layers[fragment.first : fragment.last] for p in layer.parameters()]
         matrices = [p for p in own if p.ndim >= 2]
         gains = [p for p in own if p.ndim < 2]
@@ -41,9 +44,15 @@ class Live:
         self.exp_avg = torch.zeros_like(self.theta)
         self.exp_avg_sq = torch.zeros_like(self.theta)
         self.tokens = 0
-        self.rate_sum = 0.0  # of the learning rates since the last close
+        self.rates = 0.0  # sum of the learning rates since the last close
+        self.steps = 0  # of this AdamW: for its bias correction and for a newcomer's own warm-up
+        self.betas = (train.beta1, train.beta2)
         self.decayed = sum(p.numel() for p in matrices)
         self._bind(matrices + gains)
+
+    def moments(self) -> Moments:
+        beta1, beta2 = self.betas
+        return Moments(self.exp_avg_sq, 1 - beta1**self.steps, 1 - beta2**self.steps)
 
     def _bind(self, parameters: Sequence[nn.Parameter]) -> None:
         start = 0
@@ -60,8 +69,11 @@ class Inner:
     def __init__(self, lives: Sequence[Live], train: config.Train) -> None:
         self.lives = lives
         self.train = train
-        self.steps = 0  # of this AdamW: for its bias correction and for a newcomer's own warm-up
         self._parts = [part for live in lives for part in _parts(live, train.weight_decay)]
+
+    @property
+    def steps(self) -> int:
+        return self.lives[0].steps
 
     def zero_grad(self) -> None:
         for live in self.lives:
@@ -96,10 +108,10 @@ class Inner:
                 eps=1e-8,
                 maximize=False,
             )
-        self.steps += 1
         for live in self.lives:
             live.tokens += tokens
-            live.rate_sum += rate
+            live.rates += rate
+            live.steps += 1
 
 
 @dataclass(frozen=True, slots=True)

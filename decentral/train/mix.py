@@ -32,6 +32,7 @@ class Parts:
 
     peer: PeerId
     tokens: int
+    rates: float  # sum of learning rates
     vectors: dict[str, Tensor]
 
 
@@ -40,10 +41,10 @@ class Rule(Protocol):
     """The section whose length is limited against that of recent ones, if any."""
 
     def close(self, live: Live, packer: Packer) -> None:
-        """Ends the window and packs what partners may have. The host resets `live.tokens` afterwards."""
+        """Ends the window and packs what partners may have. The caller resets the window's counts afterwards."""
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
-        """The correction [n] that the caller adds to theta."""
+    def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
+        """The correction [n] that the caller adds to theta. `lateness` as in core/jobs.Merge."""
         ...
 
     def state(self) -> State:
@@ -65,22 +66,24 @@ class Pull:
     clipped: str | None = "delta"
 
     def __init__(self, theta: Tensor, gossip: config.Gossip) -> None:
-        self.constants = outer.Constants(gossip.momentum, gossip.step, gossip.consensus)
+        self.constants = outer.Constants(gossip.momentum, gossip.step, gossip.consensus, gossip.moment)
         self.slow = outer.start(theta)
-        self.closed: outer.Closed | None = None
+        self.closed: outer.Window | None = None
 
     def close(self, live: Live, packer: Packer) -> None:
         packer.add("phi", "int8", self.slow.phi)
-        self.slow, self.closed = outer.close(
-            self.slow, live.theta, live.tokens, lambda owed: packer.add("delta", "q4", owed)
-        )
+        self.slow, sent = outer.close(self.slow, live.theta, lambda owed: packer.add("delta", "q4", owed))
+        self.closed = outer.Window(sent, live.tokens, live.rates)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+    def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
         assert self.closed is not None, "merge without a close"
-        partners = [outer.Partner(p.vectors["phi"], p.vectors["delta"], p.tokens) for p in parts]
-        self.slow, correction = outer.merge(self.slow, self.closed, partners, self.constants)
-        self.closed = None
-        return correction
+        own, self.closed = self.closed, None
+        partners = [outer.Window(p.vectors["delta"], p.tokens, p.rates, p.vectors.get("phi")) for p in parts]
+        rho = outer.rho_of(lateness)
+        outcome = outer.merge(self.slow, own, partners, self.constants, rho)
+        self.slow = outcome.slow
+        live.exp_avg += outer.moment_shift(own, outcome, live.moments(), rho * self.constants.kappa)
+        return outcome.correction
 
     def state(self) -> State:
         slow = self.slow
@@ -134,7 +137,7 @@ class Symmetric(_Plain):
     def close(self, live: Live, packer: Packer) -> None:
         self.sent = packer.add("theta", "int8", live.theta)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+    def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
         assert self.sent is not None, "merge without a close"
         sent, self.sent = self.sent, None
         if not parts:
@@ -163,7 +166,7 @@ class PushSum(_Plain):
         self.weight = self.weight - half[0]
         live.theta.copy_((mass - away) / self.weight)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+    def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
         """Adds mass at any time, also mass of our own that nobody took."""
         mass, weight = live.theta * self.weight, self.weight
         for part in parts:
@@ -190,7 +193,7 @@ class AllReduce(_Plain):
         packer.add("theta", "fp32", live.theta)
         self.tokens = live.tokens
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+    def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
         everyone = [(self.peer, self.tokens, live.theta)]
         everyone += [(part.peer, part.tokens, part.vectors["theta"]) for part in parts]
         everyone.sort(key=lambda one: one[0])

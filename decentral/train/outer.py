@@ -1,16 +1,24 @@
 """The outer step of asynchronous gossip: pure functions from fp32 vectors to fp32 vectors.
 
-One-sided, token-weighted NoLoCo (arXiv 2506.10911, eq. 4-6) with the fragments of Streaming DiLoCo (2501.18512)
-and quantised error feedback (Karimireddy et al., arXiv 1901.09847).
+One-sided, token-weighted NoLoCo (arXiv 2506.10911) with the fragments of Streaming DiLoCo (2501.18512), quantised
+error feedback (arXiv 1901.09847), and the first moment of AdamW carried over from the merged step.
 
-    close:  d = b - theta;  b = theta;  a = e + d;  q = Q(a);  e = a - q          publish (phi, q, tokens)
-    merge:  g = sum_j w_j q_j;  cons = sum_j w_j (phi - phi_j);  w_j = tokens_j / sum tokens, ourselves included
+    close:  d = b - theta;  b = theta;  a = e + d;  q = Q(a);  e = a - q       publish (phi, q, tokens, rates)
+    merge:  g = sum_j w_j q_j               w_j = tokens_j / sum of tokens, ourselves included
+            cons = sum_j w_j (phi - phi_j)  over those partners whose slow weights were pulled
             m = alpha m + g;  u = -beta (g + alpha m) - gamma cons;  phi += u
-            correction = u + d, added to theta and b at the next step edge
+            correction = rho (phi - b), added to theta and b at the next step edge
+            rho = clamp(1 - lateness, 1/4, 1), lateness = time since the close over the time between closes
+    moment: exp_avg += rho kappa (1 - beta1^t) (sqrt(v_hat) + eps) (g / r_mean - q / r)
+            r = a window's sum of learning rates; r_mean = sum_j w_j r_j
 
 Conserved: every unit of local progress d enters phi once, whatever the latency, because b moves at the close and
-the residual of Q lives in e alone (q + e_after = e_before + d). With beta = 1 - alpha a lone peer's phi follows
-theta with gain one: the sum of beta (1 + alpha) alpha^k ... over all later merges of one g is beta / (1 - alpha).
+the residual of Q lives in e alone (q + e_after = e_before + d). A lone peer's phi follows theta with gain
+beta / (1 - alpha), one by default: g enters with beta (1 + alpha), and its echo in m adds beta alpha^2 / (1 - alpha).
+
+Why rho: where the loss is steep, a deviation of theta has decayed by itself when a late correction arrives, and the
+whole of it would overshoot. Why the moment: a window's progress is the sum of rate * m / sqrt(v) over its steps, so
+the merged progress tells the swarm's mean m without a byte on the wire. Both are measured in docs/CONVERGENCE.md.
 
 All vectors are fp32 [n]: one fragment, flattened.
 """
@@ -24,12 +32,15 @@ from torch import Tensor
 Quantise = Callable[[Tensor], Tensor]
 """What the partners will read: decode(encode(x)), fp32 [n]."""
 
+LEAST_RHO = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    alpha: float = 0.3  # outer momentum
-    beta: float = 0.7  # outer step
-    gamma: float = 0.7  # pull towards the partners' slow weights
+    alpha: float = 0.0  # outer momentum
+    beta: float = 1.0  # outer step
+    gamma: float = 1.0  # pull towards the partners' slow weights
+    kappa: float = 1.0  # how far the first moment follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +48,39 @@ class Slow:
     """A fragment's slow state, besides the live weights theta."""
 
     phi: Tensor  # slow weights
-    baseline: Tensor  # b: theta as the last close left it
+    baseline: Tensor  # b: theta as the last close left it, plus the corrections since
     momentum: Tensor  # m
     residual: Tensor  # e: what quantisation has kept back
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    """A window's result: `delta` is what was trained, `sent` is what partners can read of it."""
+class Window:
+    """What one peer did in a window, as others can read it. `phi` is None where only the delta was pulled."""
 
-    delta: Tensor
-    sent: Tensor
+    sent: Tensor  # q
     tokens: int
+    rates: float  # sum of the learning rates of its steps
+    phi: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Partner:
-    phi: Tensor
-    sent: Tensor
-    tokens: int
+class Outcome:
+    """`correction` is owed to theta, and the baseline of `slow` has it already: it is not counted as progress."""
+
+    slow: Slow
+    correction: Tensor
+    step: Tensor  # g
+    rates: float  # r_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """AdamW's state of the fragment after `t` steps: bias_1 = 1 - beta1^t, bias_2 = 1 - beta2^t."""
+
+    exp_avg_sq: Tensor
+    bias_1: float
+    bias_2: float
+    eps: float = 1e-8
 
 
 def start(theta: Tensor) -> Slow:
@@ -63,30 +88,42 @@ def start(theta: Tensor) -> Slow:
     return Slow(theta.clone(), theta.clone(), zero, zero.clone())
 
 
-def close(slow: Slow, theta: Tensor, tokens: int, quantise: Quantise) -> tuple[Slow, Closed]:
-    """Ends a window: takes the progress since the last close off theta and out for publication."""
-    delta = slow.baseline - theta
-    owed = slow.residual + delta
+def close(slow: Slow, theta: Tensor, quantise: Quantise) -> tuple[Slow, Tensor]:
+    """Ends a window: the new state, and q, the progress since the last close as partners will read it."""
+    owed = slow.residual + (slow.baseline - theta)
     sent = quantise(owed)
-    return replace(slow, baseline=theta.clone(), residual=owed - sent), Closed(delta, sent, tokens)
+    return replace(slow, baseline=theta.clone(), residual=owed - sent), sent
 
 
-def merge(slow: Slow, closed: Closed, partners: Sequence[Partner], constants: Constants) -> tuple[Slow, Tensor]:
-    """Takes the outer step. Gives the new state and the correction that theta is still owed.
-
-    The caller adds the correction to theta; the baseline already has it, so it is not counted as progress.
-    """
-    weights = token_weights([closed.tokens, *(partner.tokens for partner in partners)])
-    step = weights[0] * closed.sent
-    apart = torch.zeros_like(step)
-    for weight, partner in zip(weights[1:], partners, strict=True):
-        step = step + weight * partner.sent
-        apart = apart + weight * (slow.phi - partner.phi)
+def merge(slow: Slow, own: Window, partners: Sequence[Window], constants: Constants, rho: float) -> Outcome:
+    """Takes the outer step of our closed window with those of our partners; none of them is a solo step."""
+    everyone = [own, *partners]
+    weights = token_weights([window.tokens for window in everyone])
+    step, apart = torch.zeros_like(own.sent), torch.zeros_like(own.sent)
+    for weight, window in zip(weights, everyone, strict=True):
+        step += weight * window.sent
+        if window.phi is not None:
+            apart += weight * (slow.phi - window.phi)
     momentum = constants.alpha * slow.momentum + step
-    update = -constants.beta * (step + constants.alpha * momentum) - constants.gamma * apart
-    correction = update + closed.delta
-    new = replace(slow, phi=slow.phi + update, momentum=momentum, baseline=slow.baseline + correction)
-    return new, correction
+    phi = slow.phi - constants.beta * (step + constants.alpha * momentum) - constants.gamma * apart
+    correction = rho * (phi - slow.baseline)
+    rates = sum(weight * window.rates for weight, window in zip(weights, everyone, strict=True))
+    return Outcome(Slow(phi, slow.baseline + correction, momentum, slow.residual), correction, step, rates)
+
+
+def moment_shift(own: Window, outcome: Outcome, moments: Moments, strength: float) -> Tensor:
+    """What to add to AdamW's exp_avg so that it follows the merged step; `strength` is rho kappa.
+
+    Zero for a peer that took no step in the window: it cannot tell its own part from the others'.
+    """
+    if own.rates <= 0 or outcome.rates <= 0 or moments.bias_2 <= 0:
+        return torch.zeros_like(own.sent)
+    scale = (moments.exp_avg_sq / moments.bias_2).sqrt() + moments.eps
+    return strength * moments.bias_1 * scale * (outcome.step / outcome.rates - own.sent / own.rates)
+
+
+def rho_of(lateness: float) -> float:
+    return min(1.0, max(LEAST_RHO, 1.0 - lateness))
 
 
 def token_weights(tokens: Sequence[int]) -> list[float]:

@@ -24,13 +24,15 @@ class Packer:
     codecs: Codecs
     sections: list[Section] = field(default_factory=list)
     parts: list[bytes] = field(default_factory=list)
+    read: dict[str, Tensor] = field(default_factory=dict)  # by name, as those who read the blob will see it
 
     def add(self, name: str, codec: str, values: Tensor) -> Tensor:
-        """Appends a section; gives the values as those who read the blob will see them."""
+        """Appends a section; gives the values as they will be read."""
         part = self.codecs.encode(codec, values)
         self.sections.append(Section(name, codec, values.numel(), len(part)))
         self.parts.append(part)
-        return self.codecs.decode(codec, memoryview(part), values.numel()).to(values.device)
+        self.read[name] = self.codecs.decode(codec, memoryview(part), values.numel()).to(values.device)
+        return self.read[name]
 
     def finish(self) -> tuple[Layout, bytes]:
         return tuple(self.sections), b"".join(self.parts)
