@@ -18,6 +18,7 @@ from decentral.core.errors import ProtocolError
 MAX_HEADER_BYTES = 128 * 1024  # a Welcome carries a config of up to 64 KiB
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
+_FIELDS = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in _KINDS.items()}
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 
@@ -43,6 +44,8 @@ def decode(header: bytes) -> tuple[Message, int]:
         raise ProtocolError("version", f"this peer speaks version {VERSION}; that one {version!r}"[:200])
     if kind not in _KINDS or not isinstance(fields, dict):
         raise ProtocolError("unknown", "no such message")
+    if set(fields) != _FIELDS[kind]:
+        raise ProtocolError("fields", f"{kind} has other fields than ours")
     try:
         message = _ADAPTERS[kind].validate_python(fields)
     except ValidationError as error:

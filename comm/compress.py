@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +33,11 @@ class Codec:
 
 def encode(codec: str, values: Tensor) -> bytes:
     return CODECS[codec].pack(values)
+
+
+def size(codec: str, elements: int) -> int:
+    """Bytes on the wire."""
+    return CODECS[codec].size(elements)
 
 
 def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
@@ -66,8 +70,10 @@ def _bf16_up(values: Tensor) -> Tensor:
     return torch.where(low, (rounded.view(torch.int16) + 1).view(torch.bfloat16), rounded)
 
 
-def _unpack_blocks(levels: Tensor, scales: Tensor, block: int) -> Tensor:
+def _unpack_blocks(levels: Tensor, scales: Tensor, block: int, highest: int) -> Tensor:
     n = levels.numel()
+    if n and (int(levels.min()) < -highest or bool((scales.isfinite() & (scales < 0)).any())):
+        raise ProtocolError("levels", f"outside -{highest}..{highest}, or a negative scale")
     padded = torch.nn.functional.pad(levels.float(), (0, -n % block)).view(-1, block)
     return (padded * scales.float()[:, None]).view(-1)[:n]
 
@@ -77,7 +83,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _tensor(blob: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(np.frombuffer(blob, dtype=np.uint8).copy()).view(dtype)
+    return torch.frombuffer(bytearray(blob), dtype=dtype) if blob else torch.empty(0, dtype=dtype)
 
 
 def _blocks(n: int, block: int) -> int:
@@ -94,7 +100,7 @@ def _unpack_q4(blob: bytes, n: int) -> Tensor:
     cut = 2 * _blocks(n, 128)
     pairs = _tensor(blob[cut:], torch.uint8)
     levels = torch.stack((pairs & 15, pairs >> 4), dim=1).view(-1)[:n].to(torch.int8) - 8
-    return _unpack_blocks(levels, _tensor(blob[:cut], torch.bfloat16), 128)
+    return _unpack_blocks(levels, _tensor(blob[:cut], torch.bfloat16), 128, 7)
 
 
 def _pack_int8(values: Tensor) -> bytes:
@@ -104,7 +110,7 @@ def _pack_int8(values: Tensor) -> bytes:
 
 def _unpack_int8(blob: bytes, n: int) -> Tensor:
     cut = 2 * _blocks(n, 256)
-    return _unpack_blocks(_tensor(blob[cut:], torch.int8), _tensor(blob[:cut], torch.bfloat16), 256)
+    return _unpack_blocks(_tensor(blob[cut:], torch.int8), _tensor(blob[:cut], torch.bfloat16), 256, 127)
 
 
 CODECS = {

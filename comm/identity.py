@@ -34,9 +34,9 @@ class Identity:
     @classmethod
     def load_or_create(cls, path: Path) -> "Identity":
         """Reads the key at `path`, or makes one there that only its owner may read. Raises UserError."""
-        if not path.exists():
-            _create(path)
         try:
+            if not path.exists():
+                _create(path)
             key = serialization.load_der_private_key(_strip(path.read_bytes()), password=None)
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm, ProtocolError) as error:
             raise UserError(f"{path} holds no libp2p identity ({error}); move it away to get a new one") from None

@@ -44,6 +44,7 @@ class SwapExchange:
     _partner: PeerId | None = None
     _swap: tuple[int, Swap, bytes] | None = None  # the question that we close a window for
     _offered_seq: int = 0  # of the Swap that we answered
+    _committed_seq: int = 0  # of the last one that we merged
     _closed: WindowClosed | None = None
     _theirs: Contribution | None = None
     _seen: dict[PeerId, int] = field(default_factory=dict)
@@ -138,7 +139,9 @@ class SwapExchange:
         """Our side of the exchange that somebody asked us for."""
         assert self._swap is not None
         assert self._partner is not None
-        (request, swap, blob), self._swap, ours = self._swap, None, self._closed
+        ours = self._closed
+        assert ours is not None
+        (request, swap, blob), self._swap = self._swap, None
         refused = self._refuse(self._partner, swap.offered, blob, now)
         if refused:
             return [Reply(request, Envelope(Refused(refused))), *self._merge(None, refused)]
@@ -150,10 +153,11 @@ class SwapExchange:
     def _committed(self, request: int, sender: PeerId, commit: Commit) -> list[Effect]:
         if sender != self._partner or commit.seq != self._offered_seq:
             return [Reply(request, Envelope(Refused("no-offer")))]
-        done = Reply(request, Envelope(Done()))
-        if self.state is not State.OFFERED:
-            return [done]  # it comes again because our first acknowledgement was lost
-        return [done, *self._merge(self._theirs, "")]
+        if self.state is State.OFFERED:
+            self._committed_seq = commit.seq
+            return [Reply(request, Envelope(Done())), *self._merge(self._theirs, "")]
+        again = commit.seq == self._committed_seq  # our first acknowledgement was lost
+        return [Reply(request, Envelope(Done() if again else Refused("no-offer")))]
 
     # Both
 

@@ -1,22 +1,14 @@
 """What a local swarm did, from its peers' journals and checkpoints."""
 
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
 
-import torch
-from torch import Tensor
-
 from decentral.comm import compress
-from decentral.core import config, jobs
-from decentral.core.ids import PeerId
 from decentral.core.journal import read
 from decentral.state import Folder
-from decentral.train import checkpoint, data, measure
-from decentral.train.compute import Compute, Setup
+from decentral.train import replicas
 
 Line = dict[str, Any]
 
@@ -61,7 +53,7 @@ def summarise(folders: Sequence[Path], throttles: Sequence[float], seconds: floa
     tokens = sum(peer["tokens"] for peer in peers)
     evals = [[line["loss"] for line in lines if line["event"] == "eval"] for lines in journals]
     lasts = [peer["loss_last"] for peer in peers if peer["loss_last"] is not None]
-    heldout_loss, spread = replicas(folders)
+    heldout_loss, spread = of_replicas(folders)
     swarm = SwarmSummary(
         seconds=round(seconds, 2),
         tokens=tokens,
@@ -107,11 +99,6 @@ def busy_fraction(steps: Sequence[Line], joined_at: float | None) -> float:
     return round(min(1.0, busy_s / elapsed_s), 4)
 
 
-def longest_pause(steps: Sequence[Line]) -> float:
-    """Seconds of the longest stretch between two `step` lines."""
-    return max((later["t"] - earlier["t"] for earlier, later in pairwise(steps)), default=0.0)
-
-
 def glance(folders: Sequence[Path], since: float) -> str:
     """One line about a running swarm."""
     parts = []
@@ -121,37 +108,11 @@ def glance(folders: Sequence[Path], since: float) -> str:
     return "loss " + ", ".join(parts)
 
 
-def replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
-    """Held-out loss of the average of all checkpoints, and their spread around it (RMS distance over RMS)."""
-    thetas = [theta for theta in map(_theta, folders) if theta is not None]
+def of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
+    """Held-out loss of the average of all checkpoints, and their spread around it."""
+    weights = [found for found in map(replicas.read, folders) if found is not None]
     run = Folder(folders[0]).read_run()
-    if not thetas or run is None:
+    if not weights or run is None:
         return None, None
-    mean = [torch.stack(parts).mean(dim=0) for parts in zip(*thetas, strict=True)]
-    size = sum(part.numel() for part in mean)
-    apart = sum(float(((own - part) ** 2).sum()) for theta in thetas for own, part in zip(theta, mean, strict=True))
-    scale = sum(float((part**2).sum()) for part in mean)
-    spread = (apart / len(thetas) / size) ** 0.5 / (scale / size) ** 0.5
-    return round(held_out_loss(run[1], mean), 4), round(spread, 5)
-
-
-def held_out_loss(run: config.Config, theta: Sequence[Tensor]) -> float:
-    """Of a model with these weights, one vector per fragment."""
-    device = measure.choose("cpu", "float32", 1.0, 0.0)
-    small = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": 8})})
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = data.load(run.data, run.model)
-        compute = Compute(Setup(small, PeerId("average"), corpus, compress, device, Path(folder)))
-        for mixed, weights in zip(compute.mixed, theta, strict=True):
-            mixed.live.theta.copy_(weights)
-        outcome = compute.do(jobs.Evaluate())
-    assert isinstance(outcome, jobs.Evaluated)
-    return outcome.loss
-
-
-def _theta(folder: Path) -> list[Tensor] | None:
-    found = checkpoint.read(folder)
-    if found is None:
-        return None
-    tensors, facts = found
-    return [tensors[f"{fragment['index']}.theta"] for fragment in facts["fragments"]]
+    loss = replicas.held_out_loss(run[1], replicas.average(weights), compress)
+    return round(loss, 4), round(replicas.spread(weights), 5)

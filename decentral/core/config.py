@@ -7,6 +7,7 @@ check. What belongs to one peer alone (device, state folder, throttle) is a flag
 import difflib
 import hashlib
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from decentral.core.errors import UserError
 
 MAX_CONFIG_BYTES = 64 * 1024
+_SHORT = reprlib.Repr()  # of what came: at most six entries of anything, thirty characters of a text
+_SHORT.maxlevel = 2
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -199,7 +202,7 @@ def shipped_configs() -> list[Any]:
 def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         tree = yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader: it makes plain values only
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date or number that is none
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
         raise UserError(f"config: {source} is not valid YAML{line}") from None
@@ -222,7 +225,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
         tree = child
     try:
         tree[leaf] = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise UserError(f"--set {key}: {value!r} is not a YAML value") from None
 
 
@@ -230,7 +233,7 @@ def _validate(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError("config: " + _explain(error)) from None
+        raise UserError("config: " + _one_line(_explain(error))) from None
 
 
 def _explain(error: ValidationError) -> str:
@@ -242,7 +245,12 @@ def _explain(error: ValidationError) -> str:
     expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if first["type"] == "value_error":
         return f"{key}: {expected}" if key else expected
-    return f"{key} must be {expected.removeprefix('a ').removeprefix('valid ')}; it is {first['input']!r}"
+    return f"{key} must be {expected.removeprefix('a ').removeprefix('valid ')}; it is {_SHORT.repr(first['input'])}"
+
+
+def _one_line(text: str) -> str:
+    """What others wrote into a config may be anything; what we print of it is one short line."""
+    return "".join(char if char.isprintable() else "?" for char in text)[:300]
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:

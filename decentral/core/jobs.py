@@ -5,6 +5,9 @@ order, and every job has exactly one outcome with the same `fragment` (or `JobFa
 """
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, Strict
 
 from decentral.core.ids import PeerId
 
@@ -21,12 +24,15 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One tensor inside a blob: `elements` numbers written with `codec` into `size` bytes."""
+    """One tensor inside a blob: `elements` numbers written with `codec` into `size` bytes.
 
-    name: str
-    codec: str
-    elements: int
-    size: int
+    It travels, so its fields have bounds (comm/codec.py holds them).
+    """
+
+    name: Annotated[str, Strict(), Field(max_length=32)]
+    codec: Annotated[str, Strict(), Field(max_length=16)]
+    elements: Annotated[int, Strict(), Field(ge=0, lt=1 << 40)]
+    size: Annotated[int, Strict(), Field(ge=0, lt=1 << 40)]
 
 
 Layout = tuple[Section, ...]

@@ -24,7 +24,7 @@ class Amount:
     @classmethod
     def parse(cls, text: str) -> "Amount":
         """Reads `90s`, `500steps` or `2e6tokens`. Raises UserError for anything else."""
-        found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(s|steps|tokens)", text.strip())
+        found = re.fullmatch(r"([0-9.]+(?:e[+]?[0-9]+)?)\s*(s|steps|tokens)", text.strip())
         try:
             value = float(found[1]) if found else 0.0
         except ValueError:
@@ -35,7 +35,7 @@ class Amount:
         return cls(value, kind)
 
     def __str__(self) -> str:
-        return f"{self.value:g}{self.kind}"
+        return f"{self.value:.15g}{self.kind}"
 
 
 def readable_bytes(count: float) -> str:

@@ -7,10 +7,11 @@ core/jobs.py. `do` and `step` may also be called directly, without a thread: tes
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +45,23 @@ class Mixed:
 
     live: Live
     rule: mix.Rule
-    lengths: deque[float]
+    layout: jobs.Layout  # of the blobs that we publish
+    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of recent deltas
     own_length: float = 0.0  # of the delta that we published last
+
+    @classmethod
+    def of(cls, live: Live, rule: mix.Rule, codecs: Codecs) -> "Mixed":
+        return cls(live, rule, mix.layout_of(rule, live.fragment.parameters, codecs))
+
+    def fits(self, one: jobs.Contribution) -> None:
+        """Raises ProtocolError unless its sections are ours, or some of ours that a merge can do with."""
+        names = {section.name for section in one.layout}
+        needed = {self.rule.clipped} if self.rule.clipped else {section.name for section in self.layout}
+        if not one.layout or not set(one.layout) <= set(self.layout) or not needed <= names:
+            raise ProtocolError("shape", "its sections are not this fragment's")
+        if len(names) != len(one.layout) or len(one.blob) != sum(section.size for section in one.layout):
+            raise ProtocolError("shape", "its sections do not add up to its blob")
+
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
 
 
@@ -58,7 +74,7 @@ class Compute:
         self.layers = [layer.to(setup.device.device) for layer in gpt.build(run.model, run.seed)]
         self.fragments = cut(self.layers, run.gossip.fragment_parameters)
         lives = [Live(fragment, self.layers, setup.device.device, run.train) for fragment in self.fragments]
-        self.mixed = [Mixed(live, mix.rule(run.gossip, live.theta, setup.peer), deque(maxlen=RECENT)) for live in lives]
+        self.mixed = [Mixed.of(live, mix.rule(run.gossip, live.theta, setup.peer), setup.codecs) for live in lives]
         self.inner = Inner(lives, run.train)
         self.forward = chain(self.layers, run.train.compile and setup.device.device.type == "cuda")
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
@@ -142,6 +158,7 @@ class Compute:
         mixed.live.tokens, mixed.live.rates, mixed.newcomer = 0, 0.0, False
         self.holding = fragment if hold else self.holding
         layout, blob = packer.finish()
+        assert layout == mixed.layout
         return jobs.WindowClosed(fragment, seq, tokens, rates, layout, blob)
 
     def _merge(
@@ -169,7 +186,9 @@ class Compute:
         parts, rejected = [], []
         for one in contributions:
             try:
+                mixed.fits(one)
                 vectors = unpack(self.setup.codecs, one.layout, one.blob)
+                mixed.rule.check(vectors)
             except ProtocolError as error:
                 rejected.append((one.peer, error.reason))
                 continue
@@ -201,6 +220,8 @@ class Compute:
     def _import(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]], step: int) -> jobs.StateImported:
         """All fragments or none: decoded and checked first, then adopted."""
         donated = []
+        if [fragment for fragment, _, _ in blobs] != list(range(len(self.mixed))):
+            return jobs.StateImported(False, "fragment")
         try:
             for fragment, layout, blob in blobs:
                 own = Packer(self.setup.codecs)
@@ -244,6 +265,13 @@ class Compute:
         tensors, facts = found
         if facts["run"] != self.setup.config.digest():
             raise UserError(f"{self.setup.folder} holds a checkpoint of another run; use another --state-dir")
+        try:
+            self._load(tensors, facts)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self.setup.folder} holds a checkpoint of another model ({error})") from None
+        return True
+
+    def _load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         for mixed, (tokens, rates) in zip(self.mixed, facts["window"], strict=True):
             live, prefix = mixed.live, f"{mixed.live.fragment.index}."
             live.theta.copy_(tensors[prefix + "theta"])
@@ -251,10 +279,9 @@ class Compute:
             live.exp_avg_sq.copy_(tensors[prefix + "exp_avg_sq"])
             live.tokens, live.rates, live.steps = tokens, rates, facts["inner_steps"]
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
-            mixed.rule.load({name: tensor.to(live.theta.device) for name, tensor in own.items()})
+            mixed.rule.load(live, {name: tensor.to(live.theta.device) for name, tensor in own.items()})
         self.own_steps, self.lr_step = facts["own_steps"], facts["lr_step"]
         self.micro_batches, self.tokens = facts["micro_batches"], facts["tokens"]
-        return True
 
     # Data
 

@@ -62,7 +62,7 @@ def load(data: config.Data, model: config.Model) -> Corpus:
         raise UserError(f"data: token {highest} does not fit model.vocabulary {model.vocabulary}")
     starts = np.arange(len(tokens) // stretch, dtype=np.int64) * stretch
     every = max(2, round(1 / data.held_out))
-    held = np.arange(len(starts)) % every == every - 1
+    held = np.arange(len(starts)) % every == min(every, len(starts)) - 1
     return Corpus(tokens, model.context, starts[~held], starts[held], stretch)
 
 
@@ -73,7 +73,10 @@ def _read(data: config.Data) -> Tokens:
         return _bytes_of(_stdlib_files())
     assert data.path is not None
     root = Path(data.path)
-    found = sorted(path for path in root.glob(data.glob) if path.is_file()) if root.is_dir() else [root]
+    try:
+        found = sorted(path for path in root.glob(data.glob) if path.is_file()) if root.is_dir() else [root]
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise UserError(f"data.glob: {data.glob!r} is no pattern below {root} ({error})") from None
     if not found or not found[0].exists():
         raise UserError(f"data: no text at {root}" + (f" that matches {data.glob}" if root.is_dir() else ""))
     return _bytes_of(found)

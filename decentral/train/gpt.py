@@ -175,7 +175,7 @@ def _users_layers(model: config.Model) -> list[nn.Module]:
         raise UserError(f"model.layers expects package.module:function; got {model.layers!r}")
     try:
         layers = getattr(importlib.import_module(module), function)(model)
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"model.layers: calling {model.layers} failed: {error}") from None
     if not isinstance(layers, list) or not layers or not all(isinstance(one, nn.Module) for one in layers):
         raise UserError(f"model.layers: {model.layers} must return a list of nn.Module")

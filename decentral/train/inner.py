@@ -18,14 +18,17 @@ from decentral.train.outer import Moments
 
 
 def cut(layers: Sequence[nn.Module], at_least: int) -> list[Fragment]:
-    """Groups consecutive layers until a group has `at_least` parameters; a short tail joins the last group."""
+    """Groups consecutive layers until a group has `at_least` parameters; a short tail joins the group before it."""
     groups: list[list[int]] = []  # [first, last, parameters]
     for index, layer in enumerate(layers):
         count = sum(parameter.numel() for parameter in layer.parameters())
-        if groups and (groups[-1][2] < at_least or (index == len(layers) - 1 and count < at_least)):
+        if groups and groups[-1][2] < at_least:
             groups[-1] = [groups[-1][0], index + 1, groups[-1][2] + count]
         else:
             groups.append([index, index + 1, count])
+    if len(groups) > 1 and groups[-1][2] < at_least:
+        _, last, count = groups.pop()
+        groups[-1] = [groups[-1][0], last, groups[-1][2] + count]
     return [Fragment(number, *group) for number, group in enumerate(groups)]
 
 

@@ -18,12 +18,16 @@ import torch
 from torch import Tensor
 
 from decentral.core import config
+from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.core.jobs import Layout, Section
 from decentral.train import outer
 from decentral.train.inner import Live
-from decentral.train.sections import Packer
+from decentral.train.sections import Codecs, Packer
 
 State = dict[str, Tensor]
+
+MAX_WEIGHT = 1e6  # of pushed mass; all peers together weigh as many as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,11 @@ class Parts:
 
 
 class Rule(Protocol):
+    sections: Mapping[str, str]
+    """What it packs, in this order: name to codec. All have the fragment's length, but `weight`: one number."""
+
     clipped: str | None
-    """The section whose length is limited against that of recent ones, if any."""
+    """The section whose length is limited against that of recent ones, if any. A partner always sends it."""
 
     def close(self, live: Live, packer: Packer) -> None:
         """Ends the window and packs what partners may have. The caller resets the window's counts afterwards."""
@@ -47,11 +54,15 @@ class Rule(Protocol):
         """The correction [n] that the caller adds to theta. `lateness` as in core/jobs.Merge."""
         ...
 
+    def check(self, vectors: Mapping[str, Tensor]) -> None:
+        """Raises ProtocolError if what a partner sent cannot be merged, though it is finite and of our shape."""
+
     def state(self) -> State:
         """All that a checkpoint must keep."""
         ...
 
-    def load(self, state: State) -> None: ...
+    def load(self, live: Live, state: State) -> None:
+        """Goes on from `state`; theta is already what it was."""
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Packs what a newcomer starts from."""
@@ -63,6 +74,7 @@ class Rule(Protocol):
 class Pull:
     """outer.close and outer.merge."""
 
+    sections: Mapping[str, str] = {"phi": "int8", "delta": "q4"}
     clipped: str | None = "delta"
 
     def __init__(self, theta: Tensor, gossip: config.Gossip) -> None:
@@ -71,32 +83,47 @@ class Pull:
         self.closed: outer.Window | None = None
 
     def close(self, live: Live, packer: Packer) -> None:
-        packer.add("phi", "int8", self.slow.phi)
-        self.slow, sent = outer.close(self.slow, live.theta, lambda owed: packer.add("delta", "q4", owed))
+        packer.add("phi", self.sections["phi"], self.slow.phi)
+        self.slow, sent = outer.close(
+            self.slow, live.theta, lambda owed: packer.add("delta", self.sections["delta"], owed)
+        )
         self.closed = outer.Window(sent, live.tokens, live.rates)
 
     def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
         assert self.closed is not None, "merge without a close"
         own, self.closed = self.closed, None
-        partners = [outer.Window(p.vectors["delta"], p.tokens, p.rates, p.vectors.get("phi")) for p in parts]
+        partners = [
+            outer.Window(p.vectors["delta"], min(p.tokens, outer.credible(own.tokens)), p.rates, p.vectors.get("phi"))
+            for p in parts
+        ]
         rho = outer.rho_of(lateness)
         outcome = outer.merge(self.slow, own, partners, self.constants, rho)
         self.slow = outcome.slow
-        live.exp_avg += outer.moment_shift(own, outcome, live.moments(), rho * self.constants.kappa)
+        shift = outer.moment_shift(own, outcome, live.moments(), rho * self.constants.kappa)
+        live.exp_avg += outer.limited(shift, torch.linalg.vector_norm(live.exp_avg))
         return outcome.correction
+
+    def check(self, vectors: Mapping[str, Tensor]) -> None: ...
 
     def state(self) -> State:
         slow = self.slow
-        return {
+        kept = {
             "phi": slow.phi,
             "baseline": slow.baseline,
             "momentum": slow.momentum,
             "residual": slow.residual,
         }
+        return kept if self.closed is None else {**kept, "pending": self.closed.sent}
 
-    def load(self, state: State) -> None:
+    def load(self, live: Live, state: State) -> None:
+        """A window that was closed and not yet merged becomes a solo step: nobody will send us its partners now."""
         self.slow = outer.Slow(state["phi"], state["baseline"], state["momentum"], state["residual"])
         self.closed = None
+        if "pending" in state:
+            pending = outer.Window(state["pending"], live.tokens, 0.0)
+            outcome = outer.merge(self.slow, pending, [], self.constants, rho=1.0)
+            self.slow = outcome.slow
+            live.theta += outcome.correction
 
     def donate(self, live: Live, packer: Packer) -> None:
         packer.add("phi", "fp32", self.slow.phi)
@@ -110,6 +137,7 @@ class Pull:
 class _Plain:
     """What the rules without slow weights share: a newcomer starts from a donor's live weights."""
 
+    sections: Mapping[str, str] = {"theta": "int8"}
     clipped: str | None = None
 
     def donate(self, live: Live, packer: Packer) -> None:
@@ -117,12 +145,14 @@ class _Plain:
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
         live.theta.copy_(donated["theta"])
-        self.load({})
+        self.load(live, {})
+
+    def check(self, vectors: Mapping[str, Tensor]) -> None: ...
 
     def state(self) -> State:
         return {}
 
-    def load(self, state: State) -> None: ...
+    def load(self, live: Live, state: State) -> None: ...
 
 
 class Symmetric(_Plain):
@@ -135,7 +165,7 @@ class Symmetric(_Plain):
         self.sent: Tensor | None = None
 
     def close(self, live: Live, packer: Packer) -> None:
-        self.sent = packer.add("theta", "int8", live.theta)
+        self.sent = packer.add("theta", self.sections["theta"], live.theta)
 
     def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
         assert self.sent is not None, "merge without a close"
@@ -145,7 +175,7 @@ class Symmetric(_Plain):
         assert len(parts) == 1, "a symmetric exchange has two sides"
         return 0.5 * (parts[0].vectors["theta"] - sent)
 
-    def load(self, state: State) -> None:
+    def load(self, live: Live, state: State) -> None:
         self.sent = None
 
 
@@ -156,13 +186,15 @@ class PushSum(_Plain):
     Q(x/2) and x - Q(x/2) stays, so quantisation loses nothing.
     """
 
+    sections: Mapping[str, str] = {"mass": "int8", "weight": "fp32"}
+
     def __init__(self, theta: Tensor) -> None:
         self.weight = torch.ones((), device=theta.device)
 
     def close(self, live: Live, packer: Packer) -> None:
         mass = live.theta * self.weight
-        away = packer.add("mass", "int8", mass / 2)
-        half = packer.add("weight", "fp32", (self.weight / 2).reshape(1))
+        away = packer.add("mass", self.sections["mass"], mass / 2)
+        half = packer.add("weight", self.sections["weight"], (self.weight / 2).reshape(1))
         self.weight = self.weight - half[0]
         live.theta.copy_((mass - away) / self.weight)
 
@@ -178,19 +210,25 @@ class PushSum(_Plain):
     def state(self) -> State:
         return {"weight": self.weight.reshape(1)}
 
-    def load(self, state: State) -> None:
+    def check(self, vectors: Mapping[str, Tensor]) -> None:
+        if not 0 < float(vectors["weight"][0]) < MAX_WEIGHT:
+            raise ProtocolError("weight", f"mass must weigh something, and less than {MAX_WEIGHT:g}")
+
+    def load(self, live: Live, state: State) -> None:
         self.weight = state["weight"].reshape(()) if state else torch.ones_like(self.weight)
 
 
 class AllReduce(_Plain):
     """The token-weighted mean of everyone's weights, in fp32, summed in the order of peer ids: same bits for all."""
 
+    sections: Mapping[str, str] = {"theta": "fp32"}
+
     def __init__(self, peer: PeerId) -> None:
         self.peer = peer
         self.tokens = 0
 
     def close(self, live: Live, packer: Packer) -> None:
-        packer.add("theta", "fp32", live.theta)
+        packer.add("theta", self.sections["theta"], live.theta)
         self.tokens = live.tokens
 
     def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
@@ -201,7 +239,16 @@ class AllReduce(_Plain):
         mean = torch.zeros_like(live.theta)
         for weight, (_, _, theta) in zip(weights, everyone, strict=True):
             mean += weight * theta
-        return mean - live.theta
+        live.theta.copy_(mean)  # not `theta + (mean - theta)`, whose rounding would differ between peers
+        return torch.zeros_like(mean)
+
+
+def layout_of(rule: Rule, parameters: int, codecs: Codecs) -> Layout:
+    """The sections of every blob that the rule packs for a fragment of so many parameters."""
+    lengths = {name: 1 if name == "weight" else parameters for name in rule.sections}
+    return tuple(
+        Section(name, codec, lengths[name], codecs.size(codec, lengths[name])) for name, codec in rule.sections.items()
+    )
 
 
 def rule(gossip: config.Gossip, theta: Tensor, peer: PeerId) -> Rule:

@@ -33,6 +33,8 @@ Quantise = Callable[[Tensor], Tensor]
 """What the partners will read: decode(encode(x)), fp32 [n]."""
 
 LEAST_RHO = 0.25
+MOST_TIMES_FASTER = 1000
+LEAST_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,17 @@ def moment_shift(own: Window, outcome: Outcome, moments: Moments, strength: floa
         return torch.zeros_like(own.sent)
     scale = (moments.exp_avg_sq / moments.bias_2).sqrt() + moments.eps
     return strength * moments.bias_1 * scale * (outcome.step / outcome.rates - own.sent / own.rates)
+
+
+def limited(vector: Tensor, length: Tensor) -> Tensor:
+    """The vector, no longer than `length`: a partner's absurd claims move us by a bounded amount."""
+    scaled: Tensor = vector * (length / torch.linalg.vector_norm(vector).clamp_min(1e-30)).clamp(max=1.0)
+    return scaled
+
+
+def credible(own_tokens: int) -> int:
+    """The most tokens that a partner's window is taken to stand for. Devices differ; nobody counts without end."""
+    return max(own_tokens, LEAST_TOKENS) * MOST_TIMES_FASTER
 
 
 def rho_of(lateness: float) -> float:

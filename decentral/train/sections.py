@@ -18,6 +18,8 @@ class Codecs(Protocol):
 
     def decode(self, codec: str, blob: memoryview, elements: int) -> Tensor: ...
 
+    def size(self, codec: str, elements: int) -> int: ...
+
 
 @dataclass(slots=True)
 class Packer:

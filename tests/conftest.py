@@ -1,0 +1,67 @@
+"""One torch thread, the same examples every time, tiny runs to train, and a reason where a GPU test is skipped."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+from decentral.comm import compress
+from decentral.core import config
+from decentral.core.ids import PeerId
+from decentral.train import data
+from decentral.train.compute import Setup
+from decentral.train.step import Device
+
+torch.set_num_threads(1)
+settings.register_profile("decentral", deadline=None, derandomize=True, database=None, max_examples=50)
+settings.load_profile("decentral")
+
+TEXT = "the swarm trains one model on unequal devices in different places and nobody waits for anybody"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 kB in 14 words, in an order that does not repeat: easy to learn, hard to learn by heart."""
+    known = TEXT.split()
+    words = [known[(number * number // 7 + number) % len(known)] for number in range(4400)]
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(words))
+    return path
+
+
+@pytest.fixture
+def setup_of(text: Path, tmp_path: Path) -> Callable[..., Setup]:
+    """`setup_of(peer, device, **gossip)`: a model of 26 thousand parameters in three fragments, and its data.
+
+    Peers have a folder each; the same peer gets the same one.
+    """
+
+    def build(
+        peer: str = "A",
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        compiled: bool = False,
+        **gossip: object,
+    ) -> Setup:
+        run = config.Config(
+            model=config.Model(depth=1, width=32, context=16),
+            data=config.Data(kind="text", path=str(text)),
+            train=config.Train(learning_rate=1e-2, warmup_steps=2, micro_batch=4, eval_sequences=32, compile=compiled),
+            gossip=config.Gossip.model_validate({"fragment_parameters": 1000, **gossip}),
+        )
+        folder = tmp_path / peer
+        folder.mkdir(exist_ok=True)
+        corpus = data.load(run.data, run.model)
+        return Setup(run, PeerId(peer), corpus, compress, Device(torch.device(device), dtype), folder)
+
+    return build

@@ -1,0 +1,219 @@
+"""Configs: what is refused is refused with one line that helps; what is accepted has one canonical text."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decentral.core import config
+from decentral.core.config import Config, from_canonical, load, shipped_configs
+from decentral.core.errors import UserError
+
+Plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def refusal(*overrides: str, path: Path | str | None = None) -> str:
+    """The line with which the config is refused."""
+    with pytest.raises(UserError) as caught:
+        load(path, overrides)
+    return one_line(caught.value)
+
+
+def one_line(error: UserError) -> str:
+    line = str(error)
+    assert line, "an empty complaint helps nobody"
+    assert line.splitlines() == [line], "a complaint is one line"
+    assert len(line) < 1000, "a complaint is short"
+    return line
+
+
+def file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_path_the_shipped_default_is_loaded() -> None:
+    assert load(None).name == "stdlib-gpt"
+
+
+def test_every_shipped_config_loads_by_its_name() -> None:
+    names = [entry.name.removesuffix(".yaml") for entry in shipped_configs()]
+    assert "default" in names
+    for name in names:
+        assert isinstance(load(name), Config)
+
+
+def test_a_file_of_ones_own_is_loaded(tmp_path: Path) -> None:
+    assert load(file(tmp_path, "name: mine\nmodel: {depth: 3}\n")).model.depth == 3
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    assert load(file(tmp_path, "# nothing\n")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "unknown", "nearest"),
+    [
+        ("gossip.windw_s=2", "gossip.windw_s", "gossip.window_s"),
+        ("train.learning_rat=1e-3", "train.learning_rat", "train.learning_rate"),
+        ("modle.depth=2", "modle", "model"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_valid_one(override: str, unknown: str, nearest: str) -> None:
+    line = refusal(override)
+    assert unknown in line
+    assert line.endswith(f"did you mean {nearest}?")
+
+
+def test_an_unknown_key_like_no_other_is_refused_without_a_guess() -> None:
+    assert "did you mean" not in refusal("zzzzzzzz=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "came"),
+    [
+        ("gossip.window_s=fast", "gossip.window_s", "'fast'"),
+        ("model.depth=2.5", "model.depth", "2.5"),
+        ("model.depth='2'", "model.depth", "'2'"),
+        ("train.compile=1", "train.compile", "1"),
+        ("train.micro_batch=many", "train.micro_batch", "'many'"),
+        ("gossip.algorithm=rumour", "gossip.algorithm", "'rumour'"),
+        ("model.depth=0", "model.depth", "0"),
+        ("gossip.window_s=-1", "gossip.window_s", "-1"),
+        ("gossip=7", "gossip", "7"),
+        ("name=Not A Name", "name", "'Not A Name'"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key_and_what_came(override: str, key: str, came: str) -> None:
+    line = refusal(override)
+    assert key in line
+    assert came in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.width=33"], "model"),
+        (["model.width=64", "model.heads=4", "model.kv_heads=3"], "model"),
+        (["data.kind=text"], "data"),
+        (["swarm.renew_s=40.0"], "swarm"),
+    ],
+)
+def test_values_that_do_not_fit_each_other_are_refused(overrides: list[str], key: str) -> None:
+    assert refusal(*overrides).startswith(f"config: {key}: ")
+
+
+def test_set_changes_one_value_and_leaves_the_others() -> None:
+    changed = load(None, ["gossip.window_s=2", "model.depth=4"])
+    assert (changed.gossip.window_s, changed.model.depth) == (2.0, 4)
+    assert changed.train == load(None).train
+
+
+def test_the_last_of_two_overrides_wins() -> None:
+    assert load(None, ["seed=1", "seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize("override", ["gossip.window_s", "=3", "", "name.first=x", "model.depth=[1"])
+def test_an_override_that_is_no_key_and_value_is_refused(override: str) -> None:
+    assert "--set" in refusal(override)
+
+
+@pytest.mark.parametrize(("text", "rate"), [("8e-3", 8e-3), ("1E-4", 1e-4), ("8.0e-3", 8e-3), ("2e+1", 20.0)])
+def test_a_rate_may_be_written_as_people_write_it(text: str, rate: float) -> None:
+    assert load(None, [f"train.learning_rate={text}"]).train.learning_rate == rate
+
+
+def test_canonical_text_round_trips() -> None:
+    run = load(None, ["model.kv_heads=1", "train.total_steps=100", "train.learning_rate=8e-3", "seed=7"])
+    assert from_canonical(run.canonical()) == run
+    assert from_canonical(run.canonical()).canonical() == run.canonical()
+
+
+def test_the_digest_does_not_depend_on_how_the_file_is_written(tmp_path: Path) -> None:
+    one = load(file(tmp_path, "seed: 3\nmodel:\n  depth: 3\n  context: 64\n")).digest()
+    other = load(file(tmp_path, "# mine\nmodel: {context: 64, depth: 3}\nseed: 3\n")).digest()
+    assert one == other
+
+
+def test_the_digest_changes_with_any_value() -> None:
+    assert load(None, ["seed=1"]).digest() != load(None).digest()
+
+
+def test_what_is_not_yaml_is_refused_with_its_line(tmp_path: Path) -> None:
+    assert "line 2" in refusal(path=file(tmp_path, "name: x\nmodel: ]\n"))
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "just words", "7"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    assert "mapping" in refusal(path=file(tmp_path, text))
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    assert "larger than" in refusal(path=file(tmp_path, "#" * (config.MAX_CONFIG_BYTES + 1)))
+
+
+def test_a_config_from_the_swarm_that_is_too_large_is_refused() -> None:
+    with pytest.raises(UserError, match="at most"):
+        from_canonical("#" * (config.MAX_CONFIG_BYTES + 1))
+
+
+def test_a_missing_file_is_refused_with_the_names_of_the_shipped_ones(tmp_path: Path) -> None:
+    line = refusal(path=tmp_path / "gone.yaml")
+    assert "gone.yaml" in line
+    assert "default" in line
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"\xff\xfe\x00\x81" * 50)
+    assert "weights.bin" in refusal(path=path)
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    assert str(tmp_path) in refusal(path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("seed: " + "9" * 5000, id="a number of 5000 digits"),
+        pytest.param("name: 2001-99-99", id="a date that is none"),
+        pytest.param('"two\\nlines": 1', id="a key with a line break"),
+        pytest.param("name: " + "a" * 60_000, id="a very long value"),
+        pytest.param("1: 2", id="a key that is a number"),
+        pytest.param("? [a]\n: 1", id="a key that is a list"),
+        pytest.param("a: &a [*a]", id="a list that holds itself"),
+        pytest.param(
+            "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 16)) + "name: *a15",
+            id="aliases that double 15 times",
+        ),
+        pytest.param("!!python/object/apply:os.getcwd []", id="a call"),
+    ],
+)
+def test_a_hostile_config_from_the_swarm_is_one_short_line(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        from_canonical(text)
+    one_line(caught.value)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_config_or_refused_in_one_line(text: str) -> None:
+    try:
+        from_canonical(text)
+    except UserError as error:
+        one_line(error)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(Config.model_fields)) | st.text(max_size=6), Plain, max_size=3))
+def test_any_tree_is_a_config_or_refused_in_one_line(tree: dict[str, object]) -> None:
+    try:
+        from_canonical(yaml.safe_dump(tree))
+    except UserError as error:
+        one_line(error)

@@ -1,0 +1,39 @@
+"""Amounts of work as a user types them."""
+
+import pytest
+
+from decentral.core.errors import UserError
+from decentral.core.units import Amount, readable_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "kind"),
+    [
+        ("90s", 90, "s"),
+        ("0.5s", 0.5, "s"),
+        ("500steps", 500, "steps"),
+        ("2e6tokens", 2e6, "tokens"),
+        (" 7 steps ", 7, "steps"),
+    ],
+)
+def test_an_amount_is_a_number_and_its_unit(text: str, value: float, kind: str) -> None:
+    assert (Amount.parse(text).value, Amount.parse(text).kind) == (value, kind)
+
+
+@pytest.mark.parametrize("text", ["", "90", "s", "0s", "-3s", "1.2.3s", "90 minutes", "e6tokens", "nans"])
+def test_anything_else_is_refused_with_what_is_expected(text: str) -> None:
+    with pytest.raises(UserError, match="expected 90s, 500steps or 2e6tokens"):
+        Amount.parse(text)
+
+
+@pytest.mark.parametrize("text", ["90s", "0.5s", "500steps", "2e6tokens", "1234567steps"])
+def test_what_an_amount_prints_is_read_back_as_the_same(text: str) -> None:
+    assert Amount.parse(str(Amount.parse(text))) == Amount.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (1.5e6, "1.5 MB"), (2e9, "2.0 GB"), (3e12, "3.0 TB")],
+)
+def test_bytes_are_read_in_powers_of_a_thousand(count: float, text: str) -> None:
+    assert readable_bytes(count) == text

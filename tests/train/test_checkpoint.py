@@ -1,0 +1,104 @@
+"""Checkpoints: the old one or the new one, never half of one."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from decentral.core.errors import UserError
+from decentral.train import checkpoint
+
+OLD = {"theta": torch.arange(5.0)}
+NEW = {"theta": torch.arange(5.0) + 1}
+
+
+def held(folder: Path) -> tuple[list[float], Any]:
+    found = checkpoint.read(folder)
+    assert found is not None
+    tensors, facts = found
+    return tensors["theta"].tolist(), facts
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    size = checkpoint.write(tmp_path, OLD, {"step": 7, "window": [[1, 0.5]]})
+    assert held(tmp_path) == ([0, 1, 2, 3, 4], {"step": 7, "window": [[1, 0.5]]})
+    assert size == (tmp_path / checkpoint.FILE).stat().st_size
+
+
+def test_a_folder_without_a_checkpoint_has_none(tmp_path: Path) -> None:
+    assert checkpoint.read(tmp_path) is None
+
+
+def test_a_new_checkpoint_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path, OLD, {"step": 1})
+    checkpoint.write(tmp_path, NEW, {"step": 2})
+    assert held(tmp_path) == ([1, 2, 3, 4, 5], {"step": 2})
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.FILE]
+
+
+@pytest.mark.parametrize(("owner", "call"), [(os, "fsync"), (Path, "replace")], ids=["fsync", "replace"])
+def test_an_interrupted_write_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, call: str
+) -> None:
+    checkpoint.write(tmp_path, OLD, {"step": 1})
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(owner, call, full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.write(tmp_path, NEW, {"step": 2})
+    monkeypatch.undo()
+    assert held(tmp_path) == ([0, 1, 2, 3, 4], {"step": 1})
+
+
+def test_half_a_file_left_by_a_kill_is_in_nobodys_way(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path, OLD, {"step": 1})
+    (tmp_path / (checkpoint.FILE + ".new")).write_bytes(b"half of a checkp")
+    assert held(tmp_path)[1] == {"step": 1}
+    checkpoint.write(tmp_path, NEW, {"step": 2})
+    assert held(tmp_path)[1] == {"step": 2}
+
+
+@given(length=st.integers(0, 10**6))
+def test_a_cut_checkpoint_is_a_user_error(tmp_path_factory: pytest.TempPathFactory, length: int) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    checkpoint.write(folder, OLD, {"step": 1})
+    path = folder / checkpoint.FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[: length % len(whole)])
+    assert checkpoint.FILE in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"not a checkpoint at all", id="text"),
+        pytest.param(b"\xff" * 64, id="an impossible header"),
+        pytest.param(save(OLD), id="no facts"),
+        pytest.param(save(OLD, {"other": "{}"}), id="other facts"),
+        pytest.param(save(OLD, {"facts": "{"}), id="facts that are cut"),
+    ],
+)
+def test_a_damaged_checkpoint_is_a_user_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / checkpoint.FILE).write_bytes(content)
+    assert "damaged" in refusal(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / checkpoint.FILE).write_bytes(b"damaged")
+    refusal(tmp_path)
+    assert (tmp_path / checkpoint.FILE).read_bytes() == b"damaged"
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        checkpoint.read(folder)
+    line = str(caught.value)
+    assert line.splitlines() == [line]
+    return line

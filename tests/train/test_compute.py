@@ -1,0 +1,527 @@
+"""The compute thread's work, without the thread: steps, windows, merges, checkpoints."""
+
+import queue
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentral.comm import compress
+from decentral.core import jobs
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Contribution, Layout
+from decentral.train import checkpoint
+from decentral.train.compute import Compute, Setup
+from decentral.train.sections import Packer, unpack
+
+MakeSetup = Callable[..., Setup]
+ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
+
+
+def trained(setup: Setup, steps: int = 3) -> Compute:
+    compute = Compute(setup)
+    for _ in range(steps):
+        compute.step()
+    return compute
+
+
+def weights(compute: Compute) -> Tensor:
+    return torch.cat([mixed.live.theta for mixed in compute.mixed]).cpu().clone()
+
+
+def close(compute: Compute, fragment: int = 0, seq: int = 1) -> Contribution:
+    """Ends the window; what it publishes, as others would contribute it."""
+    closed = compute.do(jobs.CloseWindow(fragment, seq))
+    assert isinstance(closed, jobs.WindowClosed)
+    return Contribution(compute.setup.peer, closed.tokens, closed.rates, closed.layout, closed.blob)
+
+
+def merge(compute: Compute, *contributions: Contribution, fragment: int = 0, seq: int = 1) -> jobs.Merged:
+    merged = compute.do(jobs.Merge(fragment, seq, contributions))
+    assert isinstance(merged, jobs.Merged), merged
+    return merged
+
+
+def export(compute: Compute) -> list[tuple[int, Layout, bytes]]:
+    exported = [compute.do(jobs.ExportState(fragment.index)) for fragment in compute.fragments]
+    return [(one.fragment, one.layout, one.blob) for one in exported if isinstance(one, jobs.StateExported)]
+
+
+def held_out_loss(compute: Compute) -> float:
+    evaluated = compute.do(jobs.Evaluate())
+    assert isinstance(evaluated, jobs.Evaluated)
+    return evaluated.loss
+
+
+def repacked(contribution: Contribution, change: Callable[[str, Tensor], Tensor]) -> Contribution:
+    """The contribution with its vectors changed, and honestly packed again."""
+    packer = Packer(compress)
+    vectors = unpack(compress, contribution.layout, contribution.blob)
+    for section in contribution.layout:
+        packer.add(section.name, section.codec, change(section.name, vectors[section.name]))
+    layout, blob = packer.finish()
+    return replace(contribution, layout=layout, blob=blob)
+
+
+# Training
+
+
+def test_training_lowers_the_held_out_loss(setup_of: MakeSetup) -> None:
+    compute = Compute(setup_of())
+    before = held_out_loss(compute)
+    for _ in range(40):
+        compute.step()
+    assert held_out_loss(compute) < before - 1.0
+
+
+def test_a_step_reports_what_it_did(setup_of: MakeSetup) -> None:
+    compute = Compute(setup_of())
+    compute.step()
+    report = compute.step()
+    assert (report.step, report.lr_step, report.tokens, report.micro_batches) == (2, 2, 4 * 16, 1)
+    assert report.seconds > 0
+
+
+def test_the_same_peer_trains_the_same_bits(setup_of: MakeSetup) -> None:
+    assert torch.equal(weights(trained(setup_of("A"))), weights(trained(setup_of("A"))))
+
+
+def test_peers_start_from_the_same_weights_and_read_different_text(setup_of: MakeSetup) -> None:
+    one, other = Compute(setup_of("A")), Compute(setup_of("B"))
+    assert torch.equal(weights(one), weights(other))
+    assert one.step().loss != other.step().loss
+
+
+def test_evaluating_changes_nothing(setup_of: MakeSetup) -> None:
+    one, other = trained(setup_of()), trained(setup_of())
+    held_out_loss(one)
+    assert one.step().loss == other.step().loss
+
+
+def test_the_clock_follows_the_swarms_and_never_goes_back(setup_of: MakeSetup) -> None:
+    compute = trained(setup_of(), 3)
+    assert compute.do(jobs.SetClock(100)) == jobs.ClockSet(100)
+    assert compute.do(jobs.SetClock(5)) == jobs.ClockSet(100)
+    assert compute.step().lr_step == 101
+
+
+# Windows and merges
+
+
+def test_a_window_counts_the_tokens_since_the_last_one(setup_of: MakeSetup) -> None:
+    compute = trained(setup_of(), 3)
+    assert close(compute).tokens == 3 * 4 * 16
+    compute.step()
+    assert close(compute, seq=2).tokens == 4 * 16
+    assert close(compute, seq=3).tokens == 0
+
+
+def test_closing_one_fragment_leaves_the_count_of_the_others(setup_of: MakeSetup) -> None:
+    compute = trained(setup_of(), 2)
+    close(compute, fragment=0)
+    assert close(compute, fragment=1).tokens == 2 * 4 * 16
+
+
+def test_a_newcomers_first_window_carries_no_weight(setup_of: MakeSetup) -> None:
+    compute = Compute(setup_of())
+    compute.do(jobs.Start(newcomer=True))
+    compute.step()
+    assert close(compute).tokens == 0
+    compute.step()
+    assert close(compute, seq=2).tokens == 4 * 16
+
+
+def test_a_merge_with_nobody_is_a_solo_step(setup_of: MakeSetup) -> None:
+    compute = trained(setup_of())
+    close(compute)
+    assert merge(compute) == jobs.Merged(0, 1, (), ())
+
+
+def test_a_lone_peer_ends_where_its_training_took_it(setup_of: MakeSetup) -> None:
+    compute = Compute(setup_of())
+    start = weights(compute)
+    for _ in range(4):
+        compute.step()
+    goal = weights(compute)
+    solo_windows(compute, 25)
+    assert torch.linalg.vector_norm(weights(compute) - goal) < 0.02 * torch.linalg.vector_norm(goal - start)
+
+
+def solo_windows(compute: Compute, count: int) -> None:
+    for seq in range(1, count + 1):
+        for fragment in compute.fragments:
+            close(compute, fragment.index, seq)
+            merge(compute, fragment=fragment.index, seq=seq)
+
+
+def test_merging_with_each_other_brings_peers_together(setup_of: MakeSetup) -> None:
+    one, other = trained(setup_of("A")), trained(setup_of("B"))
+    apart = torch.linalg.vector_norm(weights(one) - weights(other))
+    for seq in range(1, 15):
+        for fragment in range(len(one.fragments)):
+            ours, theirs = close(one, fragment, seq), close(other, fragment, seq)
+            assert merge(one, theirs, fragment=fragment, seq=seq).used == (PeerId("B"),)
+            assert merge(other, ours, fragment=fragment, seq=seq).used == (PeerId("A"),)
+    assert torch.linalg.vector_norm(weights(one) - weights(other)) < 0.1 * apart
+
+
+def test_what_was_trained_while_a_merge_was_pending_is_not_lost(setup_of: MakeSetup) -> None:
+    compute = Compute(setup_of())
+    start = weights(compute)
+    compute.step()
+    for fragment in compute.fragments:
+        close(compute, fragment.index)
+    compute.step()
+    goal = weights(compute)
+    for fragment in compute.fragments:
+        merge(compute, fragment=fragment.index)
+    solo_windows(compute, 25)
+    assert torch.linalg.vector_norm(weights(compute) - goal) < 0.02 * torch.linalg.vector_norm(goal - start)
+
+
+# What is refused
+
+
+def solo_twin(setup: Setup) -> Tensor:
+    """The weights of a peer that took the same window alone."""
+    compute = trained(setup)
+    close(compute)
+    merge(compute)
+    return weights(compute)
+
+
+def with_nan(contribution: Contribution) -> Contribution:
+    """The last section's first scale is NaN, as bf16 writes it."""
+    start = sum(section.size for section in contribution.layout[:-1])
+    blob = contribution.blob[:start] + b"\xc0\x7f" + contribution.blob[start + 2 :]
+    return replace(contribution, blob=blob)
+
+
+def test_a_contribution_with_nan_is_rejected_and_nothing_of_it_is_merged(setup_of: MakeSetup) -> None:
+    ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
+    close(ours)
+    merged = merge(ours, with_nan(close(theirs)))
+    assert merged == jobs.Merged(0, 1, (), ((PeerId("B"), "nan"),))
+    assert torch.equal(weights(ours), solo_twin(setup_of("A")))
+
+
+def first_section(contribution: Contribution) -> Contribution:
+    size = contribution.layout[0].size
+    return replace(contribution, layout=contribution.layout[:1], blob=contribution.blob[:size])
+
+
+def renamed(contribution: Contribution) -> Contribution:
+    layout = tuple(replace(section, name=section.name + "x") for section in contribution.layout)
+    return replace(contribution, layout=layout)
+
+
+WRONG: dict[str, Callable[[Contribution], Contribution]] = {
+    "one number less": lambda one: repacked(one, lambda name, vector: vector[:-1]),
+    "one number more": lambda one: repacked(one, lambda name, vector: torch.cat((vector, vector[:1]))),
+    "a single number": lambda one: repacked(one, lambda name, vector: vector[:1]),
+    "no numbers": lambda one: replace(one, layout=tuple(replace(s, elements=0, size=0) for s in one.layout), blob=b""),
+    "the delta of another length": lambda one: repacked(one, lambda name, v: v[:1] if name == "delta" else v),
+    "a section too few": first_section,
+    "no sections": lambda one: replace(one, layout=(), blob=b""),
+    "other names": renamed,
+    "a cut blob": lambda one: replace(one, blob=one.blob[:-1]),
+    "a longer blob": lambda one: replace(one, blob=one.blob + b"\x00"),
+    "an unknown codec": lambda one: replace(one, layout=tuple(replace(s, codec="zip") for s in one.layout)),
+    "negative sizes": lambda one: replace(one, layout=tuple(replace(s, elements=-1, size=-1) for s in one.layout)),
+    "a negative size that makes up for another": lambda one: replace(
+        one, layout=(*one.layout, replace(one.layout[0], name="again", size=-1, elements=-1))
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_contribution_of_the_wrong_shape_is_rejected_and_nothing_of_it_is_merged(
+    setup_of: MakeSetup, wrong: str
+) -> None:
+    ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
+    close(ours)
+    merged = merge(ours, WRONG[wrong](close(theirs)))
+    assert merged.used == ()
+    assert [peer for peer, _ in merged.rejected] == [PeerId("B")]
+    assert torch.equal(weights(ours), solo_twin(setup_of("A")))
+
+
+def test_a_contribution_of_the_delta_alone_is_merged(setup_of: MakeSetup) -> None:
+    ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
+    close(ours)
+    whole = close(theirs)
+    phi, delta = whole.layout
+    light = replace(whole, layout=(delta,), blob=whole.blob[phi.size :])
+    assert merge(ours, light).used == (PeerId("B"),)
+    assert not torch.equal(weights(ours), solo_twin(setup_of("A")))
+
+
+def test_a_late_merge_moves_the_live_weights_less(setup_of: MakeSetup) -> None:
+    def moved_when(lateness: float) -> float:
+        ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
+        close(ours)
+        before = weights(ours)
+        ours.do(jobs.Merge(0, 1, (close(theirs),), lateness))
+        return float(torch.linalg.vector_norm(weights(ours) - before))
+
+    assert moved_when(0.6) < 0.5 * moved_when(0.0)
+
+
+def test_one_bad_contribution_does_not_spoil_the_good_one_beside_it(setup_of: MakeSetup) -> None:
+    ours, good, bad = (trained(setup_of(name)) for name in "ABC")
+    close(ours)
+    merged = merge(ours, with_nan(close(bad)), close(good))
+    assert merged == jobs.Merged(0, 1, (PeerId("B"),), ((PeerId("C"), "nan"),))
+
+
+def test_a_delta_a_thousand_times_too_long_moves_us_hardly_further_than_an_ordinary_one(setup_of: MakeSetup) -> None:
+    def moved_by(scale: float) -> float:
+        ours, theirs = Compute(setup_of("A")), Compute(setup_of("B"))
+        for seq in range(1, 6):
+            ours.step()
+            theirs.step()
+            close(ours, seq=seq)
+            contribution = close(theirs, seq=seq)
+            merge(theirs, seq=seq)
+            if seq == 5:
+                contribution = repacked(contribution, lambda name, v: scale * v if name == "delta" else v)
+            before = weights(ours)
+            assert merge(ours, contribution, seq=seq).used == (PeerId("B"),)
+        return float(torch.linalg.vector_norm(weights(ours) - before))
+
+    assert moved_by(1000.0) < 3 * moved_by(1.0)
+
+
+def test_absurd_claims_of_a_partner_do_not_blow_up_the_first_moment(setup_of: MakeSetup) -> None:
+    ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
+    close(ours)
+    first_moment = ours.mixed[0].live.exp_avg
+    before = float(torch.linalg.vector_norm(first_moment))
+    ours.do(jobs.Merge(0, 1, (replace(close(theirs), tokens=1 << 61, rates=0.0),)))
+    assert float(torch.linalg.vector_norm(first_moment)) < 10 * before
+
+
+@pytest.mark.parametrize("weight", [0.0, -0.5, -1.0, -1e30], ids=str)
+def test_pushed_mass_without_weight_is_refused(setup_of: MakeSetup, weight: float) -> None:
+    ours, theirs = (trained(setup_of(name, algorithm="push_sum")) for name in "AB")
+    pushed = repacked(close(theirs), lambda name, v: torch.full_like(v, weight) if name == "weight" else v)
+    before = weights(ours)
+    absorbed = ours.do(jobs.Absorb(0, pushed))
+    assert isinstance(absorbed, jobs.Absorbed)
+    assert not absorbed.accepted
+    assert torch.equal(weights(ours), before)
+
+
+def test_pushed_mass_is_absorbed_or_refused_with_a_reason(setup_of: MakeSetup) -> None:
+    ours, theirs = (trained(setup_of(name, algorithm="push_sum")) for name in "AB")
+    pushed = close(theirs)
+    before = weights(ours)
+    assert ours.do(jobs.Absorb(0, replace(pushed, blob=pushed.blob[:-1]))) == jobs.Absorbed(0, False, "shape")
+    assert torch.equal(weights(ours), before)
+    assert ours.do(jobs.Absorb(0, pushed)) == jobs.Absorbed(0, True)
+    assert not torch.equal(weights(ours), before)
+
+
+# A newcomer's state
+
+
+def test_a_newcomer_starts_from_its_donors_weights(setup_of: MakeSetup) -> None:
+    donor, newcomer = trained(setup_of("A"), 10), Compute(setup_of("B"))
+    solo_windows(donor, 20)
+    assert newcomer.do(jobs.ImportState(tuple(export(donor)), step=77)) == jobs.StateImported(True)
+    assert held_out_loss(newcomer) == pytest.approx(held_out_loss(donor), abs=0.05)
+    assert newcomer.step().lr_step == 78
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_state_with_one_bad_fragment_is_not_imported_at_all(setup_of: MakeSetup, algorithm: str) -> None:
+    donor, newcomer = (trained(setup_of(name, algorithm=algorithm)) for name in "AB")
+    blobs = export(donor)
+    index, layout, blob = blobs[-1]
+    before = weights(newcomer)
+    for bad in (
+        (index, layout, blob[:-4] + b"\x00\x00\xc0\x7f"),
+        (index, layout, blob[:-1]),
+        (index, layout[:-1], blob),
+        (index, (), b""),
+    ):
+        imported = newcomer.do(jobs.ImportState((*blobs[:-1], bad), step=77))
+        assert isinstance(imported, jobs.StateImported), imported
+        assert not imported.accepted
+        assert imported.reason
+        assert torch.equal(weights(newcomer), before)
+        assert newcomer.lr_step == 3
+
+
+def test_a_state_without_one_of_the_fragments_is_not_imported_at_all(setup_of: MakeSetup) -> None:
+    donor, newcomer = (trained(setup_of(name)) for name in "AB")
+    before = weights(newcomer)
+    imported = newcomer.do(jobs.ImportState(tuple(export(donor)[:-1]), step=77))
+    assert isinstance(imported, jobs.StateImported), imported
+    assert not imported.accepted
+    assert torch.equal(weights(newcomer), before)
+
+
+def test_exporting_changes_nothing(setup_of: MakeSetup) -> None:
+    one, other = trained(setup_of()), trained(setup_of())
+    export(one)
+    assert one.step().loss == other.step().loss
+
+
+# Checkpoints
+
+
+def saved_and_resumed(compute: Compute) -> Compute:
+    compute.save()
+    again = Compute(compute.setup)
+    assert again.resume()
+    return again
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_resumed_peer_takes_the_next_steps_bit_for_bit(setup_of: MakeSetup, algorithm: str) -> None:
+    compute = trained(setup_of(algorithm=algorithm))
+    for fragment in range(2):
+        close(compute, fragment)
+        merge(compute, fragment=fragment)
+    compute.step()
+    again = saved_and_resumed(compute)
+    for _ in range(2):
+        ours, theirs = compute.step(), again.step()
+        assert replace(ours, seconds=0.0) == replace(theirs, seconds=0.0)
+        assert torch.equal(weights(compute), weights(again))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_resumed_peer_publishes_the_same_bytes(setup_of: MakeSetup, algorithm: str) -> None:
+    compute = trained(setup_of(algorithm=algorithm))
+    close(compute)
+    merge(compute)
+    compute.step()
+    again = saved_and_resumed(compute)
+    assert close(compute, seq=2) == close(again, seq=2)
+
+
+def test_a_checkpoint_holds_the_position_in_the_data(setup_of: MakeSetup) -> None:
+    compute = trained(setup_of(), 5)
+    again = saved_and_resumed(compute)
+    assert again.micro_batches == compute.micro_batches == 5
+    assert again.step().loss == compute.step().loss
+    assert again.tokens == compute.tokens
+
+
+def test_a_kill_between_close_and_merge_loses_no_progress(setup_of: MakeSetup) -> None:
+    compute = Compute(setup_of())
+    start = weights(compute)
+    for _ in range(3):
+        compute.step()
+    goal = weights(compute)
+    for fragment in compute.fragments:
+        close(compute, fragment.index)
+    again = saved_and_resumed(compute)
+    solo_windows(again, 25)
+    phi = torch.cat([unpack(compress, layout, blob)["phi"] for _, layout, blob in export(again)])
+    moved = torch.linalg.vector_norm(goal - start)
+    assert torch.linalg.vector_norm(phi - goal) < 0.02 * moved
+    assert torch.linalg.vector_norm(weights(again) - goal) < 0.02 * moved
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(setup_of: MakeSetup) -> None:
+    compute = Compute(setup_of())
+    before = weights(compute)
+    assert not compute.resume()
+    assert torch.equal(weights(compute), before)
+
+
+def test_a_checkpoint_of_another_run_is_a_user_error(setup_of: MakeSetup) -> None:
+    trained(setup_of()).save()
+    setup = setup_of()
+    other = replace(setup, config=setup.config.model_copy(update={"seed": 8}))
+    with pytest.raises(UserError, match="another run"):
+        Compute(other).resume()
+
+
+def test_a_checkpoint_of_other_shapes_is_a_user_error(setup_of: MakeSetup) -> None:
+    """The user's own layers have changed since, under the same name."""
+    compute = trained(setup_of())
+    compute.save()
+    found = checkpoint.read(compute.setup.folder)
+    assert found is not None
+    tensors, facts = found
+    checkpoint.write(compute.setup.folder, {name: tensor[:-1] for name, tensor in tensors.items()}, facts)
+    with pytest.raises(UserError):
+        Compute(compute.setup).resume()
+
+
+def test_saving_reports_the_size(setup_of: MakeSetup) -> None:
+    compute = trained(setup_of(), 3)
+    assert compute.do(jobs.Save()) == jobs.Saved(3, (compute.setup.folder / checkpoint.FILE).stat().st_size)
+
+
+def test_a_disk_that_refuses_is_a_failed_job_and_training_goes_on(setup_of: MakeSetup, tmp_path: Path) -> None:
+    compute = trained(replace(setup_of(), folder=tmp_path / "gone"))
+    failed = compute.do(jobs.Save())
+    assert isinstance(failed, jobs.JobFailed)
+    assert failed.job == "Save"
+    assert compute.step().step == 4
+
+
+def test_weights_that_have_diverged_are_a_failed_job(setup_of: MakeSetup) -> None:
+    compute = trained(setup_of())
+    compute.mixed[0].live.theta.fill_(float("nan"))
+    failed = compute.do(jobs.CloseWindow(0, 1))
+    assert isinstance(failed, jobs.JobFailed)
+    assert "diverged" in failed.reason
+
+
+# The thread
+
+
+def outcomes(compute: Compute, before: Iterable[jobs.Job], steps: int = 0) -> list[str]:
+    """What the thread reports, by kind, when these jobs wait for it and it may take so many steps."""
+    inbox: queue.SimpleQueue[jobs.Job] = queue.SimpleQueue()
+    for job in before:
+        inbox.put(job)
+    seen: list[str] = []
+
+    def report(outcome: jobs.Outcome) -> None:
+        seen.append(type(outcome).__name__)
+        if seen.count("Stepped") == steps:
+            inbox.put(jobs.Finish())
+
+    if steps == 0:
+        inbox.put(jobs.Finish())
+    compute.run(inbox, report)
+    return seen
+
+
+def test_the_thread_trains_while_no_job_waits(setup_of: MakeSetup) -> None:
+    seen = outcomes(Compute(setup_of()), [jobs.Start(newcomer=False)], steps=3)
+    assert seen == ["Started", "Stepped", "Stepped", "Stepped"]
+
+
+def test_jobs_are_done_before_the_next_step_in_their_order(setup_of: MakeSetup) -> None:
+    seen = outcomes(
+        Compute(setup_of()), [jobs.Start(False), jobs.CloseWindow(0, 1), jobs.Merge(0, 1, ()), jobs.Save()], steps=1
+    )
+    assert seen == ["Started", "WindowClosed", "Merged", "Saved", "Stepped"]
+
+
+def test_the_thread_does_not_train_before_it_is_told_to_start(setup_of: MakeSetup) -> None:
+    assert outcomes(Compute(setup_of()), [jobs.Evaluate(), jobs.Evaluate()]) == ["Evaluated", "Evaluated"]
+
+
+def test_a_held_window_waits_for_its_merge(setup_of: MakeSetup) -> None:
+    hold: list[jobs.Job] = [jobs.Start(False), jobs.CloseWindow(0, 1, hold=True)]
+    assert outcomes(Compute(setup_of(algorithm="allreduce")), hold) == ["Started", "WindowClosed"]
+    merged = outcomes(Compute(setup_of(algorithm="allreduce")), [*hold, jobs.Merge(0, 1, ())], steps=1)
+    assert merged == ["Started", "WindowClosed", "Merged", "Stepped"]
+
+
+def test_a_failed_job_does_not_end_the_thread(setup_of: MakeSetup, tmp_path: Path) -> None:
+    compute = Compute(replace(setup_of(), folder=tmp_path / "gone"))
+    assert outcomes(compute, [jobs.Start(False), jobs.Save()], steps=1) == ["Started", "JobFailed", "Stepped"]

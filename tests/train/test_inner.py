@@ -1,0 +1,192 @@
+"""The inner optimizer: torch's AdamW, on one flat vector per fragment."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from decentral.core import config
+from decentral.core.jobs import Fragment
+from decentral.train import gpt
+from decentral.train.inner import Inner, Live, cut, rate_at
+from decentral.train.step import Device, chain, train_step
+
+MODEL = config.Model(depth=1, width=32, context=16)
+TRAIN = config.Train(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
+CPU = Device(torch.device("cpu"), torch.float32)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def flat(layers: Sequence[nn.Module], train: config.Train = TRAIN) -> Inner:
+    return Inner([Live(fragment, layers, CPU.device, train) for fragment in cut(layers, 1000)], train)
+
+
+def whole(inner: Inner) -> Tensor:
+    return torch.cat([live.theta for live in inner.lives])
+
+
+# AdamW
+
+
+def test_flat_adamw_is_torchs_adamw_on_the_parameters() -> None:
+    ours, theirs = gpt.build(MODEL, 0), nn.Sequential(*gpt.build(MODEL, 0))
+    inner = flat(ours)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": TRAIN.weight_decay},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(TRAIN.beta1, TRAIN.beta2), eps=1e-8)
+    for step in range(8):
+        train_step(chain(ours, False), lambda step=step: batch(step), inner, step, TRAIN, CPU)  # type: ignore[misc]
+        adamw.zero_grad()
+        inputs, targets = batch(step)
+        gpt.loss_of(theirs(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(theirs.parameters(), TRAIN.clip_norm)
+        for group in adamw.param_groups:
+            group["lr"] = rate_at(TRAIN, step, step)
+        adamw.step()
+    for (name, our), their in zip(nn.Sequential(*ours).named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(our, their, atol=2e-6, rtol=1e-4), name
+
+
+def test_the_layers_see_the_flat_vector_and_the_vector_sees_the_layers() -> None:
+    layers = gpt.build(MODEL, 0)
+    inner = flat(layers)
+    for live in inner.lives:
+        live.theta.fill_(0.25)
+    assert all(bool((parameter == 0.25).all()) for layer in layers for parameter in layer.parameters())
+    gpt.loss_of(chain(layers, False)(batch(0)[0]), batch(0)[1]).backward()  # type: ignore[no-untyped-call]
+    assert sum(float(live.grad.abs().sum()) for live in inner.lives) > 0
+
+
+def test_flattening_keeps_every_weight() -> None:
+    ours, reference = gpt.build(MODEL, 0), gpt.build(MODEL, 0)
+    flat(ours)
+    for our, their in zip(nn.Sequential(*ours).parameters(), nn.Sequential(*reference).parameters(), strict=True):
+        assert torch.equal(our, their)
+
+
+def test_the_whole_gradient_is_clipped_to_its_norm() -> None:
+    inner = flat(gpt.build(MODEL, 0))
+    for live in inner.lives:
+        live.grad.fill_(3.0)
+    before = float(inner.clip())
+    after = float(torch.linalg.vector_norm(torch.cat([live.grad for live in inner.lives])))
+    assert before == pytest.approx(3.0 * whole(inner).numel() ** 0.5, rel=1e-5)
+    assert after == pytest.approx(TRAIN.clip_norm, rel=1e-4)
+
+
+def test_a_small_gradient_is_not_clipped() -> None:
+    inner = flat(gpt.build(MODEL, 0))
+    inner.lives[0].grad[0] = 0.1
+    inner.clip()
+    assert float(inner.lives[0].grad[0]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_dropped_and_training_goes_on(bad: float) -> None:
+    layers = gpt.build(MODEL, 0)
+    inner, forward = flat(layers), chain(layers, False)
+    before = whole(inner).clone()
+    report = train_step(lambda tokens_BT: forward(tokens_BT) * bad, lambda: batch(0), inner, 0, TRAIN, CPU)
+    assert torch.equal(whole(inner), before)
+    assert report.micro_batches == 1
+    train_step(forward, lambda: batch(0), inner, 0, TRAIN, CPU)
+    assert bool(torch.isfinite(whole(inner)).all())
+    assert not torch.equal(whole(inner), before)
+
+
+def test_micro_batches_that_accumulate_make_one_step_of_their_mean() -> None:
+    one, other = gpt.build(MODEL, 0), gpt.build(MODEL, 0)
+    twice = TRAIN.model_copy(update={"accumulate": 2})
+    parts = [batch(0), batch(1)]
+    joined = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    ours, theirs = flat(one, twice), flat(other)
+    source: Iterator[tuple[Tensor, Tensor]] = iter(parts)
+    report = train_step(chain(one, False), lambda: next(source), ours, 5, twice, CPU)
+    train_step(chain(other, False), lambda: joined, theirs, 5, TRAIN, CPU)
+    assert (report.micro_batches, report.tokens) == (2, 128)
+    for our, their in zip(ours.lives, theirs.lives, strict=True):
+        assert torch.allclose(our.exp_avg, their.exp_avg, atol=1e-6)
+
+
+# Cutting into fragments
+
+
+def sized(sizes: Sequence[int]) -> list[nn.Module]:
+    """Layers of as many parameters as asked for."""
+    return [nn.Linear(size, 1, bias=False) for size in sizes]
+
+
+def spans(sizes: Sequence[int], at_least: int) -> list[tuple[int, int]]:
+    return [(fragment.first, fragment.last) for fragment in cut(sized(sizes), at_least)]
+
+
+def test_large_layers_are_fragments_of_their_own() -> None:
+    assert spans([100, 100, 100], 50) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_small_layers_share_a_fragment_until_it_is_large_enough() -> None:
+    assert spans([10, 20, 30, 40, 60], 50) == [(0, 3), (3, 5)]
+
+
+def test_a_short_tail_joins_the_last_fragment() -> None:
+    assert spans([100, 100, 10], 50) == [(0, 1), (1, 3)]
+
+
+def test_a_model_smaller_than_a_fragment_is_one() -> None:
+    assert spans([1, 2, 3], 1000) == [(0, 3)]
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12), at_least=st.integers(1, 80))
+def test_fragments_cover_all_layers_in_order_and_are_large_enough(sizes: list[int], at_least: int) -> None:
+    fragments: list[Fragment] = cut(sized(sizes), at_least)
+    assert [fragment.index for fragment in fragments] == list(range(len(fragments)))
+    assert fragments[0].first == 0
+    assert fragments[-1].last == len(sizes)
+    assert all(one.last == other.first for one, other in pairwise(fragments))
+    for fragment in fragments:
+        assert fragment.parameters == sum(sizes[fragment.first : fragment.last])
+        assert fragment.parameters >= at_least or len(fragments) == 1
+
+
+# Learning rate
+
+
+def rates(train: config.Train, steps: range) -> list[float]:
+    return [rate_at(train, step, step) for step in steps]
+
+
+def test_the_rate_rises_through_the_warm_up_and_then_stays() -> None:
+    train = config.Train(learning_rate=1.0, warmup_steps=4)
+    assert rates(train, range(7)) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1])
+
+
+def test_without_a_warm_up_the_rate_is_whole_at_once() -> None:
+    assert rate_at(config.Train(learning_rate=1.0, warmup_steps=0), 0, 0) == 1.0
+
+
+def test_the_rate_falls_to_its_final_share_and_stays_there() -> None:
+    train = config.Train(learning_rate=1.0, warmup_steps=0, total_steps=10, final_rate=0.1)
+    assert rates(train, range(0, 15, 5)) == pytest.approx([1.0, 0.55, 0.1])
+    assert rate_at(train, 1000, 1000) == pytest.approx(0.1)
+
+
+def test_a_newcomer_warms_up_by_itself() -> None:
+    train = config.Train(learning_rate=1.0, warmup_steps=4)
+    assert rate_at(train, 10_000, 0) == pytest.approx(0.2)
+    assert rate_at(train, 10_000, 4) == pytest.approx(1.0)
+
+
+@given(lr_step=st.integers(0, 10**6), own=st.integers(0, 10**6), total=st.none() | st.integers(1, 10**5))
+def test_the_rate_is_never_above_the_one_that_was_asked_for_nor_zero(lr_step: int, own: int, total: int | None) -> None:
+    train = config.Train(learning_rate=3e-3, warmup_steps=10, total_steps=total)
+    assert 0 < rate_at(train, lr_step, own) <= 3e-3
