@@ -8,7 +8,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,6 +36,7 @@ from decentral.peers.node import Node, Stop
 from decentral.peers.roster import Learn
 
 LEAVE_S = 5.0  # for telling others that we leave
+REFUSED_S = 10.0  # how often to look whether something was refused
 FINISH_S = 120.0  # for the compute thread's last step and checkpoint
 
 
@@ -76,6 +77,7 @@ class Host:
         self._thread.start()
         await self.transport.serve(self._answer, self.node.blob_bound)
         self._carry_all(self.node.begin(self.now()))
+        self._spawn(self._report_refusals())
         reason = await self._stopped
         await self._leave(reason)
         return reason
@@ -132,7 +134,7 @@ class Host:
             case Log(event, fields):
                 self.journal.write(event, **fields)
             case Announce():
-                self._spawn(self._announce(effect))
+                self._spawn(self._announce(effect), name="announce")
             case Lookup(key):
                 self._spawn(self._lookup(key))
             case Learn(peer, addresses):
@@ -154,8 +156,8 @@ class Host:
             delay = max(0.0, wake_at - self.now())
             self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
 
-    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -175,13 +177,23 @@ class Host:
     async def _lookup(self, key: str) -> None:
         self._deliver(Found(key, await self.directory.fetch(key)))
 
+    async def _report_refusals(self) -> None:
+        """What other peers sent that was no question, or no record, of ours: counted, and in the journal."""
+        known: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(REFUSED_S)
+            counts = {**self.transport.refused, **{f"record-{k}": n for k, n in self.node.roster.refused.items()}}
+            if counts != known:
+                known = dict(counts)
+                self.journal.write("refused", by_reason=known)
+
     # Leaving
 
     async def _leave(self, reason: str) -> None:
         self._carry_all(self.node.leave(reason, self.now()))
         self._inbox.put(jobs.Save())
         self._inbox.put(jobs.Finish())
-        farewell = [task for task in self._tasks if not task.done()]
+        farewell = [task for task in self._tasks if task.get_name() == "announce" and not task.done()]
         if farewell:
             await asyncio.wait(farewell, timeout=LEAVE_S)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, FINISH_S)

@@ -48,6 +48,7 @@ class Mixed:
     layout: jobs.Layout  # of the blobs that we publish
     lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of recent deltas
     own_length: float = 0.0  # of the delta that we published last
+    newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
 
     @classmethod
     def of(cls, live: Live, rule: mix.Rule, codecs: Codecs) -> "Mixed":
@@ -61,8 +62,6 @@ class Mixed:
             raise ProtocolError("shape", "its sections are not this fragment's")
         if len(names) != len(one.layout) or len(one.blob) != sum(section.size for section in one.layout):
             raise ProtocolError("shape", "its sections do not add up to its blob")
-
-    newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
 
 
 class Compute:

@@ -1,0 +1,145 @@
+"""Who holds which layers, in which order, with whom: `python -m decentral.plan TOPOLOGY`.
+
+    python -m decentral.plan eight-cities                       the synchronous objective, a shipped topology
+    python -m decentral.plan swarm.yaml --model default         the asynchronous swarm's throughput
+    python -m decentral.plan spot --solver annealing --json     another solver; the plan as JSON
+    python -m decentral.plan spot --compare --plot spot.png     cost against seconds for all solvers
+
+Exit status 0, or 2 with one line that says what to mend.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from decentral.core.config import load as load_config
+from decentral.core.errors import UserError
+from decentral.scheduler import plan as planning
+from decentral.scheduler import topology as topologies
+from decentral.scheduler.plan import Plan
+from decentral.scheduler.progress import Budget, Report
+from decentral.scheduler.topology import Topology
+
+ROWS = 32  # of a table on the terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        topology = topologies.load(options.topology)
+        if options.compare:
+            return _compare(topology, options)
+        plan = _plan(topology, options)
+        if options.plot:
+            from decentral.scheduler import plot
+
+            plot.map_of(topology, plan, options.plot)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if options.json:
+        print(json.dumps(plan.to_json()))
+    else:
+        _show(plan, topology, Console())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m decentral.plan", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("topology", help="a YAML or JSON file, or a shipped name such as eight-cities")
+    parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
+    parser.add_argument("--objective", choices=["sync", "throughput"], help="default: sync, or throughput with --model")
+    parser.add_argument("--solver", default="genetic", help="genetic, annealing, gcma, exact, flow, or a hand layout")
+    parser.add_argument("--seconds", type=_positive, default=5.0, help="how long to search (default 5)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--holders", type=int, default=1, help="live holders of each layer, at least (throughput)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the plan; with --compare, cost against seconds")
+    parser.add_argument("--compare", action="store_true", help="run all solvers on the topology")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0; got {text}")
+    return value
+
+
+def _plan(topology: Topology, options: argparse.Namespace) -> Plan:
+    objective = options.objective or ("throughput" if options.model else "sync")
+    with _bar(objective, quiet=options.json) as report:
+        budget = Budget(seconds=options.seconds, clock=time.monotonic, report=report)
+        if objective == "sync":
+            return planning.sync_plan(topology, options.solver, options.seed, budget)
+        from decentral.scheduler import throughput
+
+        config = load_config(options.model)
+        return throughput.throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
+
+
+def _compare(topology: Topology, options: argparse.Namespace) -> int:
+    """Cost against seconds for every solver of the synchronous objective."""
+    from decentral.scheduler import compare
+
+    records = compare.records(topology, options.seed, options.seconds, time.monotonic)
+    if options.plot:
+        from decentral.scheduler import plot
+
+        plot.comparison(records, options.plot)
+    if options.json:
+        print(json.dumps(records))
+        return 0
+    table = Table("solver", "cost, s", "found after, s", title="all solvers")
+    for name, record in sorted(records.items(), key=lambda item: item[1][-1][1]):
+        table.add_row(name, f"{record[-1][1]:.5f}", f"{record[-1][0]:.2f}")
+    Console().print(table)
+    return 0
+
+
+@contextmanager
+def _bar(title: str, quiet: bool) -> Iterator[Report]:
+    """A progress bar on the terminal (on stderr, so that --json stays clean)."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _fraction, _best: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("best {task.fields[best]:.5g}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task(title, total=1.0, best=float("nan"))
+        yield lambda fraction, best: progress.update(task, completed=fraction, best=best)
+
+
+def _show(plan: Plan, topology: Topology, console: Console) -> None:
+    region = dict(zip(topology.ids, topology.regions, strict=True))
+    if plan.stages is not None and plan.cost is not None:
+        table = Table("stage", "peers by region", title=f"{plan.objective}, {plan.solver}: {plan.cost['total']:.5f} s")
+        for number, stage in enumerate(plan.stages[:ROWS]):
+            names = [region[peer] for peer in stage]
+            table.add_row(str(number), ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names)))
+        console.print(table)
+    if plan.spans is not None and plan.throughput is not None:
+        rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
+        table = Table("peer", "region", "layers", "micro-batch", title=f"{rate:.4g} tokens/s of at most {bound:.4g}")
+        for peer, (first, last) in list(plan.spans.items())[:ROWS]:
+            table.add_row(peer, region[peer], f"{first}-{last - 1}", str((plan.micro_batches or {}).get(peer, "")))
+        console.print(table)
+    if plan.baselines:
+        table = Table("beside it", "cost" if plan.cost else "tokens/s")
+        for name, value in sorted(plan.baselines.items(), key=lambda item: item[1]):
+            table.add_row(name, f"{value:.5g}")
+        console.print(table)
+    console.print(plan.reason)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
