@@ -51,6 +51,7 @@ class Exchange:
     _got: list[tuple[Contribution, Log]] = field(default_factory=list)
     _began: Seconds = 0.0
     _published: Seconds = 0.0
+    _goal: int = 0  # the round before the one that a partner was in
     _skipped: str = ""  # why a partner had nothing for us, when that is nobody's fault
 
     @property
@@ -76,7 +77,7 @@ class Exchange:
 
     def _close(self, now: Seconds) -> list[Effect]:
         self.state, self._began = State.CLOSING, now
-        self.seq = self.seq + 1 if self.synchronous else max(self.seq + 1, int(now * 1000))
+        self.seq = max(self.seq, self._goal) + 1 if self.synchronous else max(self.seq + 1, int(now * 1000))
         return [CloseWindow(self.terms.fragment, self.seq, hold=self.synchronous)]
 
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
@@ -181,4 +182,4 @@ class Exchange:
     def _catch_up(self, newest: str) -> None:
         """A partner is rounds ahead of us, so ours is over: our next one is the one it is in."""
         if self.synchronous and newest.isdecimal() and len(newest) < 16:
-            self.seq = max(self.seq, int(newest) - 1)
+            self._goal = max(self._goal, int(newest) - 1)

@@ -31,6 +31,15 @@ class State(Enum):
     PUSHING = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class Absorbing:
+    """Mass that the compute thread is adding, and who waits to hear of it: nobody, if it is our own coming back."""
+
+    sender: PeerId
+    seq: int
+    requests: list[int] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class PushExchange:
     terms: Terms
@@ -41,7 +50,7 @@ class PushExchange:
     size: int = 0
     _closed: WindowClosed | None = None
     _arrived: OrderedDict[tuple[PeerId, int], None] = field(default_factory=OrderedDict)
-    _absorbing: list[tuple[int | None, PeerId, int]] = field(default_factory=list)  # jobs under way, in order
+    _absorbing: list[Absorbing] = field(default_factory=list)  # jobs under way, in order
     _began: Seconds = 0.0
 
     @property
@@ -101,7 +110,7 @@ class PushExchange:
         assert self._closed is not None
         closed = self._closed
         own = Contribution(self.terms.peer, closed.tokens, closed.rates, closed.layout, closed.blob)
-        self._absorbing.append((None, self.terms.peer, self.seq))
+        self._absorbing.append(Absorbing(self.terms.peer, self.seq))
         return Absorb(self.terms.fragment, own)
 
     def _over(
@@ -115,6 +124,10 @@ class PushExchange:
 
     def _pushed(self, request: int, sender: PeerId, push: Push, blob: bytes, now: Seconds) -> list[Effect]:
         name = (sender, push.offered.seq)
+        for one in self._absorbing:
+            if (one.sender, one.seq) == name:
+                one.requests.append(request)
+                return []
         if name in self._arrived:
             return [Reply(request, Envelope(Done()))]
         if self._closed is None:
@@ -126,15 +139,13 @@ class PushExchange:
         self._arrived[name] = None
         while len(self._arrived) > REMEMBERED:
             self._arrived.popitem(last=False)
-        self._absorbing.append((request, sender, push.offered.seq))
+        self._absorbing.append(Absorbing(*name, [request]))
         return [Absorb(self.terms.fragment, contribution(sender, push.offered, blob))]
 
     def _absorbed(self, event: Absorbed) -> list[Effect]:
         """Jobs are done in order, so the outcome is the oldest one's."""
-        request, sender, seq = self._absorbing.pop(0)
-        if request is None:
-            return []
+        over = self._absorbing.pop(0)
         if not event.accepted:
-            self._arrived.pop((sender, seq), None)
-            return [Reply(request, Envelope(Refused(event.reason)))]
-        return [Reply(request, Envelope(Done()))]
+            self._arrived.pop((over.sender, over.seq), None)
+        answer = Done() if event.accepted else Refused(event.reason)
+        return [Reply(request, Envelope(answer)) for request in over.requests]

@@ -66,6 +66,13 @@ TRAFFIC_S = 10.0  # a `traffic` line, with the totals, for about this much time
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 BLOB_BYTES_PER_PARAMETER = 8  # no algorithm's snapshot is larger
 
+QUESTIONS: dict[str, tuple[type[Message], ...]] = {
+    "pull": (Pull,),
+    "allreduce": (Pull,),
+    "symmetric": (Swap, Commit),
+    "push_sum": (Push,),
+}
+
 Gossip = Exchange | SwapExchange | PushExchange
 
 
@@ -218,11 +225,10 @@ class Node:
         if index >= len(self.gossip):
             known = index < len(self.setup.fragments)
             return [self._reply(event, Refused("not-ready" if known else "fragment"))]
-        effects = self.gossip[index].handle(event, now)
-        message = event.envelope.message
-        if effects or isinstance(message, Pull | Push | Swap):
-            return effects  # no effect: the answer comes when the compute thread, or the round, is ready
-        return [self._reply(event, Refused("algorithm", f"this run gossips by {self.setup.config.gossip.algorithm}"))]
+        algorithm = self.setup.config.gossip.algorithm
+        if not isinstance(event.envelope.message, QUESTIONS[algorithm]):
+            return [self._reply(event, Refused("algorithm", f"this run gossips by {algorithm}"))]
+        return self.gossip[index].handle(event, now)
 
     def _heard_back(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         effects = self.roster.handle(event, now)

@@ -8,7 +8,7 @@ error feedback (arXiv 1901.09847), and the first moment of AdamW carried over fr
             cons = sum_j w_j (phi - phi_j)  over those partners whose slow weights were pulled
             m = alpha m + g;  u = -beta (g + alpha m) - gamma cons;  phi += u
             correction = rho (phi - b), added to theta and b at the next step edge
-            rho = clamp(1 - lateness, 1/4, 1), lateness = time since the close over the time between closes
+            rho = clamp(5/4 - lateness, 1/4, 1), lateness = time since the close over the time between closes
     moment: exp_avg += rho kappa (1 - beta1^t) (sqrt(v_hat) + eps) (g / r_mean - q / r)
             r = a window's sum of learning rates; r_mean = sum_j w_j r_j
 
@@ -33,6 +33,7 @@ Quantise = Callable[[Tensor], Tensor]
 """What the partners will read: decode(encode(x)), fp32 [n]."""
 
 LEAST_RHO = 0.25
+PUNCTUAL = 0.25  # of the time between two closes: a correction that comes within it is taken whole
 MOST_TIMES_FASTER = 1000
 LEAST_TOKENS = 1024
 
@@ -136,7 +137,7 @@ def credible(own_tokens: int) -> int:
 
 
 def rho_of(lateness: float) -> float:
-    return min(1.0, max(LEAST_RHO, 1.0 - lateness))
+    return min(1.0, max(LEAST_RHO, 1.0 + PUNCTUAL - lateness))
 
 
 def token_weights(tokens: Sequence[int]) -> list[float]:
