@@ -70,7 +70,7 @@ class Exchange:
             case Answered(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
                 return self._answered(event, now)
             case AskFailed(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
-                return [self._failed(event.peer, event.reason, event.seconds), *self._settled(event.peer, now)]
+                return [self._failed(event.peer, event.reason, event.seconds), *self._settled(event.peer)]
             case Merged(seq=seq) if self.state is State.MERGING and seq == self.seq:
                 return self._merged(event, now)
         return []  # it speaks of an exchange that is over
@@ -88,7 +88,7 @@ class Exchange:
         self._pending, self._got, self._skipped = set(partners), [], ""
         if not partners:
             self._skipped = "alone"
-            return [*effects, *self._merge(now)]
+            return [*effects, *self._merge()]
         self.state = State.PULLING
         self._asked_for = self._choose_sections(partners, behind)
         return effects + [self._ask(partner, now) for partner in partners]
@@ -120,14 +120,14 @@ class Exchange:
     def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
         match event.envelope.message:
             case Snapshot() as snapshot:
-                return self._received(event, snapshot, now) + self._settled(event.peer, now)
+                return self._received(event, snapshot, now) + self._settled(event.peer)
             case Refused("nothing-newer", newest):
                 self._catch_up(newest)
                 self._skipped = "nothing-newer"
-                return self._settled(event.peer, now)
+                return self._settled(event.peer)
             case Refused(reason):
-                return [self._failed(event.peer, reason, event.seconds), *self._settled(event.peer, now)]
-        return [self._failed(event.peer, "unexpected", event.seconds), *self._settled(event.peer, now)]
+                return [self._failed(event.peer, reason, event.seconds), *self._settled(event.peer)]
+        return [self._failed(event.peer, "unexpected", event.seconds), *self._settled(event.peer)]
 
     def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> list[Effect]:
         after = self.seen.get(event.peer, 0)
@@ -151,14 +151,13 @@ class Exchange:
         self._got.append((contribution(event.peer, snapshot, event.envelope.blob), done))
         return []
 
-    def _settled(self, partner: PeerId, now: Seconds) -> list[Effect]:
+    def _settled(self, partner: PeerId) -> list[Effect]:
         self._pending.discard(partner)
-        return [] if self._pending else self._merge(now)
+        return [] if self._pending else self._merge()
 
-    def _merge(self, now: Seconds) -> list[Effect]:
+    def _merge(self) -> list[Effect]:
         self.state = State.MERGING
-        lateness = 0.0 if self.synchronous else (now - self._published) / self.view.period_s(self.size)
-        return [Merge(self.terms.fragment, self.seq, tuple(one for one, _ in self._got), round(lateness, 4))]
+        return [Merge(self.terms.fragment, self.seq, tuple(one for one, _ in self._got))]
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = State.OPEN

@@ -63,15 +63,11 @@ class CloseWindow:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Take the outer step of window `seq` with these contributions; none of them is a solo step.
-
-    `lateness`: the time since the window's end, as a part of the time between two ends.
-    """
+    """Take the outer step of window `seq` with these contributions; none of them is a solo step."""
 
     fragment: int
     seq: int
     contributions: tuple[Contribution, ...]
-    lateness: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,8 +122,8 @@ class Compute:
         match job:
             case jobs.CloseWindow(fragment, seq, hold):
                 return self._close(fragment, seq, hold)
-            case jobs.Merge(fragment, seq, contributions, lateness):
-                return self._merge(fragment, seq, contributions, lateness)
+            case jobs.Merge(fragment, seq, contributions):
+                return self._merge(fragment, seq, contributions)
             case jobs.Absorb(fragment, contribution):
                 return self._absorb(fragment, contribution)
             case jobs.ExportState(fragment):
@@ -160,12 +160,10 @@ class Compute:
         assert layout == mixed.layout
         return jobs.WindowClosed(fragment, seq, tokens, rates, layout, blob)
 
-    def _merge(
-        self, fragment: int, seq: int, contributions: Sequence[jobs.Contribution], lateness: float
-    ) -> jobs.Merged:
+    def _merge(self, fragment: int, seq: int, contributions: Sequence[jobs.Contribution]) -> jobs.Merged:
         mixed = self.mixed[fragment]
         parts, rejected = self._decode(mixed, contributions)
-        mixed.live.theta += mixed.rule.merge(mixed.live, parts, lateness)
+        mixed.live.theta += mixed.rule.merge(mixed.live, parts)
         if self.holding == fragment:
             self.holding = None
         return jobs.Merged(fragment, seq, tuple(part.peer for part in parts), tuple(rejected))
@@ -175,7 +173,7 @@ class Compute:
         parts, rejected = self._decode(mixed, [contribution])
         if rejected:
             return jobs.Absorbed(fragment, False, rejected[0][1])
-        mixed.live.theta += mixed.rule.merge(mixed.live, parts, 0.0)
+        mixed.live.theta += mixed.rule.merge(mixed.live, parts)
         return jobs.Absorbed(fragment, True)
 
     def _decode(

@@ -50,8 +50,8 @@ class Rule(Protocol):
     def close(self, live: Live, packer: Packer) -> None:
         """Ends the window and packs what partners may have. The caller resets the window's counts afterwards."""
 
-    def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
-        """The correction [n] that the caller adds to theta. `lateness` as in core/jobs.Merge."""
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+        """The correction [n] that the caller adds to theta."""
         ...
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
@@ -81,22 +81,23 @@ class Pull:
         self.constants = outer.Constants(gossip.momentum, gossip.step, gossip.consensus, gossip.moment)
         self.slow = outer.start(theta)
         self.closed: outer.Window | None = None
+        self.closed_at = 0  # in steps of this peer
 
     def close(self, live: Live, packer: Packer) -> None:
         packer.add("phi", self.sections["phi"], self.slow.phi)
         self.slow, sent = outer.close(
             self.slow, live.theta, lambda owed: packer.add("delta", self.sections["delta"], owed)
         )
-        self.closed = outer.Window(sent, live.tokens, live.rates)
+        self.closed, self.closed_at = outer.Window(sent, live.tokens, live.rates), live.steps
 
-    def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
         assert self.closed is not None, "merge without a close"
         own, self.closed = self.closed, None
         partners = [
             outer.Window(p.vectors["delta"], min(p.tokens, outer.credible(own.tokens)), p.rates, p.vectors.get("phi"))
             for p in parts
         ]
-        rho = outer.rho_of(lateness)
+        rho = outer.rho_of(live.steps - self.closed_at)
         outcome = outer.merge(self.slow, own, partners, self.constants, rho)
         self.slow = outcome.slow
         shift = outer.moment_shift(own, outcome, live.moments(), rho * self.constants.kappa)
@@ -167,7 +168,7 @@ class Symmetric(_Plain):
     def close(self, live: Live, packer: Packer) -> None:
         self.sent = packer.add("theta", self.sections["theta"], live.theta)
 
-    def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
         assert self.sent is not None, "merge without a close"
         sent, self.sent = self.sent, None
         if not parts:
@@ -198,7 +199,7 @@ class PushSum(_Plain):
         self.weight = self.weight - half[0]
         live.theta.copy_((mass - away) / self.weight)
 
-    def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
         """Adds mass at any time, also mass of our own that nobody took."""
         mass, weight = live.theta * self.weight, self.weight
         for part in parts:
@@ -231,7 +232,7 @@ class AllReduce(_Plain):
         packer.add("theta", self.sections["theta"], live.theta)
         self.tokens = live.tokens
 
-    def merge(self, live: Live, parts: Sequence[Parts], lateness: float) -> Tensor:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
         everyone = [(self.peer, self.tokens, live.theta)]
         everyone += [(part.peer, part.tokens, part.vectors["theta"]) for part in parts]
         everyone.sort(key=lambda one: one[0])

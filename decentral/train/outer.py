@@ -8,7 +8,7 @@ error feedback (arXiv 1901.09847), and the first moment of AdamW carried over fr
             cons = sum_j w_j (phi - phi_j)  over those partners whose slow weights were pulled
             m = alpha m + g;  u = -beta (g + alpha m) - gamma cons;  phi += u
             correction = rho (phi - b), added to theta and b at the next step edge
-            rho = clamp(5/4 - lateness, 1/4, 1), lateness = time since the close over the time between closes
+            rho = min(1, 2 / (1 + s)), s = steps that this peer has taken since the close
     moment: exp_avg += rho kappa (1 - beta1^t) (sqrt(v_hat) + eps) (g / r_mean - q / r)
             r = a window's sum of learning rates; r_mean = sum_j w_j r_j
 
@@ -32,8 +32,6 @@ from torch import Tensor
 Quantise = Callable[[Tensor], Tensor]
 """What the partners will read: decode(encode(x)), fp32 [n]."""
 
-LEAST_RHO = 0.25
-PUNCTUAL = 0.25  # of the time between two closes: a correction that comes within it is taken whole
 MOST_TIMES_FASTER = 1000
 LEAST_TOKENS = 1024
 
@@ -136,8 +134,9 @@ def credible(own_tokens: int) -> int:
     return max(own_tokens, LEAST_TOKENS) * MOST_TIMES_FASTER
 
 
-def rho_of(lateness: float) -> float:
-    return min(1.0, max(LEAST_RHO, 1.0 + PUNCTUAL - lateness))
+def rho_of(steps: int) -> float:
+    """How much of a correction is taken that comes so many of our steps after the close. One step is punctual."""
+    return min(1.0, 2 / (1 + max(0, steps)))
 
 
 def token_weights(tokens: Sequence[int]) -> list[float]:

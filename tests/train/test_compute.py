@@ -261,14 +261,16 @@ def test_a_contribution_of_the_delta_alone_is_merged(setup_of: MakeSetup) -> Non
 
 
 def test_a_late_merge_moves_the_live_weights_less(setup_of: MakeSetup) -> None:
-    def moved_when(lateness: float) -> float:
+    def moved_after(steps: int) -> float:
         ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
         close(ours)
+        for _ in range(steps):
+            ours.step()
         before = weights(ours)
-        ours.do(jobs.Merge(0, 1, (close(theirs),), lateness))
+        ours.do(jobs.Merge(0, 1, (close(theirs),)))
         return float(torch.linalg.vector_norm(weights(ours) - before))
 
-    assert moved_when(0.6) < 0.5 * moved_when(0.0)
+    assert moved_after(9) == pytest.approx(0.2 * moved_after(1), rel=1e-3)
 
 
 def test_one_bad_contribution_does_not_spoil_the_good_one_beside_it(setup_of: MakeSetup) -> None:

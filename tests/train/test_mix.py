@@ -45,8 +45,8 @@ class Replica:
         self.live.tokens, self.live.rates = 0, 0.0
         return parts
 
-    def merge(self, parts: Sequence[Parts], lateness: float = 0.0) -> None:
-        self.live.theta += self.rule.merge(self.live, parts, lateness)
+    def merge(self, parts: Sequence[Parts]) -> None:
+        self.live.theta += self.rule.merge(self.live, parts)
 
     def donate(self) -> Blob:
         packer = Packer(compress)

@@ -1,0 +1,212 @@
+"""Recovered gain: how much of four peers' worth of data asynchronous gossip turns into loss.
+
+    python -m benchmarks.convergence [--methods gossip,average] [--seeds 0,1,2] [--horizons 500] [--window 5]
+        [--latency 0.2] [--slow 10] [--rates 4e-3] [--quick] [--json FILE] [--from FILE]
+
+Virtual time in one process, deterministic from the seed: a fast peer takes one step per unit, a slow one needs
+`--slow` units. Gradients are real (a byte-level GPT on the standard library's text), and so are the project's
+numerics: train/outer.py merges, comm/compress.py quantises. Every method is trained at each of `--rates`, and its
+best rate counts.
+
+    recovered gain = (fastest peer alone - swarm) / (fastest peer alone - synchronous with free communication)
+
+on the same held-out text at the same virtual time. `loss` is that of the average of all replicas, `fast` that of
+one fast replica as it stands. `--from` adds the results of an earlier run's `--json` to the table.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+
+from benchmarks.convergence_model import held_out_loss
+from benchmarks.convergence_swarm import PEERS, SEQUENCES, Method, Setting, Swarm
+from decentral.core import config
+from decentral.train import data, outer
+
+HELD_OUT_SEQUENCES = 384
+
+NOLOCO = outer.Constants(alpha=0.3, beta=0.7, gamma=0.7, kappa=0.0)
+APART = outer.Constants(kappa=0.0)  # every peer keeps its own moments
+METHODS: dict[str, Method] = {
+    "alone": Method(peers=1, talks=False),
+    "sync": Method(peers=1, sequences=SEQUENCES * PEERS, talks=False),
+    "average": Method(exact=True, latency=0.0, phi_every=1),
+    "average-apart": Method(exact=True, latency=0.0, phi_every=1, constants=APART),
+    "average-dense": Method(exact=True, latency=0.0, phi_every=1, dense=100),
+    "gossip": Method(),
+    "gossip-apart": Method(constants=APART),
+    "gossip-exact": Method(exact=True),
+    "gossip-rho1": Method(rho=1.0),
+    "gossip-dense": Method(dense=100),
+    "gossip-1": Method(partners=1),
+    "gossip-2": Method(partners=2),
+    "unaligned": Method(aligned=False),
+    "noloco": Method(partners=1, phi_every=1, aligned=False, rho=1.0, constants=NOLOCO),
+    "gossip-half": Method(constants=outer.Constants(kappa=0.5)),
+    "gossip-half-rho1": Method(rho=1.0, constants=outer.Constants(kappa=0.5)),
+    "gossip-apart-rho1": Method(rho=1.0, constants=APART),
+    "three": Method(peers=PEERS - 1),
+    "slow": Method(slow=True),
+}
+DEFAULT = "alone,sync,average,gossip,three,slow"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of `--json`."""
+
+    method: str
+    width: int
+    horizon: int
+    window: int
+    latency: float
+    slow: int
+    seed: int
+    rate: float
+    loss: float
+    fast: float
+    spread: float
+    window_bytes: float  # received by a peer, per parameter
+    step_bytes: float
+    seconds: float
+
+    def setting(self) -> tuple[object, ...]:
+        """What must agree for two results to be seeds of one entry of the table, but for the rate."""
+        return self.width, self.horizon, self.window, self.latency, self.slow
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(1)
+    results = [] if args.earlier is None else list(_read(args.earlier))
+    for result in _run_all(args):
+        results.append(result)
+        line = json.dumps({one.name: getattr(result, one.name) for one in fields(Result)})
+        print(line, file=sys.stderr, flush=True)
+        if args.json is not None:
+            with args.json.open("a") as file:
+                file.write(line + "\n")
+    print("\n".join(table(results)))
+
+
+def run(name: str, setting: Setting, corpus: data.Corpus) -> Result:
+    """Trains one swarm from its initial weights to the horizon."""
+    began = time.perf_counter()
+    swarm = Swarm(METHODS[name], setting, corpus)
+    for now in range(setting.horizon):
+        swarm.step(now)
+    inputs, targets = corpus.evaluation(HELD_OUT_SEQUENCES)
+    shape, rows_PN = swarm.replicas.shape, swarm.replicas.theta_PN
+    average_N = rows_PN.mean(dim=0)
+    apart = (rows_PN - average_N).square().mean().sqrt() / average_N.square().mean().sqrt()
+    peers = len(rows_PN)
+    return Result(
+        method=name,
+        width=setting.model.d_model,
+        horizon=setting.horizon,
+        window=setting.window,
+        latency=setting.latency,
+        slow=setting.slow,
+        seed=setting.seed,
+        rate=setting.rate,
+        loss=round(held_out_loss(shape, average_N, inputs, targets), 4),
+        fast=round(held_out_loss(shape, rows_PN[0], inputs, targets), 4),
+        spread=round(float(apart), 5),
+        window_bytes=round(swarm.received / max(1, sum(swarm.closed)), 3),
+        step_bytes=round(swarm.received / peers / setting.horizon, 3),
+        seconds=round(time.perf_counter() - began, 1),
+    )
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """Each method at its best rate, by horizon; the gain needs `alone` and `sync` of the same model and horizon."""
+    entries: dict[tuple[object, ...], dict[float, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    for result in results:
+        entries[(result.method, *result.setting())][result.rate].append(result)
+    best = [min(rates.values(), key=_loss) for rates in entries.values()]
+    lines = (
+        "method          window latency horizon  seeds  rate    loss           fast    gain   spread  B/window B/step"
+    )
+    yield lines
+    for seeds in best:
+        one = seeds[0]
+        losses = [seed.loss for seed in seeds]
+        gain = _gain(seeds, best)
+        yield (
+            f"{one.method:15s} {one.window:6d} {one.latency:7.2f} {one.horizon:7d} {len(seeds):6d}  {one.rate:.0e}  "
+            f"{mean(losses):.3f} +- {stdev(losses) if len(losses) > 1 else 0.0:.3f} {mean(s.fast for s in seeds):.3f}  "
+            f"{'' if gain is None else format(gain, '5.2f'):5s}  {mean(s.spread for s in seeds):.4f}  "
+            f"{mean(s.window_bytes for s in seeds):7.2f} {mean(s.step_bytes for s in seeds):6.2f}"
+        )
+
+
+def _gain(seeds: Sequence[Result], best: Sequence[Sequence[Result]]) -> float | None:
+    """The mean over the seeds that the method, `alone` and `sync` have in common."""
+    ends = {}
+    for name in ("alone", "sync"):
+        for other in best:
+            if other[0].method == name and (other[0].width, other[0].horizon) == (seeds[0].width, seeds[0].horizon):
+                ends[name] = {one.seed: one.loss for one in other}
+    gains = [
+        (ends["alone"][one.seed] - one.loss) / (ends["alone"][one.seed] - ends["sync"][one.seed])
+        for one in seeds
+        if len(ends) == 2 and one.seed in ends["alone"] and one.seed in ends["sync"]
+    ]
+    return mean(gains) if gains else None
+
+
+def _loss(seeds: Sequence[Result]) -> float:
+    return mean(seed.loss for seed in seeds)
+
+
+def _run_all(args: argparse.Namespace) -> Iterator[Result]:
+    model = config.Model(depth=2, width=64 if args.quick else 96, context=64 if args.quick else 96)
+    corpus = data.load(config.Data(), model)
+    for horizon in args.horizons:
+        for seed in args.seeds:
+            for name in args.methods:
+                for rate in args.rates:
+                    yield run(name, Setting(args.window, args.latency, args.slow, horizon, seed, rate, model), corpus)
+
+
+def _read(path: Path) -> Iterator[Result]:
+    for line in path.read_text().splitlines():
+        yield Result(**json.loads(line))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="recovered gain of asynchronous gossip, in virtual time")
+    parser.add_argument("--methods", type=_names, default=_names(DEFAULT), help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--seeds", type=_numbers, default=[0])
+    parser.add_argument("--horizons", type=_numbers, default=[500])
+    parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[4e-3])
+    parser.add_argument("--window", type=int, default=5, help="steps of a fast peer")
+    parser.add_argument("--latency", type=float, default=0.2, help="from a close to its merge, in windows")
+    parser.add_argument("--slow", type=int, default=10, help="units that a slow peer needs for a step")
+    parser.add_argument("--quick", action="store_true", help="width 64 and 64 positions: a quarter of the work")
+    parser.add_argument("--json", type=Path, help="file to which each result is appended")
+    parser.add_argument("--from", dest="earlier", type=Path, help="file of earlier results for the table")
+    return parser.parse_args()
+
+
+def _names(text: str) -> list[str]:
+    unknown = set(text.split(",")) - METHODS.keys()
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{sorted(unknown)} are none of {', '.join(METHODS)}")
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

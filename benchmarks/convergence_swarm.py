@@ -1,0 +1,203 @@
+"""Four peers that gossip, in virtual time: who trains, who closes a window, what is on the wire and when it arrives.
+
+Rules. A unit of time is one step of a fast peer; a slow peer needs several. Corrections are added at step edges,
+as in train/compute.py. Nobody waits: a peer pulls what its partners have published by the end of its own window,
+and merges it `latency` later. The numerics are train/outer.py's and comm/compress.py's. The whole model is one
+fragment. Synchronous averaging is the same thing with aligned windows, all partners, no latency, and fp32.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.convergence_model import BETA1, BETA2, Replicas, Shape
+from decentral.comm import compress
+from decentral.core import config, rng
+from decentral.train import data, outer
+
+SEQUENCES = 8  # a peer's micro-batch
+PEERS = 4
+BEHIND = 1.5  # as in comm/exchange.py
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What is trained, and how its peers talk."""
+
+    peers: int = PEERS
+    sequences: int = SEQUENCES
+    slow: bool = False  # the last peer is slow
+    talks: bool = True
+    window: int = 0  # steps; 0: the command line's
+    dense: int = 0  # so many steps at first with windows of one step
+    latency: float = -1.0  # windows; -1: the command line's
+    partners: int = PEERS - 1
+    phi_every: int = 3  # windows from one pull of slow weights to the next
+    exact: bool = False  # nothing is quantised
+    aligned: bool = True  # windows end on the same instants on all peers
+    rho: float = 0.0  # 0: outer.rho_of
+    constants: outer.Constants = field(default_factory=outer.Constants)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    window: int
+    latency: float
+    slow: int
+    horizon: int
+    seed: int
+    rate: float
+    model: config.Model
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What a peer has published last. All vectors are as the partners will read them."""
+
+    window: outer.Window  # with phi
+    sequence: int
+
+
+@dataclass(slots=True)
+class Pull:
+    peer: int
+    steps: int  # of the peer, at the close
+    arrives: int
+    own: outer.Window
+    partners: list[outer.Window]
+
+
+class Swarm:
+    """All peers and what is on the wire, unit by unit."""
+
+    def __init__(self, method: Method, setting: Setting, corpus: data.Corpus) -> None:
+        self.method, self.setting, self.corpus = method, setting, corpus
+        self.replicas = Replicas(Shape(setting.model), method.peers, setting.seed)
+        self.draws = [rng.arrays(setting.seed, "data", peer) for peer in range(method.peers)]
+        self.chance = rng.stream(setting.seed, "partners")
+        self.slow = [outer.start(row) for row in self.replicas.theta_PN]
+        self.owed: list[Tensor | None] = [None] * method.peers  # corrections until the next step edge
+        self.tokens = [0] * method.peers
+        self.rates = [0.0] * method.peers
+        self.closed = [0] * method.peers  # how many windows
+        self.closed_at = [0] * method.peers
+        self.next_close = [self._first_close(peer) for peer in range(method.peers)]
+        self.published: list[Snapshot | None] = [None] * method.peers
+        self.seen = [[-1] * method.peers for _ in range(method.peers)]
+        self.wire: list[Pull] = []
+        self.received = 0.0  # bytes per parameter, by all peers
+
+    def step(self, now: int) -> None:
+        """From `now` to `now + 1`: train, then merge what has arrived, then close windows and pull."""
+        steppers = self._steppers(now + 1)
+        batches = [self.corpus.micro_batch(self.draws[peer], self.method.sequences) for peer in range(steppers)]
+        rate = rate_at(self.setting, now)
+        self.replicas.train(*(torch.stack(side) for side in zip(*batches, strict=True)), rate)
+        for peer in range(steppers):
+            self.tokens[peer] += 1
+            self.rates[peer] += rate
+            self._apply(peer)
+        if self.method.talks:
+            self._merge_arrived(now + 1)
+            self._close_windows(now + 1)
+            self._merge_arrived(now + 1)
+            for peer in range(steppers):
+                self._apply(peer)
+
+    def _steppers(self, now: int) -> int:
+        """The first so many peers end a step at `now`."""
+        return self.method.peers - int(self.method.slow and now % self.setting.slow != 0)
+
+    def _apply(self, peer: int) -> None:
+        owed, self.owed[peer] = self.owed[peer], None
+        if owed is not None:
+            self.replicas.theta_PN[peer] += owed
+
+    def _window(self, now: int) -> int:
+        return 1 if now < self.method.dense else self.method.window or self.setting.window
+
+    def _first_close(self, peer: int) -> int:
+        window = self._window(0)
+        return window if self.method.aligned else max(1, window * (peer + 1) // self.method.peers)
+
+    # Windows
+
+    def _close_windows(self, now: int) -> None:
+        at_edge = self._steppers(now)
+        ending = [peer for peer in range(at_edge) if now >= self.next_close[peer]]
+        closed = {peer: self._close(peer) for peer in ending}
+        for peer in ending:
+            window = self._window(now)
+            latency = self.method.latency if self.method.latency >= 0 else self.setting.latency
+            arrives = now + math.ceil(latency * window)
+            behind = now - self.closed_at[peer] > BEHIND * window
+            self.wire.append(Pull(peer, self.replicas.steps[peer], arrives, closed[peer], self._pull(peer, behind)))
+            self.closed_at[peer] = now
+            self.next_close[peer] = now + window
+
+    def _close(self, peer: int) -> outer.Window:
+        # What is owed comes on top at the next step edge; until then neither theta nor the baseline may have it.
+        owed, slow = self.owed[peer], self.slow[peer]
+        theta = self.replicas.theta_PN[peer] if owed is None else self.replicas.theta_PN[peer] + owed
+        self.slow[peer], sent = outer.close(slow, theta, lambda x: self._coded("q4", x))
+        own = outer.Window(sent, self.tokens[peer], self.rates[peer])
+        self.published[peer] = Snapshot(replace(own, phi=self._coded("int8", slow.phi)), self.closed[peer])
+        self.closed[peer] += 1
+        self.tokens[peer], self.rates[peer] = 0, 0.0
+        return own
+
+    def _pull(self, peer: int, behind: bool) -> list[outer.Window]:
+        """Deltas from all partners; slow weights from one now and then, from all when windows were missed."""
+        others = [other for other in range(self.method.peers) if other != peer and self.published[other]]
+        chosen = self.chance.sample(others, min(self.method.partners, len(others)))
+        with_phi = self.closed[peer] % self.method.phi_every == 0
+        partners = []
+        for place, other in enumerate(chosen):
+            snapshot = self.published[other]
+            assert snapshot is not None
+            if snapshot.sequence <= self.seen[peer][other]:
+                continue
+            self.seen[peer][other] = snapshot.sequence
+            whole = behind or (with_phi and place == 0)
+            self.received += self._bytes("q4") + (self._bytes("int8") if whole else 0)
+            partners.append(snapshot.window if whole else replace(snapshot.window, phi=None))
+        return partners
+
+    def _merge_arrived(self, now: int) -> None:
+        arrived = [pull for pull in self.wire if pull.arrives <= now]
+        self.wire = [pull for pull in self.wire if pull.arrives > now]
+        for pull in arrived:
+            rho = self.method.rho or outer.rho_of(self.replicas.steps[pull.peer] - pull.steps)
+            outcome = outer.merge(self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho)
+            self.slow[pull.peer] = outcome.slow
+            self._shift_moment(pull, outcome, rho * self.method.constants.kappa)
+            owed = self.owed[pull.peer]
+            self.owed[pull.peer] = outcome.correction if owed is None else owed + outcome.correction
+
+    def _shift_moment(self, pull: Pull, outcome: outer.Outcome, strength: float) -> None:
+        steps = self.replicas.steps[pull.peer]
+        if not strength or not steps:
+            return
+        first, second = self.replicas.first_PN[pull.peer], self.replicas.second_PN[pull.peer]
+        moments = outer.Moments(second, 1 - BETA1**steps, 1 - BETA2**steps)
+        first += outer.limited(outer.moment_shift(pull.own, outcome, moments, strength), first.norm())
+
+    def _coded(self, codec: str, values: Tensor) -> Tensor:
+        if self.method.exact:
+            return values.clone()
+        return compress.decode(codec, compress.encode(codec, values), values.numel())
+
+    def _bytes(self, codec: str) -> float:
+        size = self.replicas.theta_PN.shape[1]
+        return compress.CODECS["fp32" if self.method.exact else codec].size(size) / size
+
+
+def rate_at(setting: Setting, now: int) -> float:
+    """Linear warm-up over 2% of the horizon (at least 20 steps), then a cosine down to a tenth."""
+    warm = max(20, setting.horizon // 50)
+    if now < warm:
+        return setting.rate * (now + 1) / warm
+    left = (now - warm) / max(1, setting.horizon - warm)
+    return setting.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * left)))
