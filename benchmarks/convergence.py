@@ -131,11 +131,8 @@ def table(results: Sequence[Result]) -> Iterator[str]:
     entries: dict[tuple[object, ...], dict[float, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         entries[(result.method, *result.setting())][result.rate].append(result)
-    best = [min(rates.values(), key=_loss) for rates in entries.values()]
-    lines = (
-        "method          window latency horizon  seeds  rate    loss           fast    gain   spread  B/window B/step"
-    )
-    yield lines
+    best = [_best(list(rates.values())) for rates in entries.values()]
+    yield "method          window latency horizon  seeds  rate    loss           fast    gain   spread  B/window B/step"
     for seeds in best:
         one = seeds[0]
         losses = [seed.loss for seed in seeds]
@@ -161,6 +158,12 @@ def _gain(seeds: Sequence[Result], best: Sequence[Sequence[Result]]) -> float | 
         if len(ends) == 2 and one.seed in ends["alone"] and one.seed in ends["sync"]
     ]
     return mean(gains) if gains else None
+
+
+def _best(rates: Sequence[Sequence[Result]]) -> Sequence[Result]:
+    """The rate with the lowest loss, of those that were tried with the most seeds."""
+    most = max(len(seeds) for seeds in rates)
+    return min((seeds for seeds in rates if len(seeds) == most), key=_loss)
 
 
 def _loss(seeds: Sequence[Result]) -> float:

@@ -138,7 +138,7 @@ def losses_P(model: config.Model, weights: Weights, inputs_PST: Tensor, targets_
 
 def held_out_loss(shape: Shape, theta_N: Tensor, inputs_ST: Tensor, targets_ST: Tensor) -> float:
     with torch.no_grad():
-        parts = zip(inputs_ST.split(64), targets_ST.split(64), strict=True)
+        parts = zip(torch.split(inputs_ST, 64), torch.split(targets_ST, 64), strict=True)
         losses = [len(x) * losses_P(shape.model, shape.views(theta_N[None]), x[None], y[None]) for x, y in parts]
     return float(torch.stack(losses).sum()) / len(inputs_ST)
 

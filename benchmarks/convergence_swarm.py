@@ -94,7 +94,8 @@ class Swarm:
         steppers = self._steppers(now + 1)
         batches = [self.corpus.micro_batch(self.draws[peer], self.method.sequences) for peer in range(steppers)]
         rate = rate_at(self.setting, now)
-        self.replicas.train(*(torch.stack(side) for side in zip(*batches, strict=True)), rate)
+        inputs_PST, targets_PST = (torch.stack(side) for side in zip(*batches, strict=True))
+        self.replicas.train(inputs_PST, targets_PST, rate)
         for peer in range(steppers):
             self.tokens[peer] += 1
             self.rates[peer] += rate

@@ -171,12 +171,13 @@ class Exchange:
                 "reason": self._skipped or "failed",
                 "seconds": round(now - self._began, 4),
             }
-            lines.append(log("exchange", fragment=self.terms.fragment, partner=None, **solo))
+            nothing = {"sent_bytes": 0, "received_bytes": 0}
+            lines.append(log("exchange", fragment=self.terms.fragment, partner=None, **solo, **nothing))
         return lines
 
     def _failed(self, partner: PeerId, reason: str, seconds: Seconds) -> Log:
         fields = {"outcome": "failed", "reason": reason, "seconds": round(seconds, 4)}
-        return log("exchange", fragment=self.terms.fragment, partner=partner, **fields)
+        return log("exchange", fragment=self.terms.fragment, partner=partner, **fields, sent_bytes=0, received_bytes=0)
 
     def _catch_up(self, newest: str) -> None:
         """A partner is rounds ahead of us, so ours is over: our next one is the one it is in."""

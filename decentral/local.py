@@ -69,6 +69,15 @@ class Member:
         lines = read(self.folder / "journal.jsonl")
         return next((line for line in lines if line["event"] == event and line["t"] >= since), None)
 
+    def has_done(self, goal: Amount, since: float) -> bool:
+        """Whether it has done so many steps or tokens since then."""
+        lines = read(self.folder / "journal.jsonl")
+        steps = [line for line in lines if line["event"] == "step" and line["t"] >= since]
+        if goal.kind == "s" or not steps:
+            return False
+        done = steps[-1]["step"] - steps[0]["step"] if goal.kind == "steps" else sum(line["tokens"] for line in steps)
+        return bool(done >= goal.value)
+
 
 class Swarm:
     """The processes that we started, and only those."""
@@ -109,6 +118,9 @@ class Swarm:
             shown_at = self.joined_at
             while self._running() and (goal is None or time.time() < self.joined_at + goal):
                 time.sleep(POLL_S)
+                for member in self.members:
+                    if member.process.poll() is None and member.has_done(self.stop_after, self.joined_at):
+                        member.process.send_signal(signal.SIGINT)
                 if time.time() >= shown_at + 5:
                     shown_at = time.time()
                     line = summary.glance(self.folders(), self.began)
@@ -141,8 +153,6 @@ class Swarm:
         restart = (folder / "run.json").exists()
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
         arguments += ["--listen", LOOPBACK, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
-        if self.stop_after.kind != "s":
-            arguments += ["--stop-after", str(self.stop_after)]
         if join and not restart:
             arguments += ["--join", join]
         elif not restart:

@@ -136,6 +136,7 @@ async def prepare(flags: argparse.Namespace, folder: state.Folder, own: Identity
         run=met.run,
         own=own,
         fragments=compute.fragments,
+        state_layouts=compute.state_layouts(),
         layers=len(compute.layers),
         profile=_profile(flags, folder, compute),
         addresses=met.addresses,

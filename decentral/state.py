@@ -44,7 +44,12 @@ class Folder:
     def read_run(self) -> tuple[RunId, config.Config] | None:
         """The run that this folder belongs to."""
         kept = self._read("run.json")
-        return (RunId(kept["run"]), config.from_canonical(kept["config"])) if kept else None
+        if kept is None:
+            return None
+        run, text = kept.get("run"), kept.get("config")
+        if not isinstance(run, str) or not isinstance(text, str):
+            raise UserError(f"{self.path / 'run.json'} does not name a run; move it away, or use another --state-dir")
+        return RunId(run), config.from_canonical(text)
 
     def write_run(self, run: RunId, settings: config.Config) -> None:
         self._write("run.json", {"run": run, "config": settings.canonical()})
@@ -76,6 +81,8 @@ class Folder:
             return None
         try:
             content: dict[str, Any] = json.loads(path.read_text())
+            if not isinstance(content, dict):
+                raise ValueError("not a mapping")
             return content
         except (OSError, ValueError):
             raise UserError(f"{path} is damaged; move it away, or use another --state-dir") from None

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -114,7 +115,8 @@ class Host:
         try:
             self.compute.run(self._inbox, report)
         except Exception as error:  # a bug, or a device that is gone: the peer stops, with its reason
-            report(jobs.JobFailed("training", f"{type(error).__name__}: {error}"))
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                report(jobs.JobFailed("training", f"{type(error).__name__}: {error}"))
 
     # Effects
 

@@ -40,7 +40,6 @@ ROSTER_S = 4.0  # how long to wait for the roster
 RETRY_S = 2.0
 GIVE_UP_S = 12.0  # without any donor that answers, after which we start from what we have
 PIECE_DEADLINE_S = 30.0
-MAX_BYTES_PER_PARAMETER = 32
 EXPORT_KEPT_S = 60.0
 
 
@@ -56,7 +55,7 @@ class Incoming:
     """One fragment's state, as far as it is here."""
 
     fragment: Fragment
-    layout: Layout | None = None
+    layout: Layout  # what a donor's state of it has to look like
     total: int | None = None
     pieces: dict[int, bytes] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
@@ -73,15 +72,11 @@ class Incoming:
         """Raises ProtocolError for a piece that does not fit what is here."""
         if blobs.digest(blob) != chunk.digest:
             raise ProtocolError("digest", "a piece of state")
-        if chunk.total > self.fragment.parameters * MAX_BYTES_PER_PARAMETER + 1024:
-            raise ProtocolError("oversize", f"a state of {chunk.total} bytes")
-        if sum(section.size for section in chunk.layout) != chunk.total:
-            raise ProtocolError("shape", "the sections do not add up")
-        if self.layout is not None and (chunk.layout, chunk.total) != (self.layout, self.total):
-            raise ProtocolError("shape", "donors disagree on the layout")
+        if chunk.layout != self.layout or chunk.total != sum(section.size for section in self.layout):
+            raise ProtocolError("shape", "its sections are not this fragment's")
         if len(blob) != min(PIECE_BYTES, chunk.total - chunk.offset):
             raise ProtocolError("shape", "a piece of another length")
-        self.layout, self.total = chunk.layout, chunk.total
+        self.total = chunk.total
         self.pieces[chunk.offset] = blob
 
     def blob(self) -> bytes:
@@ -92,6 +87,7 @@ class Incoming:
 class Join:
     run: RunId
     fragments: Sequence[Fragment]
+    layouts: Sequence[Layout]  # of the fragments' states
     contacts: tuple[PeerId, ...]  # who answered our Hello
     own_step: int  # of our checkpoint; 0 without one
     restored: bool  # whether there is one
@@ -109,7 +105,7 @@ class Join:
     def begin(self, now: Seconds) -> None:
         self.began = self._last_piece = now
         self.wake_at = now + ROSTER_S if self.contacts else now
-        self._incoming = {fragment.index: Incoming(fragment) for fragment in self.fragments}
+        self._incoming = self._nothing_yet()
 
     def handle(self, event: object, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
         match event:
@@ -182,7 +178,7 @@ class Join:
         if not all(one.complete() for one in self._incoming.values()):
             return self._ask_more(now)
         self.state, self.wake_at = State.IMPORTING, None
-        parts = [(index, one.layout or (), one.blob()) for index, one in sorted(self._incoming.items())]
+        parts = [(index, one.layout, one.blob()) for index, one in sorted(self._incoming.items())]
         return [ImportState(tuple(parts), self._step)]
 
     def _donor_failed(self, donor: PeerId, reason: str, now: Seconds) -> list[Effect]:
@@ -198,8 +194,12 @@ class Join:
         """What the donors sent is not a state of this model: ask again, after a pause."""
         self.state, self.wake_at = State.WAITING, now + RETRY_S
         self._failures.update(dict.fromkeys(self.used, 1))
-        self._incoming = {fragment.index: Incoming(fragment) for fragment in self.fragments}
+        self._incoming = self._nothing_yet()
         return [log("error", reason=f"the donated state was refused: {reason}")]
+
+    def _nothing_yet(self) -> dict[int, Incoming]:
+        pairs = zip(self.fragments, self.layouts, strict=True)
+        return {fragment.index: Incoming(fragment, layout) for fragment, layout in pairs}
 
     def _done(self, source: str, now: Seconds) -> list[Effect]:
         self.state, self.wake_at = State.DONE, None

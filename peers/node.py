@@ -44,6 +44,7 @@ from decentral.core.jobs import (
     Evaluated,
     Fragment,
     JobFailed,
+    Layout,
     Merged,
     Saved,
     Started,
@@ -90,6 +91,7 @@ class Setup:
     run: RunId
     own: Identity
     fragments: Sequence[Fragment]
+    state_layouts: Sequence[Layout]  # what newcomers get of each
     layers: int
     profile: Profile
     addresses: tuple[str, ...]
@@ -114,13 +116,16 @@ class Node:
     gossip: list[Gossip] = field(default_factory=list)
     _rng: Random = field(init=False)
     _traffic_at: Seconds = 0.0
+    _unanswered: set[int] = field(default_factory=set)  # no more than the transport's streams
 
     def __post_init__(self) -> None:
         setup, run = self.setup, self.setup.config
         restored = setup.restored_step is not None
         self._rng = rng.stream(run.seed, "node", setup.own.peer)
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose)
-        self.join = Join(setup.run, setup.fragments, setup.contacts, setup.restored_step or 0, restored)
+        self.join = Join(
+            setup.run, setup.fragments, setup.state_layouts, setup.contacts, setup.restored_step or 0, restored
+        )
         self.donor = Donor(setup.run, setup.fragments)
         self.prober = Prober(self.meter, self._rng, None)
         self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=setup.restored_step or 0)
@@ -139,6 +144,8 @@ class Node:
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         if self.phase is Phase.LEFT:
             return self._left(event, now)
+        if isinstance(event, Asked):
+            self._unanswered.add(event.request)
         effects = self._route(event, now)
         for effect in effects:
             self._count(effect)
@@ -147,7 +154,8 @@ class Node:
     def leave(self, reason: str, now: Seconds) -> list[Effect]:
         """The last effects: others need not wait for our record to expire."""
         self.phase = Phase.LEFT
-        return [*self.progress.flush(now), self._traffic(), *self.roster.leave(now)]
+        held = [Reply(request, Envelope(Refused("leaving"))) for request in sorted(self._unanswered)]
+        return [*held, *self.progress.flush(now), self._traffic(), *self.roster.leave(now)]
 
     def blob_bound(self, message: Message) -> int:
         """How large a blob may come with a question; everything else carries none."""
@@ -269,7 +277,7 @@ class Node:
         if not synchronous and gossip.algorithm != "pull":
             phase = self._rng.random()  # peers that ask each other at the same time only get in each other's way
         terms = Terms(self.setup.run, self.setup.own.peer, fragment.index, phase, gossip.max_age_s)
-        close_at = terms.next_close(now, gossip.window_s)
+        close_at = terms.next_close(now, self.period_s(0))
         if gossip.algorithm == "symmetric":
             return SwapExchange(terms, self, close_at)
         if gossip.algorithm == "push_sum":
@@ -299,16 +307,18 @@ class Node:
         return self.meter.deadline_s(peer, size)
 
     def period_s(self, size: int) -> Seconds:
-        """Whole windows, as many as all fragments take at our share of the link (DESIGN: P windows)."""
+        """Whole windows, as many as all fragments take at our share of the link (Streaming DiLoCo's P)."""
         gossip = self.setup.config.gossip
+        early = self.progress.lr_step < gossip.start_steps
+        window_s = min(gossip.window_s, gossip.start_window_s) if early else gossip.window_s
         parameters = sum(fragment.parameters for fragment in self.setup.fragments)
         largest = max(fragment.parameters for fragment in self.setup.fragments)
         round_bytes = size / largest * parameters * gossip.partners
         rates = [rate for rate in (self.meter.typical_down(), self.meter.typical_up()) if rate]
         if not rates:
-            return gossip.window_s
-        windows = -(-round_bytes // (gossip.link_share * min(rates) * gossip.window_s))
-        return gossip.window_s * max(1.0, windows)
+            return window_s
+        windows = -(-round_bytes // (gossip.link_share * min(rates) * window_s))
+        return window_s * max(1.0, windows)
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
         """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""
@@ -369,6 +379,7 @@ class Node:
         if isinstance(effect, Log) and effect.event == "exchange":
             self.exchanges[effect.fields["outcome"]] += 1
         elif isinstance(effect, Reply):
+            self._unanswered.discard(effect.request)
             self.sent_bytes += len(effect.envelope.blob)
 
 

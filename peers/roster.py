@@ -19,6 +19,7 @@ from decentral.peers import records
 from decentral.peers.records import PeerRecord
 
 REFRESH_S = 4.0
+SOON_S = 0.5
 PEERS_PER_REFRESH_S = 25  # a large swarm looks less often: its record is as large as it
 DEAD_AFTER = 2  # unanswered questions in a row
 SILENT = ("unreachable", "deadline", "cut")
@@ -74,6 +75,10 @@ class Roster:
     def renew_soon(self, now: Seconds) -> None:
         """Something worth telling has changed."""
         self._renew_at = min(self._renew_at, now)
+
+    def look_soon(self, now: Seconds) -> None:
+        """Somebody whom we do not know has asked us something."""
+        self._refresh_at = min(self._refresh_at, now + SOON_S)
 
     def leave(self, now: Seconds) -> list[Effect]:
         return [self._announce(now, leaving=True)]

@@ -106,7 +106,9 @@ class Gossip(Strict):
     """What the numbers do, and why these: docs/CONVERGENCE.md."""
 
     algorithm: Literal["pull", "symmetric", "push_sum", "allreduce"] = "pull"
-    window_s: PositiveFloat = 1.0
+    window_s: PositiveFloat = 0.5
+    start_window_s: PositiveFloat = 0.1  # in the first start_steps of the swarm, when replicas drift apart fastest
+    start_steps: Annotated[int, Field(ge=0)] = 100
     partners: Positive = 3  # pulled from in each window
     consensus_every: Positive = 3  # windows between two pulls of slow weights; deltas are pulled in every one
     momentum: Fraction = 0.0  # alpha

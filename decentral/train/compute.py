@@ -52,7 +52,7 @@ class Mixed:
 
     @classmethod
     def of(cls, live: Live, rule: mix.Rule, codecs: Codecs) -> "Mixed":
-        return cls(live, rule, mix.layout_of(rule, live.fragment.parameters, codecs))
+        return cls(live, rule, mix.layout_of(rule.sections, live.fragment.parameters, codecs))
 
     def fits(self, one: jobs.Contribution) -> None:
         """Raises ProtocolError unless its sections are ours, or some of ours that a merge can do with."""
@@ -214,16 +214,20 @@ class Compute:
         self.mixed[fragment].rule.donate(self.mixed[fragment].live, packer)
         return jobs.StateExported(fragment, *packer.finish())
 
+    def state_layouts(self) -> list[jobs.Layout]:
+        """Of each fragment's export: what a newcomer may expect of its donors."""
+        return [
+            mix.layout_of(mixed.rule.donated, mixed.live.fragment.parameters, self.setup.codecs) for mixed in self.mixed
+        ]
+
     def _import(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]], step: int) -> jobs.StateImported:
         """All fragments or none: decoded and checked first, then adopted."""
         donated = []
         if [fragment for fragment, _, _ in blobs] != list(range(len(self.mixed))):
             return jobs.StateImported(False, "fragment")
         try:
-            for fragment, layout, blob in blobs:
-                own = Packer(self.setup.codecs)
-                self.mixed[fragment].rule.donate(self.mixed[fragment].live, own)
-                if own.finish()[0] != layout:
+            for (fragment, layout, blob), expected in zip(blobs, self.state_layouts(), strict=True):
+                if layout != expected:
                     raise ProtocolError("shape", f"fragment {fragment} has another layout")
                 donated.append((self.mixed[fragment], unpack(self.setup.codecs, layout, blob)))
         except ProtocolError as error:

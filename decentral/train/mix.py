@@ -44,6 +44,9 @@ class Rule(Protocol):
     sections: Mapping[str, str]
     """What it packs, in this order: name to codec. All have the fragment's length, but `weight`: one number."""
 
+    donated: Mapping[str, str]
+    """What a newcomer gets, likewise."""
+
     clipped: str | None
     """The section whose length is limited against that of recent ones, if any. A partner always sends it."""
 
@@ -75,6 +78,7 @@ class Pull:
     """outer.close and outer.merge."""
 
     sections: Mapping[str, str] = {"phi": "int8", "delta": "q4"}
+    donated: Mapping[str, str] = {"phi": "fp32", "momentum": "bf16"}
     clipped: str | None = "delta"
 
     def __init__(self, theta: Tensor, gossip: config.Gossip) -> None:
@@ -127,8 +131,8 @@ class Pull:
             live.theta += outcome.correction
 
     def donate(self, live: Live, packer: Packer) -> None:
-        packer.add("phi", "fp32", self.slow.phi)
-        packer.add("momentum", "bf16", self.slow.momentum)
+        packer.add("phi", self.donated["phi"], self.slow.phi)
+        packer.add("momentum", self.donated["momentum"], self.slow.momentum)
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
         live.theta.copy_(donated["phi"])
@@ -139,10 +143,11 @@ class _Plain:
     """What the rules without slow weights share: a newcomer starts from a donor's live weights."""
 
     sections: Mapping[str, str] = {"theta": "int8"}
+    donated: Mapping[str, str] = {"theta": "fp32"}
     clipped: str | None = None
 
     def donate(self, live: Live, packer: Packer) -> None:
-        packer.add("theta", "fp32", live.theta)
+        packer.add("theta", self.donated["theta"], live.theta)
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
         live.theta.copy_(donated["theta"])
@@ -244,11 +249,11 @@ class AllReduce(_Plain):
         return torch.zeros_like(mean)
 
 
-def layout_of(rule: Rule, parameters: int, codecs: Codecs) -> Layout:
-    """The sections of every blob that the rule packs for a fragment of so many parameters."""
-    lengths = {name: 1 if name == "weight" else parameters for name in rule.sections}
+def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> Layout:
+    """What a blob with these sections looks like, for a fragment of so many parameters."""
+    lengths = {name: 1 if name == "weight" else parameters for name in sections}
     return tuple(
-        Section(name, codec, lengths[name], codecs.size(codec, lengths[name])) for name, codec in rule.sections.items()
+        Section(name, codec, lengths[name], codecs.size(codec, lengths[name])) for name, codec in sections.items()
     )
 
 

@@ -136,7 +136,8 @@ def said(sender: str, text: str, now: float) -> Envelope:
     snapshot = Snapshot("run", 0, int(words[0]), 32, 0.25, sent, layout, blobs.digest(blob))
     for flaw in set(words) & set(FLAWS):
         snapshot = replace(snapshot, **FLAWS[flaw])  # type: ignore[arg-type]
-    return Envelope({"snapshot": snapshot, "swap": Swap(snapshot), "push": Push(snapshot)}[kind], blob)
+    said: dict[str, Message] = {"snapshot": snapshot, "swap": Swap(snapshot), "push": Push(snapshot)}
+    return Envelope(said[kind], blob)
 
 
 def shown(effect: Effect, swarm: Swarm) -> str:
@@ -160,7 +161,9 @@ def shown(effect: Effect, swarm: Swarm) -> str:
 def spoken(message: Message) -> str:
     match message:
         case Pull(_, _, after, since, patience, exact, sections):
-            return f"pull after {after} since {since:g} for {patience:g} {'exactly ' * exact}{' '.join(sections) or 'all'}"
+            return (
+                f"pull after {after} since {since:g} for {patience:g} {'exactly ' * exact}{' '.join(sections) or 'all'}"
+            )
         case Snapshot() as snapshot:
             return f"snapshot {snapshot.seq} {'all' if snapshot.layout == LAYOUT else 'delta'}"
         case Swap(offered) | Push(offered):

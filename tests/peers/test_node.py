@@ -49,9 +49,11 @@ class Played:
     """A node with its compute thread: jobs are done after each event, and time passes when a test says so."""
 
     def __init__(self, algorithm: Algorithm, phase: str, window_s: float = 1.0) -> None:
-        config = Config(gossip=Gossip(algorithm=algorithm, window_s=window_s))
+        config = Config(gossip=Gossip(algorithm=algorithm, window_s=window_s, start_window_s=window_s))
         self.known = identity("known")
-        self.node = Node(Setup(config, RUN, identity("own"), FRAGMENTS, 3, PROFILE, ("/ip4/127.0.0.1/tcp/1",)))
+        self.node = Node(
+            Setup(config, RUN, identity("own"), FRAGMENTS, [LAYOUT, LAYOUT], 3, PROFILE, ("/ip4/127.0.0.1/tcp/1",))
+        )
         self.now = NOW
         self.replies: Counter[int] = Counter()
         self.answers: dict[int, Envelope] = {}
@@ -174,7 +176,7 @@ def test_every_question_gets_one_answer_in_bounded_time(
         played.ask(number, played.known.peer if known else STRANGER, message, blob)
         played.pass_time(pause_s)
     played.pass_time(MAX_PATIENCE_S + 1)
-    assert played.replies == {number: 1 for number in range(len(questions))}
+    assert played.replies == dict.fromkeys(range(len(questions)), 1)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -290,12 +292,13 @@ def test_a_question_of_another_algorithm_is_refused_with_the_reason(algorithm: A
     if kind in {"pull": "Pull", "allreduce": "Pull", "symmetric": "SwapCommit", "push_sum": "Push"}[algorithm]:
         pytest.skip("its own")
     offered = Snapshot(RUN, 0, 7, 64, 0.5, NOW, LAYOUT, blobs.digest(BLOB))
-    message: Message = {
+    questions: dict[str, Message] = {
         "Pull": Pull(RUN, 0, 0, 0.0, 5.0),
         "Swap": messages.Swap(offered),
         "Push": messages.Push(offered),
         "Commit": messages.Commit(RUN, 0, 7),
-    }[kind]
+    }
+    message = questions[kind]
     played = Played(algorithm, "training")
     played.ask(1, STRANGER, message, BLOB if kind in ("Swap", "Push") else b"")
     assert played.answers[1].message == Refused("algorithm", f"this run gossips by {algorithm}")

@@ -1,0 +1,62 @@
+"""How long a search may go on, and who hears how it goes.
+
+Searches work in rounds whose size does not depend on time, so that a longer budget continues the same search and
+a given number of rounds gives the same result on any machine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+Report = Callable[[float, float], None]
+"""(fraction of the budget that is used, best cost so far)"""
+
+
+def _silent(_fraction: float, _best: float) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Seconds on the caller's clock, or rounds, whichever ends first. Without a clock only the rounds count."""
+
+    seconds: float = float("inf")
+    rounds: float = float("inf")
+    clock: Callable[[], float] = lambda: 0.0
+    report: Report = _silent
+
+    def part(self, share: float) -> "Budget":
+        """The same clock and listener for a share of the seconds and rounds."""
+        rounds = self.rounds if self.rounds == float("inf") else max(1, int(self.rounds * share))
+        return Budget(self.seconds * share, rounds, self.clock, self.report)
+
+
+@dataclass(slots=True)
+class Progress:
+    """One search's use of its budget, and its record: (seconds, best cost) at each improvement."""
+
+    budget: Budget
+    best: float
+    rounds: int = 0
+    record: list[tuple[float, float]] = field(default_factory=list)
+    _start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.budget.seconds < float("inf") or self.budget.rounds < float("inf"), "a search without end"
+        self._start = self.budget.clock()
+        self.record.append((0.0, self.best))
+
+    def seconds(self) -> float:
+        return self.budget.clock() - self._start
+
+    def goes_on(self) -> bool:
+        return self.rounds < self.budget.rounds and self.seconds() < self.budget.seconds
+
+    def report(self, best: float) -> None:
+        """Ends a round whose best cost so far is `best`."""
+        self.rounds += 1
+        used = self.seconds()
+        if best < self.best:
+            self.best = best
+            self.record.append((used, best))
+        fraction = max(used / self.budget.seconds, self.rounds / self.budget.rounds)
+        self.budget.report(min(1.0, fraction), self.best)

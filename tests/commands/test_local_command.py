@@ -1,0 +1,242 @@
+"""python -m decentral.local: its errors, a whole swarm's summary and journals, and a peer that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decentral import local
+from decentral.core import journal
+
+TINY = [
+    "--set",
+    "model.depth=1",
+    "--set",
+    "model.width=32",
+    "--set",
+    "model.context=32",
+    "--set",
+    "gossip.window_s=0.25",
+]
+LIMIT_S = 240.0  # for a loaded machine; a swarm of three takes a tenth of it
+
+PEER_KEYS = {
+    "peer": str,
+    "throttle": float,
+    "micro_batches": int,
+    "tokens": int,
+    "busy_fraction": float,
+    "exchanges": dict,
+    "sent_bytes": int,
+    "received_bytes": int,
+    "loss_last": float,
+}
+SWARM_KEYS = {
+    "seconds": float,
+    "tokens": int,
+    "tokens_per_s": float,
+    "loss_first": float,
+    "loss_last": float,
+    "heldout_loss": float,
+    "replica_spread": float,
+}
+LINES = {
+    "started": {"peer", "run", "addresses", "device"},
+    "joined": {"peers", "donors", "seconds"},
+    "step": {"step", "tokens", "loss", "seconds"},
+    "eval": {"tokens", "loss"},
+    "checkpoint": {"step", "bytes"},
+    "stopped": {"reason"},
+}
+DONE = {"fragment", "partner", "outcome", "reason", "seconds", "sent_bytes", "received_bytes", "age_s"}
+
+
+# Errors
+
+
+def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert local.main(list(flags)) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize("throttle", ["1,2", "1,x,3", "0,1,1", "1,1,1,1", "1,1,nan", ""])
+def test_a_throttle_that_does_not_fit_the_peers(capfd: pytest.CaptureFixture[str], throttle: str) -> None:
+    said = refusal(capfd, "--peers", "3", f"--throttle={throttle}")
+    assert said == f"--throttle expects 3 factors of at least 1, such as 1,1,1,10; got {throttle!r}"
+
+
+@pytest.mark.parametrize("peers", ["0", "65", "-1"])
+def test_a_number_of_peers_out_of_bounds(capfd: pytest.CaptureFixture[str], peers: str) -> None:
+    assert refusal(capfd, f"--peers={peers}") == f"--peers expects 1 to 64; got {peers}"
+
+
+def test_a_stop_after_that_is_no_amount(capfd: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capfd, "--stop-after", "soon") == "expected 90s, 500steps or 2e6tokens; got 'soon'"
+
+
+def test_peers_that_are_no_number(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "--peers" in refusal(capfd, "--peers", "many")
+
+
+@pytest.mark.swarm
+def test_what_the_first_peer_says_is_what_the_user_reads(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = refusal(capfd, "--peers", "1", "--state-dir", str(tmp_path), "--set", "gossip.windows_s=2")
+    assert said == "peer 0 did not start: config: unknown key gossip.windows_s; did you mean gossip.window_s?"
+
+
+# A whole swarm
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder and the summary of three peers that trained sixty steps each, one of them four times slower."""
+    folder = tmp_path_factory.mktemp("swarm")
+    flags = [
+        "--peers",
+        "3",
+        "--throttle",
+        "1,1,4",
+        "--stop-after",
+        "300steps",
+        "--summary",
+        str(folder / "summary.json"),
+    ]
+    command = [sys.executable, "-m", "decentral.local", *flags, *TINY, "--state-dir", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return folder, summary
+
+
+@pytest.mark.swarm
+def test_the_summary_has_the_contracts_keys_and_types(finished: tuple[Path, dict[str, Any]]) -> None:
+    _, summary = finished
+    assert set(summary) == {"peers", "swarm"}
+    assert {key: type(value) for key, value in summary["swarm"].items()} == SWARM_KEYS
+    for peer in summary["peers"]:
+        assert {key: type(value) for key, value in peer.items()} == PEER_KEYS
+        assert {key: type(value) for key, value in peer["exchanges"].items()} == dict.fromkeys(
+            ("done", "solo", "failed"), int
+        )
+    assert [peer["throttle"] for peer in summary["peers"]] == [1.0, 1.0, 4.0]
+    assert len({peer["peer"] for peer in summary["peers"]}) == 3
+
+
+@pytest.mark.swarm
+def test_all_peers_trained_and_those_that_met_exchanged(finished: tuple[Path, dict[str, Any]]) -> None:
+    _, summary = finished
+    for peer in summary["peers"]:
+        assert peer["micro_batches"] >= 60
+        assert peer["exchanges"]["done"] > 0, summary
+        assert 0 < peer["busy_fraction"] <= 1
+    assert summary["swarm"]["tokens"] == sum(peer["tokens"] for peer in summary["peers"])
+    assert 0 < summary["swarm"]["heldout_loss"] < 8
+
+
+@pytest.mark.swarm
+def test_the_journals_have_the_contracts_lines(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = finished
+    for number in range(3):
+        lines = list(journal.read(folder / f"peer-{number}" / "journal.jsonl"))
+        assert {line["event"] for line in lines} >= set(LINES)
+        for line in lines:
+            assert isinstance(line["t"], float)
+            assert set(line) >= LINES.get(line["event"], set()), line
+            if line["event"] == "exchange":
+                assert line["outcome"] in ("done", "solo", "failed")
+                assert set(line) >= (DONE if line["outcome"] == "done" else DONE - {"age_s"}), line
+        assert lines[0]["event"] == "started"
+        assert lines[-1]["event"] == "stopped"
+
+
+# A peer that is killed
+
+
+class Peers:
+    """Processes that this test started, by name; only those are ever killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *flags: str) -> None:
+        path = self.folder / name
+        path.mkdir(exist_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "decentral.peer",
+            "--plain",
+            "--listen",
+            "/ip4/127.0.0.1/tcp/0",
+            "--throttle=4",
+        ]
+        with (path / "output.txt").open("ab") as output:
+            self.processes[name] = subprocess.Popen(
+                [*command, "--state-dir", str(path), *flags],
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def lines(self, name: str, event: str) -> list[dict[str, Any]]:
+        return [line for line in journal.read(self.folder / name / "journal.jsonl") if line["event"] == event]
+
+    def until(self, what: str, happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not happened():
+            assert time.monotonic() < deadline, f"{what}: not within {LIMIT_S:.0f} s"
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGINT)
+        for process in self.processes.values():
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    started = Peers(tmp_path)
+    yield started
+    started.end()
+
+
+@pytest.mark.swarm
+def test_a_peer_that_is_killed_does_not_stop_the_others_and_comes_back_as_itself(peers: Peers) -> None:
+    peers.start("a", *TINY, "--set", "swarm.checkpoint_every_s=2")
+    peers.until("a trains", lambda: bool(peers.lines("a", "step")))
+    address = peers.lines("a", "started")[0]["addresses"][0]
+    for name in "bc":
+        peers.start(name, "--join", address)
+    peers.until("all exchange", lambda: all(exchanged(peers, name) for name in "abc"))
+    peers.until("c has saved", lambda: bool(peers.lines("c", "checkpoint")))
+
+    peers.processes["c"].kill()
+    peers.processes["c"].wait()
+    before = {name: len(peers.lines(name, "step")) for name in "ab"}
+    peers.until("a and b go on", lambda: all(len(peers.lines(name, "step")) > before[name] + 2 for name in "ab"))
+
+    peers.start("c")
+    peers.until("c joins again", lambda: len(peers.lines("c", "joined")) == 2)
+    first, again = peers.lines("c", "started")
+    assert (again["peer"], again["run"]) == (first["peer"], first["run"])
+    since = again["t"]
+    peers.until("c exchanges again", lambda: exchanged(peers, "c", since))
+
+
+def exchanged(peers: Peers, name: str, since: float = 0.0) -> bool:
+    return any(line["outcome"] == "done" and line["t"] >= since for line in peers.lines(name, "exchange"))

@@ -1,0 +1,185 @@
+"""python -m decentral.peer as a user gets it wrong: exit 2, one line on stderr that says what to do, no traceback."""
+
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decentral import peer
+from decentral.comm.identity import Identity
+from decentral.core import config
+from decentral.core.ids import RunId
+from decentral.state import Folder
+
+LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "peer"
+
+
+def refusal(capfd: pytest.CaptureFixture[str], folder: Path, *flags: str) -> str:
+    """What the command says before it exits 2."""
+    assert peer.main([*LOOPBACK, "--plain", "--state-dir", str(folder), *flags]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+# Flags
+
+
+@pytest.mark.parametrize("factor", ["0", "0.5", "-3", "nan", "1e9"])
+def test_a_throttle_out_of_bounds(capfd: pytest.CaptureFixture[str], folder: Path, factor: str) -> None:
+    assert "--throttle expects a factor of 1 to 10000" in refusal(capfd, folder, "--throttle", factor)
+
+
+def test_a_throttle_that_is_no_number(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert "--throttle" in refusal(capfd, folder, "--throttle", "fast")
+
+
+@pytest.mark.parametrize("amount", ["soon", "10", "-5s", "0steps", "5 hours"])
+def test_a_stop_after_that_is_no_amount(capfd: pytest.CaptureFixture[str], folder: Path, amount: str) -> None:
+    said = refusal(capfd, folder, f"--stop-after={amount}")
+    assert said == f"expected 90s, 500steps or 2e6tokens; got {amount!r}"
+
+
+def test_an_unknown_flag(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert "--speed" in refusal(capfd, folder, "--speed")
+
+
+def test_wrong_flags_leave_no_folder_behind(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    refusal(capfd, folder, "--throttle", "0")
+    assert not folder.exists()
+
+
+# The state folder
+
+
+def test_a_state_folder_that_another_process_uses(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    folder.mkdir()
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "is in use by another peer; choose another folder" in refusal(capfd, folder)
+
+
+def test_a_state_folder_that_is_a_file(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    folder.write_text("not a folder")
+    assert "choose a folder that can be written" in refusal(capfd, folder)
+
+
+def test_a_damaged_identity(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    folder.mkdir()
+    (folder / "identity.key").write_bytes(b"garbage")
+    assert "move it away to get a new one" in refusal(capfd, folder)
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("flags", [["default"], ["--set", "seed=2"]])
+def test_a_state_folder_whose_run_is_settled(capfd: pytest.CaptureFixture[str], folder: Path, flags: list[str]) -> None:
+    folder.mkdir()
+    Folder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
+    said = refusal(capfd, folder, *flags)
+    assert "belongs to run gpt-3fa2c1" in said
+    assert "leave CONFIG and --set out" in said
+
+
+@pytest.mark.swarm
+def test_a_damaged_run_file(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    folder.mkdir()
+    (folder / "run.json").write_text("{")
+    assert "run.json is damaged" in refusal(capfd, folder)
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("content", ["[]", "{}", '{"run": 1, "config": 2}', "null"])
+def test_a_run_file_that_holds_something_else(capfd: pytest.CaptureFixture[str], folder: Path, content: str) -> None:
+    folder.mkdir()
+    (folder / "run.json").write_text(content)
+    assert "run.json" in refusal(capfd, folder, "--device", "tpu")
+
+
+# The config
+
+
+@pytest.mark.swarm
+def test_an_unknown_key_names_the_nearest_one(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    said = refusal(capfd, folder, "--set", "gossip.windows_s=2")
+    assert said == "config: unknown key gossip.windows_s; did you mean gossip.window_s?"
+
+
+@pytest.mark.swarm
+def test_a_wrong_type_says_what_was_expected(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    said = refusal(capfd, folder, "--set", "model.depth=deep")
+    assert "model.depth" in said
+    assert "integer" in said
+    assert "deep" in said
+
+
+@pytest.mark.swarm
+def test_a_config_that_is_not_there(capfd: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    said = refusal(capfd, folder, str(tmp_path / "none.yaml"))
+    assert "cannot read" in said
+    assert "default" in said
+
+
+@pytest.mark.swarm
+def test_data_that_is_not_there(capfd: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "none.txt"
+    assert str(missing) in refusal(capfd, folder, "--set", "data.kind=text", "--set", f"data.path={missing}")
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "gpu0", "meta"])
+def test_a_device_that_is_not_there(capfd: pytest.CaptureFixture[str], folder: Path, device: str) -> None:
+    assert "--device" in refusal(capfd, folder, "--device", device)
+
+
+# Joining
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("flags", [["default"], ["--set", "seed=2"]])
+def test_a_config_together_with_join(capfd: pytest.CaptureFixture[str], folder: Path, flags: list[str]) -> None:
+    said = refusal(capfd, folder, "--join", "/ip4/127.0.0.1/tcp/1/p2p/Qm", *flags)
+    assert said == "with --join the config comes from the swarm; leave CONFIG and --set out"
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("address", ["127.0.0.1:4001", "/ip4/1.2.3.4/tcp/4001", "/ip4/300.0.0.1/tcp/1/p2p/Qm", "x"])
+def test_an_address_that_is_none(capfd: pytest.CaptureFixture[str], folder: Path, address: str) -> None:
+    said = refusal(capfd, folder, "--join", address)
+    assert "--join expects an address such as" in said
+    assert repr(address) in said
+
+
+@pytest.mark.swarm
+def test_an_address_where_nobody_is(capfd: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    nobody = Identity.load_or_create(tmp_path / "nobody.key").peer
+    address = f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}"
+    said = refusal(capfd, folder, "--join", address)
+    assert said.startswith(f"--join {address}: unreachable")
+    assert said.endswith("check the address, that the peer there runs, and its port")
+
+
+@pytest.mark.swarm
+def test_a_place_where_it_cannot_listen(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert peer.main(["--plain", "--state-dir", str(folder), "--listen", "here"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "cannot listen on here" in line
+
+
+# As a process
+
+
+@pytest.mark.swarm
+def test_the_process_exits_2_with_one_line(folder: Path) -> None:
+    command = [sys.executable, "-m", "decentral.peer", *LOOPBACK, "--state-dir", str(folder), "--set", "modle.depth=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line == "error: config: unknown key modle; did you mean model?"

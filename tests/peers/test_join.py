@@ -1,0 +1,194 @@
+"""A newcomer's start: from several donors, piece by piece, whatever becomes of some of them."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from decentral.comm import blobs
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import PullState, Refused, StateChunk
+from decentral.comm.transport import Answered, Ask, AskFailed
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
+from decentral.core.machine import Effect, Woke
+from decentral.peers.join import PIECE_BYTES, Join, State
+
+RUN = RunId("gpt-3fa2c1")
+A, B = PeerId("A"), PeerId("B")
+FRAGMENTS = (Fragment(0, 0, 1, 400_000), Fragment(1, 1, 2, 400_000))
+SIZE = 3 * PIECE_BYTES - 1000  # of each fragment's state: three pieces
+LAYOUT = (Section("theta", "fp32", SIZE // 4, SIZE),)
+OTHER = (Section("phi", "fp32", SIZE // 4, SIZE),)
+
+
+class Newcomer:
+    """A Join with its donors, who answer when a test says so."""
+
+    def __init__(self, donors: Sequence[PeerId] = (A, B), own_step: int = 0, restored: bool = False) -> None:
+        self.join = Join(RUN, FRAGMENTS, [LAYOUT] * len(FRAGMENTS), tuple(donors), own_step, restored)
+        self.live, self.now = list(donors), 100.0
+        self.asks: list[Ask] = []
+        self.fetched: list[tuple[object, ...]] = []
+        self.effects: list[Effect] = []
+        self.join.begin(self.now)
+
+    def carry(self, effects: list[Effect]) -> None:
+        self.asks += [effect for effect in effects if isinstance(effect, Ask)]
+        self.effects += [effect for effect in effects if not isinstance(effect, Ask)]
+
+    def know_the_roster(self) -> None:
+        self.carry(self.join.roster_known(self.now, self.live))
+
+    def wake(self, seconds: float) -> None:
+        self.now += seconds
+        self.carry(self.join.handle(Woke(), self.now, self.live))
+
+    def next_of(self, donor: PeerId) -> Ask:
+        ask = next(ask for ask in self.asks if ask.to == donor)
+        self.asks.remove(ask)
+        return ask
+
+    def answer(self, ask: Ask, **flaw: object) -> None:
+        pull = ask.envelope.message
+        assert isinstance(pull, PullState)
+        piece = bytes([pull.fragment]) * min(PIECE_BYTES, SIZE - pull.offset)
+        layout = flaw.get("layout", LAYOUT)
+        digest = flaw.get("digest", blobs.digest(piece))
+        chunk = StateChunk(RUN, pull.fragment, pull.offset, SIZE, flaw.get("step", 50), layout, digest)  # type: ignore[arg-type]
+        if not flaw:
+            self.fetched.append(ask.tag)
+        self.carry(
+            self.join.handle(Answered(ask.tag, ask.to, Envelope(chunk, piece), 1.0, 10, 10), self.now, self.live)
+        )
+
+    def fail(self, ask: Ask, reason: str = "unreachable") -> None:
+        self.carry(self.join.handle(AskFailed(ask.tag, ask.to, reason, 1.0), self.now, self.live))
+
+    def finish(self) -> ImportState:
+        while self.asks:
+            self.answer(self.asks.pop(0))
+        (imported,) = (effect for effect in self.effects if isinstance(effect, ImportState))
+        return imported
+
+    @property
+    def starts(self) -> list[Effect]:
+        return [effect for effect in self.effects if isinstance(effect, Start)]
+
+
+def test_two_donors_are_asked_at_once_for_different_pieces() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    assert {ask.to for ask in new.asks} == {A, B}
+    assert len({ask.tag for ask in new.asks}) == len(new.asks)
+
+
+def test_all_pieces_together_are_imported_and_training_starts() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    imported = new.finish()
+    assert imported.step == 50
+    assert imported.blobs == tuple((index, LAYOUT, bytes([index]) * SIZE) for index in (0, 1))
+    assert len(new.fetched) == len(set(new.fetched)) == 6
+    new.carry(new.join.handle(StateImported(True), new.now, new.live))
+    assert new.starts == [Start(newcomer=True)]
+    assert new.join.used == {A, B}
+
+
+def test_a_donor_that_dies_midway_is_replaced_and_nothing_is_fetched_twice() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    new.answer(new.next_of(A))
+    new.answer(new.next_of(B))
+    while any(ask.to == A for ask in new.asks):
+        new.fail(new.next_of(A))
+    assert new.join.donors == [B]
+    new.finish()
+    assert len(new.fetched) == len(set(new.fetched)) == 6
+
+
+def test_a_piece_with_a_wrong_digest_is_asked_again() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    bad = new.next_of(A)
+    new.answer(bad, digest=b"x" * 16)
+    assert any(ask.tag == bad.tag for ask in new.asks)
+    assert new.finish().blobs[0][2] == bytes(SIZE)
+
+
+@pytest.mark.parametrize("flaw", [{"digest": b"x" * 16}, {"layout": ()}])
+def test_a_donor_that_sends_bad_pieces_is_left_out(flaw: dict[str, object]) -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    while any(ask.to == A for ask in new.asks):
+        new.answer(new.next_of(A), **flaw)
+    assert new.join.donors == [B]
+    new.finish()
+    assert new.join.used == {B}
+
+
+def test_donors_who_disagree_on_the_layout_are_not_mixed() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    for _ in range(2):
+        new.answer(new.next_of(A))
+    while any(ask.to == B for ask in new.asks):
+        new.answer(new.next_of(B), layout=OTHER)
+    assert {layout for _, layout, _ in new.finish().blobs} == {LAYOUT}
+
+
+def test_donors_behind_our_checkpoint_teach_us_nothing() -> None:
+    new = Newcomer(own_step=100, restored=True)
+    new.know_the_roster()
+    new.answer(new.next_of(A), step=90)
+    assert new.starts == [Start(newcomer=False)]
+    assert new.join.state is State.DONE
+
+
+def test_a_checkpoint_that_is_behind_catches_up_and_is_no_newcomer() -> None:
+    new = Newcomer(own_step=10, restored=True)
+    new.know_the_roster()
+    new.finish()
+    new.carry(new.join.handle(StateImported(True), new.now, new.live))
+    assert new.starts == [Start(newcomer=False)]
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_with_nobody_there_it_starts_from_what_it_has(restored: bool) -> None:
+    new = Newcomer(donors=(), restored=restored)
+    new.know_the_roster()
+    assert new.starts == [Start(newcomer=False)]
+
+
+def test_donors_that_never_answer_are_given_up() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    for _ in range(30):
+        while new.asks:
+            new.fail(new.asks.pop())
+        new.wake(2.0)
+        if new.starts:
+            break
+    assert new.starts == [Start(newcomer=False)]
+
+
+def test_a_donor_that_is_not_ready_yet_is_asked_again() -> None:
+    new = Newcomer(donors=(A,))
+    new.know_the_roster()
+    while new.asks:
+        ask = new.asks.pop()
+        refused = Answered(ask.tag, ask.to, Envelope(Refused("not-ready")), 0.1, 10, 10)
+        new.carry(new.join.handle(refused, new.now, new.live))
+    new.wake(2.0)
+    new.wake(2.0)
+    new.finish()
+
+
+def test_a_state_that_our_model_refuses_is_asked_again_after_a_pause() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    new.finish()
+    new.carry(new.join.handle(StateImported(False, "shape"), new.now, new.live))
+    assert not new.starts
+    assert not new.asks
+    new.wake(2.0)
+    assert new.asks
