@@ -146,6 +146,8 @@ class Node:
             return self._left(event, now)
         if isinstance(event, Asked):
             self._unanswered.add(event.request)
+            if event.sender not in self.roster.live:
+                self.roster.look_soon(now)
         effects = self._route(event, now)
         for effect in effects:
             self._count(effect)
