@@ -7,7 +7,7 @@ here stays. Pieces of one fragment may come from several donors: replicas differ
 stand for themselves (no block of a codec crosses a piece). A peer with a checkpoint that is ahead of its donors
 keeps its own state; so does a whole swarm that starts again.
 
-Donor serves the other side: the fragment's state, encoded once a minute at most and then given out in pieces.
+Donor serves the other side: the fragment's state, encoded every few seconds at most and given out in pieces.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ ROSTER_S = 4.0  # how long to wait for the roster
 RETRY_S = 2.0
 GIVE_UP_S = 12.0  # without any donor that answers, after which we start from what we have
 PIECE_DEADLINE_S = 30.0
-EXPORT_KEPT_S = 60.0
+EXPORT_KEPT_S = 5.0  # longer, and a newcomer would start where the swarm was
 
 
 class State(Enum):
@@ -215,7 +215,7 @@ class Export:
 
 @dataclass(slots=True)
 class Donor:
-    """Serves PullState. Encoding is the compute thread's; a fragment's export is reused for a minute."""
+    """Serves PullState. Encoding is the compute thread's; a fragment's export is reused for some seconds."""
 
     run: RunId
     fragments: Sequence[Fragment]
