@@ -96,15 +96,15 @@ class Swarm:
 
     def start(self, console: Console) -> None:
         console.print(f"starting {len(self.throttles)} peers (throttle {', '.join(f'{t:g}' for t in self.throttles)})")
-        self._launch(0, None)
-        self._await_event(self.members[0], "joined")
+        self.launch(0, None)
+        self.await_event(self.members[0], "joined")
         started = self.members[0].happened("started", self.began - 1)
         assert started is not None
         address = str(started["addresses"][0])  # type: ignore[index]
         for number in range(1, len(self.throttles)):
-            self._launch(number, address)
+            self.launch(number, address)
         for member in self.members[1:]:
-            self._await_event(member, "joined")
+            self.await_event(member, "joined")
         self.joined_at = time.time()
         console.print("training; a second terminal can join with:", style="bold")
         console.print(f"    {Path(sys.executable)} -m decentral.peer --join {address}", soft_wrap=True)
@@ -147,7 +147,7 @@ class Swarm:
                 member.process.kill()
                 member.process.wait()
 
-    def _launch(self, number: int, join: str | None) -> None:
+    def launch(self, number: int, join: str | None) -> None:
         folder = self.folders()[number]
         folder.mkdir(parents=True, exist_ok=True)
         restart = (folder / "run.json").exists()
@@ -163,7 +163,7 @@ class Swarm:
             process = subprocess.Popen(arguments, stdout=output, stderr=output, env=environment, start_new_session=True)
         self.members.append(Member(number, folder, process))
 
-    def _await_event(self, member: Member, event: str) -> None:
+    def await_event(self, member: Member, event: str) -> None:
         deadline = time.time() + START_S
         while member.happened(event, self.began - 1) is None:
             if member.process.poll() is not None:

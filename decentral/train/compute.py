@@ -6,26 +6,22 @@ core/jobs.py. `do` and `step` may also be called directly, without a thread: tes
 
 import queue
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
-from decentral.train import checkpoint, data, gpt, measure, mix
+from decentral.train import checkpoint, data, gpt, measure
 from decentral.train.inner import Inner, Live, cut
-from decentral.train.sections import Codecs, Packer, unpack
+from decentral.train.mixing import Mixing
+from decentral.train.sections import Codecs
 from decentral.train.step import Device, chain, held_out_loss, train_step
 
-CLIP_TO_MEDIAN = 2.0  # a partner's delta is no longer than this many times the median of recent ones
-RECENT = 16
 BEFORE_START = -1
 
 
@@ -39,31 +35,6 @@ class Setup:
     folder: Path
 
 
-@dataclass(slots=True)
-class Mixed:
-    """A fragment's gossip: its rule, and the lengths of recent deltas."""
-
-    live: Live
-    rule: mix.Rule
-    layout: jobs.Layout  # of the blobs that we publish
-    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # of recent deltas
-    own_length: float = 0.0  # of the delta that we published last
-    newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
-
-    @classmethod
-    def of(cls, live: Live, rule: mix.Rule, codecs: Codecs) -> "Mixed":
-        return cls(live, rule, mix.layout_of(rule.sections, live.fragment.parameters, codecs))
-
-    def fits(self, one: jobs.Contribution) -> None:
-        """Raises ProtocolError unless its sections are ours, or some of ours that a merge can do with."""
-        names = {section.name for section in one.layout}
-        needed = {self.rule.clipped} if self.rule.clipped else {section.name for section in self.layout}
-        if not one.layout or not set(one.layout) <= set(self.layout) or not needed <= names:
-            raise ProtocolError("shape", "its sections are not this fragment's")
-        if len(names) != len(one.layout) or len(one.blob) != sum(section.size for section in one.layout):
-            raise ProtocolError("shape", "its sections do not add up to its blob")
-
-
 class Compute:
     """Builds the model with its initial weights; `resume` and ImportState replace them."""
 
@@ -73,7 +44,7 @@ class Compute:
         self.layers = [layer.to(setup.device.device) for layer in gpt.build(run.model, run.seed)]
         self.fragments = cut(self.layers, run.gossip.fragment_parameters)
         lives = [Live(fragment, self.layers, setup.device.device, run.train) for fragment in self.fragments]
-        self.mixed = [Mixed.of(live, mix.rule(run.gossip, live.theta, setup.peer), setup.codecs) for live in lives]
+        self.mixing = Mixing(lives, run.gossip, setup.peer, setup.codecs)
         self.inner = Inner(lives, run.train)
         self.forward = chain(self.layers, run.train.compile and setup.device.device.type == "cuda")
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
@@ -121,15 +92,17 @@ class Compute:
     def _do(self, job: jobs.Job) -> jobs.Outcome:
         match job:
             case jobs.CloseWindow(fragment, seq, hold):
-                return self._close(fragment, seq, hold)
+                self.holding = fragment if hold else self.holding
+                return self.mixing.close(fragment, seq)
             case jobs.Merge(fragment, seq, contributions):
-                return self._merge(fragment, seq, contributions)
+                self.holding = None if self.holding == fragment else self.holding
+                return self.mixing.merge(fragment, seq, contributions)
             case jobs.Absorb(fragment, contribution):
-                return self._absorb(fragment, contribution)
+                return self.mixing.absorb(fragment, contribution)
             case jobs.ExportState(fragment):
-                return self._export(fragment)
+                return self.mixing.export(fragment)
             case jobs.ImportState(blobs, step):
-                return self._import(blobs, step)
+                return self._adopted(self.mixing.adopt(blobs), step)
             case jobs.SetClock(step):
                 self.lr_step = max(self.lr_step, step)
                 return jobs.ClockSet(self.lr_step)
@@ -139,113 +112,23 @@ class Compute:
                 return jobs.Saved(self.own_steps, self.save())
             case jobs.Start(newcomer):
                 self.holding = None
-                for mixed in self.mixed:
-                    mixed.newcomer = newcomer
+                self.mixing.begin(newcomer)
                 return jobs.Started(self.lr_step)
             case jobs.Finish():
                 raise AssertionError("Finish ends the thread")
 
-    # Gossip
-
-    def _close(self, fragment: int, seq: int, hold: bool) -> jobs.WindowClosed:
-        mixed = self.mixed[fragment]
-        packer = Packer(self.setup.codecs)
-        mixed.rule.close(mixed.live, packer)
-        if mixed.rule.clipped:
-            mixed.own_length = float(torch.linalg.vector_norm(packer.read[mixed.rule.clipped]))
-        tokens, rates = 0 if mixed.newcomer else mixed.live.tokens, mixed.live.rates
-        mixed.live.tokens, mixed.live.rates, mixed.newcomer = 0, 0.0, False
-        self.holding = fragment if hold else self.holding
-        layout, blob = packer.finish()
-        assert layout == mixed.layout
-        return jobs.WindowClosed(fragment, seq, tokens, rates, layout, blob)
-
-    def _merge(self, fragment: int, seq: int, contributions: Sequence[jobs.Contribution]) -> jobs.Merged:
-        mixed = self.mixed[fragment]
-        parts, rejected = self._decode(mixed, contributions)
-        mixed.live.theta += mixed.rule.merge(mixed.live, parts)
-        if self.holding == fragment:
-            self.holding = None
-        return jobs.Merged(fragment, seq, tuple(part.peer for part in parts), tuple(rejected))
-
-    def _absorb(self, fragment: int, contribution: jobs.Contribution) -> jobs.Absorbed:
-        mixed = self.mixed[fragment]
-        parts, rejected = self._decode(mixed, [contribution])
-        if rejected:
-            return jobs.Absorbed(fragment, False, rejected[0][1])
-        mixed.live.theta += mixed.rule.merge(mixed.live, parts)
-        return jobs.Absorbed(fragment, True)
-
-    def _decode(
-        self, mixed: Mixed, contributions: Sequence[jobs.Contribution]
-    ) -> tuple[list[mix.Parts], list[tuple[PeerId, str]]]:
-        """Partners' vectors on our device, and whom we refused for what: bytes from the network prove nothing."""
-        parts, rejected = [], []
-        for one in contributions:
-            try:
-                mixed.fits(one)
-                vectors = unpack(self.setup.codecs, one.layout, one.blob)
-                mixed.rule.check(vectors)
-            except ProtocolError as error:
-                rejected.append((one.peer, error.reason))
-                continue
-            on_device = {name: vector.to(mixed.live.theta.device) for name, vector in vectors.items()}
-            if mixed.rule.clipped:
-                self._clip(mixed, on_device[mixed.rule.clipped])
-            parts.append(mix.Parts(one.peer, one.tokens, one.rates, on_device))
-        return parts, rejected
-
-    def _clip(self, mixed: Mixed, vector: Tensor) -> None:
-        """One peer that diverges, or lies, moves us no further than twice what is usual, or what we moved ourselves.
-
-        Our own length is among them: steps grow during the warm-up, everybody's alike.
-        """
-        length = float(torch.linalg.vector_norm(vector))
-        usual = max(mixed.own_length, median(mixed.lengths) if mixed.lengths else length)
-        limit = CLIP_TO_MEDIAN * usual
-        if length > limit > 0:
-            vector *= limit / length
-        mixed.lengths.append(min(length, limit) if limit > 0 else length)
-
     # State
 
-    def _export(self, fragment: int) -> jobs.StateExported:
-        packer = Packer(self.setup.codecs)
-        self.mixed[fragment].rule.donate(self.mixed[fragment].live, packer)
-        return jobs.StateExported(fragment, *packer.finish())
-
     def state_layouts(self) -> list[jobs.Layout]:
-        """Of each fragment's export: what a newcomer may expect of its donors."""
-        return [
-            mix.layout_of(mixed.rule.donated, mixed.live.fragment.parameters, self.setup.codecs) for mixed in self.mixed
-        ]
+        return self.mixing.state_layouts()
 
-    def _import(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]], step: int) -> jobs.StateImported:
-        """All fragments or none: decoded and checked first, then adopted."""
-        donated = []
-        if [fragment for fragment, _, _ in blobs] != list(range(len(self.mixed))):
-            return jobs.StateImported(False, "fragment")
-        try:
-            for (fragment, layout, blob), expected in zip(blobs, self.state_layouts(), strict=True):
-                if layout != expected:
-                    raise ProtocolError("shape", f"fragment {fragment} has another layout")
-                donated.append((self.mixed[fragment], unpack(self.setup.codecs, layout, blob)))
-        except ProtocolError as error:
-            return jobs.StateImported(False, error.reason)
-        for mixed, vectors in donated:
-            device = mixed.live.theta.device
-            mixed.rule.adopt(mixed.live, {name: vector.to(device) for name, vector in vectors.items()})
-        self.lr_step = max(self.lr_step, step)
-        return jobs.StateImported(True)
+    def _adopted(self, imported: jobs.StateImported, step: int) -> jobs.StateImported:
+        if imported.accepted:
+            self.lr_step = max(self.lr_step, step)
+        return imported
 
     def save(self) -> int:
         """Writes a checkpoint; gives its bytes."""
-        tensors: dict[str, Tensor] = {}
-        for mixed in self.mixed:
-            live, prefix = mixed.live, f"{mixed.live.fragment.index}."
-            own = {"theta": live.theta, "exp_avg": live.exp_avg, "exp_avg_sq": live.exp_avg_sq}
-            tensors |= {prefix + name: value for name, value in own.items()}
-            tensors |= {prefix + "rule." + name: value for name, value in mixed.rule.state().items()}
         facts = {
             "run": self.setup.config.digest(),
             "fragments": [asdict(fragment) for fragment in self.fragments],
@@ -254,9 +137,9 @@ class Compute:
             "inner_steps": self.inner.steps,
             "micro_batches": self.micro_batches,
             "tokens": self.tokens,
-            "window": [[mixed.live.tokens, mixed.live.rates] for mixed in self.mixed],
+            "window": self.mixing.windows(),
         }
-        return checkpoint.write(self.setup.folder, tensors, facts)
+        return checkpoint.write(self.setup.folder, self.mixing.tensors(), facts)
 
     def resume(self) -> bool:
         """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is of another run."""
@@ -273,14 +156,7 @@ class Compute:
         return True
 
     def _load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        for mixed, (tokens, rates) in zip(self.mixed, facts["window"], strict=True):
-            live, prefix = mixed.live, f"{mixed.live.fragment.index}."
-            live.theta.copy_(tensors[prefix + "theta"])
-            live.exp_avg.copy_(tensors[prefix + "exp_avg"])
-            live.exp_avg_sq.copy_(tensors[prefix + "exp_avg_sq"])
-            live.tokens, live.rates, live.steps = tokens, rates, facts["inner_steps"]
-            own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
-            mixed.rule.load(live, {name: tensor.to(live.theta.device) for name, tensor in own.items()})
+        self.mixing.load(tensors, facts["window"], facts["inner_steps"])
         self.own_steps, self.lr_step = facts["own_steps"], facts["lr_step"]
         self.micro_batches, self.tokens = facts["micro_batches"], facts["tokens"]
 

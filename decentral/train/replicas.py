@@ -46,7 +46,7 @@ def held_out_loss(run: config.Config, weights: Weights, codecs: Codecs) -> float
     with tempfile.TemporaryDirectory() as folder:
         corpus = data.load(run.data, run.model)
         compute = Compute(Setup(plain, PeerId("average"), corpus, codecs, device, Path(folder)))
-        for mixed, vector in zip(compute.mixed, weights, strict=True):
+        for mixed, vector in zip(compute.mixing.fragments, weights, strict=True):
             mixed.live.theta.copy_(vector)
         outcome = compute.do(jobs.Evaluate())
     assert isinstance(outcome, jobs.Evaluated)

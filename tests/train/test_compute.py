@@ -30,7 +30,7 @@ def trained(setup: Setup, steps: int = 3) -> Compute:
 
 
 def weights(compute: Compute) -> Tensor:
-    return torch.cat([mixed.live.theta for mixed in compute.mixed]).cpu().clone()
+    return torch.cat([mixed.live.theta for mixed in compute.mixing.fragments]).cpu().clone()
 
 
 def close(compute: Compute, fragment: int = 0, seq: int = 1) -> Contribution:
@@ -301,7 +301,7 @@ def test_a_delta_a_thousand_times_too_long_moves_us_hardly_further_than_an_ordin
 def test_absurd_claims_of_a_partner_do_not_blow_up_the_first_moment(setup_of: MakeSetup) -> None:
     ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
     close(ours)
-    first_moment = ours.mixed[0].live.exp_avg
+    first_moment = ours.mixing.fragments[0].live.exp_avg
     before = float(torch.linalg.vector_norm(first_moment))
     ours.do(jobs.Merge(0, 1, (replace(close(theirs), tokens=1 << 61, rates=0.0),)))
     assert float(torch.linalg.vector_norm(first_moment)) < 10 * before
@@ -474,7 +474,7 @@ def test_a_disk_that_refuses_is_a_failed_job_and_training_goes_on(setup_of: Make
 
 def test_weights_that_have_diverged_are_a_failed_job(setup_of: MakeSetup) -> None:
     compute = trained(setup_of())
-    compute.mixed[0].live.theta.fill_(float("nan"))
+    compute.mixing.fragments[0].live.theta.fill_(float("nan"))
     failed = compute.do(jobs.CloseWindow(0, 1))
     assert isinstance(failed, jobs.JobFailed)
     assert "diverged" in failed.reason

@@ -1,0 +1,162 @@
+"""What `kill -9` costs: each of four peers is killed and restarted in turn, then all of them at once.
+
+    python -m benchmarks.kill [--seconds 15] [--json FILE]
+
+Real peers on loopback, as `decentral.local` starts them, one throttled ten times. For each victim: busy fraction of the
+others and the longest gap between their `step` lines, `--seconds` before and after the kill; how long the
+others took to drop it; whether it came back as the same peer, how long until it trained, and its first held-out loss
+beside the others' latest. At the end all are killed and restarted: held-out losses before and after. A line of a
+journal that tells of an exception, or a traceback in an output, is shown and makes the exit status 1.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from decentral.core.journal import read
+from decentral.local import Member, Swarm
+from decentral.local import parse as parse_local
+
+Line = dict[str, Any]
+WARM_UP_S = 25.0
+REJOIN_S = 60.0
+POLL_S = 0.1
+
+
+def main() -> None:
+    args = _arguments()
+    with tempfile.TemporaryDirectory(prefix="kill-") as folder:
+        swarm = Swarm(parse_local(["--peers", "4", "--throttle", "1,1,1,10", "--stop-after", "1e4s"]), Path(folder))
+        try:
+            swarm.start(Console(file=sys.stderr, highlight=False))
+            time.sleep(WARM_UP_S)
+            rows = [kill_one(swarm, victim, args.seconds) for victim in range(4)]
+            rows.append(kill_all(swarm, args.seconds))
+            swarm.stop()
+            trouble = [text for member in swarm.members for text in _trouble(member)]
+        finally:
+            swarm.kill()
+    print("\n".join(trouble) or "no exception in any output, no error in any journal")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if trouble:
+        raise SystemExit(1)
+
+
+def kill_one(swarm: Swarm, victim: int, seconds: float) -> Line:
+    others = [number for number in range(4) if number != victim]
+    name = _of(swarm, victim, "started")[-1]["peer"]
+    time.sleep(seconds)
+    killed_at = time.time()
+    _kill(swarm, victim)
+    time.sleep(seconds)
+    dropped = [_first(_of(swarm, number, "peer_left"), killed_at, peer=name) for number in others]
+    restarted_at = time.time()
+    joined = _restart(swarm, [victim], restarted_at)[0]
+    first_eval = _await(swarm, victim, "eval", restarted_at)
+    row = {
+        "victim": victim,
+        "busy_before": [_busy(swarm, number, killed_at - seconds, killed_at) for number in others],
+        "busy_after": [_busy(swarm, number, killed_at, killed_at + seconds) for number in others],
+        "gap_before_s": max(_gap(swarm, number, killed_at - seconds, killed_at) for number in others),
+        "gap_after_s": max(_gap(swarm, number, killed_at, killed_at + seconds) for number in others),
+        "dropped_after_s": [round(line["t"] - killed_at, 1) if line else None for line in dropped],
+        "same_identity": _of(swarm, victim, "started")[-1]["peer"] == name,
+        "donors": len(joined["donors"]),
+        "joined_in_s": joined["seconds"],
+        "first_eval": first_eval["loss"],
+        "others_eval": [_of(swarm, number, "eval")[-1]["loss"] for number in others],
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def kill_all(swarm: Swarm, seconds: float) -> Line:
+    time.sleep(seconds)
+    before = [_of(swarm, number, "eval")[-1]["loss"] for number in range(4)]
+    killed_at = time.time()
+    for number in range(4):
+        _kill(swarm, number)
+    _restart(swarm, range(4), killed_at)
+    after = [_await(swarm, number, "eval", killed_at)["loss"] for number in range(4)]
+    time.sleep(seconds)
+    later = [_of(swarm, number, "eval")[-1]["loss"] for number in range(4)]
+    row = {"victim": "all", "eval_before": before, "eval_first_after": after, "eval_later": later}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def _member(swarm: Swarm, number: int) -> Member:
+    return [member for member in swarm.members if member.number == number][-1]
+
+
+def _kill(swarm: Swarm, number: int) -> None:
+    process = _member(swarm, number).process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _restart(swarm: Swarm, numbers: Sequence[int], since: float) -> list[Line]:
+    for number in numbers:
+        swarm.launch(number, None)
+    return [_await(swarm, number, "joined", since) for number in numbers]
+
+
+def _await(swarm: Swarm, number: int, event: str, since: float) -> Line:
+    deadline = time.time() + REJOIN_S
+    while time.time() < deadline:
+        found = _member(swarm, number).happened(event, since)
+        if found is not None:
+            return dict(found)
+        time.sleep(POLL_S)
+    raise SystemExit(f"peer {number} wrote no {event!r} within {REJOIN_S:.0f} s")
+
+
+def _of(swarm: Swarm, number: int, event: str) -> list[Line]:
+    return [line for line in read(swarm.folders()[number] / "journal.jsonl") if line["event"] == event]
+
+
+def _first(lines: Sequence[Line], since: float, peer: str) -> Line | None:
+    return next((line for line in lines if line["t"] >= since and line["peer"] == peer), None)
+
+
+def _steps(swarm: Swarm, number: int, begins: float, ends: float) -> list[Line]:
+    return [line for line in _of(swarm, number, "step") if begins <= line["t"] <= ends]
+
+
+def _busy(swarm: Swarm, number: int, begins: float, ends: float) -> float:
+    steps = _steps(swarm, number, begins, ends)
+    return round(sum(line["seconds"] for line in steps[1:]) / (steps[-1]["t"] - steps[0]["t"]), 3)
+
+
+def _gap(swarm: Swarm, number: int, begins: float, ends: float) -> float:
+    moments = [line["t"] for line in _steps(swarm, number, begins, ends)]
+    return round(max(late - early for early, late in pairwise(moments)), 2)
+
+
+def _trouble(member: Member) -> list[str]:
+    output = (member.folder / "output.txt").read_text(errors="replace")
+    errors = [line for line in read(member.folder / "journal.jsonl") if line["event"] == "error"]
+    found = [f"peer {member.number}: {line['reason']}" for line in errors]
+    return found + [f"peer {member.number}: a traceback in its output"] * ("Traceback" in output)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=15.0, help="watched before and after each kill")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
