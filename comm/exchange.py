@@ -21,6 +21,7 @@ from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Seconds
 
 BEHIND = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
+MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 PATIENCE = 0.1  # of the period: how long a pull waits for the partner's snapshot of the same window
 
 
@@ -136,7 +137,10 @@ class Exchange:
             self.terms.check(snapshot, event.envelope.blob, layout, after, now)
         except ProtocolError as error:
             return [self._failed(event.peer, error.reason, event.seconds)]
+        self.seen.pop(event.peer, None)
         self.seen[event.peer] = snapshot.seq
+        while len(self.seen) > MOST_SEEN:
+            del self.seen[next(iter(self.seen))]
         done = log(
             "exchange",
             fragment=self.terms.fragment,

@@ -20,6 +20,7 @@ from decentral.comm.codec import Envelope
 from decentral.comm.messages import MAX_CHUNK_BYTES, PullState, Refused, StateChunk
 from decentral.comm.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.errors import ProtocolError
+from decentral.core.hollow import joined
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import (
     ExportState,
@@ -80,7 +81,7 @@ class Incoming:
         self.pieces[chunk.offset] = blob
 
     def blob(self) -> bytes:
-        return b"".join(self.pieces[at] for at in sorted(self.pieces))
+        return joined(self.pieces[at] for at in sorted(self.pieces))
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from random import Random
 
 from decentral.comm.codec import Envelope
 from decentral.comm.exchange import Exchange
-from decentral.comm.identity import Identity
+from decentral.comm.identity import Signer
 from decentral.comm.messages import (
     MAX_PROBE_BYTES,
     Commit,
@@ -89,7 +89,7 @@ class Setup:
 
     config: Config
     run: RunId
-    own: Identity
+    own: Signer
     fragments: Sequence[Fragment]
     state_layouts: Sequence[Layout]  # what newcomers get of each
     layers: int
@@ -122,7 +122,8 @@ class Node:
         setup, run = self.setup, self.setup.config
         restored = setup.restored_step is not None
         self._rng = rng.stream(run.seed, "node", setup.own.peer)
-        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose)
+        chance = rng.stream(run.seed, "roster", setup.own.peer)
+        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose, chance)
         self.join = Join(
             setup.run, setup.fragments, setup.state_layouts, setup.contacts, setup.restored_step or 0, restored
         )
@@ -195,11 +196,14 @@ class Node:
 
     def _woke(self, event: Woke, now: Seconds) -> list[Effect]:
         effects = self.roster.handle(event, now)
-        effects += self.join.handle(event, now, self._live())
-        effects += self.prober.handle(event, now, self._live())
+        if _due(self.join, now):
+            effects += self.join.handle(event, now, self._live())
+        if _due(self.prober, now):
+            effects += self.prober.handle(event, now, self._live())
         effects += self.progress.handle(event, now)
         for exchange in self.gossip:
-            effects += exchange.handle(event, now)
+            if _due(exchange, now):
+                effects += exchange.handle(event, now)
         self.donor.forget_old(now)
         if now >= self._traffic_at:
             self._traffic_at = now + TRAFFIC_S
@@ -383,6 +387,11 @@ class Node:
         elif isinstance(effect, Reply):
             self._unanswered.discard(effect.request)
             self.sent_bytes += len(effect.envelope.blob)
+
+
+def _due(machine: Join | Prober | Gossip, now: Seconds) -> bool:
+    wake_at = machine.wake_at
+    return wake_at is not None and now >= wake_at
 
 
 __all__ = ["Node", "Phase", "Setup", "Stop"]

@@ -123,6 +123,8 @@ class Gossip(Strict):
 class Swarm(Strict):
     record_ttl_s: PositiveFloat = 60.0
     renew_s: PositiveFloat = 20.0
+    refresh_s: PositiveFloat = 4.0  # between two looks into the directory
+    shards: Positive = 1  # keys that the records are spread over; about one for every hundred peers
     checkpoint_every_s: PositiveFloat = 30.0
     max_peers: Positive = 4096
 

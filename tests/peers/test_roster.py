@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
 from tempfile import mkdtemp
 
 import pytest
@@ -36,7 +37,7 @@ def roster() -> Roster:
     def compose(now: float, leaving: bool) -> PeerRecord:
         return replace(RECORD, time=now, phase="leaving" if leaving else "training")
 
-    return Roster(RUN, identity("own"), Swarm(), compose)
+    return Roster(RUN, identity("own"), Swarm(), compose, Random(0))
 
 
 def other() -> PeerId:
