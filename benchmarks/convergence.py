@@ -47,6 +47,7 @@ METHODS: dict[str, Method] = {
     "gossip-rho1": Method(rho=1.0),
     "gossip-dense": Method(dense=100),
     "gossip-dense-apart": Method(dense=100, constants=APART),
+    "two-apart": Method(dense=100, partners=2, constants=APART),
     "gossip-caught": Method(dense=100, caught=True),
     "gossip-1": Method(partners=1),
     "gossip-2": Method(partners=2),

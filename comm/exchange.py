@@ -2,6 +2,8 @@
 
     OPEN --window over--> CLOSING --WindowClosed--> PULLING --last answer--> MERGING --Merged--> OPEN
 
+A partner that does not answer must not make the others' answers old: after ENOUGH periods what is here is merged.
+
 The same machine runs `pull`, the default, and `allreduce`, its synchronous counterpart: there a window has a round
 number, everyone is asked for exactly that round, and the compute thread waits for the merge.
 """
@@ -22,6 +24,7 @@ from decentral.core.units import Seconds
 
 BEHIND = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
 MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
+ENOUGH = 2.0  # periods after which answers that are here wait for no others
 PATIENCE = 0.1  # of the period: how long a pull waits for the partner's snapshot of the same window
 
 
@@ -52,18 +55,19 @@ class Exchange:
     _got: list[tuple[Contribution, Log]] = field(default_factory=list)
     _began: Seconds = 0.0
     _published: Seconds = 0.0
+    _enough_at: Seconds = 0.0
     _goal: int = 0  # the round before the one that a partner was in
     _skipped: str = ""  # why a partner had nothing for us, when that is nobody's fault
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest((self.shelf.wake_at, self.close_at if self.state is State.OPEN else None))
+        own = self.close_at if self.state is State.OPEN else self._enough_at if self._may_be_enough() else None
+        return earliest((self.shelf.wake_at, own))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
-                due = self.state is State.OPEN and now >= self.close_at
-                return self.shelf.lose_patience(now) + (self._close(now) if due else [])
+                return self.shelf.lose_patience(now) + self._due(now)
             case WindowClosed(seq=seq) if self.state is State.CLOSING and seq == self.seq:
                 return self._publish(event, now)
             case Asked(request, _, Envelope(Pull() as pull)):
@@ -76,6 +80,18 @@ class Exchange:
                 return self._merged(event, now)
         return []  # it speaks of an exchange that is over
 
+    def _due(self, now: Seconds) -> list[Effect]:
+        if self.state is State.OPEN and now >= self.close_at:
+            return self._close(now)
+        if self._may_be_enough() and now >= self._enough_at:
+            late = [self._failed(partner, "late", now - self._published) for partner in sorted(self._pending)]
+            self._pending.clear()
+            return [*late, *self._merge()]
+        return []
+
+    def _may_be_enough(self) -> bool:
+        return self.state is State.PULLING and bool(self._got) and not self.synchronous
+
     def _close(self, now: Seconds) -> list[Effect]:
         self.state, self._began = State.CLOSING, now
         self.seq = max(self.seq, self._goal) + 1 if self.synchronous else max(self.seq + 1, int(now * 1000))
@@ -84,6 +100,7 @@ class Exchange:
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         behind = now - self._published > BEHIND * self.view.period_s(len(closed.blob))
         self.layout, self.size, self._published = closed.layout, len(closed.blob), now
+        self._enough_at = now + ENOUGH * self.view.period_s(self.size)
         effects = self.shelf.put(self.terms.describe(closed, now), closed.blob, now)
         partners = self.view.partners(self.terms.fragment, now)
         self._pending, self._got, self._skipped = set(partners), [], ""

@@ -97,7 +97,7 @@ class Question:
     max_blob_bytes: int
     done: Callable[[Outcome], None] | None
     sent_bytes: int = 0
-    writing: bool = False  # the answer is on its way
+    writing: Seconds | None = None  # since when the answer is on its way
     timers: list[Timer] = field(default_factory=list)  # the asker's
     serving: list[Timer] = field(default_factory=list)  # the target's
     flow: Flow | None = None
@@ -207,7 +207,7 @@ class Network:
         if self.ports.get(port.peer) is not port or question.done is None:
             self._close(question, port)  # one of the two is gone
             return
-        question.writing = True
+        question.writing = self.agenda.now
         if self.write_s is not None:
             question.serving.append(self.agenda.after(self.write_s, lambda: self._write_over(question, port)))
         if not self._reaches(port.peer, question.source.peer):
@@ -266,7 +266,7 @@ class Network:
             timer.cancel()
         self._stop_flow(question)
         port = self.ports.get(question.target)
-        if port is not None and question.writing and self._reaches(question.source.peer, question.target):
+        if port is not None and question.writing is not None and self._reaches(question.source.peer, question.target):
             self._close(question, port)
 
     def _close(self, question: Question, port: Port) -> None:

@@ -57,7 +57,7 @@ from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Amount, Seconds
 from decentral.peers.join import Donor, Join
 from decentral.peers.join import State as JoinState
-from decentral.peers.probe import Prober
+from decentral.peers.probe import Prober, zeros
 from decentral.peers.progress import Progress, Stop
 from decentral.peers.records import PeerRecord, Profile
 from decentral.peers.roster import Roster
@@ -124,9 +124,8 @@ class Node:
         self._rng = rng.stream(run.seed, "node", setup.own.peer)
         chance = rng.stream(run.seed, "roster", setup.own.peer)
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose, chance)
-        self.join = Join(
-            setup.run, setup.fragments, setup.state_layouts, setup.contacts, setup.restored_step or 0, restored
-        )
+        own_step = setup.restored_step or 0
+        self.join = Join(setup.run, setup.fragments, setup.state_layouts, setup.contacts, own_step, restored, self._rng)
         self.donor = Donor(setup.run, setup.fragments)
         self.prober = Prober(self.meter, self._rng, None)
         self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=setup.restored_step or 0)
@@ -220,7 +219,7 @@ class Node:
                 return [self._reply(event, Pong(nonce))]
             case Probe(download_bytes):
                 probed = Probed(len(event.envelope.blob))
-                return [Reply(event.request, Envelope(probed, bytes(download_bytes)))]
+                return [Reply(event.request, Envelope(probed, zeros(download_bytes)))]
             case PullState(run=run) as pull if run == self.setup.run:
                 if self.phase is Phase.JOINING and self.setup.restored_step is None:
                     return [self._reply(event, Refused("not-ready"))]

@@ -60,7 +60,7 @@ class Roster:
     _known: dict[PeerId, bytes] = field(default_factory=dict)  # the record that we read last, to read none twice
     _renew_at: Seconds = 0.0
     _refresh_at: Seconds = 0.0
-    _expiry_at: Seconds | None = None  # no record expires before
+    _expiry_at: Seconds | None = None  # when to look for expired records; together, not one by one
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -70,7 +70,7 @@ class Roster:
         match event:
             case Woke():
                 return self._expire(now) + self._renew(now) + self._refresh(now)
-            case Found(key, values) if key in keys(self.run, self.limits.shards):
+            case Found(key, values) if key in _known_keys(self.run, self.limits.shards):
                 return self._found(key, values, now)
             case Answered(peer=peer) if peer in self.live:
                 self.live[peer].failures = 0
@@ -83,7 +83,9 @@ class Roster:
         self._renew_at = min(self._renew_at, now)
 
     def look_soon(self, now: Seconds) -> None:
-        """Somebody whom we do not know has asked us something."""
+        """Somebody whom we do not know has asked us something: a newcomer, unless nobody knows everybody here."""
+        if self.limits.shards > 1:
+            return
         self._refresh_at = min(self._refresh_at, now + SOON_S)
 
     def leave(self, now: Seconds) -> list[Effect]:
@@ -113,7 +115,8 @@ class Roster:
     def _expire(self, now: Seconds) -> list[Effect]:
         if self._expiry_at is None or now < self._expiry_at:
             return []
-        self._expiry_at = earliest(entry.expires for entry in self.live.values() if entry.expires > now)
+        next_at = earliest(entry.expires for entry in self.live.values() if entry.expires > now)
+        self._expiry_at = None if next_at is None else max(next_at, now + self.limits.refresh_s / 4)
         gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
         return [effect for peer in gone for effect in self._drop(peer, "expired", now)]
 
@@ -177,6 +180,11 @@ class Roster:
 def keys(run: RunId, shards: int) -> tuple[str, ...]:
     """Where the records of a run are in the DHT."""
     return (f"{run}/peers",) if shards == 1 else tuple(f"{run}/peers/{shard}" for shard in range(shards))
+
+
+@cache
+def _known_keys(run: RunId, shards: int) -> frozenset[str]:
+    return frozenset(keys(run, shards))
 
 
 @cache

@@ -34,7 +34,6 @@ from decentral.core.units import Seconds
 from decentral.peers.node import Node, Phase, Stop
 from decentral.peers.roster import Learn
 
-REPORT_S = 5.0  # a peer's steps are reported at least this often
 Respond = Callable[[Envelope], None]
 
 
@@ -54,9 +53,7 @@ class Wire(Protocol):
 
     def ask(self, ask: Ask, done: Callable[[Answer | AskError], None]) -> None: ...
 
-    def serve(
-        self, serve: Callable[[PeerId, Envelope, Respond], None], bound: Callable[[Message], int]
-    ) -> None: ...
+    def serve(self, serve: Callable[[PeerId, Envelope, Respond], None], bound: Callable[[Message], int]) -> None: ...
 
     def store(self, record: Announce) -> None: ...
 
@@ -79,6 +76,7 @@ class Pace:
     noise: float = 0.0  # standard deviation of a step, in steps
     job_s: Seconds = 0.001
     job_bytes: float = 1e9  # bytes/s of encoding, decoding, writing
+    report_s: Seconds = 10.0  # steps are reported at least this often
     steps_at_once: int = 1 << 30  # real gradients are made one by one
 
 
@@ -97,6 +95,8 @@ class Engine:
     stretched: float = 1.0  # how much slower than its pace it is at present
     longest_inbox: int = 0
     frozen: bool = False
+    last_stepped: Seconds | None = None
+    slowest: float = 1.0  # the largest `stretched` so far
     _step_s: Seconds = 0.0  # of each of the steps under way
     _timer: Timer | None = None
 
@@ -127,7 +127,7 @@ class Engine:
     def set_speed(self, stretched: float) -> None:
         """From the step after the present one."""
         self._make_steps(self.agenda.now)
-        self.stretched = stretched
+        self.stretched, self.slowest = stretched, max(self.slowest, stretched)
         if self.began is not None:
             self._go_on()
 
@@ -167,7 +167,7 @@ class Engine:
             self.began = now
             noise = max(0.1, 1 + self.chance.gauss(0.0, self.pace.noise)) if self.pace.noise else 1.0
             self._step_s = self.pace.step_s * self.stretched * noise
-            count = max(1, min(self.pace.steps_at_once, round(REPORT_S / self._step_s)))
+            count = max(1, min(self.pace.steps_at_once, round(self.pace.report_s / self._step_s)))
             self._at(now + count * self._step_s, self._work)
 
     def _make_steps(self, now: Seconds) -> None:
@@ -175,6 +175,7 @@ class Engine:
             return
         count = int((now - self.began) / self._step_s + 1e-6)
         if count:
+            self.last_stepped = now
             seconds = count * self._step_s + self.busy_s
             self.began, self.busy_s = self.began + count * self._step_s, 0.0
             self.report(None, replace(self.training.step(count), seconds=seconds))
@@ -212,6 +213,7 @@ class VirtualHost:
         self._requests: dict[int, Respond] = {}
         self._last_request = 0
         self._timer: Timer | None = None
+        self._wake_at: Seconds | None = None  # of the timer
         self._frozen: deque[object] | None = None  # events that came while the process was stopped
 
     def start(self) -> None:
@@ -310,9 +312,12 @@ class VirtualHost:
 
     def _arm(self) -> None:
         """One timer, for the node's next wish."""
-        self._disarm()
         wake_at = None if self.ended is not None or self._frozen is not None else self.node.wake_at
+        if wake_at == self._wake_at and self._timer is not None:
+            return
+        self._disarm()
         if wake_at is not None:
+            self._wake_at = wake_at
             self._timer = self.agenda.after(max(0.0, wake_at - self.clock()), self._wake)
 
     def _disarm(self) -> None:

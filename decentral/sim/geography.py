@@ -26,7 +26,7 @@ class Earth:
     """A Geography: per peer where each differs, per pair where a topology says so, and what faults do to them."""
 
     seed: int
-    wires: Wires = Wires()
+    wires: Wires = field(default_factory=Wires)
     topology: Topology | None = None
     relayed: set[PeerId] = field(default_factory=set)  # behind a NAT: others reach them through a relay
     degraded: dict[frozenset[PeerId], float] = field(default_factory=dict)  # share of a link's rate that is left

@@ -35,7 +35,7 @@ class Sky:
     def delay_s(self, source: PeerId, target: PeerId, delay_s: Seconds) -> Seconds:
         late = delay_s
         if self.jitter:
-            late += delay_s * self.jitter * -self.chance.random() ** 2 + delay_s * self.jitter
+            late += delay_s * self.jitter * -(self.chance.random() ** 2) + delay_s * self.jitter
         if self.loss and self.chance.random() < self.loss:
             if self.chance.random() < RESET:
                 return float("inf")

@@ -30,7 +30,7 @@ from decentral.sim.geography import Earth
 from decentral.sim.sky import Sky
 from decentral.train import gpt, mix
 from decentral.train.inner import cut
-from decentral.train.sketch import NUMBERS, Checkpoint, HollowCodecs, Sketch
+from decentral.train.sketch import NUMBERS, Checkpoint, HollowCodecs, PlainCodecs, Sketch
 
 RUN = RunId("simulated-000000")
 EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
@@ -73,6 +73,7 @@ class Shape:
     pace: Pace
     throttles: tuple[float, ...] = (1.0,)  # of the peers, in turn
     tokens_per_step: int = 1024
+    plain: bool = False  # nothing is quantised: for thousands of peers
     gradients: Callable[["Member"], Training] | None = None  # real ones instead of a sketch
 
     @classmethod
@@ -235,10 +236,11 @@ class Swarm:
     def _training(self, member: Member) -> Training:
         if self.shape.gradients is not None:
             return self.shape.gradients(member)
-        chance = rng.stream(self.seed, "noise", member.number, member.lives)
+        chance = rng.arrays(self.seed, "noise", member.number, member.lives)
         shape = self.shape
+        codecs = PlainCodecs(compress) if shape.plain else compress
         return Sketch(
-            shape.config, member.peer, shape.fragments, compress, chance, shape.tokens_per_step, disk=member.disk
+            shape.config, member.peer, shape.fragments, codecs, chance, shape.tokens_per_step, disk=member.disk
         )
 
     def _setup(self, member: Member, training: Training, contacts: tuple[PeerId, ...]) -> Setup:

@@ -8,17 +8,21 @@ have the length that the real model's would have.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from decentral.core import config, jobs
+from decentral.core.errors import ProtocolError
 from decentral.core.hollow import Hollow
 from decentral.core.ids import PeerId
 from decentral.train.inner import Live
 from decentral.train.mixing import Mixing
 from decentral.train.sections import Codecs
+
+Numbers = NDArray[np.float32]
 
 NUMBERS = 8  # that stand for a fragment
 RATE = 0.02  # of the descent, per step
@@ -43,6 +47,25 @@ class HollowCodecs:
         return self.codecs.size(codec, 1 if few else round(elements * self.times))
 
 
+@dataclass(frozen=True, slots=True)
+class PlainCodecs:
+    """fp32 by whatever name: for swarms of thousands, whose quantisation costs more time than their protocol."""
+
+    codecs: Codecs  # for the sizes
+
+    def encode(self, codec: str, values: Tensor) -> bytes:
+        return values.numpy().tobytes()
+
+    def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
+        values = np.frombuffer(blob, dtype=np.float32)
+        if len(values) != elements or not np.isfinite(values).all():
+            raise ProtocolError("nan", "numbers that are not finite, or not as many as there should be")
+        return torch.from_numpy(values.copy())
+
+    def size(self, codec: str, elements: int) -> int:
+        return self.codecs.size(codec, elements)
+
+
 @dataclass(slots=True)
 class Checkpoint:
     """What a peer's disk keeps."""
@@ -62,7 +85,7 @@ class Sketch:
     peer: PeerId
     fragments: Sequence[jobs.Fragment]  # the real model's
     codecs: Codecs
-    chance: Random
+    chance: np.random.Generator
     tokens_per_step: int
     disk: Checkpoint | None = None
     own_steps: int = 0
@@ -70,21 +93,23 @@ class Sketch:
     tokens: int = 0
     holding: int | None = -1
     mixing: Mixing = field(init=False)
+    _numbers: list[Numbers] = field(init=False)  # the weights of each fragment, as numpy sees them
 
     def __post_init__(self) -> None:
         mean = sum(fragment.parameters for fragment in self.fragments) / len(self.fragments)
         lives = [_live(fragment, self.config.train) for fragment in self.fragments]
         self.mixing = Mixing(lives, self.config.gossip, self.peer, HollowCodecs(self.codecs, mean / NUMBERS))
+        self._numbers = [live.theta.numpy() for live in lives]
         if self.disk is not None:
             self._load(self.disk)
 
     def step(self, count: int) -> jobs.Stepped:
         """So many steps at once: the descent and the noise of all of them."""
         keep, rate = (1 - RATE) ** count, self.config.train.learning_rate
-        for mixed in self.mixing.fragments:
+        for mixed, numbers in zip(self.mixing.fragments, self._numbers, strict=True):
             live = mixed.live
-            noise = torch.tensor([self.chance.gauss(0.0, NOISE * count**0.5) for _ in range(NUMBERS)])
-            live.theta.mul_(keep).add_(noise)
+            numbers *= keep
+            numbers += self.chance.normal(0.0, NOISE * count**0.5, NUMBERS)
             live.tokens += count * self.tokens_per_step
             live.rates += count * rate
             live.steps += count
@@ -95,7 +120,7 @@ class Sketch:
 
     def loss(self) -> float:
         """Mean square distance from the optimum, which is zero."""
-        squares = [float(mixed.live.theta.square().mean()) for mixed in self.mixing.fragments]
+        squares = [float(numbers @ numbers) / NUMBERS for numbers in self._numbers]
         return sum(squares) / len(squares)
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
