@@ -52,7 +52,7 @@ class Exchange:
     _windows: int = 0
     _asked_for: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)
     _pending: set[PeerId] = field(default_factory=set)
-    _got: list[tuple[Contribution, Log]] = field(default_factory=list)
+    _got: list[tuple[Contribution, Log, Seconds]] = field(default_factory=list)  # and when it was published
     _began: Seconds = 0.0
     _published: Seconds = 0.0
     _enough_at: Seconds = 0.0
@@ -75,7 +75,7 @@ class Exchange:
             case Answered(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
                 return self._answered(event, now)
             case AskFailed(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
-                return [self._failed(event.peer, event.reason, event.seconds), *self._settled(event.peer)]
+                return [self._failed(event.peer, event.reason, event.seconds), *self._settled(event.peer, now)]
             case Merged(seq=seq) if self.state is State.MERGING and seq == self.seq:
                 return self._merged(event, now)
         return []  # it speaks of an exchange that is over
@@ -86,7 +86,7 @@ class Exchange:
         if self._may_be_enough() and now >= self._enough_at:
             late = [self._failed(partner, "late", now - self._published) for partner in sorted(self._pending)]
             self._pending.clear()
-            return [*late, *self._merge()]
+            return [*late, *self._merge(now)]
         return []
 
     def _may_be_enough(self) -> bool:
@@ -106,7 +106,7 @@ class Exchange:
         self._pending, self._got, self._skipped = set(partners), [], ""
         if not partners:
             self._skipped = "alone"
-            return [*effects, *self._merge()]
+            return [*effects, *self._merge(now)]
         self.state = State.PULLING
         self._asked_for = self._choose_sections(partners, behind)
         return effects + [self._ask(partner, now) for partner in partners]
@@ -138,14 +138,14 @@ class Exchange:
     def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
         match event.envelope.message:
             case Snapshot() as snapshot:
-                return self._received(event, snapshot, now) + self._settled(event.peer)
+                return self._received(event, snapshot, now) + self._settled(event.peer, now)
             case Refused("nothing-newer", newest):
                 self._catch_up(newest)
                 self._skipped = "nothing-newer"
-                return self._settled(event.peer)
+                return self._settled(event.peer, now)
             case Refused(reason):
-                return [self._failed(event.peer, reason, event.seconds), *self._settled(event.peer)]
-        return [self._failed(event.peer, "unexpected", event.seconds), *self._settled(event.peer)]
+                return [self._failed(event.peer, reason, event.seconds), *self._settled(event.peer, now)]
+        return [self._failed(event.peer, "unexpected", event.seconds), *self._settled(event.peer, now)]
 
     def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> list[Effect]:
         after = self.seen.get(event.peer, 0)
@@ -169,22 +169,26 @@ class Exchange:
             received_bytes=event.received_bytes,
             age_s=round(now - snapshot.time, 3),
         )
-        self._got.append((contribution(event.peer, snapshot, event.envelope.blob), done))
+        self._got.append((contribution(event.peer, snapshot, event.envelope.blob), done, snapshot.time))
         return []
 
-    def _settled(self, partner: PeerId) -> list[Effect]:
+    def _settled(self, partner: PeerId, now: Seconds) -> list[Effect]:
         self._pending.discard(partner)
-        return [] if self._pending else self._merge()
+        return [] if self._pending else self._merge(now)
 
-    def _merge(self) -> list[Effect]:
+    def _merge(self, now: Seconds) -> list[Effect]:
+        """With what is still fresh: a process that was stopped finds answers of long ago."""
         self.state = State.MERGING
-        return [Merge(self.terms.fragment, self.seq, tuple(one for one, _ in self._got))]
+        stale = [] if self.synchronous else [one for one, _, t in self._got if now - t > self.terms.max_age_s]
+        self._got = [got for got in self._got if got[0] not in stale]
+        lines = [self._failed(one.peer, "stale", 0.0) for one in stale]
+        return [*lines, Merge(self.terms.fragment, self.seq, tuple(one for one, _, _ in self._got))]
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = State.OPEN
         self.close_at = self.terms.next_close(now, self.view.period_s(self.size))
         refused = dict(merged.rejected)
-        lines: list[Effect] = [done for one, done in self._got if one.peer not in refused]
+        lines: list[Effect] = [done for one, done, _ in self._got if one.peer not in refused]
         lines += [self._failed(peer, reason, 0.0) for peer, reason in merged.rejected]
         if not merged.used:
             solo = {

@@ -31,6 +31,7 @@ from decentral.core.units import KiB, Seconds
 
 T = TypeVar("T")
 SMALL = 4 * KiB  # a message below travels without a share of the link: its delay is all that counts
+RETRANSMIT_S = 0.3  # after a lost packet, doubled each time
 CHUNK_OVERHEAD = blobs.DIGEST_BYTES
 Outcome = Answer | AskError
 Respond = Callable[[Envelope], None]
@@ -149,15 +150,21 @@ class Network:
         question = Question(source, target, envelope, self.agenda.now, max_blob_bytes, done)
         source.asked[question] = None
         question.timers.append(self.agenda.after(deadline_s, lambda: self._fail(question, "deadline")))
-        if not self._reaches(source.peer, target):
-            return  # packets are lost without a word
-        if target not in self.ports:
-            if self._reaches(target, source.peer):
-                self._fail_later(question, "unreachable", 2 * self.geography.delay_s(source.peer, target))
+        self._connect(question, RETRANSMIT_S)
+
+    def _connect(self, question: Question, again_s: Seconds) -> None:
+        """Opens the stream and sends the question; where packets are lost, TCP tries again, ever more rarely."""
+        source, target = question.source.peer, question.target
+        if question.done is None:
             return
-        question.sent_bytes = self._size(envelope)
-        for _ in range(self.weather.copies(source.peer, target)):
-            self._travel(question, source.peer, target, envelope, self._arrive)
+        if not (self._reaches(source, target) and self._reaches(target, source)):
+            self.agenda.after(again_s, lambda: self._connect(question, 2 * again_s))
+        elif target not in self.ports:
+            self._fail_later(question, "unreachable", 2 * self.geography.delay_s(source, target))
+        else:
+            question.sent_bytes = self._size(question.envelope)
+            for _ in range(self.weather.copies(source, target)):
+                self._travel(question, source, target, question.envelope, self._arrive)
 
     def _arrive(self, question: Question, envelope: Envelope | ProtocolError) -> None:
         """At the target's door, in virtual time after the question has crossed the wire."""
@@ -210,9 +217,16 @@ class Network:
         question.writing = self.agenda.now
         if self.write_s is not None:
             question.serving.append(self.agenda.after(self.write_s, lambda: self._write_over(question, port)))
-        if not self._reaches(port.peer, question.source.peer):
-            return  # it waits for acknowledgements that do not come
-        self._travel(question, port.peer, question.source.peer, answer, self._answered)
+        self._write(question, port, answer, RETRANSMIT_S)
+
+    def _write(self, question: Question, port: Port, answer: Envelope, again_s: Seconds) -> None:
+        asker = question.source.peer
+        if question not in port.open:
+            return
+        if self._reaches(port.peer, asker):
+            self._travel(question, port.peer, asker, answer, self._answered)
+        else:
+            self.agenda.after(again_s, lambda: self._write(question, port, answer, 2 * again_s))
 
     def _write_over(self, question: Question, port: Port) -> None:
         if question in port.open:

@@ -33,6 +33,7 @@ from decentral.core.machine import Effect, Log, Woke
 from decentral.core.units import Seconds
 from decentral.peers.node import Node, Phase, Stop
 from decentral.peers.roster import Learn
+from decentral.train.mixing import Mixing
 
 Respond = Callable[[Envelope], None]
 
@@ -42,6 +43,17 @@ class Training(Protocol):
 
     @property
     def holding(self) -> int | None: ...
+
+    @property
+    def lr_step(self) -> int: ...
+
+    @property
+    def restored(self) -> bool:
+        """Whether it goes on from a checkpoint."""
+        ...
+
+    @property
+    def mixing(self) -> Mixing: ...
 
     def step(self, count: int) -> jobs.Stepped: ...
 

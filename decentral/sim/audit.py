@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from decentral.comm.exchange import ENOUGH
 from decentral.comm.snapshots import MAX_HELD
@@ -33,10 +34,10 @@ from decentral.sim.storm import Storm
 from decentral.sim.swarm import Member, Swarm
 from decentral.train.mix import Pull as PullRule
 from decentral.train.mix import PushSum
-from decentral.train.sketch import NOISE, Sketch
+from decentral.train.sketch import NOISE
 
 CHECK_S = 1.0
-PUBLISHED = 64  # windows of a peer's fragment that are remembered
+PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
 LATEST = 12  # events of a peer that a violation shows
 MOST_QUESTIONS = 64  # of a peer's own, under way
 MOST_JOBS = 256
@@ -45,6 +46,10 @@ LONGEST_ANSWER_S = READ_S + ANSWER_S + WRITE_S + 1.0
 STALLED_S = 5.0  # beyond a step, its jobs and the reporting interval
 APART = 30.0  # windows' noise: replicas further apart than this have lost each other
 SLACK_S = 1.0
+
+
+Window = tuple[int, int]
+"""Which life of its peer it is of, and its number."""
 
 
 class Violation(Exception):
@@ -59,8 +64,8 @@ class Violation(Exception):
 class Account:
     """What one member has merged, as its weights have it: a restart from a checkpoint goes back to the saved one."""
 
-    merged: dict[tuple[PeerId, int], int] = field(default_factory=dict)  # newest seq by partner and fragment
-    absorbed: set[tuple[PeerId, int, int]] = field(default_factory=set)
+    merged: dict[tuple[PeerId, int], Window] = field(default_factory=dict)  # newest by partner and fragment
+    absorbed: set[tuple[PeerId, int, Window]] = field(default_factory=set)
     saved: "Account | None" = None
     stepped_at: Seconds = 0.0
     latest: deque[tuple[Seconds, object]] = field(default_factory=lambda: deque(maxlen=LATEST))
@@ -73,7 +78,7 @@ class Audit:
     max_age_s: Seconds
     swarm: Swarm | None = None
     storm: Storm | None = None
-    published: dict[tuple[PeerId, int], dict[bytes, tuple[int, Seconds]]] = field(default_factory=dict)
+    published: dict[tuple[PeerId, int], dict[bytes, tuple[Window, Seconds]]] = field(default_factory=dict)
     accounts: dict[PeerId, Account] = field(default_factory=dict)
     checks: int = 0
     farthest: float = 0.0  # of the replicas at the end, in windows' noise
@@ -112,14 +117,12 @@ class Audit:
     def _closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
         held = self.published.setdefault((host.peer, closed.fragment), {})
         for blob in _as_asked(closed):
-            held[_fingerprint(blob)] = (closed.seq, host.agenda.now)
+            held[_fingerprint(blob)] = ((self._life(host.peer), closed.seq), host.agenda.now)
         while len(held) > PUBLISHED:
             del held[next(iter(held))]
-        training = host.training
-        if isinstance(training, Sketch):
-            mixed = training.mixing.fragments[closed.fragment]
-            if isinstance(mixed.rule, PullRule) and not torch.equal(mixed.rule.slow.baseline, mixed.live.theta):
-                self._violated("baseline", "progress that was published is still in the baseline", host)
+        mixed = host.training.mixing.fragments[closed.fragment]
+        if isinstance(mixed.rule, PullRule) and not torch.equal(mixed.rule.slow.baseline, mixed.live.theta):
+            self._violated("baseline", "progress that was published is still in the baseline", host)
 
     def _merged(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
         found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))
@@ -127,17 +130,17 @@ class Audit:
             if not self._has_forged(one.peer):
                 self._violated("whole", f"{one.peer} never published what was merged of fragment {fragment}", host)
             return
-        seq, _ = found
+        window, _ = found
         account = self.accounts[host.peer]
-        if seq <= account.merged.get((one.peer, fragment), 0):
-            self._violated("once", f"window {seq} of {one.peer}, fragment {fragment}, was merged again", host)
-        account.merged[one.peer, fragment] = seq
+        if window <= account.merged.get((one.peer, fragment), (0, 0)):
+            self._violated("once", f"window {window} of {one.peer}, fragment {fragment}, was merged again", host)
+        account.merged[one.peer, fragment] = window
 
     def _to_be_merged(self, host: VirtualHost, fragment: int, contributions: Sequence[jobs.Contribution]) -> None:
         """How old they are when they are taken; a process that is stopped after that cannot help what it finds."""
         gossip = host.node.setup.config.gossip
-        if gossip.algorithm == "allreduce":
-            return  # a round is as old as its slowest peer
+        if gossip.algorithm != "pull":
+            return  # a round is as old as its slowest peer, and the two sides of a swap merge it both or not at all
         period_s = host.node.period_s(host.node.gossip[fragment].size)
         limit_s = self.max_age_s + ENOUGH * period_s + self._skew_s() + SLACK_S + self._slowest_step_s(host)
         for one in contributions:
@@ -227,10 +230,8 @@ class Audit:
     def _check_mass(self) -> None:
         assert self.swarm is not None
         for member in self.swarm.living:
-            training = member.host.training if member.host else None
-            if not isinstance(training, Sketch):
-                continue
-            for mixed in training.mixing.fragments:
+            assert member.host is not None
+            for mixed in member.host.training.mixing.fragments:
                 weight = float(mixed.rule.weight) if isinstance(mixed.rule, PushSum) else 1.0
                 if not 0 < weight < len(self.swarm.members) + 1:
                     self._violated("mass", f"{member.peer} weighs {weight:g}", member.host)
@@ -275,6 +276,10 @@ class Audit:
         lies = self.storm.liars.get(peer, set()) if self.storm is not None else set()
         return bool(lies & {"nan", "scaled"})
 
+    def _life(self, peer: PeerId) -> int:
+        assert self.swarm is not None
+        return self.swarm.by_peer[peer].lives
+
     def _skew_s(self) -> Seconds:
         assert self.swarm is not None
         return 2 * max(abs(member.skew_s) for member in self.swarm.members)
@@ -290,13 +295,16 @@ def distances(living: Sequence[Member]) -> dict[PeerId, float]:
     """Of each replica from the mean of all: root mean square over the numbers."""
     weights = {}
     for member in living:
-        training = member.host.training if member.host else None
-        if isinstance(training, Sketch):
-            weights[member.peer] = torch.cat([mixed.live.theta for mixed in training.mixing.fragments])
+        if member.host is not None:
+            weights[member.peer] = weights_of(member.host)
     if not weights:
         return {}
     mean = torch.stack(list(weights.values())).mean(dim=0)
     return {peer: float((theta - mean).square().mean().sqrt()) for peer, theta in weights.items()}
+
+
+def weights_of(host: VirtualHost) -> Tensor:
+    return torch.cat([mixed.live.theta for mixed in host.training.mixing.fragments])
 
 
 def _fingerprint(blob: bytes) -> bytes:

@@ -6,7 +6,7 @@ scenario -> swarm, storm and audit -> samples on the way -> report
 import gc
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,12 +18,11 @@ from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
 from decentral.peers.virtual import VirtualHost
-from decentral.sim.audit import CHECK_S, Audit, Violation, distances
+from decentral.sim.audit import CHECK_S, Audit, Violation, distances, weights_of
 from decentral.sim.faults import Fault
 from decentral.sim.geography import Earth, Wires
 from decentral.sim.storm import Storm
 from decentral.sim.swarm import Member, Shape, Swarm
-from decentral.train.sketch import Sketch
 
 SAMPLES = 200
 SETTLE_S = 30.0  # beyond a record's lifetime, until everybody must know who is there
@@ -162,7 +161,7 @@ class Ledger:
     failures: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0  # of exchanges done
     tokens: Counter[PeerId] = field(default_factory=Counter)
-    busy_s: Counter[PeerId] = field(default_factory=Counter)
+    busy_s: dict[PeerId, Seconds] = field(default_factory=lambda: defaultdict(float))
     joined_at: dict[PeerId, Seconds] = field(default_factory=dict)
     last_at: dict[PeerId, Seconds] = field(default_factory=dict)
     _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
@@ -256,20 +255,14 @@ class Ledger:
 
     def _digest(self) -> str:
         for member in self.swarm.members:
-            training = member.host.training if member.host is not None else None
-            if isinstance(training, Sketch):
-                for mixed in training.mixing.fragments:
-                    self._hash.update(mixed.live.theta.numpy().tobytes())
+            if member.host is not None:
+                self._hash.update(weights_of(member.host).numpy().tobytes())
         return str(self._hash.hexdigest())
 
 
 def _loss(swarm: Swarm) -> float:
-    """Of the average of the replicas."""
-    weights = [
-        torch.cat([mixed.live.theta for mixed in member.host.training.mixing.fragments])
-        for member in swarm.living
-        if member.training and member.host is not None and isinstance(member.host.training, Sketch)
-    ]
+    """Mean square of the average of the replicas: their distance from the optimum, if they are sketches."""
+    weights = [weights_of(member.host) for member in swarm.living if member.training and member.host is not None]
     return float(torch.stack(weights).mean(dim=0).square().mean()) if weights else 0.0
 
 

@@ -48,8 +48,8 @@ class Sky:
         if not self.dirty:
             return None
         if self._happens("truncate"):
-            data = wire()
-            return data[: self.chance.randrange(len(data))]
+            whole = wire()
+            return whole[: self.chance.randrange(len(whole))]
         if self._happens("corrupt"):
             data = bytearray(wire())
             data[self.chance.randrange(len(data))] ^= 1 << self.chance.randrange(8)

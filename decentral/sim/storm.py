@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from decentral.comm import blobs
 from decentral.comm.codec import Envelope
@@ -11,6 +12,8 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim.faults import ALL, Fault
 from decentral.sim.swarm import Member, Swarm
+
+Key = TypeVar("Key")
 
 STALE = 0.2  # how often a look into the directory is stale while records come late
 SCALED = 64.0
@@ -93,12 +96,12 @@ class Storm:
     def _oneway(self, fault: Fault) -> Callable[[], None]:
         source, target = (member.peer for member in self._members(fault))
         self.swarm.sky.one_way[source, target] = self.swarm.agenda.now
-        return lambda: self.swarm.sky.one_way.pop((source, target), None) and None
+        return _popping(self.swarm.sky.one_way, (source, target))
 
     def _degrade(self, fault: Fault) -> Callable[[], None]:
         pair = frozenset(member.peer for member in self._members(fault))
         self.swarm.earth.degraded[pair] = fault.value
-        return lambda: self.swarm.earth.degraded.pop(pair, None) and None
+        return _popping(self.swarm.earth.degraded, pair)
 
     def _nat(self, fault: Fault) -> None:
         self.swarm.earth.relayed.update(member.peer for member in self._members(fault))
@@ -109,7 +112,7 @@ class Storm:
 
     def _dirt(self, fault: Fault) -> Callable[[], None]:
         self.swarm.sky.dirty[fault.kind] = fault.value
-        return lambda: self.swarm.sky.dirty.pop(fault.kind, None) and None
+        return _popping(self.swarm.sky.dirty, fault.kind)
 
     _corrupt = _truncate = _duplicate = _reorder = _dirt
 
@@ -145,6 +148,13 @@ class Storm:
             case "scaled":
                 return _with_blob(snapshot, _changed(envelope.blob, _scaled))
         return Envelope(snapshot, _changed(envelope.blob, _flipped))
+
+
+def _popping(conditions: dict[Key, float], key: Key) -> Callable[[], None]:
+    def end() -> None:
+        conditions.pop(key, None)
+
+    return end
 
 
 def _with_blob(snapshot: Snapshot, blob: bytes) -> Envelope:

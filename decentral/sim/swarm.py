@@ -75,6 +75,7 @@ class Shape:
     tokens_per_step: int = 1024
     plain: bool = False  # nothing is quantised: for thousands of peers
     gradients: Callable[["Member"], Training] | None = None  # real ones instead of a sketch
+    donated: tuple[jobs.Layout, ...] | None = None  # a fragment's state as newcomers get it, if it is a real one
 
     @classmethod
     def of(cls, config: Config, pace: Pace, throttles: Sequence[float], tokens_per_step: int) -> "Shape":
@@ -87,6 +88,8 @@ class Shape:
         return cls(config, even, pace, tuple(throttles), tokens_per_step)
 
     def state_layouts(self) -> list[jobs.Layout]:
+        if self.donated is not None:
+            return list(self.donated)
         rule = mix.rule(self.config.gossip, torch.zeros(NUMBERS), PeerId(""))
         codecs = HollowCodecs(compress, self.fragments[0].parameters / NUMBERS)
         return [mix.layout_of(rule.donated, NUMBERS, codecs) for _ in self.fragments]
@@ -184,9 +187,7 @@ class Swarm:
         if not member.alive or member.host is None:
             return
         member.host.stop("interrupted")
-        training = member.host.training
-        if isinstance(training, Sketch):
-            training.do(jobs.Save())
+        member.host.training.do(jobs.Save())
         self._keep(member, True)
         self.network.unplug(member.peer)
 
@@ -245,7 +246,7 @@ class Swarm:
 
     def _setup(self, member: Member, training: Training, contacts: tuple[PeerId, ...]) -> Setup:
         config = self.shape.config
-        restored = training.lr_step if member.disk is not None and isinstance(training, Sketch) else None
+        restored = training.lr_step if training.restored else None
         profile = Profile("simulated", 1 << 34, 1e12, self.shape.tokens_per_step / self.shape.pace.step_s)
         return Setup(
             config=config,

@@ -93,6 +93,7 @@ class Sketch:
     tokens: int = 0
     holding: int | None = -1
     mixing: Mixing = field(init=False)
+    _resumed: bool = False
     _numbers: list[Numbers] = field(init=False)  # the weights of each fragment, as numpy sees them
 
     def __post_init__(self) -> None:
@@ -102,6 +103,11 @@ class Sketch:
         self._numbers = [live.theta.numpy() for live in lives]
         if self.disk is not None:
             self._load(self.disk)
+            self._resumed = True
+
+    @property
+    def restored(self) -> bool:
+        return self._resumed
 
     def step(self, count: int) -> jobs.Stepped:
         """So many steps at once: the descent and the noise of all of them."""
