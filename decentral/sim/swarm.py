@@ -6,9 +6,11 @@ A member is a peer with its disk: it may live several times. Whatever chance dec
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgpack
 import torch
+from torch.overrides import TorchFunctionMode
 
 from decentral.comm import compress
 from decentral.comm.codec import Envelope
@@ -80,7 +82,7 @@ class Shape:
     @classmethod
     def of(cls, config: Config, pace: Pace, throttles: Sequence[float], tokens_per_step: int) -> "Shape":
         """With fragments as many, and together as large, as those of the run's model."""
-        with torch.device("meta"):
+        with torch.device("meta"), _Uninitialised():
             layers = gpt.build(config.model, 0)
         real = cut(layers, config.gossip.fragment_parameters)
         mean = sum(one.parameters for one in real) // len(real)
@@ -93,6 +95,15 @@ class Shape:
         rule = mix.rule(self.config.gossip, torch.zeros(NUMBERS), PeerId(""))
         codecs = HollowCodecs(compress, self.fragments[0].parameters / NUMBERS)
         return [mix.layout_of(rule.donated, NUMBERS, codecs) for _ in self.fragments]
+
+
+class _Uninitialised(TorchFunctionMode):
+    """Weights of no content need no start values; drawing them on the meta device imports torch's compiler, 5 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True, eq=False)
