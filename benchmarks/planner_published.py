@@ -6,20 +6,22 @@ of cyclic partitioning, whose gains are worked out from all pairs after every si
 all pairs; for each of the 28 pairs of stages a bottleneck matching by forbidding the dearest pair and solving the
 assignment again until that is infeasible; and the stages' order by a memoised recursion from each of the stages.
 
-Its random choices come from the caller's generator in the order in which `scheduler/gcma.py` makes them, so that both
+Its random choices are those of `scheduler/gcma.py` (`gcma.draws`), so that both
 walk the same way and can be compared candidate by candidate. Two known differences: the matching value is that of the
 last feasible threshold in both, and no list of all past candidates is kept (nothing reads it).
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from decentral.scheduler import gcma
+from decentral.scheduler.matching import held_karp
 from decentral.scheduler.topology import Topology, Workload
 
-CROSSED = 5
 FORBIDDEN = 1e6
 Stages = list[list[int]]
 Trace = list[list[Any]]
@@ -58,9 +60,14 @@ class Search:
         self.best = min(self.scores)
         self.candidates = population
 
-    def trial(self) -> None:
-        one, two = (int(i) for i in self.rng.integers(0, len(self.members), 2))
-        child = crossover(self.case, self.members[one], self.members[two], self.rng)
+    def trials(self) -> None:
+        """As many as one round of gcma.py."""
+        parents, crossed = gcma.draws(self.rng, len(self.members), self.case.peers)
+        for (one, two), peers in zip(parents.tolist(), crossed.tolist(), strict=True):
+            self._trial(one, two, peers)
+
+    def _trial(self, one: int, two: int, crossed: list[int]) -> None:
+        child = crossover(self.case, self.members[one], self.members[two], crossed)
         child = cyclic(self.case, child)
         cost = score(self.case, stages_of(self.case, child))
         if not cost > max(self.scores[one], cost > self.scores[two]):
@@ -161,12 +168,42 @@ class OpenPath:
         return least
 
 
+def written_pipelines(case: Case, member: list[int]) -> float:
+    """What the pipelines cost that the published code writes down: its matchings belong to the infeasible threshold."""
+    stages = stages_of(case, member)
+    edge = np.zeros(shape=(case.stages, case.stages))
+    for i in range(case.stages):
+        for j in range(i + 1, case.stages):
+            edge[i, j] = edge[j, i] = bottleneck(case, stages[i], stages[j])
+    path = held_karp(edge)
+    real = 0.0
+    for i, j in itertools.pairwise(path):
+        one, two = stages[min(i, j)], stages[max(i, j)]
+        real += max(_seconds(case, one[row], two[column]) for row, column in _last_matching(case, one, two))
+    return data_parallel(case, stages) + 2 * real
+
+
+def _last_matching(case: Case, one: list[int], two: list[int]) -> list[tuple[int, int]]:
+    """The assignment that the search for the threshold ends with: it uses a forbidden pair."""
+    cost = np.array([[_seconds(case, a, b) for b in two] for a in one])
+    for index in np.argsort(cost.flatten())[::-1]:
+        cost[index // case.replicas][index % case.replicas] = FORBIDDEN
+        rows, columns = linear_sum_assignment(cost)
+        if cost[rows, columns].sum() >= FORBIDDEN:
+            return list(zip(rows.tolist(), columns.tolist(), strict=True))
+    raise AssertionError("forbidding every pair is infeasible")
+
+
+def _seconds(case: Case, a: int, b: int) -> float:
+    return float(case.delay_ms[a, b] / 1e3 + case.activation * 8 / case.bandwidth_gbps[a, b])
+
+
 # How a child is made
 
 
-def crossover(case: Case, first: list[int], second: list[int], rng: np.random.Generator) -> list[int]:
+def crossover(case: Case, first: list[int], second: list[int], crossed: list[int]) -> list[int]:
     child = second.copy()
-    for peer in rng.permutation(case.peers)[:CROSSED]:
+    for peer in crossed:
         child[peer] = first[peer]
     sizes = [0] * case.stages
     for stage in child:

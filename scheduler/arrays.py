@@ -22,3 +22,10 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Machine code by numba, kept on disk after the first call ever."""
     fast: Callable[P, T] = njit(cache=True, nogil=True, error_model="numpy")(function)
     return fast
+
+
+def inner(function: Callable[P, T]) -> Callable[P, T]:
+    """The same, for what only compiled functions call: without the way in from Python it compiles faster."""
+    wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    fast: Callable[P, T] = njit(cache=True, nogil=True, error_model="numpy", **wrappers)(function)
+    return fast

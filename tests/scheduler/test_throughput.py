@@ -143,7 +143,7 @@ def test_the_partition_of_a_chain_is_the_best_of_all_cuts() -> None:
 def test_gossip_partners_mix_at_least_as_fast_as_the_simple_rules() -> None:
     swarm = topology.load("eight-cities").subset(range(0, 64, 4))
     holds = np.ones((16, 1), dtype=bool)
-    found = gossip.partners(swarm, holds, np.array([1e8]))
+    found = gossip.partners(swarm, holds, np.array([1e8]), Budget(rounds=4))
     assert found.mixing_per_s >= max(found.uniform_per_s, found.bandwidth_per_s)
     np.testing.assert_allclose(found.weight_NN.sum(axis=1), 1.0)
     assert (np.diag(found.weight_NN) == 0).all()
@@ -151,6 +151,7 @@ def test_gossip_partners_mix_at_least_as_fast_as_the_simple_rules() -> None:
 
 def test_two_peers_gossip_with_each_other_for_their_share_of_the_time() -> None:
     seconds = np.array([[np.inf, 2.0], [2.0, np.inf]])
-    rate = gossip.fastest(seconds, [np.array([0, 1])])
+    slow = np.array([[0.0, 0.01], [0.01, 0.0]])
+    rate = gossip.fastest(seconds, [np.array([0, 1])], slow, Budget(rounds=3))
     assert rate[0, 1] == pytest.approx(gossip.LINK_SHARE / 2.0)
     assert gossip.slowest(rate, [np.array([0, 1])]) == pytest.approx(gossip.LINK_SHARE)
