@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import planner_published
 from decentral.core.errors import UserError
 from decentral.scheduler import annealing, degrees, evolve, exact, gcma, layouts, matching, moves, topology
 from decentral.scheduler.arrays import Floats, Ints
@@ -79,6 +80,17 @@ def test_gcma_claims_what_its_pipelines_cost() -> None:
     assert found.cost.total == pytest.approx(cost_of_pipelines(task, found.stages_SR).total)
 
 
+def test_gcma_walks_as_the_published_loops_do() -> None:
+    rate = symmetric(np.random.default_rng(4).uniform(1e8, 1e9, (16, 16)))
+    pool = replace(swarm(rate), workload=Workload(4, 4))
+    walk = planner_published.Search(planner_published.case_of(pool, Workload(4, 4)), 100, np.random.default_rng(0))
+    for _ in range(4):
+        walk.trials()
+    task = problem(pool, Workload(4, 4))
+    found = layout(task, gcma.search(task, one_region(task), Budget(rounds=4), np.random.default_rng(0)))
+    assert found.cost.total == pytest.approx(walk.best)
+
+
 def test_gcma_children_stay_balanced() -> None:
     rng = np.random.default_rng(0)
     task = random_problem(6, 4, 4)
@@ -142,6 +154,15 @@ def test_crossover_keeps_a_stage_on_which_the_parents_agree() -> None:
     two = np.concatenate((np.arange(4), np.array([8, 5, 10, 7, 4, 9, 6, 11])))
     child = evolve.crossover(one, two, np.arange(12), 3, 4, np.random.default_rng(0)).reshape(3, 4)
     assert {0, 1, 2, 3} in [set(stage) for stage in child]
+
+
+def test_crossover_knows_twins_as_one_kind_and_a_pipeline_walked_backwards() -> None:
+    twin = np.arange(12) // 3 * 3
+    one = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
+    two = np.array([11, 9, 10, 8, 7, 6, 4, 3, 5, 2, 1, 0])  # the same kinds in each stage, from the other end
+    child = evolve.crossover(one, two, twin, 4, 3, np.random.default_rng(0)).reshape(4, 3)
+    kinds = [set(twin[stage].tolist()) for stage in child]
+    assert kinds in ([{0}, {3}, {6}, {9}], [{9}, {6}, {3}, {0}])
 
 
 def test_the_same_seed_and_rounds_give_the_same_plan() -> None:

@@ -1,14 +1,18 @@
 """The throughput objective: flows, spans, their exact optimum, gossip partners, and what is refused."""
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.scheduler import flow, gossip, milp, partition, spans, throughput, topology
-from decentral.scheduler.arrays import Ints
+from decentral.scheduler.arrays import Floats, Ints
 from decentral.scheduler.progress import Budget
 from decentral.scheduler.work import Work
 
@@ -155,3 +159,39 @@ def test_two_peers_gossip_with_each_other_for_their_share_of_the_time() -> None:
     rate = gossip.fastest(seconds, [np.array([0, 1])], slow, Budget(rounds=3))
     assert rate[0, 1] == pytest.approx(gossip.LINK_SHARE / 2.0)
     assert gossip.slowest(rate, [np.array([0, 1])]) == pytest.approx(gossip.LINK_SHARE)
+
+
+@pytest.mark.parametrize("search", [gossip.ascended, gossip.fastest])
+def test_rates_fill_nobodys_links_and_mix_faster_than_where_they_began(search: Callable[..., Floats]) -> None:
+    swarm = topology.load("ten-cities")
+    seconds = swarm.delay_s + 1e8 / swarm.bandwidth
+    np.fill_diagonal(seconds, np.inf)
+    everyone = [np.arange(10)]
+    start = gossip.scaled(np.isfinite(seconds).astype(float), seconds)
+    rate = search(seconds, everyone, start, Budget(rounds=20))
+    assert gossip.slowest(rate, everyone) > 1.01 * gossip.slowest(start, everyone)
+    np.testing.assert_allclose(rate, rate.T)
+    busy = (rate * np.where(np.isfinite(seconds), seconds, 0.0)).sum(axis=1)
+    assert (busy <= gossip.LINK_SHARE * (1 + 1e-6)).all()
+
+
+def test_the_search_for_partners_ends_with_its_seconds() -> None:
+    ticks = itertools.count()
+    swarm = topology.load("eight-cities")
+    holds = np.ones((64, 1), dtype=bool)
+    gossip.partners(swarm, holds, np.array([1e8]), Budget(10.0, clock=lambda: float(next(ticks))))
+    assert next(ticks) < 20
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.integers(3, 7), st.integers(1, 2))
+def test_any_spans_found_fit_memory_and_cover_every_layer_with_its_holders(seed: int, peers: int, holders: int) -> None:
+    task = small(seed, peers)
+    task = replace(task, memory_N=task.memory_N + 5.0 / peers * holders, holders=holders)
+    found = spans.search(task, regions(task), Budget(rounds=2), np.random.default_rng(seed))
+    held = np.zeros(task.layers, np.int64)
+    for peer, (first, last) in enumerate(found):
+        assert 0 <= first <= last <= task.layers
+        assert task.state_L[first:last].sum() + task.activation_L[first:last].sum() <= task.memory_N[peer]
+        held[first:last] += 1
+    assert (held >= holders).all()
