@@ -1,7 +1,6 @@
 """The throughput objective: flows, spans, their exact optimum, gossip partners, and what is refused."""
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -175,12 +174,26 @@ def test_rates_fill_nobodys_links_and_mix_faster_than_where_they_began(search: C
     assert (busy <= gossip.LINK_SHARE * (1 + 1e-6)).all()
 
 
-def test_the_search_for_partners_ends_with_its_seconds() -> None:
-    ticks = itertools.count()
-    swarm = topology.load("eight-cities")
+def test_the_search_for_partners_ends_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0  # each takes a second
+    slope = gossip._slope
+
+    def slow(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:
+        nonlocal looks
+        looks += 1
+        return slope(rate, groups)
+
+    monkeypatch.setattr(gossip, "_slope", slow)
     holds = np.ones((64, 1), dtype=bool)
-    gossip.partners(swarm, holds, np.array([1e8]), Budget(10.0, clock=lambda: float(next(ticks))))
-    assert next(ticks) < 20
+    gossip.partners(topology.load("eight-cities"), holds, np.array([1e8]), Budget(10.0, clock=lambda: float(looks)))
+    assert looks <= 11
+
+
+def test_a_layer_with_too_few_holders_is_not_valid() -> None:
+    task = replace(small(0, peers=2, layers=4), memory_N=np.array([9.0, 9.0]))
+    spans_N2 = np.array([[0, 4], [1, 4]])
+    assert task.valid(spans_N2)
+    assert not replace(task, holders=2).valid(spans_N2)
 
 
 @settings(max_examples=20, deadline=None)
