@@ -4,7 +4,7 @@ Letters used in shapes throughout: N peers, S stages, R replicas (devices in a s
 """
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numba import njit
@@ -26,6 +26,8 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 def inner(function: Callable[P, T]) -> Callable[P, T]:
     """The same, for what only compiled functions call: without the way in from Python it compiles faster."""
-    wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    fast: Callable[P, T] = njit(cache=True, nogil=True, error_model="numpy", **wrappers)(function)
+    numba: Any = njit  # its types leave these two options out
+    fast: Callable[P, T] = numba(
+        cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+    )(function)
     return fast
