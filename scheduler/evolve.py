@@ -13,12 +13,13 @@ import numpy as np
 from decentral.scheduler import layouts, moves
 from decentral.scheduler.arrays import Ints
 from decentral.scheduler.cost import Problem, edges
-from decentral.scheduler.matching import stage_order
+from decentral.scheduler.matching import EXACT_STAGES, stage_order
 from decentral.scheduler.progress import Budget, Progress
 
 PARENTS = 10
 CHUNK_WORK = 4_000_000  # about 20 ms between two looks at the clock
 MOST_STEPS = 200_000  # in one child
+DRAWN_PEERS = 1_000_000  # in all draws of a round together: some seconds
 HOT = (0.04, 0.2)  # from nothing, in turn: small swarms are rough and want more
 SMOOTH = (0.1, 0.3, 0.0, 1.0)  # in turn: no single one is best everywhere
 
@@ -58,8 +59,9 @@ def search(
         ordered = search.ordered(slots)
         search.pool.add(search.cost(ordered), ordered)
     progress = Progress(budget, search.best)
+    long = problem.stages > EXACT_STAGES
     while progress.goes_on():
-        slots, heat = search.child(progress.rounds, begin)
+        slots, heat = search.long_child(progress, begin) if long else search.child(progress.rounds, begin)
         search.improve(slots, heat, SMOOTH[progress.rounds % len(SMOOTH)], progress)
         progress.report(search.best)
     return search.pool.members[0][1]
@@ -99,6 +101,23 @@ class _Search:
                 return crossover(one, two, self.twin_N, self.problem.stages, self.problem.replicas, self.rng), 0.01
             case _:
                 return self.pool.members[0][1], 0.02
+
+    def long_child(self, progress: Progress, begin: list[Ints]) -> tuple[Ints, float]:
+        """Where a round begins in a long pipeline: every other time the best of many random runs of blocks.
+
+        So many peers are beyond what single moves can rearrange in seconds, but a draw is judged in milliseconds.
+        """
+        if progress.rounds % 2:
+            return self.child(progress.rounds // 2, begin)
+        best, least = self.pool.members[0][1], np.inf
+        for _ in range(DRAWN_PEERS // len(self.problem)):
+            slots = layouts.random_blocks(self.region_N, self.problem.stages, self.problem.replicas, self.rng)
+            cost = self.cost(slots)
+            if cost < least:
+                best, least = slots, cost
+            if progress.seconds() > progress.budget.seconds:
+                break
+        return best, 0.01
 
     def improve(self, slots: Ints, heat: float, smooth: float, progress: Progress) -> None:
         """Anneals the child, orders its stages, and offers it to the pool."""
