@@ -19,7 +19,7 @@ from decentral.scheduler.progress import Budget, Progress
 PARENTS = 10
 CHUNK_WORK = 4_000_000  # about 20 ms between two looks at the clock
 MOST_STEPS = 200_000  # in one child
-DRAWN_PEERS = 1_000_000  # in all draws of a round together: some seconds
+MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # in one round: of layouts, and of peers in all of them together
 HOT = (0.04, 0.2)  # from nothing, in turn: small swarms are rough and want more
 SMOOTH = (0.1, 0.3, 0.0, 1.0)  # in turn: no single one is best everywhere
 
@@ -110,7 +110,7 @@ class _Search:
         if progress.rounds % 2:
             return self.child(progress.rounds // 2, begin)
         best, least = self.pool.members[0][1], np.inf
-        for _ in range(DRAWN_PEERS // len(self.problem)):
+        for _ in range(min(MOST_DRAWS, DRAWN_PEERS // len(self.problem))):
             slots = layouts.random_blocks(self.region_N, self.problem.stages, self.problem.replicas, self.rng)
             cost = self.cost(slots)
             if cost < least:

@@ -145,12 +145,20 @@ def test_delta_evaluation_equals_full_evaluation_after_thousands_of_moves(unused
         assert sorted(state[0]) == list(range(len(task)))
 
 
-@pytest.mark.parametrize("name", layouts.STARTS)
-def test_every_start_uses_every_peer_once(name: str) -> None:
+@pytest.mark.parametrize("start", [*layouts.STARTS.values(), layouts.random_blocks])
+def test_every_start_uses_every_peer_once(start: layouts.Start) -> None:
     rng = np.random.default_rng(0)
     region = rng.integers(0, 5, 50)
-    slots = layouts.STARTS[name](region, 6, 8, rng)
-    assert sorted(slots) == list(range(50))
+    for _ in range(5):
+        assert sorted(start(region, 6, 8, rng)) == list(range(50))
+
+
+def test_a_long_pipeline_costs_less_than_any_hand_layout() -> None:
+    groups = {city: {"count": count} for city, count in (("Tokyo", 11), ("Ohio", 14), ("London", 9), ("Sydney", 14))}
+    cities = topology.parse({"regions": groups, "based_on": "ten-cities", "workload": {"stages": 16, "replicas": 3}})
+    plan = sync_plan(cities, "genetic", 0, Budget(rounds=1))
+    assert plan.cost is not None
+    assert plan.cost["total"] < 0.97 * min(plan.baselines.values())
 
 
 def test_crossover_keeps_a_stage_on_which_the_parents_agree() -> None:
