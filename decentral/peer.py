@@ -71,7 +71,7 @@ async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2
         raise UserError(f"{folder.path} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
     if flags.join and (flags.config or flags.set):
         raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
-    contacts, welcome = await _greet(flags.join, transport, kept[0] if kept else RunId(""))
+    contacts, welcome = await greet(flags.join, transport, kept[0] if kept else RunId(""))
     if kept:
         run, settings = kept
         contacts += await _old_acquaintances(folder, transport)
@@ -87,7 +87,7 @@ async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2
     return Met(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
 
 
-async def _greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
+async def greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
     """Says hello at every --join address. Raises UserError if nobody there lets us in."""
     contacts, welcome, trouble = [], None, ""
     for address in join:

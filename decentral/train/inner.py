@@ -18,10 +18,13 @@ from decentral.train.outer import Moments
 
 
 def cut(layers: Sequence[nn.Module], at_least: int) -> list[Fragment]:
+    return fragments([sum(parameter.numel() for parameter in layer.parameters()) for layer in layers], at_least)
+
+
+def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
     """Groups consecutive layers until a group has `at_least` parameters; a short tail joins the group before it."""
     groups: list[list[int]] = []  # [first, last, parameters]
-    for index, layer in enumerate(layers):
-        count = sum(parameter.numel() for parameter in layer.parameters())
+    for index, count in enumerate(parameters):
         if groups and groups[-1][2] < at_least:
             groups[-1] = [groups[-1][0], index + 1, groups[-1][2] + count]
         else:
@@ -36,9 +39,10 @@ class Live:
     """One fragment's live weights theta [n], their gradient and AdamW moments, and what was trained since a close."""
 
     def __init__(
-        self, fragment: Fragment, layers: Sequence[nn.Module], device: torch.device, train: config.Train
+        self, fragment: Fragment, layers: Sequence[nn.Module], device: torch.device, train: config.Train, start: int = 0
     ) -> None:
-        own = [p for layer in layers[fragment.first : fragment.last] for p in layer.parameters()]
+        """`layers` are those from layer `start` on."""
+        own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
         matrices = [p for p in own if p.ndim >= 2]
         gains = [p for p in own if p.ndim < 2]
         self.fragment = fragment
