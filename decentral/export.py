@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decentral import command, peer, state
-from decentral.comm import compress, identity
+from decentral.comm import compress
 from decentral.comm.codec import Envelope
 from decentral.comm.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.messages import MAX_CHUNK_BYTES, PullState, Refused, StateChunk
@@ -99,26 +99,13 @@ async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]
 async def look(directory: HivemindDirectory, run: RunId, contacts: Sequence[PeerId]) -> dict[PeerId, PeerRecord]:
     """The peers that train, by the DHT. Raises UserError if there are none."""
     for _ in range(LOOKS):
-        live = read_records(await directory.fetch(f"{run}/peers"), run, time.time())
+        found = records.of_run(await directory.fetch(f"{run}/peers"), run, time.time())
+        live = {holder: record for holder, record in found.items() if record.phase == "training"}
         if live and all(contact in live for contact in contacts):
             return live
         await asyncio.sleep(LOOK_S)
     if not live:
         raise UserError(f"run {run} has no peers that train")
-    return live
-
-
-def read_records(values: dict[str, bytes], run: RunId, now: float) -> dict[PeerId, PeerRecord]:
-    """The records of peers that train; what is no valid one is left out."""
-    live = {}
-    for subkey, value in values.items():
-        try:
-            body, _ = identity.open_sealed(f"{run}/peers", PeerId(subkey), value, now)
-            record = records.unpack(body)
-        except ProtocolError:
-            continue
-        if record.run == run and record.phase == "training":
-            live[PeerId(subkey)] = record
     return live
 
 

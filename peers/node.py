@@ -17,6 +17,7 @@ from decentral.comm.exchange import Exchange
 from decentral.comm.identity import Identity
 from decentral.comm.messages import (
     MAX_PROBE_BYTES,
+    Carry,
     Commit,
     Hello,
     Message,
@@ -28,11 +29,14 @@ from decentral.comm.messages import (
     PullState,
     Push,
     Refused,
+    Settle,
     Swap,
     Welcome,
 )
 from decentral.comm.meter import Meter
 from decentral.comm.push import PushExchange
+from decentral.comm.route import Routes
+from decentral.comm.route import Terms as RouteTerms
 from decentral.comm.snapshots import Terms
 from decentral.comm.swap import SwapExchange
 from decentral.comm.transport import Answered, Asked, AskFailed, Found, Reply
@@ -41,12 +45,16 @@ from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import (
     Absorbed,
+    Backed,
     Evaluated,
+    Forwarded,
     Fragment,
+    HopFailed,
     JobFailed,
     Layout,
     Merged,
     Saved,
+    Sealed,
     Started,
     StateExported,
     StateImported,
@@ -90,14 +98,20 @@ class Setup:
     config: Config
     run: RunId
     own: Identity
-    fragments: Sequence[Fragment]
+    fragments: Sequence[Fragment]  # that this peer holds: its span
     state_layouts: Sequence[Layout]  # what newcomers get of each
-    layers: int
+    layers: int  # of the whole model
     profile: Profile
     addresses: tuple[str, ...]
     contacts: tuple[PeerId, ...] = ()  # peers that are known to be there
     restored_step: int | None = None  # of our checkpoint
     stop_after: Amount | None = None
+    routes: RouteTerms | None = None  # None: takes part in no routes
+
+    @property
+    def whole(self) -> bool:
+        """Whether this peer holds the whole model, and so trains by itself."""
+        return (self.fragments[0].first, self.fragments[-1].last) == (0, self.layers)
 
 
 @dataclass(slots=True)
@@ -113,7 +127,8 @@ class Node:
     donor: Donor = field(init=False)
     prober: Prober = field(init=False)
     progress: Progress = field(init=False)
-    gossip: list[Gossip] = field(default_factory=list)
+    gossip: dict[int, Gossip] = field(default_factory=dict)  # by fragment
+    routes: Routes | None = field(init=False)
     _rng: Random = field(init=False)
     _traffic_at: Seconds = 0.0
     _unanswered: set[int] = field(default_factory=set)  # no more than the transport's streams
@@ -124,11 +139,19 @@ class Node:
         self._rng = rng.stream(run.seed, "node", setup.own.peer)
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose)
         self.join = Join(
-            setup.run, setup.fragments, setup.state_layouts, setup.contacts, setup.restored_step or 0, restored
+            setup.run,
+            setup.fragments,
+            setup.state_layouts,
+            setup.contacts,
+            setup.restored_step or 0,
+            restored,
+            self._donates,
         )
         self.donor = Donor(setup.run, setup.fragments)
         self.prober = Prober(self.meter, self._rng, None)
-        self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=setup.restored_step or 0)
+        step = setup.restored_step or 0
+        self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
+        self.routes = Routes(setup.routes, self) if setup.routes else None
 
     def begin(self, now: Seconds) -> list[Effect]:
         self.join.begin(now)
@@ -138,8 +161,9 @@ class Node:
     def wake_at(self) -> Seconds | None:
         if self.phase is Phase.LEFT:
             return None
-        machines = (self.roster, self.join, self.prober, self.progress, *self.gossip)
-        return earliest(machine.wake_at for machine in machines)
+        machines = (self.roster, self.join, self.prober, self.progress, *self.gossip.values())
+        routes = self.routes.wake_at if self.routes else None
+        return earliest((routes, *(machine.wake_at for machine in machines)))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         if self.phase is Phase.LEFT:
@@ -164,8 +188,12 @@ class Node:
         match message:
             case Probe():
                 return MAX_PROBE_BYTES
-            case Swap(offered) | Push(offered) if offered.fragment < len(self.setup.fragments):
-                return self.setup.fragments[offered.fragment].parameters * BLOB_BYTES_PER_PARAMETER + 1024
+            case Swap(offered) | Push(offered):
+                held = {fragment.index: fragment.parameters for fragment in self.setup.fragments}
+                known = offered.fragment in held
+                return held[offered.fragment] * BLOB_BYTES_PER_PARAMETER + 1024 if known else 0
+            case Carry() if self.setup.routes:
+                return self.setup.routes.size(message)
         return 0
 
     # Routing
@@ -191,6 +219,8 @@ class Node:
                 return self._started(step, now)
             case Stepped() | Evaluated() | Saved() | JobFailed():
                 return self.progress.handle(event, now)
+            case Forwarded() | Backed() | HopFailed() | Sealed() if self.routes:
+                return self.routes.handle(event, now)
         return []
 
     def _woke(self, event: Woke, now: Seconds) -> list[Effect]:
@@ -198,8 +228,10 @@ class Node:
         effects += self.join.handle(event, now, self._live())
         effects += self.prober.handle(event, now, self._live())
         effects += self.progress.handle(event, now)
-        for exchange in self.gossip:
+        for exchange in self.gossip.values():
             effects += exchange.handle(event, now)
+        if self.routes:
+            effects += self.routes.handle(event, now)
         self.donor.forget_old(now)
         if now >= self._traffic_at:
             self._traffic_at = now + TRAFFIC_S
@@ -225,15 +257,17 @@ class Node:
                 return self._gossip(event, run, index, now)
             case Swap(offered) | Push(offered):
                 return self._gossip(event, offered.run, offered.fragment, now)
-            case PullState(run=run):
+            case Carry(run=run) | Settle(run=run) if run == self.setup.run and self.routes:
+                return self.routes.handle(event, now)
+            case PullState(run=run) | Carry(run=run) | Settle(run=run) if run != self.setup.run:
                 return [self._reply(event, self._other_run(run))]
         return [self._reply(event, Refused("unexpected"))]
 
     def _gossip(self, event: Asked, run: str, index: int, now: Seconds) -> list[Effect]:
         if run != self.setup.run:
             return [self._reply(event, self._other_run(run))]
-        if index >= len(self.gossip):
-            known = index < len(self.setup.fragments)
+        if index not in self.gossip:
+            known = any(fragment.index == index for fragment in self.setup.fragments)
             return [self._reply(event, Refused("not-ready" if known else "fragment"))]
         algorithm = self.setup.config.gossip.algorithm
         if not isinstance(event.envelope.message, QUESTIONS[algorithm]):
@@ -245,7 +279,9 @@ class Node:
         if isinstance(event, Answered):
             self.sent_bytes += event.sent_bytes
             self.received_bytes += event.received_bytes
-            if event.tag[0] != "exchange" or self.setup.config.gossip.algorithm != "allreduce":
+            if event.tag[0] in ("route", "settle"):
+                pass  # its seconds are the work of all behind it, not the link's
+            elif event.tag[0] != "exchange" or self.setup.config.gossip.algorithm != "allreduce":
                 self.meter.saw(event.peer, event.seconds, event.sent_bytes, event.received_bytes)
         match event.tag:
             case ("join", *_):
@@ -254,6 +290,8 @@ class Node:
                 effects += self.prober.handle(event, now, self._live())
             case ("exchange", int() as index, *_):
                 effects += self.gossip[index].handle(event, now)
+            case ("route" | "settle", *_) if self.routes:
+                effects += self.routes.handle(event, now)
         return effects
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
@@ -266,10 +304,16 @@ class Node:
         self.phase = Phase.TRAINING
         self.progress.begin(now, step)
         self.prober.wake_at = now + PROBE_AFTER_S
-        self.gossip = [self._exchange(fragment, now) for fragment in self.setup.fragments]
+        self.gossip = {fragment.index: self._exchange(fragment, now) for fragment in self.setup.fragments}
         self.roster.renew_soon(now)
         seconds = round(now - self.join.began, 3)
-        return [log("joined", peers=len(self.roster.live), donors=sorted(self.join.used), seconds=seconds)]
+        lines: list[Effect] = [
+            log("joined", peers=len(self.roster.live), donors=sorted(self.join.used), seconds=seconds)
+        ]
+        if self.routes is None:
+            return lines
+        self.routes.active = True
+        return lines + self.routes.handle(Woke(), now)
 
     def _exchange(self, fragment: Fragment, now: Seconds) -> Gossip:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
@@ -294,7 +338,8 @@ class Node:
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """Whom to exchange with: drawn by the bandwidth of the links, none of them never."""
-        gossip, span = self.setup.config.gossip, self.setup.fragments[fragment]
+        gossip = self.setup.config.gossip
+        (span,) = (one for one in self.setup.fragments if one.index == fragment)
         holders = [
             peer
             for peer, entry in sorted(self.roster.live.items())
@@ -333,7 +378,25 @@ class Node:
             drawn += self._rng.choices(left, [weights[peer] for peer in left])
         return drawn
 
+    # What routes ask of the swarm: comm/route.View
+
+    def successors(self, layer: int) -> Sequence[PeerId]:
+        live = sorted(self.roster.live.items())
+        return [
+            peer
+            for peer, entry in live
+            if entry.record.phase == "training" and entry.record.first <= layer < entry.record.last
+        ]
+
     # Helpers
+
+    def _donates(self, peer: PeerId, fragment: Fragment) -> bool:
+        """By its record. Where all hold everything, whoever answers may be asked, and says if it is not ready."""
+        entry = self.roster.live.get(peer)
+        if entry is None:
+            return self.setup.whole
+        covers = entry.record.first <= fragment.first and fragment.last <= entry.record.last
+        return covers and (self.setup.whole or entry.record.phase == "training")
 
     def _live(self) -> list[PeerId]:
         return sorted(self.roster.live)
@@ -347,14 +410,16 @@ class Node:
             latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
             tokens_per_s=progress.tokens_per_s or setup.profile.tokens_per_s,
         )
-        rounds = max((one.seq for one in self.gossip if isinstance(one, Exchange) and one.synchronous), default=0)
+        rounds = max(
+            (one.seq for one in self.gossip.values() if isinstance(one, Exchange) and one.synchronous), default=0
+        )
         return PeerRecord(
             run=setup.run,
             time=now,
             addresses=setup.addresses,
             profile=profile,
-            first=0,
-            last=setup.layers,
+            first=setup.fragments[0].first,
+            last=setup.fragments[-1].last,
             step=progress.step,
             lr_step=progress.lr_step,
             tokens=progress.tokens,

@@ -40,6 +40,17 @@ def parameters(model: config.Model) -> list[int]:
         return [sum(p.numel() for p in layers[index].parameters()) for index in sorted(layers)]
 
 
+def widths(model: config.Model) -> list[int]:
+    """Numbers a token that enter each layer; tokens themselves enter the first one."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        layers = dict(enumerate(_users_layers(model)) if model.layers is not None else _ours(model))
+        entering, found = torch.zeros(1, model.context, dtype=torch.int64), []
+        for index in sorted(layers):
+            found.append(entering.numel() // model.context)
+            entering = layers[index](entering)
+    return found
+
+
 def _ours(model: config.Model) -> Iterator[tuple[int, nn.Module]]:
     """Each layer with its place, in the order in which they draw their weights: that is what a seed means."""
     for block in range(1, model.depth + 1):

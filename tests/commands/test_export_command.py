@@ -10,9 +10,11 @@ from torch import nn
 
 from decentral import export
 from decentral.comm import compress
-from decentral.comm.loopback import Loopback
-from decentral.comm.transport import Answer, AskError, Transport
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import PullState
+from decentral.comm.transport import Answer, AskError, Reply, Transport
 from decentral.core import jobs
+from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.join import Donor
 from decentral.peers.records import PeerRecord, Profile
@@ -81,7 +83,7 @@ def test_a_layer_that_nobody_holds_is_named(folders: list[Path], capfd: pytest.C
     weights = replicas.read(folders[0])
     assert weights is not None
     del weights[1]
-    with pytest.raises(export.UserError, match="nobody holds layers 1 to 1 of the model"):
+    with pytest.raises(UserError, match="nobody holds layers 1 to 1 of the model"):
         replicas.layers_with(run[1], weights)
 
 
@@ -91,34 +93,35 @@ def test_a_layer_that_nobody_holds_is_named(folders: list[Path], capfd: pytest.C
 class Serving:
     """A transport on which each named compute answers PullState as a live peer's donor does."""
 
-    def __init__(self, computes: dict[str, Compute], dead: str = "") -> None:
+    def __init__(self, computes: dict[PeerId, Compute], dead: str = "") -> None:
         self.computes, self.dead = computes, dead
-        self.network = Loopback()
 
-    async def ask(self, to: PeerId, envelope: export.Envelope, deadline_s: float, max_blob_bytes: int) -> Answer:
+    async def ask(self, to: PeerId, envelope: Envelope, deadline_s: float, max_blob_bytes: int) -> Answer:
         if to == self.dead:
             raise AskError("unreachable")
         compute, question = self.computes[to], envelope.message
-        assert isinstance(question, export.PullState)
+        assert isinstance(question, PullState)
         donor = Donor(RUN, compute.fragments)
         donor.asked(1, question, 0, 0.0)
         exported = compute.do(jobs.ExportState(question.fragment))
         assert isinstance(exported, jobs.StateExported)
         (reply,) = donor.exported(exported, 0, 0.0)
-        return Answer(reply.envelope, 0.1, 0, 0)  # type: ignore[attr-defined]
+        assert isinstance(reply, Reply)
+        return Answer(reply.envelope, 0.1, 0, 0)
 
 
 @pytest.mark.parametrize("dead", ["", "B"])
 def test_live_peers_are_gathered_piece_by_piece_and_a_dead_one_is_left_out(
     setup_of: Callable[..., Setup], dead: str
 ) -> None:
-    computes = {name: Compute(setup_of(name)) for name in "AB"}
+    computes = {PeerId(name): Compute(setup_of(name)) for name in "AB"}
+    first = next(iter(computes.values()))
     profile = Profile("cpu", 1 << 30, 1e9, 1e4)
     live = {PeerId(name): PeerRecord(RUN, 1.0, (), profile, 0, 3, 0, 0, 0, phase="training") for name in "AB"}
     transport: Transport = Serving(computes, dead)  # type: ignore[assignment]
-    found = asyncio.run(export.gather(transport, RUN, computes["A"].setup.config, live))
+    found = asyncio.run(export.gather(transport, RUN, first.setup.config, live))
     assert len(found) == (1 if dead else 2)
-    for mixed in computes["A"].mixing.fragments:
+    for mixed in first.mixing.fragments:
         assert torch.equal(found[0][mixed.live.fragment.index], mixed.live.theta)
 
 

@@ -1,0 +1,105 @@
+"""Which micro-batches' gradients go into the optimizer's steps: each once, or not at all.
+
+    held      its gradient is in the sum that is being filled, or in the sealed one; its starter has not decided yet
+    settled   its starter has the whole route's gradients: it counts
+    void      its starter tried another way, gave up, or is gone: it must not count
+
+Gradients cannot be taken out of a sum, so a sum is sealed, later gradients go into the next one, and the sealed sum is
+applied when all in it are settled, or dropped when one of them is void. There is one sealed sum at a time.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from decentral.comm.messages import Hop, LegId
+from decentral.core.jobs import Apply, Drop, Seal
+from decentral.core.machine import Effect, log
+
+
+class Mark(Enum):
+    HELD = auto()
+    SETTLED = auto()
+    VOID = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A leg whose gradients we have. `loss` is the sum over its tokens; `own`: we are its starter."""
+
+    leg: LegId
+    last: int
+    tokens: int
+    loss: float
+    own: bool
+
+    def line(self) -> list[object]:
+        return [self.leg.starter, self.leg.number, self.leg.first, self.last, self.tokens]
+
+
+@dataclass(slots=True)
+class Ledger:
+    at_least: int  # micro-batches in one step, where there are so many
+    entries: dict[int, Entry] = field(default_factory=dict)  # by token
+    marks: dict[int, Mark] = field(default_factory=dict)
+    closing: tuple[int, ...] | None = None
+    sealing: bool = False
+    counted: int = 0
+    dropped: int = 0
+
+    def add(self, token: int, entry: Entry, mark: Mark) -> list[Effect]:
+        """Its gradients are in the sum that is being filled."""
+        self.entries[token], self.marks[token] = entry, mark
+        return self._turn()
+
+    def settle(self, token: int) -> list[Effect]:
+        return self._mark(token, Mark.SETTLED)
+
+    def void(self, token: int) -> list[Effect]:
+        return self._mark(token, Mark.VOID)
+
+    def sealed(self, tokens: tuple[int, ...]) -> list[Effect]:
+        """The compute thread tells whose gradients are in the sealed sum."""
+        self.sealing, self.closing = False, tokens
+        return self._turn()
+
+    def _mark(self, token: int, mark: Mark) -> list[Effect]:
+        """A decision is final: what comes later is too late."""
+        if self.marks.get(token) is not Mark.HELD:
+            return []
+        self.marks[token] = mark
+        return self._turn()
+
+    def _turn(self) -> list[Effect]:
+        effects: list[Effect] = []
+        if self.closing is not None:
+            effects += self._finish(self.closing)
+        filled = len(self.entries) - len(self.closing or ())
+        if self.closing is None and not self.sealing and filled >= self.at_least:
+            self.sealing = True
+            effects.append(Seal())
+        return effects
+
+    def _finish(self, closing: tuple[int, ...]) -> list[Effect]:
+        marks = {self.marks[token] for token in closing}
+        if Mark.HELD in marks and Mark.VOID not in marks:
+            return []
+        entries = [self.entries.pop(token) for token in closing]
+        voids = [self.marks.pop(token) is Mark.VOID for token in closing]
+        self.closing = None
+        if any(voids):
+            self.dropped += len(entries)
+            return [Drop(), log("uncounted", of=[entry.line() for entry in entries], void=sum(voids))]
+        self.counted += len(entries)
+        own = [entry for entry in entries if entry.own]
+        loss = sum(entry.loss for entry in entries) / max(1, sum(entry.tokens for entry in entries))
+        applied = Apply(sum(entry.tokens for entry in own), len(own), loss)
+        return [applied, log("counted", of=[entry.line() for entry in entries])]
+
+
+def reaches_the_end(hops: tuple[Hop, ...], first: int, layers: int) -> bool:
+    """Whether these hops carry on from layer `first` to the model's end, without a gap or an overlap."""
+    for hop in hops:
+        if hop.first != first or hop.last <= hop.first:
+            return False
+        first = hop.last
+    return first == layers
