@@ -36,7 +36,7 @@ from decentral.comm.messages import (
     Returned,
     Settle,
 )
-from decentral.comm.pace import Turns, Window, budget_s
+from decentral.comm.pace import NEWEST, Prior, Stride, Turns, Window, budget_s
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import (
@@ -46,10 +46,12 @@ from decentral.core.jobs import (
     Forget,
     Forward,
     Forwarded,
+    Fragment,
     HopFailed,
     Job,
     Layout,
     Sealed,
+    Stepped,
 )
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.units import Seconds
@@ -57,6 +59,7 @@ from decentral.core.units import Seconds
 AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
 MAX_TRIES = 6  # of one leg, at whichever peers
 RETRY_S = 0.25  # where nobody holds the next layer
+BUSY = ("busy", "not-ready", "moved")  # refusals that are nobody's fault
 LEAST_S = 0.05  # less patience than this is none
 SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
 GRACE_S = 2.0  # for a Settle that is on its way when its starter's time is over
@@ -80,16 +83,25 @@ class Terms:
     peer: PeerId
     first: int
     last: int
-    layers: int
-    context: int
+    cuts: tuple[Fragment, ...]  # of the whole model; a leg ends where one of them does
     most_sequences: int
     capacity: int  # micro-batches that the memory takes
     at_least: int  # micro-batches in an optimizer's step
     layout: Callable[[int, int], Layout]
 
+    @property
+    def layers(self) -> int:
+        return self.cuts[-1].last
+
+    def share(self, first: int, last: int) -> float:
+        """The part of the model's parameters in layers [first, last)."""
+        inside = sum(cut.parameters for cut in self.cuts if first <= cut.first and cut.last <= last)
+        return inside / sum(cut.parameters for cut in self.cuts)
+
     def size(self, carry: Carry) -> int:
         """Bytes that may come with it; none, if it is not for us."""
-        if not self.first <= carry.first < self.last or carry.first == 0 or carry.sequences > self.most_sequences:
+        inside = [cut.first for cut in self.cuts if max(1, self.first) <= cut.first < self.last]
+        if carry.first not in inside or carry.sequences > self.most_sequences:
             return 0
         return sum(section.size for section in self.layout(carry.first, carry.sequences))
 
@@ -121,6 +133,8 @@ class Leg:
     loss: float = 0.0
     layout: Layout = ()  # of the payload
     payload: bytes = b""  # what we sent on, kept until its gradient is here
+    to: PeerId | None = None  # whose answer we wait for
+    attempts: int = 0
     tried: list[PeerId] = field(default_factory=list)
     retry_at: Seconds | None = None
     hops: tuple[Hop, ...] = ()  # after ours
@@ -147,6 +161,8 @@ class Routes:
     legs: dict[int, Leg] = field(default_factory=dict)
     window: Window = field(init=False)
     turns: Turns = field(default_factory=Turns)
+    prior: Prior = field(default_factory=Prior)
+    speed: float = 0.0  # tokens/s of the whole model, if we computed without a pause; 0: not measured yet
     ledger: Ledger = field(init=False)
     abandoned: int = 0
     completed: int = 0
@@ -156,6 +172,8 @@ class Routes:
     _outboxes: dict[PeerId, Outbox] = field(default_factory=dict)
     _last_token: int = 0
     _look_at: Seconds | None = None
+    _ends: dict[int, Stride[int]] = field(default_factory=dict)  # by the layer that a leg begins with
+    _worked: float = 0.0  # tokens through our share of the model, since the last step
 
     def __post_init__(self) -> None:
         self.window = Window(self.terms.capacity)
@@ -193,7 +211,22 @@ class Routes:
                 return self._computed(event, now)
             case Sealed(tokens):
                 return self.ledger.sealed(tokens)
+            case Stepped(seconds=seconds):
+                self._measure(seconds)
         return []
+
+    def _measure(self, seconds: Seconds) -> None:
+        """How fast this device really is, by what it computed in so many seconds of computing."""
+        if self._worked > 0 and seconds > 0:
+            rate = self._worked / seconds
+            self.speed = rate if not self.speed else (1 - NEWEST) * self.speed + NEWEST * rate
+        self._worked = 0.0
+
+    def _end(self, first: int) -> int:
+        """How far we carry what enters there: by the prior's flow, in turns; without one to the end of our span."""
+        rates = {end: rate for end, rate in self.prior.ends.get(first, {}).items() if rate > 0}
+        able = {end: 1 / rate for end, rate in rates.items() if end == self.terms.layers or self.view.successors(end)}
+        return self._ends.setdefault(first, Stride()).choose(able) if able else self.terms.last
 
     # Others' micro-batches
 
@@ -204,7 +237,7 @@ class Routes:
         refusal = self._refusal(event, carry)
         if refusal:
             return [Reply(event.request, Envelope(Refused(refusal)))]
-        leg = self._new_leg(name, self.terms.last, now, event.sender)
+        leg = self._new_leg(name, self._end(carry.first), now, event.sender)
         leg.request, leg.sequences = event.request, carry.sequences
         self._extend(leg, carry, now)
         self._by_id[name] = leg.token
@@ -258,7 +291,7 @@ class Routes:
 
     def _send(self, leg: Leg, now: Seconds) -> list[Effect]:
         """Asks the next peer to carry on, or waits until there is one."""
-        leg.stage, leg.retry_at = Stage.AWAY, None
+        leg.stage, leg.retry_at, leg.to = Stage.AWAY, None, None
         if len(leg.tried) >= MAX_TRIES:
             return self._give_up(leg, "tried")
         holders = self.view.successors(leg.last)
@@ -266,28 +299,31 @@ class Routes:
         if not peers:
             leg.retry_at = now + RETRY_S
             return []
-        to = self.turns.choose(peers)
+        to = self.turns.choose(leg.last, peers, self.prior.nexts.get(leg.last, {}))
         patience_s = min(self.turns.deadline_s(to), leg.deadline() - now, MAX_PATIENCE_S)
         if patience_s < LEAST_S:
             return self._give_up(leg, "late")
+        leg.to, leg.attempts = to, leg.attempts + 1
         leg.tried.append(to)
         hold_s = min(MAX_HOLD_S, max(0.0, leg.until - now))
         name = leg.id
         carry = Carry(
             self.terms.run, name.starter, name.number, leg.last, leg.sequences, patience_s, hold_s, leg.layout
         )
-        tag = ("route", leg.token, len(leg.tried))
+        tag = ("route", leg.token, leg.attempts)
         return [Ask(tag, to, Envelope(carry, leg.payload), patience_s, leg.layout[0].size)]
 
     def _awaited(self, token: int, attempt: int) -> Leg | None:
         """The leg that waits for the answer to this attempt."""
         leg = self.legs.get(token)
-        return leg if leg and leg.stage is Stage.AWAY and len(leg.tried) == attempt else None
+        return leg if leg and leg.stage is Stage.AWAY and leg.to and leg.attempts == attempt else None
 
     def _answered(self, event: Answered, leg: Leg | None, now: Seconds) -> list[Effect]:
         if leg is None:
             return []
         returned = event.envelope.message
+        if isinstance(returned, Refused) and returned.reason in BUSY:
+            return self._not_now(leg, now)
         if not isinstance(returned, Returned) or not self._fits(leg, event.peer, returned, event.envelope.blob):
             return self._missed(leg, event.peer, now)
         self.turns.served(event.peer, event.seconds)
@@ -307,6 +343,13 @@ class Routes:
             and hops[0].peer == peer
             and reaches_the_end(hops, leg.last, self.terms.layers)
         )
+
+    def _not_now(self, leg: Leg, now: Seconds) -> list[Effect]:
+        """That peer has no room: another one, or, when all have been asked, a moment's patience."""
+        if any(peer not in leg.tried for peer in self.view.successors(leg.last)):
+            return self._send(leg, now)
+        leg.to, leg.tried, leg.retry_at = None, [], now + RETRY_S
+        return []
 
     def _missed(self, leg: Leg, peer: PeerId, now: Seconds) -> list[Effect]:
         """No gradient from there: it costs the peer its turns, and another one gets the same activations."""
@@ -339,6 +382,7 @@ class Routes:
         at_the_end = leg.last == self.terms.layers
         loss = done.loss if at_the_end else leg.loss
         entry = Entry(leg.id, leg.last, done.tokens, loss, leg.own)
+        self._worked += done.tokens * self.terms.share(leg.id.first, leg.last)
         if leg.stage is Stage.GONE:
             self.legs.pop(leg.token)
             return self.ledger.add(leg.token, entry, Mark.VOID)
@@ -366,7 +410,8 @@ class Routes:
         if leg.stage is Stage.GONE:
             return self._let_go(leg)
         if leg.stage is Stage.BACKWARD:
-            return self._missed(leg, leg.tried[-1], now)
+            assert leg.to is not None
+            return self._missed(leg, leg.to, now)
         return self._give_up(leg, reason)
 
     # The end of a leg
@@ -394,8 +439,8 @@ class Routes:
             effects += self.ledger.void(leg.token)
             self._remove(leg)
             return effects
-        if leg.stage is Stage.AWAY and leg.tried:
-            self._outbox(leg.tried[-1]).release.append(LegId(leg.id.starter, leg.id.number, leg.last))
+        if leg.stage is Stage.AWAY and leg.to:
+            self._outbox(leg.to).release.append(LegId(leg.id.starter, leg.id.number, leg.last))
         queued = [item for item in self._ready if item[1] == leg.token]
         if queued:
             self._ready = [item for item in self._ready if item[1] != leg.token]
@@ -432,10 +477,11 @@ class Routes:
             return jobs
         own = sum(leg.own for leg in self.legs.values())
         while own < self.window.size and len(self._running) < AT_ONCE and len(self.legs) < self.terms.capacity:
-            if not self.view.successors(self.terms.last):
+            end = self._end(0)
+            if not self.view.successors(end):
                 self._look_at = now + RETRY_S
                 break
-            leg = self._new_leg(LegId(self.terms.peer, 0, 0), self.terms.last, now, self.terms.peer)
+            leg = self._new_leg(LegId(self.terms.peer, 0, 0), end, now, self.terms.peer)
             leg.own, leg.until = True, now + budget_s(self.window.typical_s())
             self._running.add(leg.token)
             jobs.append(Draw(leg.token, leg.last))

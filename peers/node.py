@@ -63,6 +63,7 @@ from decentral.core.jobs import (
 )
 from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Amount, Seconds
+from decentral.peers import flows
 from decentral.peers.join import Donor, Join
 from decentral.peers.join import State as JoinState
 from decentral.peers.probe import Prober
@@ -71,6 +72,7 @@ from decentral.peers.records import PeerRecord, Profile
 from decentral.peers.roster import Roster
 
 PROBE_AFTER_S = 2.0
+FLOWS_S = 2.0  # how often to look whether the flow through the swarm has changed
 TRAFFIC_S = 10.0  # a `traffic` line, with the totals, for about this much time
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 BLOB_BYTES_PER_PARAMETER = 8  # no algorithm's snapshot is larger
@@ -131,6 +133,9 @@ class Node:
     routes: Routes | None = field(init=False)
     _rng: Random = field(init=False)
     _traffic_at: Seconds = 0.0
+    _flows_at: Seconds = 0.0
+    _known_places: list[flows.Place] = field(default_factory=list)
+    _advertised: float = 0.0  # tokens/s in our last record
     _unanswered: set[int] = field(default_factory=set)  # no more than the transport's streams
 
     def __post_init__(self) -> None:
@@ -163,6 +168,8 @@ class Node:
             return None
         machines = (self.roster, self.join, self.prober, self.progress, *self.gossip.values())
         routes = self.routes.wake_at if self.routes else None
+        if self.routes and self.routes.active and not self.setup.whole:
+            routes = earliest((routes, self._flows_at))
         return earliest((routes, *(machine.wake_at for machine in machines)))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
@@ -217,7 +224,10 @@ class Node:
                 return self.join.handle(event, now, self._live())
             case Started(step):
                 return self._started(step, now)
-            case Stepped() | Evaluated() | Saved() | JobFailed():
+            case Stepped():
+                routed = self.routes.handle(event, now) if self.routes else []
+                return self.progress.handle(event, now) + routed
+            case Evaluated() | Saved() | JobFailed():
                 return self.progress.handle(event, now)
             case Forwarded() | Backed() | HopFailed() | Sealed() if self.routes:
                 return self.routes.handle(event, now)
@@ -231,6 +241,7 @@ class Node:
         for exchange in self.gossip.values():
             effects += exchange.handle(event, now)
         if self.routes:
+            self._look_at_flows(now)
             effects += self.routes.handle(event, now)
         self.donor.forget_old(now)
         if now >= self._traffic_at:
@@ -313,6 +324,7 @@ class Node:
         if self.routes is None:
             return lines
         self.routes.active = True
+        self._look_at_flows(now)
         return lines + self.routes.handle(Woke(), now)
 
     def _exchange(self, fragment: Fragment, now: Seconds) -> Gossip:
@@ -388,6 +400,36 @@ class Node:
             if entry.record.phase == "training" and entry.record.first <= layer < entry.record.last
         ]
 
+    def _look_at_flows(self, now: Seconds) -> None:
+        """Now and then, if the roster or its speeds have changed; and others are told when our own speed has."""
+        assert self.routes is not None
+        if self.setup.whole or self.phase is not Phase.TRAINING or now < self._flows_at:
+            return
+        self._flows_at = now + FLOWS_S
+        if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
+            self.roster.renew_soon(now)
+        places = self._places()
+        if places != self._known_places:
+            self._known_places = places
+            self.routes.prior = flows.solve(self.routes.terms.cuts, places, self.setup.own.peer)
+
+    def _places(self) -> list[flows.Place]:
+        """Who holds what, ourselves included. Speeds to two digits: a flow is not worth a new one for less."""
+        assert self.routes is not None
+        cuts, ours = self.routes.terms.cuts, self.setup.fragments
+        speed = self.routes.speed or self.setup.profile.tokens_per_s
+        known = {self.setup.own.peer: (ours[0].first, ours[-1].last, speed)}
+        for peer, entry in self.roster.live.items():
+            record = entry.record
+            if record.phase == "training" and not (record.first == 0 and record.last == self.setup.layers):
+                known[peer] = (record.first, record.last, record.profile.tokens_per_s)
+        found = []
+        for peer, (first, last, rate) in sorted(known.items()):
+            inside = [index for index, cut in enumerate(cuts) if first <= cut.first and cut.last <= last]
+            if inside:
+                found.append(flows.Place(peer, inside[0], inside[-1] + 1, float(f"{rate:.1e}")))
+        return found
+
     # Helpers
 
     def _donates(self, peer: PeerId, fragment: Fragment) -> bool:
@@ -408,8 +450,9 @@ class Node:
             down=self.meter.typical_down() or 0.0,
             up=self.meter.typical_up() or 0.0,
             latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
-            tokens_per_s=progress.tokens_per_s or setup.profile.tokens_per_s,
+            tokens_per_s=self._tokens_per_s(),
         )
+        self._advertised = profile.tokens_per_s
         rounds = max(
             (one.seq for one in self.gossip.values() if isinstance(one, Exchange) and one.synchronous), default=0
         )
@@ -426,6 +469,11 @@ class Node:
             round=rounds,
             phase="leaving" if leaving else "training" if self.phase is Phase.TRAINING else "joining",
         )
+
+    def _tokens_per_s(self) -> float:
+        """As measured in training: by a peer that trains alone from its progress, else from its part in routes."""
+        measured = self.progress.tokens_per_s if self.setup.whole else self.routes.speed if self.routes else 0.0
+        return measured or self.setup.profile.tokens_per_s
 
     def _traffic(self) -> Log:
         return log("traffic", sent_bytes=self.sent_bytes, received_bytes=self.received_bytes)

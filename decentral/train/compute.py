@@ -75,12 +75,12 @@ class Compute:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         run, device = setup.config, setup.device.device
-        every = fragments(gpt.parameters(run.model), run.gossip.fragment_parameters)
-        self.model_layers = every[-1].last
+        self.cuts = tuple(fragments(gpt.parameters(run.model), run.gossip.fragment_parameters))  # of the whole model
+        self.model_layers = self.cuts[-1].last
         first, last = setup.span or (0, self.model_layers)
         self.whole = (first, last) == (0, self.model_layers)
         self.layers = [layer.to(device) for layer in gpt.build(run.model, run.seed, first, last)]
-        self.fragments = [fragment for fragment in every if first <= fragment.first and fragment.last <= last]
+        self.fragments = [fragment for fragment in self.cuts if first <= fragment.first and fragment.last <= last]
         assert (self.fragments[0].first, self.fragments[-1].last) == (first, last), "a span is whole fragments"
         lives = [Live(fragment, self.layers, device, run.train, first) for fragment in self.fragments]
         self.mixing = Mixing(lives, run.gossip, setup.peer, setup.codecs)
