@@ -164,6 +164,7 @@ class Routes:
     prior: Prior = field(default_factory=Prior)
     speed: float = 0.0  # tokens/s of the whole model, if we computed without a pause; 0: not measured yet
     ledger: Ledger = field(init=False)
+    quota: int | None = None  # micro-batches that we may still begin; None: as many as the window has room for
     abandoned: int = 0
     completed: int = 0
     _by_id: dict[LegId, int] = field(default_factory=dict)
@@ -401,7 +402,7 @@ class Routes:
         """The whole route's gradients are there: from now on they count."""
         for hop in leg.hops:
             self._outbox(PeerId(hop.peer)).count.append(LegId(leg.id.starter, leg.id.number, hop.first))
-        self.window.done(now - leg.began)
+        self.window.done(now - leg.began, tuple(PeerId(hop.peer) for hop in leg.hops))
         self.completed += 1
         self._remove(leg)
         return self.ledger.add(leg.token, entry, Mark.SETTLED)
@@ -476,7 +477,7 @@ class Routes:
         if not self.active or self.terms.first > 0 or self.terms.last == self.terms.layers:
             return jobs
         own = sum(leg.own for leg in self.legs.values())
-        while own < self.window.size and len(self._running) < AT_ONCE and len(self.legs) < self.terms.capacity:
+        while self._has_room(own):
             end = self._end(0)
             if not self.view.successors(end):
                 self._look_at = now + RETRY_S
@@ -486,7 +487,12 @@ class Routes:
             self._running.add(leg.token)
             jobs.append(Draw(leg.token, leg.last))
             own += 1
+            self.quota = None if self.quota is None else self.quota - 1
         return jobs
+
+    def _has_room(self, own: int) -> bool:
+        idle = len(self._running) < AT_ONCE and len(self.legs) < self.terms.capacity
+        return idle and own < self.window.size and self.quota != 0
 
     def _new_leg(self, name: LegId, last: int, now: Seconds, asker: PeerId) -> Leg:
         self._last_token += 1

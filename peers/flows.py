@@ -63,7 +63,7 @@ def solve(cuts: Sequence[Fragment], places: Sequence[Place], own: PeerId) -> Pri
 
 def _rates(
     cuts: Sequence[Fragment], places: Sequence[Place], hops: Sequence[tuple[int, int, int]], total: float
-) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+) -> list[float]:
     """z of each hop, in parts of the sum of all speeds."""
     whole = sum(cut.parameters for cut in cuts)
     before = np.concatenate(([0.0], np.cumsum([cut.parameters / whole for cut in cuts])))
@@ -81,4 +81,4 @@ def _rates(
         np.zeros(inner) if inner else None, method="highs",
     )  # fmt: skip
     assert found.status == 0, found.message
-    return np.maximum(0.0, found.x)
+    return [max(0.0, float(rate)) for rate in found.x]

@@ -96,7 +96,7 @@ def _tightest(
         gaps = [_plus(stands[a], within[a][b], before[b] - before[a], rate) for a in range(b) if b - a < count]
         best.append(min([stands[b], *gaps]))
     _, speed, part = best[count]
-    return total - speed, before[-1] - part
+    return max(0.0, total - speed), before[-1] - part
 
 
 def _plus(gaps: tuple[float, float, float], speed: float, part: float, rate: float) -> tuple[float, float, float]:

@@ -157,7 +157,7 @@ class Compute:
             case jobs.ExportState(fragment):
                 return self.mixing.export(fragment)
             case jobs.ImportState(blobs, step):
-                return self._adopted(self.mixing.adopt(blobs), step)
+                return self._adopted(self.mixing.adopt(blobs, complete=self.whole), step)
             case jobs.SetClock(step):
                 self.lr_step = max(self.lr_step, step)
                 return jobs.ClockSet(self.lr_step)

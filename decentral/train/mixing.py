@@ -102,12 +102,12 @@ class Mixing:
             mix.layout_of(mixed.rule.donated, mixed.live.fragment.parameters, self.codecs) for mixed in self.fragments
         ]
 
-    def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]]) -> jobs.StateImported:
-        """All of these or none: decoded and checked first, then adopted. What no donor had stays as it is."""
+    def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]], complete: bool = True) -> jobs.StateImported:
+        """All of these or none: decoded and checked first, then adopted. `complete`: they must be all that we hold."""
         donated = []
         expected = dict(zip(self._by_index, self.state_layouts(), strict=True))
         given = [fragment for fragment, _, _ in blobs]
-        if given != sorted(set(given)) or not set(given) <= set(expected):
+        if given != sorted(set(given)) or not set(given) <= set(expected) or (complete and len(given) < len(expected)):
             return jobs.StateImported(False, "fragment")
         try:
             for fragment, layout, blob in blobs:

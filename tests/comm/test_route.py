@@ -30,8 +30,7 @@ def result(world: World) -> audit.Audit:
 def settled_down(world: World) -> None:
     """No new micro-batches; what is under way ends, and all is told."""
     for peer in world.peers.values():
-        peer.routes.window.size = 0
-        peer.routes.window.most = 0
+        peer.routes.quota = 0
     world.run(200.0)
 
 
