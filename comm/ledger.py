@@ -13,7 +13,7 @@ from enum import Enum, auto
 
 from decentral.comm.messages import Hop, LegId
 from decentral.core.jobs import Apply, Drop, Seal
-from decentral.core.machine import Effect, log
+from decentral.core.machine import Effect, Log, log
 
 
 class Mark(Enum):
@@ -62,6 +62,11 @@ class Ledger:
         self.sealing, self.closing = False, tokens
         return self._turn()
 
+    def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
+        """The sum was complete when it was sealed, and its step has been taken."""
+        self.sealing = False
+        return [self._counted(self._taken(tokens)), *self._turn()]
+
     def _mark(self, token: int, mark: Mark) -> list[Effect]:
         """A decision is final: what comes later is too late."""
         if self.marks.get(token) is not Mark.HELD:
@@ -76,24 +81,38 @@ class Ledger:
         filled = len(self.entries) - len(self.closing or ())
         if self.closing is None and not self.sealing and filled >= self.at_least:
             self.sealing = True
-            effects.append(Seal())
+            effects.append(self._seal())
         return effects
+
+    def _seal(self) -> Seal:
+        ready = all(mark is Mark.SETTLED for mark in self.marks.values())
+        return Seal(tuple(self.entries), self._apply(list(self.entries.values()))) if ready else Seal()
 
     def _finish(self, closing: tuple[int, ...]) -> list[Effect]:
         marks = {self.marks[token] for token in closing}
         if Mark.HELD in marks and Mark.VOID not in marks:
             return []
-        entries = [self.entries.pop(token) for token in closing]
-        voids = [self.marks.pop(token) is Mark.VOID for token in closing]
+        void = sum(self.marks[token] is Mark.VOID for token in closing)
+        entries = self._taken(closing)
         self.closing = None
-        if any(voids):
+        if void:
             self.dropped += len(entries)
-            return [Drop(), log("uncounted", of=[entry.line() for entry in entries], void=sum(voids))]
-        self.counted += len(entries)
+            return [Drop(), log("uncounted", of=[entry.line() for entry in entries], void=void)]
+        return [self._apply(entries), self._counted(entries)]
+
+    def _taken(self, tokens: tuple[int, ...]) -> list[Entry]:
+        for token in tokens:
+            del self.marks[token]
+        return [self.entries.pop(token) for token in tokens]
+
+    def _apply(self, entries: list[Entry]) -> Apply:
         own = [entry for entry in entries if entry.own]
         loss = sum(entry.loss for entry in entries) / max(1, sum(entry.tokens for entry in entries))
-        applied = Apply(sum(entry.tokens for entry in own), len(own), loss)
-        return [applied, log("counted", of=[entry.line() for entry in entries])]
+        return Apply(sum(entry.tokens for entry in own), len(own), loss)
+
+    def _counted(self, entries: list[Entry]) -> Log:
+        self.counted += len(entries)
+        return log("counted", of=[entry.line() for entry in entries])
 
 
 def reaches_the_end(hops: tuple[Hop, ...], first: int, layers: int) -> bool:

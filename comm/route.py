@@ -212,8 +212,9 @@ class Routes:
                 return self._computed(event, now)
             case Sealed(tokens):
                 return self.ledger.sealed(tokens)
-            case Stepped(seconds=seconds):
+            case Stepped(seconds=seconds, legs=legs):
                 self._measure(seconds)
+                return self.ledger.stepped(legs) if legs else []
         return []
 
     def _measure(self, seconds: Seconds) -> None:

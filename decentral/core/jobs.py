@@ -165,17 +165,24 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
-    """Close the sum of gradients: those of later backward passes go into the next one."""
-
-
-@dataclass(frozen=True, slots=True)
 class Apply:
     """Take the optimizer's step with the sealed sum. The rest is for the report: what of it we started ourselves."""
 
     tokens: int
     micro_batches: int
     loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Close the sum of gradients: those of later backward passes go into the next one.
+
+    If it is the sum of exactly these legs, all of which may be counted, `then` the step is taken at once, before any
+    later forward pass; else it has to wait.
+    """
+
+    ready: tuple[int, ...] = ()
+    then: Apply | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +206,7 @@ class Stepped:
     loss: float
     seconds: float
     micro_batches: int
+    legs: tuple[int, ...] = ()  # of a Seal that was followed by its step
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import json
 import queue
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +188,11 @@ class Compute:
                 return ours.backward(job)
             case jobs.Forget(tokens):
                 return ours.forget(tokens)
-            case jobs.Seal():
-                return ours.seal()
+            case jobs.Seal(ready, then):
+                sealed = ours.seal()
+                if then is None or set(sealed.tokens) != set(ready):
+                    return sealed
+                return replace(self._apply(ours, then), legs=sealed.tokens)
             case jobs.Drop():
                 return ours.drop()
             case jobs.Apply():

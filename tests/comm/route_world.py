@@ -62,9 +62,12 @@ class Device:
             case jobs.Forget(tokens):
                 self.held -= set(tokens)
                 return jobs.Forgotten()
-            case jobs.Seal():
+            case jobs.Seal(ready, then):
                 self.sealed, self.legs = tuple(self.legs), []
-                return jobs.Sealed(self.sealed)
+                if then is None or set(ready) != set(self.sealed):
+                    return jobs.Sealed(self.sealed)
+                self.taken.append(self.sealed)
+                return jobs.Stepped(len(self.taken), 0, then.tokens, then.loss, 0.1, then.micro_batches, self.sealed)
             case jobs.Apply():
                 self.taken.append(self.sealed)
                 return jobs.Stepped(len(self.taken), 0, job.tokens, job.loss, 0.1, job.micro_batches)

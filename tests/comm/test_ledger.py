@@ -54,6 +54,13 @@ def test_later_gradients_go_into_the_next_sum_while_one_waits() -> None:
     assert kinds(ledger.sealed((2,))) == ["Apply", "counted"]
 
 
+def test_a_sum_that_is_settled_already_is_sealed_and_applied_in_one() -> None:
+    ledger = Ledger(1)
+    assert ledger.add(1, entry(1, own=True), Mark.SETTLED) == [Seal((1,), Apply(10, 1, 2.0))]
+    assert kinds(ledger.stepped((1,))) == ["counted"]
+    assert not ledger.entries
+
+
 def test_a_step_waits_for_as_many_micro_batches_as_the_config_says() -> None:
     ledger = Ledger(3)
     assert [kinds(ledger.add(n, entry(n), Mark.SETTLED)) for n in range(3)] == [[], [], ["Seal"]]
