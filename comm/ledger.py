@@ -39,6 +39,7 @@ class Entry:
 @dataclass(slots=True)
 class Ledger:
     at_least: int  # micro-batches in one step, where there are so many
+    quiet: bool = True  # nothing is between its forward and its backward pass, or that does not matter
     entries: dict[int, Entry] = field(default_factory=dict)  # by token
     marks: dict[int, Mark] = field(default_factory=dict)
     closing: tuple[int, ...] | None = None
@@ -67,6 +68,16 @@ class Ledger:
         self.sealing = False
         return [self._counted(self._taken(tokens)), *self._turn()]
 
+    def look(self, quiet: bool) -> list[Effect]:
+        """Whether a step may be taken now without changing weights that a backward pass still needs."""
+        self.quiet = quiet
+        return self._turn()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether enough gradients for a step are there."""
+        return len(self.entries) >= self.at_least
+
     def _mark(self, token: int, mark: Mark) -> list[Effect]:
         """A decision is final: what comes later is too late."""
         if self.marks.get(token) is not Mark.HELD:
@@ -79,7 +90,7 @@ class Ledger:
         if self.closing is not None:
             effects += self._finish(self.closing)
         filled = len(self.entries) - len(self.closing or ())
-        if self.closing is None and not self.sealing and filled >= self.at_least:
+        if self.closing is None and not self.sealing and self.quiet and filled >= self.at_least:
             self.sealing = True
             effects.append(self._seal())
         return effects

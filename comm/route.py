@@ -56,6 +56,7 @@ from decentral.core.jobs import (
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.units import Seconds
 
+BACKWARD, FORWARD = 0, 1  # in this order
 AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
 MAX_TRIES = 6  # of one leg, at whichever peers
 RETRY_S = 0.25  # where nobody holds the next layer
@@ -88,6 +89,7 @@ class Terms:
     capacity: int  # micro-batches that the memory takes
     at_least: int  # micro-batches in an optimizer's step
     layout: Callable[[int, int], Layout]
+    overlap: bool = False  # begin more before the last ones' step is taken: busier devices, stale gradients
 
     @property
     def layers(self) -> int:
@@ -189,7 +191,9 @@ class Routes:
         return earliest((self._look_at, *retries, *waiting))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
+        self.ledger.quiet = self._quiet()
         effects = self._react(event, now)
+        effects += self.ledger.look(self._quiet())
         return effects + self._dispatch() + self._begin_more(now) + self._tell()
 
     def _react(self, event: object, now: Seconds) -> list[Effect]:
@@ -244,7 +248,7 @@ class Routes:
         self._extend(leg, carry, now)
         self._by_id[name] = leg.token
         job = Forward(leg.token, carry.first, leg.last, carry.sequences, carry.layout, event.envelope.blob)
-        heapq.heappush(self._ready, (1, leg.token, job))
+        heapq.heappush(self._ready, (FORWARD, leg.token, job))
         return []
 
     def _refusal(self, event: Asked, carry: Carry) -> str:
@@ -331,7 +335,7 @@ class Routes:
         self.turns.served(event.peer, event.seconds)
         leg.stage, leg.hops, leg.loss = Stage.BACKWARD, returned.hops, returned.loss
         job = Backward(leg.token, returned.layout, event.envelope.blob)
-        heapq.heappush(self._ready, (0, leg.token, job))
+        heapq.heappush(self._ready, (BACKWARD, leg.token, job))
         return []
 
     def _fits(self, leg: Leg, peer: PeerId, returned: Returned, blob: bytes) -> bool:
@@ -463,9 +467,22 @@ class Routes:
 
     # Work for the compute thread
 
+    def _quiet(self) -> bool:
+        """Whether no leg here is between its forward and its backward pass."""
+        if self.terms.overlap:
+            return True
+        waiting = {token for priority, token, _ in self._ready if priority == FORWARD}
+        return all(leg.stage is Stage.HELD or token in waiting for token, leg in self.legs.items())
+
+    def _draining(self) -> bool:
+        """Whether gradients wait for a step: what came between now would be computed with weights of two versions."""
+        return self.ledger.waiting and not self.terms.overlap
+
     def _dispatch(self) -> list[Effect]:
         jobs: list[Effect] = []
         while self._ready and len(self._running) < AT_ONCE:
+            if self._ready[0][0] == FORWARD and self._draining():
+                break
             _, token, job = heapq.heappop(self._ready)
             self._running.add(token)
             jobs.append(job)
@@ -493,7 +510,7 @@ class Routes:
 
     def _has_room(self, own: int) -> bool:
         idle = len(self._running) < AT_ONCE and len(self.legs) < self.terms.capacity
-        return idle and own < self.window.size and self.quota != 0
+        return idle and own < self.window.size and self.quota != 0 and not self._draining()
 
     def _new_leg(self, name: LegId, last: int, now: Seconds, asker: PeerId) -> Leg:
         self._last_token += 1

@@ -177,6 +177,7 @@ def _routes(met: Met, own: Identity, compute: Compute, capacity: int) -> route.T
         capacity=capacity,
         at_least=run.train.accumulate if not compute.whole else 1,
         layout=compute.layout,
+        overlap=run.routes.overlap,
     )
 
 

@@ -112,9 +112,10 @@ class World:
         layouts: Callable[[int, int], Layout] = layout,
         capacity: int = 16,
         at_least: int = 1,
+        overlap: bool = True,
     ) -> Peer:
         peer = PeerId(name)
-        terms = Terms(RUN, peer, first, last, self.cuts, 64, capacity, at_least, layouts)
+        terms = Terms(RUN, peer, first, last, self.cuts, 64, capacity, at_least, layouts, overlap)
         routes = Routes(terms, View(self, peer))
         device = device or Device(end=self.cuts[-1].last)
         self.peers[peer] = Peer(peer, routes, device, seconds)

@@ -217,3 +217,42 @@ def test_a_route_with_a_gap_is_no_answer(hops: tuple[Hop, ...]) -> None:
     assert [effect.tag[:2] for effect in effects if isinstance(effect, Ask) and effect.tag[0] == "route"] == [
         ("route", leg.token)
     ]
+
+
+def test_without_overlap_no_weights_change_between_a_forward_and_its_backward_pass() -> None:
+    world = World(CUTS)
+    peers = [world.add(name, *span, overlap=False) for name, span in (("A", (0, 2)), ("C", (2, 4)), ("M", (1, 3)))]
+    versions: dict[tuple[str, int], int] = {}
+    carried = 0
+    for peer in peers:
+        keep = peer.device.do
+
+        def watched(job: object, keep: object = keep, name: str = peer.name, device: object = peer.device) -> object:
+            nonlocal carried
+            taken = len(device.taken)  # type: ignore[attr-defined]
+            if isinstance(job, jobs.Draw | jobs.Forward):
+                versions[name, job.token] = taken
+            if isinstance(job, jobs.Backward):
+                carried += 1
+                assert versions[name, job.token] == taken
+            return keep(job)  # type: ignore[operator]
+
+        peer.device.do = watched  # type: ignore[method-assign]
+    world.start()
+    world.run(20.0)
+    assert carried > 50
+    assert result(world).sound
+
+
+def test_without_overlap_lost_questions_do_not_stop_it_for_good() -> None:
+    rng = Random(5)
+    world = World(CUTS)
+    for name, span in (("A", (0, 2)), ("B", (0, 2)), ("C", (2, 4)), ("D", (2, 4)), ("M", (1, 3))):
+        world.add(name, *span, overlap=False)
+    world.loses = lambda now, ask: now < 20.0 and rng.random() < 0.05
+    world.start()
+    world.run(100.0)
+    before = sum(peer.routes.completed for peer in world.peers.values())
+    world.run(20.0)
+    assert sum(peer.routes.completed for peer in world.peers.values()) > before + 50
+    assert result(world).sound

@@ -60,7 +60,7 @@ def carried(world: World, micro_batches: int) -> None:
     starter = world.peers[PeerId("A")].routes
     starter.quota = micro_batches
     world.start()
-    world.run(20.0)
+    world.run(5.0 + micro_batches)
     assert starter.completed == micro_batches
 
 
@@ -93,6 +93,38 @@ def test_gradients_over_overlapping_spans_are_those_of_one_process(
     found = summed(list(computes.values()))
     for live in whole.inner.lives:
         assert torch.allclose(found[live.fragment.index], live.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_over_three_unequal_spans_loses_what_one_process_loses(setup_of: MakeSetup) -> None:
+    """One micro-batch at a time, so every step is taken before the next forward pass."""
+    spans = {"A": (0, 1), "B": (1, 4), "C": (4, 5)}
+    parts = {name: Compute(with_span(setup_of(name), span)) for name, span in spans.items()}
+    world = world_of(parts, at_least=1)
+    world.peers[PeerId("A")].routes.window.most = world.peers[PeerId("A")].routes.window.size = 1
+    carried(world, 60)
+    whole = Compute(with_span(setup_of("A"), None))
+    for _ in range(60):
+        whole.step()
+    apart = {index: theta for part in parts.values() for index, theta in thetas(part).items()}
+    together = thetas(whole)
+    assert {part.own_steps for part in parts.values()} == {60}
+    assert max(float((apart[index] - together[index]).abs().max()) for index in together) < 1e-3
+    for mixed in whole.mixing.fragments:
+        before = mixed.live.theta.clone()
+        mixed.live.theta.copy_(apart[mixed.live.fragment.index])
+        apart[mixed.live.fragment.index] = before
+    carried_loss = whole.do(jobs.Evaluate())
+    for mixed in whole.mixing.fragments:
+        mixed.live.theta.copy_(apart[mixed.live.fragment.index])
+    plain_loss = whole.do(jobs.Evaluate())
+    assert isinstance(carried_loss, jobs.Evaluated)
+    assert isinstance(plain_loss, jobs.Evaluated)
+    assert abs(carried_loss.loss - plain_loss.loss) < 1e-3
+    assert carried_loss.loss < 3.5
+
+
+def thetas(compute: Compute) -> dict[int, Tensor]:
+    return {mixed.live.fragment.index: mixed.live.theta.clone() for mixed in compute.mixing.fragments}
 
 
 @pytest.mark.parametrize(("wire", "error"), [("bf16", 2**-8), ("int8", 1 / 127)])
