@@ -9,6 +9,8 @@
     Commit        -               Done          -                     symmetric exchange, second half
     Push          mass            Done          -                     push-sum
     PullState     -               StateChunk    a piece of it         a newcomer's start
+    Carry         hidden, targets Returned      gradient of hidden    a micro-batch through layers `first` and on
+    Settle        -               Done          -                     count these gradients; forget those
     any           -               Refused       -                     why not, in one word
 
 Every field has a bound, and is checked against it before anything else looks at the message (comm/codec.py).
@@ -29,7 +31,12 @@ MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
 MAX_PATIENCE_S = 75.0  # below the time that a transport gives an answer
 
+MAX_HOLD_S = 150.0
+MAX_HOPS = 64  # of a route
+MAX_LEGS = 256  # in one Settle
+
 Run = Annotated[str, Strict(), Field(max_length=64)]
+Peer = Annotated[str, Strict(), Field(max_length=64)]
 Word = Annotated[str, Strict(), Field(max_length=32)]
 Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
 Index = Annotated[int, Strict(), Field(ge=0, lt=1 << 20)]
@@ -151,6 +158,61 @@ class StateChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Carry:
+    """Take micro-batch (starter, number) through layer `first` and on. The answer comes when its gradient is back.
+
+    `patience_s`: how long the asker waits. `hold_s`: for how long the starter may still settle it.
+    """
+
+    run: Run
+    starter: Peer
+    number: Count
+    first: Index
+    sequences: Annotated[int, Strict(), Field(gt=0, lt=1 << 20)]
+    patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
+    hold_s: Annotated[float, Strict(), Field(ge=0, le=MAX_HOLD_S, allow_inf_nan=False)]
+    layout: Sections
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Who carried a micro-batch through layers [first, last)."""
+
+    peer: Peer
+    first: Index
+    last: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The blob is the gradient of the hidden values that came. `loss` is the sum over `tokens` tokens."""
+
+    run: Run
+    loss: Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
+    tokens: Count
+    hops: Annotated[tuple[Hop, ...], Field(max_length=MAX_HOPS)]
+    layout: Sections
+
+
+@dataclass(frozen=True, slots=True)
+class LegId:
+    """A micro-batch's way through one peer, as others name it."""
+
+    starter: Peer
+    number: Count
+    first: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Count the gradients of these legs (only their starter may say so); forget those of the others."""
+
+    run: Run
+    count: Annotated[tuple[LegId, ...], Field(max_length=MAX_LEGS)]
+    release: Annotated[tuple[LegId, ...], Field(max_length=MAX_LEGS)]
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     reason: Word
     detail: Annotated[str, Strict(), Field(max_length=200)] = ""
@@ -171,6 +233,9 @@ Message = (
     | Done
     | PullState
     | StateChunk
+    | Carry
+    | Returned
+    | Settle
     | Refused
 )
 

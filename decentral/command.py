@@ -18,6 +18,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def size(text: str) -> int:
+    """Bytes: 800000000, 800MB, 16GB, 1.5e9. For argparse."""
+    number, unit = text.strip().rstrip("Bb"), 1
+    for position, prefix in enumerate("kMGT", 1):
+        if number.endswith((prefix, prefix.upper())):
+            number, unit = number[:-1], 1000**position
+    value = float(number) * unit
+    if not 1 <= value < 1 << 60:
+        raise ValueError("out of bounds")
+    return int(value)
+
+
 def run(main: Callable[[], None]) -> int:
     try:
         main()

@@ -153,6 +153,8 @@ class Swarm:
         restart = (folder / "run.json").exists()
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
         arguments += ["--listen", LOOPBACK, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
+        if self.flags.memory:
+            arguments += ["--memory", str(self.flags.memory[number])]
         if join and not restart:
             arguments += ["--join", join]
         elif not restart:
@@ -213,13 +215,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stop-after", default="90s", metavar="AMOUNT", help="90s, or each peer's 500steps, 2e6tokens")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, for all")
+    parser.add_argument("--memory", metavar="BYTES,...", help="each peer's, or one for all; default: the device's")
     parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and go on from them")
     parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
     flags = parser.parse_args(argv)
     if not 1 <= flags.peers <= 64:
         raise UserError(f"--peers expects 1 to 64; got {flags.peers}")
     flags.throttle = _throttles(flags.throttle, flags.peers)
+    flags.memory = _memories(flags.memory, flags.peers)
     return flags
+
+
+def _memories(text: str | None, peers: int) -> list[int]:
+    if text is None:
+        return []
+    try:
+        sizes = [command.size(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) not in (1, peers):
+        raise UserError(f"--memory expects one size or {peers}, such as 800MB,16GB; got {text!r}")
+    return sizes * peers if len(sizes) == 1 else sizes
 
 
 def _throttles(text: str | None, peers: int) -> list[float]:

@@ -1,6 +1,7 @@
 """python -m decentral.peer: one peer. Starts a swarm, joins one, or goes on where this state folder stopped.
 
 meet     start libp2p, reach the swarm, learn the run and its config
+place    choose the layers to hold, where the memory does not take the whole model (decentral/place.py)
 prepare  load data and model, resume the checkpoint, measure the device
 train    until Ctrl-C or --stop-after; save; leave
 """
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decentral import __version__, command, state, view
-from decentral.comm import compress
+from decentral.comm import compress, route
 from decentral.comm.codec import Envelope
 from decentral.comm.identity import Identity
 from decentral.comm.libp2p import HivemindDirectory, Libp2p
@@ -31,7 +32,8 @@ from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
 from decentral.peers.node import Node, Setup
 from decentral.peers.records import Profile
-from decentral.train import data, measure
+from decentral.place import Placed, choose_place
+from decentral.train import checkpoint, data, measure
 from decentral.train.compute import Compute
 from decentral.train.compute import Setup as ComputeSetup
 
@@ -49,7 +51,8 @@ async def _main(flags: argparse.Namespace) -> None:
         transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
         try:
             met = await meet(flags, folder, transport)
-            host = await prepare(flags, folder, own, transport, met)
+            placed = await place(flags, folder, own, met)
+            host = await prepare(flags, folder, own, transport, met, placed)
             await train(flags, folder, host)
         finally:
             await transport.close()
@@ -72,7 +75,7 @@ async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2
         raise UserError(f"{folder.path} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
     if flags.join and (flags.config or flags.set):
         raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
-    contacts, welcome = await _greet(flags.join, transport, kept[0] if kept else RunId(""))
+    contacts, welcome = await greet(flags.join, transport, kept[0] if kept else RunId(""))
     if kept:
         run, settings = kept
         contacts += await _old_acquaintances(folder, transport)
@@ -88,7 +91,7 @@ async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2
     return Met(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
 
 
-async def _greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
+async def greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
     """Says hello at every --join address. Raises UserError if nobody there lets us in."""
     contacts, welcome, trouble = [], None, ""
     for address in join:
@@ -126,11 +129,21 @@ async def _old_acquaintances(folder: state.Folder, transport: Libp2p) -> list[Pe
     return [peer for peer in reached if peer is not None]
 
 
-async def prepare(flags: argparse.Namespace, folder: state.Folder, own: Identity, transport: Libp2p, met: Met) -> Host:
+async def place(flags: argparse.Namespace, folder: state.Folder, own: Identity, met: Met) -> Placed:
+    """The layers that we hold. A peer that comes back keeps what its checkpoint has, if it still fits."""
+    device = measure.choose(flags.device, met.config.train.dtype, 1.0, 0.0)
+    memory_bytes = flags.memory or measure.memory_bytes(device)
+    kept = checkpoint.span(folder.path)
+    return await choose_place(met.config, met.run, own, met.directory, met.addresses, memory_bytes, kept)
+
+
+async def prepare(
+    flags: argparse.Namespace, folder: state.Folder, own: Identity, transport: Libp2p, met: Met, placed: Placed
+) -> Host:
     run = met.config
     device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
     corpus = data.load(run.data, run.model)
-    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path))
+    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, placed.span))
     restored = compute.resume()
     setup = Setup(
         config=run,
@@ -138,25 +151,45 @@ async def prepare(flags: argparse.Namespace, folder: state.Folder, own: Identity
         own=own,
         fragments=compute.fragments,
         state_layouts=compute.state_layouts(),
-        layers=len(compute.layers),
+        layers=compute.model_layers,
         profile=_profile(flags, folder, compute),
         addresses=met.addresses,
         contacts=met.contacts,
         restored_step=compute.lr_step if restored else None,
         stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
+        routes=_routes(met, own, compute, placed.capacity),
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
     return Host(Node(setup), transport, met.directory, compute, journal, book, now)
 
 
+def _routes(met: Met, own: Identity, compute: Compute, capacity: int) -> route.Terms:
+    """Our place in the routes of micro-batches."""
+    run, held = met.config, compute.fragments
+    most = run.train.micro_batch if isinstance(run.train.micro_batch, int) else measure.LARGEST
+    return route.Terms(
+        run=met.run,
+        peer=own.peer,
+        first=held[0].first,
+        last=held[-1].last,
+        cuts=compute.cuts,
+        most_sequences=most,
+        capacity=capacity,
+        at_least=run.train.accumulate if not compute.whole else 1,
+        layout=compute.layout,
+        overlap=run.routes.overlap,
+    )
+
+
 def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute) -> Profile:
     """Measured once for this device, model and version; then read from the state folder."""
     device = compute.setup.device
-    key = f"{__version__} {device} {compute.setup.config.digest()}"
+    key = f"{__version__} {device} {compute.setup.config.digest()}" + (f" {compute.share}" if compute.share < 1 else "")
     measured = folder.read_profile(key)
     if measured is None:
-        measured = measure.measure(compute.forward, compute.setup.config.model, device, compute.micro_batch)
+        model = compute.setup.config.model
+        measured = measure.measure(compute.forward, model, device, compute.micro_batch, compute.share)
         folder.write_profile(key, measured)
     return Profile(**dataclasses.asdict(measured), region=flags.region, software=f"decentral {__version__}")
 
@@ -215,6 +248,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
     parser.add_argument("--state-dir", metavar="DIR", help="identity, journal, checkpoints; default: a new one")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--memory", type=command.size, metavar="BYTES", help="for the model; default: the device's")
     parser.add_argument("--listen", action="append", default=[], metavar="MULTIADDR", help="where to listen")
     parser.add_argument("--announce", action="append", default=[], metavar="MULTIADDR", help="where others reach us")
     parser.add_argument("--region", default="", help="a name for where this peer is, for the planner")

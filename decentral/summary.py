@@ -112,7 +112,7 @@ def of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
     """Held-out loss of the average of all checkpoints, and their spread around it."""
     weights = [found for found in map(replicas.read, folders) if found is not None]
     run = Folder(folders[0]).read_run()
-    if not weights or run is None:
+    if not weights or run is None or replicas.missing(run[1], replicas.average(weights)):
         return None, None
     loss = replicas.held_out_loss(run[1], replicas.average(weights), compress)
     return round(loss, 4), round(replicas.spread(weights), 5)

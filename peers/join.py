@@ -11,7 +11,7 @@ Donor serves the other side: the fragment's state, encoded every few seconds at 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
@@ -95,6 +95,7 @@ class Join:
     own_step: int  # of our checkpoint; 0 without one
     restored: bool  # whether there is one
     chance: Random
+    holds: Callable[[PeerId, Fragment], bool] = lambda peer, fragment: True
     state: State = State.WAITING
     donors: list[PeerId] = field(default_factory=list)
     used: set[PeerId] = field(default_factory=set)
@@ -115,14 +116,17 @@ class Join:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 return self._look(now, live)
-            case Answered(tag=("join", int() as index, int() as offset)) if self.state is State.FETCHING:
+            case Answered(tag=("join", int() as index, int() as offset)) if self._fetches(index):
                 return self._answered(event, self._incoming[index], offset, now)
-            case AskFailed(tag=("join", int() as index, int() as offset)) if self.state is State.FETCHING:
+            case AskFailed(tag=("join", int() as index, int() as offset)) if self._fetches(index):
                 self._incoming[index].asked.discard(offset)
                 return self._donor_failed(event.peer, event.reason, now)
             case StateImported(accepted, reason) if self.state is State.IMPORTING:
                 return self._done("swarm", now) if accepted else self._start_over(reason, now)
         return []
+
+    def _fetches(self, index: int) -> bool:
+        return self.state is State.FETCHING and index in self._incoming
 
     def roster_known(self, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
         """The first look into the DHT is done: no need to wait longer."""
@@ -141,8 +145,24 @@ class Join:
             return self._done("checkpoint" if self.restored else "alone", now)
         if not self.donors:
             self._failures.clear()
+        if not live and self._only_strangers(known) and now < self.began + GIVE_UP_S:
+            self.wake_at = now + RETRY_S  # they answered our Hello; what they hold their records will tell
+            return []
+        if not self._leave_out_what_nobody_holds(known):
+            return self._done("checkpoint" if self.restored else "alone", now)
         self.state, self.wake_at = State.FETCHING, now + RETRY_S
         return self._ask_more(now)
+
+    def _only_strangers(self, known: Sequence[PeerId]) -> bool:
+        incoming = self._incoming.values()
+        return bool(known) and not any(self.holds(peer, one.fragment) for peer in known for one in incoming)
+
+    def _leave_out_what_nobody_holds(self, known: Sequence[PeerId]) -> bool:
+        """Layers without another holder keep our checkpoint's, or the initial weights. Whether any is left to fetch."""
+        for index, one in list(self._incoming.items()):
+            if not one.pieces and not any(self.holds(peer, one.fragment) for peer in known):
+                del self._incoming[index]
+        return bool(self._incoming)
 
     def _ask_more(self, now: Seconds) -> list[Effect]:
         """Gives each donor, in turn, pieces to send."""
@@ -155,8 +175,9 @@ class Join:
 
     def _ask_one(self, donor: PeerId, position: int) -> list[Effect]:
         """Different donors start at different fragments."""
-        count = len(self.fragments)
-        order = [self._incoming[(position + shift) % count] for shift in range(count)]
+        held = [one for _, one in sorted(self._incoming.items()) if self.holds(donor, one.fragment)]
+        count = len(held)
+        order = [held[(position + shift) % count] for shift in range(count)]
         for incoming in order:
             offset = incoming.wanted()
             if offset is not None:
@@ -228,12 +249,12 @@ class Donor:
     """Serves PullState. Encoding is the compute thread's; a fragment's export is reused for some seconds."""
 
     run: RunId
-    fragments: Sequence[Fragment]
+    fragments: Sequence[Fragment]  # that we hold
     exports: dict[int, Export] = field(default_factory=dict)
     _waiting: dict[int, list[tuple[int, PullState]]] = field(default_factory=dict)
 
     def asked(self, request: int, pull: PullState, step: int, now: Seconds) -> list[Effect]:
-        if pull.fragment >= len(self.fragments):
+        if pull.fragment not in {fragment.index for fragment in self.fragments}:
             return [Reply(request, Envelope(Refused("fragment")))]
         export = self.exports.get(pull.fragment)
         if export is not None and now < export.kept_until:

@@ -17,6 +17,7 @@ from decentral.comm.exchange import Exchange
 from decentral.comm.identity import Signer
 from decentral.comm.messages import (
     MAX_PROBE_BYTES,
+    Carry,
     Commit,
     Hello,
     Message,
@@ -28,11 +29,14 @@ from decentral.comm.messages import (
     PullState,
     Push,
     Refused,
+    Settle,
     Swap,
     Welcome,
 )
 from decentral.comm.meter import Meter
 from decentral.comm.push import PushExchange
+from decentral.comm.route import Routes
+from decentral.comm.route import Terms as RouteTerms
 from decentral.comm.snapshots import Terms
 from decentral.comm.swap import SwapExchange
 from decentral.comm.transport import Answered, Asked, AskFailed, Found, Reply
@@ -41,12 +45,16 @@ from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import (
     Absorbed,
+    Backed,
     Evaluated,
+    Forwarded,
     Fragment,
+    HopFailed,
     JobFailed,
     Layout,
     Merged,
     Saved,
+    Sealed,
     Started,
     StateExported,
     StateImported,
@@ -55,6 +63,7 @@ from decentral.core.jobs import (
 )
 from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Amount, Seconds
+from decentral.peers import flows
 from decentral.peers.join import Donor, Join
 from decentral.peers.join import State as JoinState
 from decentral.peers.probe import Prober, zeros
@@ -63,6 +72,7 @@ from decentral.peers.records import PeerRecord, Profile
 from decentral.peers.roster import Roster
 
 PROBE_AFTER_S = 2.0
+FLOWS_S = 2.0  # how often to look whether the flow through the swarm has changed
 TRAFFIC_S = 10.0  # a `traffic` line, with the totals, for about this much time
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 BLOB_BYTES_PER_PARAMETER = 8  # no algorithm's snapshot is larger
@@ -90,14 +100,20 @@ class Setup:
     config: Config
     run: RunId
     own: Signer
-    fragments: Sequence[Fragment]
+    fragments: Sequence[Fragment]  # that this peer holds: its span
     state_layouts: Sequence[Layout]  # what newcomers get of each
-    layers: int
+    layers: int  # of the whole model
     profile: Profile
     addresses: tuple[str, ...]
     contacts: tuple[PeerId, ...] = ()  # peers that are known to be there
     restored_step: int | None = None  # of our checkpoint
     stop_after: Amount | None = None
+    routes: RouteTerms | None = None  # None: takes part in no routes
+
+    @property
+    def whole(self) -> bool:
+        """Whether this peer holds the whole model, and so trains by itself."""
+        return (self.fragments[0].first, self.fragments[-1].last) == (0, self.layers)
 
 
 @dataclass(slots=True)
@@ -113,9 +129,13 @@ class Node:
     donor: Donor = field(init=False)
     prober: Prober = field(init=False)
     progress: Progress = field(init=False)
-    gossip: list[Gossip] = field(default_factory=list)
+    gossip: dict[int, Gossip] = field(default_factory=dict)  # by fragment
+    routes: Routes | None = field(init=False)
     _rng: Random = field(init=False)
     _traffic_at: Seconds = 0.0
+    _flows_at: Seconds = 0.0
+    _known_places: list[flows.Place] = field(default_factory=list)
+    _advertised: float = 0.0  # tokens/s in our last record
     _unanswered: set[int] = field(default_factory=set)  # no more than the transport's streams
 
     def __post_init__(self) -> None:
@@ -124,11 +144,21 @@ class Node:
         self._rng = rng.stream(run.seed, "node", setup.own.peer)
         chance = rng.stream(run.seed, "roster", setup.own.peer)
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose, chance)
-        own_step = setup.restored_step or 0
-        self.join = Join(setup.run, setup.fragments, setup.state_layouts, setup.contacts, own_step, restored, self._rng)
+        self.join = Join(
+            setup.run,
+            setup.fragments,
+            setup.state_layouts,
+            setup.contacts,
+            setup.restored_step or 0,
+            restored,
+            self._rng,
+            self._donates,
+        )
         self.donor = Donor(setup.run, setup.fragments)
         self.prober = Prober(self.meter, self._rng, None)
-        self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=setup.restored_step or 0)
+        step = setup.restored_step or 0
+        self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
+        self.routes = Routes(setup.routes, self) if setup.routes else None
 
     def begin(self, now: Seconds) -> list[Effect]:
         self.join.begin(now)
@@ -138,8 +168,11 @@ class Node:
     def wake_at(self) -> Seconds | None:
         if self.phase is Phase.LEFT:
             return None
-        machines = (self.roster, self.join, self.prober, self.progress, *self.gossip)
-        return earliest(machine.wake_at for machine in machines)
+        machines = (self.roster, self.join, self.prober, self.progress, *self.gossip.values())
+        routes = self.routes.wake_at if self.routes else None
+        if self.routes and self.routes.active and not self.setup.whole:
+            routes = earliest((routes, self._flows_at))
+        return earliest((routes, *(machine.wake_at for machine in machines)))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         if self.phase is Phase.LEFT:
@@ -164,8 +197,12 @@ class Node:
         match message:
             case Probe():
                 return MAX_PROBE_BYTES
-            case Swap(offered) | Push(offered) if offered.fragment < len(self.setup.fragments):
-                return self.setup.fragments[offered.fragment].parameters * BLOB_BYTES_PER_PARAMETER + 1024
+            case Swap(offered) | Push(offered):
+                held = {fragment.index: fragment.parameters for fragment in self.setup.fragments}
+                known = offered.fragment in held
+                return held[offered.fragment] * BLOB_BYTES_PER_PARAMETER + 1024 if known else 0
+            case Carry() if self.setup.routes:
+                return self.setup.routes.size(message)
         return 0
 
     # Routing
@@ -189,8 +226,13 @@ class Node:
                 return self.join.handle(event, now, self._live())
             case Started(step):
                 return self._started(step, now)
-            case Stepped() | Evaluated() | Saved() | JobFailed():
+            case Stepped():
+                routed = self.routes.handle(event, now) if self.routes else []
+                return self.progress.handle(event, now) + routed
+            case Evaluated() | Saved() | JobFailed():
                 return self.progress.handle(event, now)
+            case Forwarded() | Backed() | HopFailed() | Sealed() if self.routes:
+                return self.routes.handle(event, now)
         return []
 
     def _woke(self, event: Woke, now: Seconds) -> list[Effect]:
@@ -200,9 +242,12 @@ class Node:
         if _due(self.prober, now):
             effects += self.prober.handle(event, now, self._live())
         effects += self.progress.handle(event, now)
-        for exchange in self.gossip:
+        for exchange in self.gossip.values():
             if _due(exchange, now):
                 effects += exchange.handle(event, now)
+        if self.routes:
+            self._look_at_flows(now)
+            effects += self.routes.handle(event, now)
         self.donor.forget_old(now)
         if now >= self._traffic_at:
             self._traffic_at = now + TRAFFIC_S
@@ -228,15 +273,17 @@ class Node:
                 return self._gossip(event, run, index, now)
             case Swap(offered) | Push(offered):
                 return self._gossip(event, offered.run, offered.fragment, now)
-            case PullState(run=run):
+            case Carry(run=run) | Settle(run=run) if run == self.setup.run and self.routes:
+                return self.routes.handle(event, now)
+            case PullState(run=run) | Carry(run=run) | Settle(run=run) if run != self.setup.run:
                 return [self._reply(event, self._other_run(run))]
         return [self._reply(event, Refused("unexpected"))]
 
     def _gossip(self, event: Asked, run: str, index: int, now: Seconds) -> list[Effect]:
         if run != self.setup.run:
             return [self._reply(event, self._other_run(run))]
-        if index >= len(self.gossip):
-            known = index < len(self.setup.fragments)
+        if index not in self.gossip:
+            known = any(fragment.index == index for fragment in self.setup.fragments)
             return [self._reply(event, Refused("not-ready" if known else "fragment"))]
         algorithm = self.setup.config.gossip.algorithm
         if not isinstance(event.envelope.message, QUESTIONS[algorithm]):
@@ -248,7 +295,9 @@ class Node:
         if isinstance(event, Answered):
             self.sent_bytes += event.sent_bytes
             self.received_bytes += event.received_bytes
-            if event.tag[0] != "exchange" or self.setup.config.gossip.algorithm != "allreduce":
+            if event.tag[0] in ("route", "settle"):
+                pass  # its seconds are the work of all behind it, not the link's
+            elif event.tag[0] != "exchange" or self.setup.config.gossip.algorithm != "allreduce":
                 self.meter.saw(event.peer, event.seconds, event.sent_bytes, event.received_bytes)
         match event.tag:
             case ("join", *_):
@@ -257,6 +306,8 @@ class Node:
                 effects += self.prober.handle(event, now, self._live())
             case ("exchange", int() as index, *_):
                 effects += self.gossip[index].handle(event, now)
+            case ("route" | "settle", *_) if self.routes:
+                effects += self.routes.handle(event, now)
         return effects
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
@@ -269,10 +320,17 @@ class Node:
         self.phase = Phase.TRAINING
         self.progress.begin(now, step)
         self.prober.wake_at = now + PROBE_AFTER_S
-        self.gossip = [self._exchange(fragment, now) for fragment in self.setup.fragments]
+        self.gossip = {fragment.index: self._exchange(fragment, now) for fragment in self.setup.fragments}
         self.roster.renew_soon(now)
         seconds = round(now - self.join.began, 3)
-        return [log("joined", peers=len(self.roster.live), donors=sorted(self.join.used), seconds=seconds)]
+        lines: list[Effect] = [
+            log("joined", peers=len(self.roster.live), donors=sorted(self.join.used), seconds=seconds)
+        ]
+        if self.routes is None:
+            return lines
+        self.routes.active = True
+        self._look_at_flows(now)
+        return lines + self.routes.handle(Woke(), now)
 
     def _exchange(self, fragment: Fragment, now: Seconds) -> Gossip:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
@@ -297,7 +355,8 @@ class Node:
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """Whom to exchange with: drawn by the bandwidth of the links, none of them never."""
-        gossip, span = self.setup.config.gossip, self.setup.fragments[fragment]
+        gossip = self.setup.config.gossip
+        (span,) = (one for one in self.setup.fragments if one.index == fragment)
         holders = [
             peer
             for peer, entry in sorted(self.roster.live.items())
@@ -336,7 +395,55 @@ class Node:
             drawn += self._rng.choices(left, [weights[peer] for peer in left])
         return drawn
 
+    # What routes ask of the swarm: comm/route.View
+
+    def successors(self, layer: int) -> Sequence[PeerId]:
+        live = sorted(self.roster.live.items())
+        return [
+            peer
+            for peer, entry in live
+            if entry.record.phase == "training" and entry.record.first <= layer < entry.record.last
+        ]
+
+    def _look_at_flows(self, now: Seconds) -> None:
+        """Now and then, if the roster or its speeds have changed; and others are told when our own speed has."""
+        assert self.routes is not None
+        if self.setup.whole or self.phase is not Phase.TRAINING or now < self._flows_at:
+            return
+        self._flows_at = now + FLOWS_S
+        if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
+            self.roster.renew_soon(now)
+        places = self._places()
+        if places != self._known_places:
+            self._known_places = places
+            self.routes.prior = flows.solve(self.routes.terms.cuts, places, self.setup.own.peer)
+
+    def _places(self) -> list[flows.Place]:
+        """Who holds what, ourselves included. Speeds to two digits: a flow is not worth a new one for less."""
+        assert self.routes is not None
+        cuts, ours = self.routes.terms.cuts, self.setup.fragments
+        speed = self.routes.speed or self.setup.profile.tokens_per_s
+        known = {self.setup.own.peer: (ours[0].first, ours[-1].last, speed)}
+        for peer, entry in self.roster.live.items():
+            record = entry.record
+            if record.phase == "training" and not (record.first == 0 and record.last == self.setup.layers):
+                known[peer] = (record.first, record.last, record.profile.tokens_per_s)
+        found = []
+        for peer, (first, last, rate) in sorted(known.items()):
+            inside = [index for index, cut in enumerate(cuts) if first <= cut.first and cut.last <= last]
+            if inside:
+                found.append(flows.Place(peer, inside[0], inside[-1] + 1, float(f"{rate:.1e}")))
+        return found
+
     # Helpers
+
+    def _donates(self, peer: PeerId, fragment: Fragment) -> bool:
+        """By its record. Where all hold everything, whoever answers may be asked, and says if it is not ready."""
+        entry = self.roster.live.get(peer)
+        if entry is None:
+            return self.setup.whole
+        covers = entry.record.first <= fragment.first and fragment.last <= entry.record.last
+        return covers and (self.setup.whole or entry.record.phase == "training")
 
     def _live(self) -> list[PeerId]:
         return sorted(self.roster.live)
@@ -348,22 +455,30 @@ class Node:
             down=self.meter.typical_down() or 0.0,
             up=self.meter.typical_up() or 0.0,
             latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
-            tokens_per_s=progress.tokens_per_s or setup.profile.tokens_per_s,
+            tokens_per_s=self._tokens_per_s(),
         )
-        rounds = max((one.seq for one in self.gossip if isinstance(one, Exchange) and one.synchronous), default=0)
+        self._advertised = profile.tokens_per_s
+        rounds = max(
+            (one.seq for one in self.gossip.values() if isinstance(one, Exchange) and one.synchronous), default=0
+        )
         return PeerRecord(
             run=setup.run,
             time=now,
             addresses=setup.addresses,
             profile=profile,
-            first=0,
-            last=setup.layers,
+            first=setup.fragments[0].first,
+            last=setup.fragments[-1].last,
             step=progress.step,
             lr_step=progress.lr_step,
             tokens=progress.tokens,
             round=rounds,
             phase="leaving" if leaving else "training" if self.phase is Phase.TRAINING else "joining",
         )
+
+    def _tokens_per_s(self) -> float:
+        """As measured in training: by a peer that trains alone from its progress, else from its part in routes."""
+        measured = self.progress.tokens_per_s if self.setup.whole else self.routes.speed if self.routes else 0.0
+        return measured or self.setup.profile.tokens_per_s
 
     def _traffic(self) -> Log:
         return log("traffic", sent_bytes=self.sent_bytes, received_bytes=self.received_bytes)

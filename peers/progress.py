@@ -29,6 +29,7 @@ class Progress:
     train: Train
     limits: Swarm
     stop_after: Amount | None
+    evaluates: bool = True  # a peer that holds a part of the model cannot, by itself
     joined_at: Seconds | None = None
     step: int = 0
     lr_step: int = 0
@@ -46,7 +47,7 @@ class Progress:
     def begin(self, now: Seconds, lr_step: int) -> None:
         self.joined_at = self._line_at = now
         self.lr_step = max(self.lr_step, lr_step)
-        self._eval_at, self._save_at = now, now + self.limits.checkpoint_every_s
+        self._eval_at, self._save_at = now if self.evaluates else None, now + self.limits.checkpoint_every_s
 
     @property
     def wake_at(self) -> Seconds | None:

@@ -5,14 +5,17 @@ counted and ignored.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgpack
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
+from decentral.comm import identity
 from decentral.comm.messages import Count, Run
 from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId, RunId
 
 Label = Annotated[str, Strict(), Field(max_length=128)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
@@ -56,6 +59,20 @@ _PEER = TypeAdapter(PeerRecord)
 def pack(record: PeerRecord) -> bytes:
     body: bytes = msgpack.packb(dataclasses.asdict(record))
     return body
+
+
+def of_run(values: Mapping[str, bytes], run: RunId, now: float) -> dict[PeerId, PeerRecord]:
+    """What a look into the DHT found of a run's peers; what is no valid record is left out."""
+    found = {}
+    for subkey, value in values.items():
+        try:
+            body, _ = identity.open_sealed(f"{run}/peers", PeerId(subkey), value, now)
+            record = unpack(body)
+        except ProtocolError:
+            continue
+        if record.run == run and record.phase != "leaving":
+            found[PeerId(subkey)] = record
+    return found
 
 
 def unpack(body: bytes) -> PeerRecord:

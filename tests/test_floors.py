@@ -18,6 +18,7 @@ OUTSIDE = {"asyncio", "socket", "threading", "time", "random"}  # not on floors 
 MAY = {  # ... but for these
     "core.rng": {"random"},
     "train.compute": {"time"},
+    "train.hops": {"time"},
     "train.step": {"time"},
     "train.measure": {"time"},
 }

@@ -120,6 +120,13 @@ class Gossip(Strict):
     max_age_s: PositiveFloat = 60.0  # an older snapshot is not merged
 
 
+class Routes(Strict):
+    """How micro-batches travel between peers that hold a part of the model each."""
+
+    wire: Literal["bf16", "int8", "fp32"] = "bf16"  # activations and their gradients; int8 is blockwise
+    overlap: bool = False  # begin micro-batches before the last ones' step is taken: docs/ROUTES.md has what it costs
+
+
 class Swarm(Strict):
     record_ttl_s: PositiveFloat = 60.0
     renew_s: PositiveFloat = 20.0
@@ -142,6 +149,7 @@ class Config(Strict):
     data: Data = Data()
     train: Train = Train()
     gossip: Gossip = Gossip()
+    routes: Routes = Routes()
     swarm: Swarm = Swarm()
 
     def canonical(self) -> str:

@@ -122,7 +122,76 @@ class Finish:
     """Leave the compute thread; whatever came before it in the queue is done first."""
 
 
-Job = CloseWindow | Merge | Absorb | ExportState | ImportState | SetClock | Evaluate | Save | Start | Finish
+# Jobs of a peer that holds a part of the model: comm/route.py. `token` names a leg at this peer, and nowhere else.
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Begin a micro-batch of our own data: forward through our layers up to `last`."""
+
+    token: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Carry a micro-batch through layers [first, last). The blob is its hidden values and its targets.
+
+    Where `last` is the model's end the loss and the backward pass follow at once.
+    """
+
+    token: int
+    first: int
+    last: int
+    sequences: int
+    layout: Layout
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The gradient of what we sent on is here: go back through the same layers."""
+
+    token: int
+    layout: Layout
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Nobody waits for these any more: let go of what is held for their backward passes."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Take the optimizer's step with the sealed sum. The rest is for the report: what of it we started ourselves."""
+
+    tokens: int
+    micro_batches: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Close the sum of gradients: those of later backward passes go into the next one.
+
+    If it is the sum of exactly these legs, all of which may be counted, `then` the step is taken at once, before any
+    later forward pass; else it has to wait.
+    """
+
+    ready: tuple[int, ...] = ()
+    then: Apply | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Throw the sealed sum away: not all of it may be counted."""
+
+
+Hopping = Draw | Forward | Backward | Forget | Seal | Apply | Drop
+Job = CloseWindow | Merge | Absorb | ExportState | ImportState | SetClock | Evaluate | Save | Start | Finish | Hopping
 
 # Outcomes
 
@@ -137,6 +206,7 @@ class Stepped:
     loss: float
     seconds: float
     micro_batches: int
+    legs: tuple[int, ...] = ()  # of a Seal that was followed by its step
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +282,56 @@ class JobFailed:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What to send on: hidden values and targets. `number`: of a micro-batch that we drew, unique for this peer."""
+
+    token: int
+    number: int
+    sequences: int
+    tokens: int
+    layout: Layout
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Backed:
+    """The gradients are in the sum; the blob is that of the input. `loss`: its sum over the tokens, at the last hop."""
+
+    token: int
+    tokens: int
+    loss: float
+    layout: Layout
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HopFailed:
+    """What came was refused; nothing has changed, and the leg can be tried again."""
+
+    token: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Whose gradients are in the sealed sum."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Of Forget and Drop."""
+
+
 Outcome = (
-    Stepped
+    Forwarded
+    | Backed
+    | HopFailed
+    | Sealed
+    | Forgotten
+    | Stepped
     | WindowClosed
     | Merged
     | Absorbed

@@ -207,7 +207,7 @@ class Audit:
         asked = min((question.began for question in port.asked), default=now)
         if now - asked > LONGEST_QUESTION_S:
             self._violated("bounded", f"{member.peer} has waited {now - asked:.0f} s for an answer", host)
-        for exchange in host.node.gossip:
+        for exchange in host.node.gossip.values():
             held = len(exchange.shelf.held) if hasattr(exchange, "shelf") else 0
             if held > MAX_HELD:
                 self._violated("bounded", f"{held} answers are held at {member.peer}", host)

@@ -38,6 +38,19 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
 
 
+def span(folder: Path) -> tuple[int, int] | None:
+    """The layers that the folder's checkpoint has, or None where there is none. Raises UserError if it is damaged."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            held = json.loads(file.metadata()["facts"])["fragments"]
+            return int(held[0]["first"]), int(held[-1]["last"])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """The file has the old content or the new one at any moment, also after a power cut."""
     temporary = path.with_name(path.name + ".new")

@@ -4,25 +4,29 @@ It owns every tensor. The event loop puts jobs into a queue and gets outcomes th
 core/jobs.py. `do` and `step` may also be called directly, without a thread: tests and the simulator do.
 """
 
+import json
 import queue
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
-from decentral.train import checkpoint, data, gpt, measure
-from decentral.train.inner import Inner, Live, cut
+from decentral.train import checkpoint, data, gpt, hops, measure
+from decentral.train.hops import Hops
+from decentral.train.inner import Inner, Live, fragments
 from decentral.train.mixing import Mixing
 from decentral.train.sections import Codecs
-from decentral.train.step import Device, chain, held_out_loss, train_step
+from decentral.train.step import Device, Forward, chain, held_out_loss, train_step
 
 BEFORE_START = -1
+RESERVED = 1024  # micro-batch numbers given out for one write to the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +37,76 @@ class Setup:
     codecs: Codecs
     device: Device
     folder: Path
+    span: tuple[int, int] | None = None  # layers [first, last), cut where fragments are; None: the whole model
+
+
+@dataclass(slots=True)
+class Position:
+    """Numbers of drawn micro-batches that no restart draws again, not even from an old checkpoint.
+
+    Their file says up to where they may have been given out; it is written once for RESERVED of them.
+    """
+
+    path: Path
+    reserved: int
+    known: int = 0  # of this process
+
+    @classmethod
+    def of(cls, folder: Path) -> "Position":
+        path = folder / "position.json"
+        reserved = int(json.loads(path.read_text())) if path.exists() else 0
+        return cls(path, reserved, reserved)
+
+    def take(self, wished: int) -> int:
+        number = self.known = max(wished, self.known)
+        if number >= self.reserved:
+            self.reserved = number + RESERVED
+            checkpoint.write_atomically(self.path, json.dumps(self.reserved).encode())
+        return number
 
 
 class Compute:
-    """Builds the model with its initial weights; `resume` and ImportState replace them."""
+    """Builds its layers with their initial weights; `resume` and ImportState replace them.
+
+    A peer that holds the whole model trains without a pause. One that holds a part waits for micro-batches that come
+    along routes, or that it is told to draw (train/hops.py).
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        run = setup.config
-        self.layers = [layer.to(setup.device.device) for layer in gpt.build(run.model, run.seed)]
-        self.fragments = cut(self.layers, run.gossip.fragment_parameters)
-        lives = [Live(fragment, self.layers, setup.device.device, run.train) for fragment in self.fragments]
+        run, device = setup.config, setup.device.device
+        self.cuts = tuple(fragments(gpt.parameters(run.model), run.gossip.fragment_parameters))  # of the whole model
+        self.model_layers = self.cuts[-1].last
+        first, last = setup.span or (0, self.model_layers)
+        self.whole = (first, last) == (0, self.model_layers)
+        self.layers = [layer.to(device) for layer in gpt.build(run.model, run.seed, first, last)]
+        self.fragments = [fragment for fragment in self.cuts if first <= fragment.first and fragment.last <= last]
+        assert (self.fragments[0].first, self.fragments[-1].last) == (first, last), "a span is whole fragments"
+        lives = [Live(fragment, self.layers, device, run.train, first) for fragment in self.fragments]
         self.mixing = Mixing(lives, run.gossip, setup.peer, setup.codecs)
         self.inner = Inner(lives, run.train)
-        self.forward = chain(self.layers, run.train.compile and setup.device.device.type == "cuda")
+        self.forward = chain(self.layers, run.train.compile and device.type == "cuda")
+        self._widths = gpt.widths(run.model)
+        self.hops: Hops | None = None
+        if not self.whole:
+            self.hops, self.forward = self._hops(alone=True), self._span_alone(self.forward, first)
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
         self.own_steps, self.lr_step, self.micro_batches, self.tokens = 0, 0, 0, 0
+        self._position = Position.of(setup.folder)
         size = run.train.micro_batch
         self.micro_batch = size if size != "auto" else measure.micro_batch(self.forward, run.model, setup.device)
         self.holding: int | None = BEFORE_START  # the fragment whose merge we wait for
         self._busy_s = 0.0
+
+    @property
+    def share(self) -> float:
+        """The part of the model's parameters that we hold."""
+        whole = sum(gpt.parameters(self.setup.config.model))
+        return sum(fragment.parameters for fragment in self.fragments) / whole
+
+    def layout(self, layer: int, sequences: int) -> jobs.Layout:
+        """Of a micro-batch that enters this layer."""
+        return hops.layout(self.setup.config, self.setup.codecs, self._widths[layer], sequences)
 
     # The thread
 
@@ -60,7 +114,8 @@ class Compute:
         """Until Finish comes. Waiting for jobs is the only thing that does not count as computing."""
         while True:
             try:
-                job = inbox.get() if self.holding is not None else inbox.get_nowait()
+                waits = self.holding is not None or not self.whole
+                job = inbox.get() if waits else inbox.get_nowait()
             except queue.Empty:
                 report(self.step())
                 continue
@@ -102,7 +157,7 @@ class Compute:
             case jobs.ExportState(fragment):
                 return self.mixing.export(fragment)
             case jobs.ImportState(blobs, step):
-                return self._adopted(self.mixing.adopt(blobs), step)
+                return self._adopted(self.mixing.adopt(blobs, complete=self.whole), step)
             case jobs.SetClock(step):
                 self.lr_step = max(self.lr_step, step)
                 return jobs.ClockSet(self.lr_step)
@@ -116,6 +171,55 @@ class Compute:
                 return jobs.Started(self.lr_step)
             case jobs.Finish():
                 raise AssertionError("Finish ends the thread")
+            case _:
+                return self._hop(job)
+
+    # Routes
+
+    def _hop(self, job: jobs.Hopping) -> jobs.Outcome:
+        ours = self.hops = self.hops or self._hops(alone=False)
+        match job:
+            case jobs.Draw(token, last):
+                self.micro_batches = number = self._position.take(self.micro_batches)
+                return ours.draw(token, last, self._fetch(), number)
+            case jobs.Forward():
+                return ours.forward(job)
+            case jobs.Backward():
+                return ours.backward(job)
+            case jobs.Forget(tokens):
+                return ours.forget(tokens)
+            case jobs.Seal(ready, then):
+                sealed = ours.seal()
+                if then is None or set(sealed.tokens) != set(ready):
+                    return sealed
+                return replace(self._apply(ours, then), legs=sealed.tokens)
+            case jobs.Drop():
+                return ours.drop()
+            case jobs.Apply():
+                return self._apply(ours, job)
+
+    def _apply(self, ours: Hops, job: jobs.Apply) -> jobs.Stepped:
+        ours.apply(self.lr_step)
+        self.own_steps += 1
+        self.lr_step += 1
+        self.tokens += job.tokens
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return jobs.Stepped(self.own_steps, self.lr_step, job.tokens, job.loss, busy_s, job.micro_batches)
+
+    def _span_alone(self, chained: Forward, first: int) -> Forward:
+        """Our layers as a function of tokens, though they may not be the model's first: to measure them by."""
+        width = self._widths[first]
+
+        def through(tokens_BT: Tensor) -> Tensor:
+            if first == 0:
+                return chained(tokens_BT)
+            return chained(torch.zeros(*tokens_BT.shape, width, device=tokens_BT.device, requires_grad=True))
+
+        return through
+
+    def _hops(self, alone: bool) -> Hops:
+        setup, lives = self.setup, self.inner.lives
+        return Hops(setup.config, self.layers, lives, self._widths, setup.device, setup.codecs, alone)
 
     # State
 
@@ -135,6 +239,7 @@ class Compute:
             "own_steps": self.own_steps,
             "lr_step": self.lr_step,
             "inner_steps": self.inner.steps,
+            "fragment_steps": [live.steps for live in self.inner.lives],
             "micro_batches": self.micro_batches,
             "tokens": self.tokens,
             "window": self.mixing.windows(),
@@ -157,6 +262,8 @@ class Compute:
 
     def _load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         self.mixing.load(tensors, facts["window"], facts["inner_steps"])
+        for live, steps in zip(self.inner.lives, facts.get("fragment_steps", ()), strict=False):
+            live.steps = steps
         self.own_steps, self.lr_step = facts["own_steps"], facts["lr_step"]
         self.micro_batches, self.tokens = facts["micro_batches"], facts["tokens"]
 

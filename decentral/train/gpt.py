@@ -8,7 +8,7 @@ Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channel
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,45 @@ from decentral.core import config
 from decentral.core.errors import UserError
 
 
-def build(model: config.Model, seed: int) -> list[nn.Module]:
-    """The run's layers with their initial weights, the same on every peer that has this seed.
+def build(model: config.Model, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
+    """Layers [first, last) with their initial weights, the same on every peer that has this seed, whatever its span.
 
-    Raises UserError if `model.layers` names no function that returns a list of modules.
+    So the layers outside are made too, one at a time, and let go: it takes a layer's memory, not the model's (a user's
+    own function returns all at once). Raises UserError if `model.layers` names no function that returns modules.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if model.layers is not None:
-            return _users_layers(model)
-        blocks = [Block(model) for _ in range(model.depth)]
-        return [Embedding(model), *blocks, Head(model)]
+            return _users_layers(model)[first:last]
+        inside = range(model.depth + 2)[first:last]
+        kept = {index: layer for index, layer in _ours(model) if index in inside}
+        return [kept[index] for index in inside]
+
+
+def parameters(model: config.Model) -> list[int]:
+    """How many each layer has; no weights are made."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        layers = dict(enumerate(_users_layers(model)) if model.layers is not None else _ours(model))
+        return [sum(p.numel() for p in layers[index].parameters()) for index in sorted(layers)]
+
+
+def widths(model: config.Model) -> list[int]:
+    """Numbers a token that enter each layer; tokens themselves enter the first one."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        layers = dict(enumerate(_users_layers(model)) if model.layers is not None else _ours(model))
+        entering, found = torch.zeros(1, model.context, dtype=torch.int64), []
+        for index in sorted(layers):
+            found.append(entering.numel() // model.context)
+            entering = layers[index](entering)
+    return found
+
+
+def _ours(model: config.Model) -> Iterator[tuple[int, nn.Module]]:
+    """Each layer with its place, in the order in which they draw their weights: that is what a seed means."""
+    for block in range(1, model.depth + 1):
+        yield block, Block(model)
+    yield 0, Embedding(model)
+    yield model.depth + 1, Head(model)
 
 
 class Embedding(nn.Module):

@@ -18,10 +18,13 @@ from decentral.train.outer import Moments
 
 
 def cut(layers: Sequence[nn.Module], at_least: int) -> list[Fragment]:
+    return fragments([sum(parameter.numel() for parameter in layer.parameters()) for layer in layers], at_least)
+
+
+def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
     """Groups consecutive layers until a group has `at_least` parameters; a short tail joins the group before it."""
     groups: list[list[int]] = []  # [first, last, parameters]
-    for index, layer in enumerate(layers):
-        count = sum(parameter.numel() for parameter in layer.parameters())
+    for index, count in enumerate(parameters):
         if groups and groups[-1][2] < at_least:
             groups[-1] = [groups[-1][0], index + 1, groups[-1][2] + count]
         else:
@@ -36,9 +39,10 @@ class Live:
     """One fragment's live weights theta [n], their gradient and AdamW moments, and what was trained since a close."""
 
     def __init__(
-        self, fragment: Fragment, layers: Sequence[nn.Module], device: torch.device, train: config.Train
+        self, fragment: Fragment, layers: Sequence[nn.Module], device: torch.device, train: config.Train, start: int = 0
     ) -> None:
-        own = [p for layer in layers[fragment.first : fragment.last] for p in layer.parameters()]
+        """`layers` are those from layer `start` on."""
+        own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
         matrices = [p for p in own if p.ndim >= 2]
         gains = [p for p in own if p.ndim < 2]
         self.fragment = fragment
@@ -72,7 +76,7 @@ class Inner:
     def __init__(self, lives: Sequence[Live], train: config.Train) -> None:
         self.lives = lives
         self.train = train
-        self._parts = [part for live in lives for part in _parts(live, train.weight_decay)]
+        self._parts = [part for live in lives for part in _parts(live, train.weight_decay, live.grad)]
 
     @property
     def steps(self) -> int:
@@ -94,27 +98,39 @@ class Inner:
 
     def step(self, rate: float, tokens: int) -> None:
         for part in self._parts:
-            step = torch.tensor(float(self.steps), device=part.theta.device)
-            adamw(
-                [part.theta],
-                [part.grad],
-                [part.exp_avg],
-                [part.exp_avg_sq],
-                [],
-                [step],
-                fused=True,
-                amsgrad=False,
-                beta1=self.train.beta1,
-                beta2=self.train.beta2,
-                lr=rate,
-                weight_decay=part.decay,
-                eps=1e-8,
-                maximize=False,
-            )
+            _adamw(part, self.steps, rate, self.train)
         for live in self.lives:
             live.tokens += tokens
             live.rates += rate
             live.steps += 1
+
+
+def step_one(live: Live, gradient: Tensor, rate: float, tokens: int, train: config.Train) -> None:
+    """AdamW on one fragment by itself, with a gradient [n] that was gathered elsewhere than in `live.grad`."""
+    for part in _parts(live, train.weight_decay, gradient):
+        _adamw(part, live.steps, rate, train)
+    live.tokens += tokens
+    live.rates += rate
+    live.steps += 1
+
+
+def _adamw(part: "_Part", steps: int, rate: float, train: config.Train) -> None:
+    adamw(
+        [part.theta],
+        [part.grad],
+        [part.exp_avg],
+        [part.exp_avg_sq],
+        [],
+        [torch.tensor(float(steps), device=part.theta.device)],
+        fused=True,
+        amsgrad=False,
+        beta1=train.beta1,
+        beta2=train.beta2,
+        lr=rate,
+        weight_decay=part.decay,
+        eps=1e-8,
+        maximize=False,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +144,10 @@ class _Part:
     decay: float
 
 
-def _parts(live: Live, weight_decay: float) -> list[_Part]:
+def _parts(live: Live, weight_decay: float, gradient: Tensor) -> list[_Part]:
     stretches = [(slice(0, live.decayed), weight_decay), (slice(live.decayed, None), 0.0)]
     return [
-        _Part(live.theta[s], live.grad[s], live.exp_avg[s], live.exp_avg_sq[s], decay)
+        _Part(live.theta[s], gradient[s], live.exp_avg[s], live.exp_avg_sq[s], decay)
         for s, decay in stretches
         if live.theta[s].numel()
     ]

@@ -42,11 +42,14 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
     return Device(device, getattr(torch, chosen), throttle, emulated_s)
 
 
-def measure(forward: Forward, model: config.Model, device: Device, micro_batch: int) -> Measured:
-    """Takes well under a second on a small model. Throttling and emulation count, as they do in training."""
-    trained_s = max(_trained_s(forward, model, device, micro_batch), device.emulated_s) * device.throttle
-    tokens_per_s = micro_batch * model.context / trained_s
-    return Measured(_name(device), _memory(device), _flops(device) / device.throttle, tokens_per_s)
+def measure(forward: Forward, model: config.Model, device: Device, micro_batch: int, share: float = 1.0) -> Measured:
+    """Takes well under a second on a small model. Throttling and emulation count, as they do in training.
+
+    `share`: the part of the model that `forward` is; tokens/s are those of the whole model.
+    """
+    trained_s = max(_trained_s(forward, model, device, micro_batch), device.emulated_s * share) * device.throttle
+    tokens_per_s = share * micro_batch * model.context / trained_s
+    return Measured(_name(device), memory_bytes(device), _flops(device) / device.throttle, tokens_per_s)
 
 
 def micro_batch(forward: Forward, model: config.Model, device: Device) -> int:
@@ -106,7 +109,7 @@ def _name(device: Device) -> str:
     return f"{names[0] if names else platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
 
 
-def _memory(device: Device) -> int:
+def memory_bytes(device: Device) -> int:
     if device.device.type == "cuda":
         return int(torch.cuda.get_device_properties(device.device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

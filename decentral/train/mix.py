@@ -258,6 +258,11 @@ def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> L
     )
 
 
+def donated(gossip: config.Gossip) -> Mapping[str, str]:
+    """What a newcomer gets, under this algorithm."""
+    return Pull.donated if gossip.algorithm == "pull" else _Plain.donated
+
+
 def rule(gossip: config.Gossip, theta: Tensor, peer: PeerId) -> Rule:
     match gossip.algorithm:
         case "pull":

@@ -55,6 +55,7 @@ class Mixing:
     def __init__(self, lives: Sequence[Live], gossip: config.Gossip, peer: PeerId, codecs: Codecs) -> None:
         self.codecs = codecs
         self.fragments = [Mixed.of(live, mix.rule(gossip, live.theta, peer), codecs) for live in lives]
+        self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
 
     def begin(self, newcomer: bool) -> None:
         for mixed in self.fragments:
@@ -63,7 +64,7 @@ class Mixing:
     # Windows
 
     def close(self, fragment: int, seq: int) -> jobs.WindowClosed:
-        mixed = self.fragments[fragment]
+        mixed = self._by_index[fragment]
         packer = Packer(self.codecs)
         mixed.rule.close(mixed.live, packer)
         if mixed.rule.clipped:
@@ -75,13 +76,13 @@ class Mixing:
         return jobs.WindowClosed(fragment, seq, tokens, rates, layout, blob)
 
     def merge(self, fragment: int, seq: int, contributions: Sequence[jobs.Contribution]) -> jobs.Merged:
-        mixed = self.fragments[fragment]
+        mixed = self._by_index[fragment]
         parts, rejected = self._decode(mixed, contributions)
         mixed.live.theta += mixed.rule.merge(mixed.live, parts)
         return jobs.Merged(fragment, seq, tuple(part.peer for part in parts), tuple(rejected))
 
     def absorb(self, fragment: int, contribution: jobs.Contribution) -> jobs.Absorbed:
-        mixed = self.fragments[fragment]
+        mixed = self._by_index[fragment]
         parts, rejected = self._decode(mixed, [contribution])
         if rejected:
             return jobs.Absorbed(fragment, False, rejected[0][1])
@@ -92,7 +93,7 @@ class Mixing:
 
     def export(self, fragment: int) -> jobs.StateExported:
         packer = Packer(self.codecs)
-        self.fragments[fragment].rule.donate(self.fragments[fragment].live, packer)
+        self._by_index[fragment].rule.donate(self._by_index[fragment].live, packer)
         return jobs.StateExported(fragment, *packer.finish())
 
     def state_layouts(self) -> list[jobs.Layout]:
@@ -101,16 +102,18 @@ class Mixing:
             mix.layout_of(mixed.rule.donated, mixed.live.fragment.parameters, self.codecs) for mixed in self.fragments
         ]
 
-    def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]]) -> jobs.StateImported:
-        """All fragments or none: decoded and checked first, then adopted."""
+    def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]], complete: bool = True) -> jobs.StateImported:
+        """All of these or none: decoded and checked first, then adopted. `complete`: they must be all that we hold."""
         donated = []
-        if [fragment for fragment, _, _ in blobs] != list(range(len(self.fragments))):
+        expected = dict(zip(self._by_index, self.state_layouts(), strict=True))
+        given = [fragment for fragment, _, _ in blobs]
+        if given != sorted(set(given)) or not set(given) <= set(expected) or (complete and len(given) < len(expected)):
             return jobs.StateImported(False, "fragment")
         try:
-            for (fragment, layout, blob), expected in zip(blobs, self.state_layouts(), strict=True):
-                if layout != expected:
+            for fragment, layout, blob in blobs:
+                if layout != expected[fragment]:
                     raise ProtocolError("shape", f"fragment {fragment} has another layout")
-                donated.append((self.fragments[fragment], unpack(self.codecs, layout, blob)))
+                donated.append((self._by_index[fragment], unpack(self.codecs, layout, blob)))
         except ProtocolError as error:
             return jobs.StateImported(False, error.reason)
         for mixed, vectors in donated:

@@ -1,21 +1,26 @@
-"""What several peers' checkpoints are together: their average, and how far they are apart."""
+"""What several peers' checkpoints are together: their average, and how far they are apart.
+
+Peers may hold different fragments of a model; each fragment is averaged over those that hold it.
+"""
 
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decentral.core import config, jobs
+from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
-from decentral.train import checkpoint, data
+from decentral.train import checkpoint, data, gpt
 from decentral.train.compute import Compute, Setup
+from decentral.train.inner import Live, fragments
 from decentral.train.sections import Codecs
 from decentral.train.step import Device
 
-Weights = list[Tensor]
-"""One vector per fragment."""
+Weights = dict[int, Tensor]
+"""A vector for each fragment that a peer holds, by the fragment's index."""
 
 
 def read(folder: Path) -> Weights | None:
@@ -24,19 +29,47 @@ def read(folder: Path) -> Weights | None:
     if found is None:
         return None
     tensors, facts = found
-    return [tensors[f"{fragment['index']}.theta"] for fragment in facts["fragments"]]
+    return {fragment["index"]: tensors[f"{fragment['index']}.theta"] for fragment in facts["fragments"]}
 
 
 def average(replicas: Sequence[Weights]) -> Weights:
-    return [torch.stack(parts).mean(dim=0) for parts in zip(*replicas, strict=True)]
+    """Of each fragment that somebody holds."""
+    return {
+        index: torch.stack([own[index] for own in replicas if index in own]).mean(dim=0)
+        for index in sorted({index for own in replicas for index in own})
+    }
 
 
 def spread(replicas: Sequence[Weights]) -> float:
     """Root mean square distance of the replicas from their mean, over the root mean square of that mean."""
-    mean = average(replicas)
-    apart = sum(float(((own - part) ** 2).sum()) for theta in replicas for own, part in zip(theta, mean, strict=True))
-    scale = sum(float((part**2).sum()) for part in mean)
-    return float((apart / len(replicas) / scale) ** 0.5)
+    apart, scale = 0.0, 0.0
+    for index, mean in average(replicas).items():
+        held = [own[index] for own in replicas if index in own]
+        apart += sum(float(((own - mean) ** 2).sum()) for own in held) / len(held)
+        scale += float((mean**2).sum())
+    return float((apart / scale) ** 0.5)
+
+
+def missing(run: config.Config, weights: Weights) -> list[jobs.Fragment]:
+    """The fragments of the run's model that nobody holds."""
+    return [fragment for fragment in fragments_of(run) if fragment.index not in weights]
+
+
+def fragments_of(run: config.Config) -> list[jobs.Fragment]:
+    return fragments(gpt.parameters(run.model), run.gossip.fragment_parameters)
+
+
+def layers_with(run: config.Config, weights: Weights) -> list[nn.Module]:
+    """The run's model with these weights, on the CPU. Raises UserError if they are another model's, or not all."""
+    layers = gpt.build(run.model, run.seed)
+    for fragment in fragments_of(run):
+        if fragment.index not in weights:
+            raise UserError(f"nobody holds layers {fragment.first} to {fragment.last - 1} of the model")
+        if weights[fragment.index].numel() != fragment.parameters:
+            raise UserError(f"layers {fragment.first} to {fragment.last - 1} are another model's")
+        live = Live(fragment, layers, torch.device("cpu"), run.train)
+        live.theta.copy_(weights[fragment.index])
+    return layers
 
 
 def held_out_loss(run: config.Config, weights: Weights, codecs: Codecs) -> float:
@@ -46,8 +79,8 @@ def held_out_loss(run: config.Config, weights: Weights, codecs: Codecs) -> float
     with tempfile.TemporaryDirectory() as folder:
         corpus = data.load(run.data, run.model)
         compute = Compute(Setup(plain, PeerId("average"), corpus, codecs, device, Path(folder)))
-        for mixed, vector in zip(compute.mixing.fragments, weights, strict=True):
-            mixed.live.theta.copy_(vector)
+        for mixed in compute.mixing.fragments:
+            mixed.live.theta.copy_(weights[mixed.live.fragment.index])
         outcome = compute.do(jobs.Evaluate())
     assert isinstance(outcome, jobs.Evaluated)
     return outcome.loss

@@ -50,7 +50,7 @@ def train_step(
         (loss / train.accumulate).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         tokens += inputs_BT.numel()
-        _slow_down(device, time.perf_counter() - began)
+        slow_down(device, time.perf_counter() - began)
     if torch.isfinite(inner.clip()):
         inner.step(rate_at(train, lr_step, inner.steps), tokens)
     return Report(float(torch.stack(losses).mean()), tokens, train.accumulate)
@@ -75,9 +75,12 @@ def chain(layers: Sequence[nn.Module], compiled: bool) -> Forward:
     return torch.compile(model) if compiled else model
 
 
-def _slow_down(device: Device, took_s: float) -> None:
-    """Throttling and emulation sleep, so that several slow peers can share one machine; both count as computing."""
-    goal_s = max(took_s, device.emulated_s) * device.throttle
+def slow_down(device: Device, took_s: float, share: float = 1.0) -> None:
+    """Throttling and emulation sleep, so that several slow peers can share one machine; both count as computing.
+
+    `share`: of a whole micro-batch through the whole model.
+    """
+    goal_s = max(took_s, device.emulated_s * share) * device.throttle
     if goal_s > took_s:
         if device.device.type == "cuda":
             torch.cuda.synchronize(device.device)

@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from decentral import audit
+from decentral.comm import route
 from decentral.comm.identity import Identity
 from decentral.comm.loopback import Loopback, LoopbackDirectory
 from decentral.core import config, jobs, journal
-from decentral.core.ids import RunId
+from decentral.core.ids import PeerId, RunId
 from decentral.core.units import Amount
 from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
@@ -43,9 +46,11 @@ class Swarm:
         self.hosts: dict[str, Host] = {}
         self.computes: dict[str, Compute] = {}
 
-    def add(self, name: str, contacts: str = "", stop_after: Amount | None = None) -> Host:
+    def add(
+        self, name: str, contacts: str = "", stop_after: Amount | None = None, span: tuple[int, int] | None = None
+    ) -> Host:
         own = self.identities[name]
-        setup = self.setup_of(own.peer, algorithm=self.algorithm, window_s=0.05)
+        setup = replace(self.setup_of(own.peer, algorithm=self.algorithm, window_s=0.05), span=span)
         compute = self.computes[name] = Compute(setup)
         node = Node(
             Setup(
@@ -54,11 +59,12 @@ class Swarm:
                 own=own,
                 fragments=compute.fragments,
                 state_layouts=compute.state_layouts(),
-                layers=len(compute.layers),
+                layers=compute.model_layers,
                 profile=Profile("cpu", 1 << 30, 1e9, 1e4),
                 addresses=(),
                 contacts=tuple(self.identities[contact].peer for contact in contacts),
                 stop_after=stop_after,
+                routes=self.routes(own.peer, compute),
             )
         )
         lines = journal.Journal(setup.folder / "journal.jsonl", clock())
@@ -66,6 +72,10 @@ class Swarm:
         transport = self.network.transport(own.peer)
         self.hosts[name] = Host(node, transport, LoopbackDirectory(self.network), compute, lines, book, clock())
         return self.hosts[name]
+
+    def routes(self, peer: PeerId, compute: Compute) -> route.Terms:
+        held = compute.fragments
+        return route.Terms(RUN, peer, held[0].first, held[-1].last, compute.cuts, 4, 8, 1, compute.layout)
 
     def folder(self, name: str) -> Path:
         return self.computes[name].setup.folder
@@ -76,6 +86,12 @@ class Swarm:
     async def until(self, happened: Callable[[], bool]) -> None:
         while not happened():
             await asyncio.sleep(0.005)
+
+    async def join(self, name: str, contacts: str, span: tuple[int, int]) -> "asyncio.Task[str]":
+        """Runs a peer that holds a part of the model, and comes back when it has joined."""
+        running = asyncio.create_task(self.add(name, contacts, span=span).run())
+        await self.until(lambda: bool(self.journal(name, "joined")))
+        return running
 
     async def start(self, name: str, contacts: str = "") -> "asyncio.Task[str]":
         """Runs the peer, and comes back when it has trained a step."""
@@ -208,3 +224,94 @@ def test_a_compute_thread_that_breaks_stops_the_peer_with_the_reason(swarm_of: C
         assert await host.run() == "error: RuntimeError: the device is gone"
 
     swarm.play(broken())
+
+
+# Peers that hold a part of the model each
+
+
+async def in_parts(swarm: Swarm, micro_batches: int) -> list["asyncio.Task[str]"]:
+    """Of embedding, block and head A has the first two, B the last two, C the last; all have taken steps."""
+    running = [await swarm.join("A", "", (0, 2))]
+    running += [await swarm.join("B", "A", (1, 3)), await swarm.join("C", "A", (2, 3))]
+    await swarm.until(lambda: all(host.node.progress.step > 0 for host in swarm.hosts.values()))
+    await swarm.until(lambda: completed(swarm) >= micro_batches)
+    return running
+
+
+def completed(swarm: Swarm) -> int:
+    routes = swarm.hosts["A"].node.routes
+    return routes.completed if routes else 0
+
+
+def test_three_peers_of_whom_none_holds_the_model_train_it(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def trained() -> None:
+        running = await in_parts(swarm, 150)
+        for host in swarm.hosts.values():
+            host.stop("enough")
+        assert await asyncio.gather(*running) == ["enough"] * 3
+
+    swarm.play(trained())
+    losses = [line["loss"] for line in swarm.journal("A", "step")]
+    assert losses[-1] < losses[0] - 0.5
+    journals = [journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"]
+    found = audit.audit(journals, 3)
+    assert found.sound
+    assert found.everywhere >= 100
+    held = [replicas.read(swarm.folder(name)) for name in "ABC"]
+    assert [sorted(one) for one in held if one is not None] == [[0, 1], [1, 2], [2]]
+
+
+def test_a_layer_that_two_hold_is_averaged_between_them(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def exchanged() -> None:
+        await in_parts(swarm, 20)
+        await swarm.until(lambda: all(done(name) for name in "ABC"))
+
+    def done(name: str) -> list[int]:
+        return [line["fragment"] for line in swarm.journal(name, "exchange") if line["outcome"] == "done"]
+
+    swarm.play(exchanged())
+    assert set(done("A")) == {1}
+    assert set(done("C")) == {2}
+    assert set(done("B")) <= {1, 2}
+
+
+def test_a_newcomer_with_a_part_gets_its_layers_from_whoever_holds_them(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def joined() -> None:
+        await swarm.join("A", "", (0, 2))
+        await swarm.join("B", "A", (1, 3))
+        await swarm.until(lambda: completed(swarm) >= 50)
+        await swarm.join("C", "AB", (2, 3))
+
+    swarm.play(joined())
+    assert swarm.journal("C", "joined")[0]["donors"] == [swarm.identities["B"].peer]
+
+
+def test_the_others_go_on_without_a_holder_that_is_gone(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def gone() -> None:
+        await in_parts(swarm, 30)
+        swarm.network.unplug(swarm.identities["C"].peer)
+        before = completed(swarm)
+        await swarm.until(lambda: completed(swarm) > before + 60)
+
+    swarm.play(gone())
+    assert not [line for name in "AB" for line in swarm.journal(name, "error")]
+
+
+def test_a_whole_model_peer_carries_for_those_that_hold_a_part_and_trains_on(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def mixed() -> None:
+        await swarm.start("B")
+        await swarm.join("A", "B", (0, 2))
+        await swarm.until(lambda: completed(swarm) >= 30)
+
+    swarm.play(mixed())
+    assert swarm.hosts["B"].node.progress.tokens > 0

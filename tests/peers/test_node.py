@@ -137,6 +137,8 @@ snapshots = st.builds(Snapshot, runs(), fragments, numbers(), numbers(), rates, 
 patience = st.floats(0, MAX_PATIENCE_S)
 names = st.sampled_from([(), ("delta",), ("phi",)]) | st.lists(words(32), max_size=16).map(tuple)
 lengths = st.integers(1, messages.MAX_CHUNK_BYTES)
+hops = st.builds(messages.Hop, words(64), fragments, fragments)
+legs = st.builds(messages.LegId, words(64) | st.just(str(STRANGER)), numbers(), fragments)
 MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     messages.Hello: st.builds(Hello, runs()),
     messages.Welcome: st.builds(Welcome, runs(), words(100)),
@@ -153,6 +155,15 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     messages.PullState: st.builds(messages.PullState, runs(), fragments, numbers(), lengths),
     messages.StateChunk: st.builds(
         messages.StateChunk, runs(), fragments, numbers(), numbers(), numbers(), layouts, digests
+    ),
+    messages.Carry: st.builds(
+        messages.Carry, runs(), words(64), numbers(), fragments, st.integers(1, 9), patience, patience, layouts
+    ),
+    messages.Returned: st.builds(
+        messages.Returned, runs(), rates, numbers(), st.lists(hops, max_size=3).map(tuple), layouts
+    ),
+    messages.Settle: st.builds(
+        messages.Settle, runs(), st.lists(legs, max_size=3).map(tuple), legs.map(lambda one: (one,))
     ),
     messages.Refused: st.builds(Refused, words(32) | st.just("nothing-newer"), words(200) | numbers().map(str)),
 }

@@ -1,0 +1,135 @@
+"""Which micro-batches' gradients go into the optimizer's steps: each once, or not at all.
+
+    held      its gradient is in the sum that is being filled, or in the sealed one; its starter has not decided yet
+    settled   its starter has the whole route's gradients: it counts
+    void      its starter tried another way, gave up, or is gone: it must not count
+
+Gradients cannot be taken out of a sum, so a sum is sealed, later gradients go into the next one, and the sealed sum is
+applied when all in it are settled, or dropped when one of them is void. There is one sealed sum at a time.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from decentral.comm.messages import Hop, LegId
+from decentral.core.jobs import Apply, Drop, Seal
+from decentral.core.machine import Effect, Log, log
+
+
+class Mark(Enum):
+    HELD = auto()
+    SETTLED = auto()
+    VOID = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A leg whose gradients we have. `loss` is the sum over its tokens; `own`: we are its starter."""
+
+    leg: LegId
+    last: int
+    tokens: int
+    loss: float
+    own: bool
+
+    def line(self) -> list[object]:
+        return [self.leg.starter, self.leg.number, self.leg.first, self.last, self.tokens]
+
+
+@dataclass(slots=True)
+class Ledger:
+    at_least: int  # micro-batches in one step, where there are so many
+    quiet: bool = True  # nothing is between its forward and its backward pass, or that does not matter
+    entries: dict[int, Entry] = field(default_factory=dict)  # by token
+    marks: dict[int, Mark] = field(default_factory=dict)
+    closing: tuple[int, ...] | None = None
+    sealing: bool = False
+    counted: int = 0
+    dropped: int = 0
+
+    def add(self, token: int, entry: Entry, mark: Mark) -> list[Effect]:
+        """Its gradients are in the sum that is being filled."""
+        self.entries[token], self.marks[token] = entry, mark
+        return self._turn()
+
+    def settle(self, token: int) -> list[Effect]:
+        return self._mark(token, Mark.SETTLED)
+
+    def void(self, token: int) -> list[Effect]:
+        return self._mark(token, Mark.VOID)
+
+    def sealed(self, tokens: tuple[int, ...]) -> list[Effect]:
+        """The compute thread tells whose gradients are in the sealed sum."""
+        self.sealing, self.closing = False, tokens
+        return self._turn()
+
+    def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
+        """The sum was complete when it was sealed, and its step has been taken."""
+        self.sealing = False
+        return [self._counted(self._taken(tokens)), *self._turn()]
+
+    def look(self, quiet: bool) -> list[Effect]:
+        """Whether a step may be taken now without changing weights that a backward pass still needs."""
+        self.quiet = quiet
+        return self._turn()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether enough gradients for a step are there."""
+        return len(self.entries) >= self.at_least
+
+    def _mark(self, token: int, mark: Mark) -> list[Effect]:
+        """A decision is final: what comes later is too late."""
+        if self.marks.get(token) is not Mark.HELD:
+            return []
+        self.marks[token] = mark
+        return self._turn()
+
+    def _turn(self) -> list[Effect]:
+        effects: list[Effect] = []
+        if self.closing is not None:
+            effects += self._finish(self.closing)
+        filled = len(self.entries) - len(self.closing or ())
+        if self.closing is None and not self.sealing and self.quiet and filled >= self.at_least:
+            self.sealing = True
+            effects.append(self._seal())
+        return effects
+
+    def _seal(self) -> Seal:
+        ready = all(mark is Mark.SETTLED for mark in self.marks.values())
+        return Seal(tuple(self.entries), self._apply(list(self.entries.values()))) if ready else Seal()
+
+    def _finish(self, closing: tuple[int, ...]) -> list[Effect]:
+        marks = {self.marks[token] for token in closing}
+        if Mark.HELD in marks and Mark.VOID not in marks:
+            return []
+        void = sum(self.marks[token] is Mark.VOID for token in closing)
+        entries = self._taken(closing)
+        self.closing = None
+        if void:
+            self.dropped += len(entries)
+            return [Drop(), log("uncounted", of=[entry.line() for entry in entries], void=void)]
+        return [self._apply(entries), self._counted(entries)]
+
+    def _taken(self, tokens: tuple[int, ...]) -> list[Entry]:
+        for token in tokens:
+            del self.marks[token]
+        return [self.entries.pop(token) for token in tokens]
+
+    def _apply(self, entries: list[Entry]) -> Apply:
+        own = [entry for entry in entries if entry.own]
+        loss = sum(entry.loss for entry in entries) / max(1, sum(entry.tokens for entry in entries))
+        return Apply(sum(entry.tokens for entry in own), len(own), loss)
+
+    def _counted(self, entries: list[Entry]) -> Log:
+        self.counted += len(entries)
+        return log("counted", of=[entry.line() for entry in entries])
+
+
+def reaches_the_end(hops: tuple[Hop, ...], first: int, layers: int) -> bool:
+    """Whether these hops carry on from layer `first` to the model's end, without a gap or an overlap."""
+    for hop in hops:
+        if hop.first != first or hop.last <= hop.first:
+            return False
+        first = hop.last
+    return first == layers

@@ -1,0 +1,156 @@
+"""How much to send, and to whom: a window of micro-batches under way, and turns among the next peers.
+
+Prior    how far to carry, and who carries on, by the flow through all spans (peers/flows.py).
+Window   as many as keep the slowest device of the routes busy and a little more (TCP Vegas, Brakmo & Peterson 1994):
+         of W under way, W (1 - base / seconds) wait in some queue; that number is kept between LEAST and MOST_WAITING.
+         Every route has its own base: one through a slow device is long without anything waiting.
+Turns    interleaved weighted round robin, as stride scheduling: each choice costs a peer the seconds that a micro-batch
+         takes through it, over its part of the prior's flow; whoever has paid least is next (SWARM, arXiv 2301.11913,
+         section 3.2, has the seconds alone).
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Generic, TypeVar
+
+from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
+
+Choice = TypeVar("Choice", int, PeerId)
+
+LEAST_WAITING, MOST_WAITING = 2.0, 4.0
+RECENT = 32  # micro-batches along one route
+FADES = 0.002  # of the distance to what is seen now, for each micro-batch
+SLOWER = 2.0
+MOST_ROUTES = 64  # whose bases are known; the longest unused is forgotten
+NEWEST = 0.2  # weight of the newest in a running average
+LEAST_PART = 0.02  # of the best one's turns, for a peer that the prior leaves out
+MOST_TIMES_SLOWER = 16.0  # than the others, a peer can look by that alone: it must be asked again some time
+MISSED = 2.0  # a missed deadline makes a peer look so many times slower
+SLACK = 4.0  # a deadline is this many times the expected time ...
+DEADLINE_FLOOR_S = 3.0  # ... and at least this
+DEADLINE_TOP_S = 30.0
+UNKNOWN_S = 15.0  # a deadline, where nothing is known
+
+
+@dataclass(slots=True)
+class Base:
+    """What a micro-batch takes along one route where nothing waits: the least that was seen, which slowly fades.
+
+    Where all of the recent ones took twice as long, the route itself has become slower.
+    """
+
+    least: Seconds
+    recent: deque[Seconds] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def saw(self, seconds: Seconds) -> None:
+        self.recent.append(seconds)
+        self.least = min(seconds, self.least + FADES * (seconds - self.least))
+        if len(self.recent) == RECENT and min(self.recent) > SLOWER * self.least:
+            self.least = min(self.recent)
+
+
+@dataclass(slots=True)
+class Window:
+    """Micro-batches that a starter has under way."""
+
+    most: int  # by memory
+    size: int = 2
+    bases: dict[tuple[PeerId, ...], Base] = field(default_factory=dict)  # by route
+    _waiting: float = 0.0  # the part of its time that a micro-batch waits somewhere, running average
+    _typical_s: Seconds | None = None
+    _since: int = 0  # completions since the size was last changed
+
+    def done(self, seconds: Seconds, route: tuple[PeerId, ...]) -> None:
+        """A micro-batch took so long along this route, from its start to its end."""
+        base = self.bases.pop(route, None) or Base(seconds)
+        base.saw(seconds)
+        self.bases[route] = base  # the last used one comes last
+        if len(self.bases) > MOST_ROUTES:
+            del self.bases[next(iter(self.bases))]
+        self._waiting += NEWEST * (1 - base.least / max(1e-9, seconds) - self._waiting)
+        self._typical_s = seconds if self._typical_s is None else (1 - NEWEST) * self._typical_s + NEWEST * seconds
+        self._since += 1
+        if self._since < self.size:
+            return
+        self._since = 0
+        if self.size * self._waiting < LEAST_WAITING:
+            self.size += 1
+        elif self.size * self._waiting > MOST_WAITING:
+            self.size = max(2, self.size - 1)
+        self.size = min(self.size, self.most)
+
+    def typical_s(self) -> Seconds | None:
+        return self._typical_s
+
+
+@dataclass(slots=True)
+class Prior:
+    """Rates, in any unit: of what enters at a layer, how much ends where at this peer; who carries on from a layer."""
+
+    ends: dict[int, dict[int, float]] = field(default_factory=dict)
+    nexts: dict[int, dict[PeerId, float]] = field(default_factory=dict)
+    tokens_per_s: float = 0.0  # through the whole swarm
+
+
+@dataclass(slots=True)
+class Stride(Generic[Choice]):
+    """Takes turns among choices, each as often as its cost allows.
+
+    Time here is virtual: in one unit each choice is taken 1 / cost times. A choice that is new starts at the present,
+    and none owes more than a turn at today's cost: what was dear once is forgiven when it is not.
+    """
+
+    now: float = 0.0
+    paid: dict[Choice, float] = field(default_factory=dict)
+
+    def choose(self, costs: Mapping[Choice, float]) -> Choice:
+        self.paid = {one: min(self.paid.get(one, self.now), self.now + cost) for one, cost in costs.items()}
+        chosen = min(costs, key=lambda one: (self.paid[one] + costs[one], one))
+        self.paid[chosen] += costs[chosen]
+        self.now += 1 / sum(1 / cost for cost in costs.values())
+        return chosen
+
+
+@dataclass(slots=True)
+class Turns:
+    """Whose turn it is to carry on, and how fast everybody is."""
+
+    seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from there to the end and back
+    _strides: dict[int, Stride[PeerId]] = field(default_factory=dict)  # by the layer that is next
+
+    def choose(self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float]) -> PeerId:
+        """One of these. `rates`: the prior's; a peer that is not in it is asked now and then, to know what it does."""
+        top = max((rates.get(peer, 0.0) for peer in peers), default=0.0)
+        part = {peer: max(LEAST_PART, rates.get(peer, 0.0) / top) if top else 1.0 for peer in peers}
+        costs = {peer: self.expected_s(peer) / part[peer] for peer in peers}
+        return self._strides.setdefault(layer, Stride()).choose(costs)
+
+    def expected_s(self, peer: PeerId) -> Seconds:
+        others = list(self.seconds.values())
+        return self.seconds.get(peer, median(others) if others else 1.0)
+
+    def served(self, peer: PeerId, seconds: Seconds) -> None:
+        known = self.seconds.get(peer)
+        self.seconds[peer] = seconds if known is None else (1 - NEWEST) * known + NEWEST * seconds
+
+    def missed(self, peer: PeerId) -> None:
+        others = [seconds for other, seconds in self.seconds.items() if other != peer]
+        most = MOST_TIMES_SLOWER * median(others) if others else DEADLINE_TOP_S
+        self.seconds[peer] = min(MISSED * self.expected_s(peer), max(most, self.expected_s(peer)))
+
+    def deadline_s(self, peer: PeerId) -> Seconds:
+        known = self.seconds.get(peer)
+        if known is None:
+            return UNKNOWN_S
+        return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * known))
+
+
+def budget_s(typical_s: Seconds | None) -> Seconds:
+    """How long a starter tries to get one micro-batch through, retries included."""
+    if typical_s is None or not math.isfinite(typical_s):
+        return 2 * DEADLINE_TOP_S
+    return min(2 * DEADLINE_TOP_S, max(2 * DEADLINE_FLOOR_S, 2 * SLACK * typical_s))

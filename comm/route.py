@@ -1,0 +1,540 @@
+"""Micro-batches through peers that hold a part of the model each: activations on, gradients back the same way.
+
+    ours      FORWARD --Forwarded--> AWAY --gradient--> BACKWARD --Backed--> counted; its route is settled
+    others'   FORWARD --Forwarded--> AWAY --gradient--> BACKWARD --Backed--> HELD --Settle--> counted
+    last hop  FORWARD ------------------------------------------> Backed --> HELD --Settle--> counted
+
+A question (Carry) takes the activations to the next peer, and its answer brings the gradient back when all behind it is
+done. So whoever asked still has what it sent: when the next peer is gone, late, or answers nonsense, another one gets
+the same. Peers in front learn nothing of it but the time. A peer that is asked a second time for a leg that it has
+carried already, because the peer in between is gone, sends the same gradient again.
+
+Exactly once: gradients are held (comm/ledger.py) until the starter, to whom the route's hops come back with the
+gradient, has settled them. It settles one route per micro-batch, so each layer counts it once, or not at all.
+
+Backward passes go before forward ones, and our own new micro-batches come last.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from decentral.comm.codec import Envelope
+from decentral.comm.ledger import Entry, Ledger, Mark, reaches_the_end
+from decentral.comm.messages import (
+    MAX_HOLD_S,
+    MAX_HOPS,
+    MAX_LEGS,
+    MAX_PATIENCE_S,
+    Carry,
+    Done,
+    Hop,
+    LegId,
+    Refused,
+    Returned,
+    Settle,
+)
+from decentral.comm.pace import NEWEST, Prior, Stride, Turns, Window, budget_s
+from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import (
+    Backed,
+    Backward,
+    Draw,
+    Forget,
+    Forward,
+    Forwarded,
+    Fragment,
+    HopFailed,
+    Job,
+    Layout,
+    Sealed,
+    Stepped,
+)
+from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.units import Seconds
+
+BACKWARD, FORWARD = 0, 1  # in this order
+AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
+MAX_TRIES = 6  # of one leg, at whichever peers
+RETRY_S = 0.25  # where nobody holds the next layer
+BUSY = ("busy", "not-ready", "moved")  # refusals that are nobody's fault
+LEAST_S = 0.05  # less patience than this is none
+SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
+GRACE_S = 2.0  # for a Settle that is on its way when its starter's time is over
+SETTLE_S = 5.0  # deadline of a Settle
+SETTLES_KEPT = 4096  # legs that wait to be settled or released at one peer; older ones run out of time there
+
+
+class View(Protocol):
+    """What routes need to know of the swarm; peers/node.py has it from the roster."""
+
+    def successors(self, layer: int) -> Sequence[PeerId]:
+        """Who else holds this layer, and trains."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """This peer's place in the model. `layout(layer, sequences)`: of what enters that layer."""
+
+    run: RunId
+    peer: PeerId
+    first: int
+    last: int
+    cuts: tuple[Fragment, ...]  # of the whole model; a leg ends where one of them does
+    most_sequences: int
+    capacity: int  # micro-batches that the memory takes
+    at_least: int  # micro-batches in an optimizer's step
+    layout: Callable[[int, int], Layout]
+    overlap: bool = False  # begin more before the last ones' step is taken: busier devices, stale gradients
+
+    @property
+    def layers(self) -> int:
+        return self.cuts[-1].last
+
+    def share(self, first: int, last: int) -> float:
+        """The part of the model's parameters in layers [first, last)."""
+        inside = sum(cut.parameters for cut in self.cuts if first <= cut.first and cut.last <= last)
+        return inside / sum(cut.parameters for cut in self.cuts)
+
+    def size(self, carry: Carry) -> int:
+        """Bytes that may come with it; none, if it is not for us."""
+        inside = [cut.first for cut in self.cuts if max(1, self.first) <= cut.first < self.last]
+        if carry.first not in inside or carry.sequences > self.most_sequences:
+            return 0
+        return sum(section.size for section in self.layout(carry.first, carry.sequences))
+
+
+class Stage(Enum):
+    FORWARD = auto()
+    AWAY = auto()
+    BACKWARD = auto()
+    HELD = auto()
+    GONE = auto()  # nobody waits for it, but the compute thread is at it
+
+
+@dataclass(slots=True)
+class Leg:
+    """A micro-batch's way through this peer."""
+
+    token: int
+    id: LegId
+    last: int
+    own: bool
+    began: Seconds
+    answer_by: Seconds  # then the asker goes elsewhere
+    until: Seconds  # then the starter gives up
+    asker: PeerId
+    request: int | None = None  # the question that waits for our answer
+    stage: Stage = Stage.FORWARD
+    sequences: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    layout: Layout = ()  # of the payload
+    payload: bytes = b""  # what we sent on, kept until its gradient is here
+    to: PeerId | None = None  # whose answer we wait for
+    attempts: int = 0
+    tried: list[PeerId] = field(default_factory=list)
+    retry_at: Seconds | None = None
+    hops: tuple[Hop, ...] = ()  # after ours
+    answer: Envelope | None = None
+
+    def deadline(self) -> Seconds:
+        return self.until if self.own or self.stage is Stage.HELD else min(self.until, self.answer_by)
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What a peer is to be told about legs; one question at a time."""
+
+    count: list[LegId] = field(default_factory=list)
+    release: list[LegId] = field(default_factory=list)
+    asking: bool = False
+
+
+@dataclass(slots=True)
+class Routes:
+    terms: Terms
+    view: View
+    active: bool = False  # from Started on
+    legs: dict[int, Leg] = field(default_factory=dict)
+    window: Window = field(init=False)
+    turns: Turns = field(default_factory=Turns)
+    prior: Prior = field(default_factory=Prior)
+    speed: float = 0.0  # tokens/s of the whole model, if we computed without a pause; 0: not measured yet
+    ledger: Ledger = field(init=False)
+    quota: int | None = None  # micro-batches that we may still begin; None: as many as the window has room for
+    abandoned: int = 0
+    completed: int = 0
+    _by_id: dict[LegId, int] = field(default_factory=dict)
+    _ready: list[tuple[int, int, Job]] = field(default_factory=list)  # heap: backward first, then the older
+    _running: set[int] = field(default_factory=set)
+    _outboxes: dict[PeerId, Outbox] = field(default_factory=dict)
+    _last_token: int = 0
+    _look_at: Seconds | None = None
+    _ends: dict[int, Stride[int]] = field(default_factory=dict)  # by the layer that a leg begins with
+    _worked: float = 0.0  # tokens through our share of the model, since the last step
+
+    def __post_init__(self) -> None:
+        self.window = Window(self.terms.capacity)
+        self.ledger = Ledger(self.terms.at_least)
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        if not self.active:
+            return None
+        retries = (leg.retry_at for leg in self.legs.values())
+        waiting = (leg.deadline() for leg in self.legs.values() if leg.stage is not Stage.GONE)
+        return earliest((self._look_at, *retries, *waiting))
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]:
+        self.ledger.quiet = self._quiet()
+        effects = self._react(event, now)
+        effects += self.ledger.look(self._quiet())
+        return effects + self._dispatch() + self._begin_more(now) + self._tell()
+
+    def _react(self, event: object, now: Seconds) -> list[Effect]:
+        match event:
+            case Woke():
+                return self._overdue(now)
+            case Asked(envelope=Envelope(Carry() as carry)):
+                return self._asked(event, carry, now)
+            case Asked(request, sender, Envelope(Settle() as told)):
+                return [*self._told(sender, told), Reply(request, Envelope(Done()))]
+            case Answered(tag=("route", int() as token, int() as attempt)):
+                return self._answered(event, self._awaited(token, attempt), now)
+            case AskFailed(tag=("route", int() as token, int() as attempt), peer=peer):
+                leg = self._awaited(token, attempt)
+                return self._missed(leg, peer, now) if leg else []
+            case Answered(tag=("settle",), peer=peer) | AskFailed(tag=("settle",), peer=peer):
+                self._outboxes[peer].asking = False
+            case Forwarded() | Backed() | HopFailed():
+                self._running.discard(event.token)
+                return self._computed(event, now)
+            case Sealed(tokens):
+                return self.ledger.sealed(tokens)
+            case Stepped(seconds=seconds, legs=legs):
+                self._measure(seconds)
+                return self.ledger.stepped(legs) if legs else []
+        return []
+
+    def _measure(self, seconds: Seconds) -> None:
+        """How fast this device really is, by what it computed in so many seconds of computing."""
+        if self._worked > 0 and seconds > 0:
+            rate = self._worked / seconds
+            self.speed = rate if not self.speed else (1 - NEWEST) * self.speed + NEWEST * rate
+        self._worked = 0.0
+
+    def _end(self, first: int) -> int:
+        """How far we carry what enters there: by the prior's flow, in turns; without one to the end of our span."""
+        rates = {end: rate for end, rate in self.prior.ends.get(first, {}).items() if rate > 0}
+        able = {end: 1 / rate for end, rate in rates.items() if end == self.terms.layers or self.view.successors(end)}
+        return self._ends.setdefault(first, Stride()).choose(able) if able else self.terms.last
+
+    # Others' micro-batches
+
+    def _asked(self, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
+        name = LegId(carry.starter, carry.number, carry.first)
+        if name in self._by_id:
+            return self._asked_again(self.legs[self._by_id[name]], event, carry, now)
+        refusal = self._refusal(event, carry)
+        if refusal:
+            return [Reply(event.request, Envelope(Refused(refusal)))]
+        leg = self._new_leg(name, self._end(carry.first), now, event.sender)
+        leg.request, leg.sequences = event.request, carry.sequences
+        self._extend(leg, carry, now)
+        self._by_id[name] = leg.token
+        job = Forward(leg.token, carry.first, leg.last, carry.sequences, carry.layout, event.envelope.blob)
+        heapq.heappush(self._ready, (FORWARD, leg.token, job))
+        return []
+
+    def _refusal(self, event: Asked, carry: Carry) -> str:
+        """Why not, in one word; empty if we take it."""
+        terms = self.terms
+        if not self.active:
+            return "not-ready"
+        if terms.size(carry) == 0 or carry.starter == terms.peer:
+            return "span"
+        if carry.layout != terms.layout(carry.first, carry.sequences) or len(event.envelope.blob) != terms.size(carry):
+            return "shape"
+        if carry.patience_s < LEAST_S:
+            return "late"
+        return "busy" if len(self.legs) >= terms.capacity else ""
+
+    def _asked_again(self, leg: Leg, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
+        """Whoever asked before has been given up, or is gone: the new asker gets the answer."""
+        effects: list[Effect] = []
+        if leg.request is not None:
+            effects.append(Reply(leg.request, Envelope(Refused("moved"))))
+        leg.request, leg.asker = event.request, event.sender
+        self._extend(leg, carry, now)
+        if leg.answer is not None:
+            effects.append(Reply(event.request, leg.answer))
+            leg.request = None
+        return effects
+
+    def _extend(self, leg: Leg, carry: Carry, now: Seconds) -> None:
+        leg.answer_by = now + SHARE * carry.patience_s
+        leg.until = now + carry.hold_s + GRACE_S
+
+    def _told(self, sender: PeerId, told: Settle) -> list[Effect]:
+        effects: list[Effect] = []
+        for name in told.count:
+            leg = self.legs.get(self._by_id.get(name, -1))
+            if leg is not None and leg.stage is Stage.HELD and sender == name.starter:
+                effects += self.ledger.settle(leg.token)
+                self._remove(leg)
+        for name in told.release:
+            leg = self.legs.get(self._by_id.get(name, -1))
+            if leg is not None and sender in (name.starter, leg.asker):
+                effects += self._give_up(leg, "moved")
+        return effects
+
+    # The way on
+
+    def _send(self, leg: Leg, now: Seconds) -> list[Effect]:
+        """Asks the next peer to carry on, or waits until there is one."""
+        leg.stage, leg.retry_at, leg.to = Stage.AWAY, None, None
+        if len(leg.tried) >= MAX_TRIES:
+            return self._give_up(leg, "tried")
+        holders = self.view.successors(leg.last)
+        peers = [peer for peer in holders if peer not in leg.tried] or list(holders)
+        if not peers:
+            leg.retry_at = now + RETRY_S
+            return []
+        to = self.turns.choose(leg.last, peers, self.prior.nexts.get(leg.last, {}))
+        patience_s = min(self.turns.deadline_s(to), leg.deadline() - now, MAX_PATIENCE_S)
+        if patience_s < LEAST_S:
+            return self._give_up(leg, "late")
+        leg.to, leg.attempts = to, leg.attempts + 1
+        leg.tried.append(to)
+        hold_s = min(MAX_HOLD_S, max(0.0, leg.until - now))
+        name = leg.id
+        carry = Carry(
+            self.terms.run, name.starter, name.number, leg.last, leg.sequences, patience_s, hold_s, leg.layout
+        )
+        tag = ("route", leg.token, leg.attempts)
+        return [Ask(tag, to, Envelope(carry, leg.payload), patience_s, leg.layout[0].size)]
+
+    def _awaited(self, token: int, attempt: int) -> Leg | None:
+        """The leg that waits for the answer to this attempt."""
+        leg = self.legs.get(token)
+        return leg if leg and leg.stage is Stage.AWAY and leg.to and leg.attempts == attempt else None
+
+    def _answered(self, event: Answered, leg: Leg | None, now: Seconds) -> list[Effect]:
+        if leg is None:
+            return []
+        returned = event.envelope.message
+        if isinstance(returned, Refused) and returned.reason in BUSY:
+            return self._not_now(leg, now)
+        if not isinstance(returned, Returned) or not self._fits(leg, event.peer, returned, event.envelope.blob):
+            return self._missed(leg, event.peer, now)
+        self.turns.served(event.peer, event.seconds)
+        leg.stage, leg.hops, leg.loss = Stage.BACKWARD, returned.hops, returned.loss
+        job = Backward(leg.token, returned.layout, event.envelope.blob)
+        heapq.heappush(self._ready, (BACKWARD, leg.token, job))
+        return []
+
+    def _fits(self, leg: Leg, peer: PeerId, returned: Returned, blob: bytes) -> bool:
+        hops = returned.hops
+        return (
+            returned.run == self.terms.run
+            and returned.tokens == leg.tokens
+            and returned.layout == leg.layout[:1]
+            and len(blob) == leg.layout[0].size
+            and 0 < len(hops) < MAX_HOPS
+            and hops[0].peer == peer
+            and reaches_the_end(hops, leg.last, self.terms.layers)
+        )
+
+    def _not_now(self, leg: Leg, now: Seconds) -> list[Effect]:
+        """That peer has no room: another one, or, when all have been asked, a moment's patience."""
+        if any(peer not in leg.tried for peer in self.view.successors(leg.last)):
+            return self._send(leg, now)
+        leg.to, leg.tried, leg.retry_at = None, [], now + RETRY_S
+        return []
+
+    def _missed(self, leg: Leg, peer: PeerId, now: Seconds) -> list[Effect]:
+        """No gradient from there: it costs the peer its turns, and another one gets the same activations."""
+        self.turns.missed(peer)
+        self._outbox(peer).release.append(LegId(leg.id.starter, leg.id.number, leg.last))
+        return self._send(leg, now)
+
+    # What the compute thread reports
+
+    def _computed(self, event: Forwarded | Backed | HopFailed, now: Seconds) -> list[Effect]:
+        leg = self.legs.get(event.token)
+        assert leg is not None, "a leg stays while it is computed"
+        match event:
+            case Forwarded():
+                return self._forwarded(leg, event, now)
+            case Backed():
+                return self._backed(leg, event, now)
+            case HopFailed(_, reason):
+                return self._hop_failed(leg, reason, now)
+
+    def _forwarded(self, leg: Leg, done: Forwarded, now: Seconds) -> list[Effect]:
+        if leg.stage is Stage.GONE:
+            return self._let_go(leg)
+        if leg.own:
+            leg.id = LegId(self.terms.peer, done.number, 0)
+        leg.sequences, leg.tokens, leg.layout, leg.payload = done.sequences, done.tokens, done.layout, done.blob
+        return self._send(leg, now)
+
+    def _backed(self, leg: Leg, done: Backed, now: Seconds) -> list[Effect]:
+        at_the_end = leg.last == self.terms.layers
+        loss = done.loss if at_the_end else leg.loss
+        entry = Entry(leg.id, leg.last, done.tokens, loss, leg.own)
+        self._worked += done.tokens * self.terms.share(leg.id.first, leg.last)
+        if leg.stage is Stage.GONE:
+            self.legs.pop(leg.token)
+            return self.ledger.add(leg.token, entry, Mark.VOID)
+        if leg.own:
+            return self._complete(leg, entry, now)
+        leg.stage, leg.payload = Stage.HELD, b""
+        hops = (Hop(self.terms.peer, leg.id.first, leg.last), *leg.hops)
+        leg.answer = Envelope(Returned(self.terms.run, loss, done.tokens, hops, done.layout), done.blob)
+        effects = self.ledger.add(leg.token, entry, Mark.HELD)
+        if leg.request is not None:
+            effects.append(Reply(leg.request, leg.answer))
+            leg.request = None
+        return effects
+
+    def _complete(self, leg: Leg, entry: Entry, now: Seconds) -> list[Effect]:
+        """The whole route's gradients are there: from now on they count."""
+        for hop in leg.hops:
+            self._outbox(PeerId(hop.peer)).count.append(LegId(leg.id.starter, leg.id.number, hop.first))
+        self.window.done(now - leg.began, tuple(PeerId(hop.peer) for hop in leg.hops))
+        self.completed += 1
+        self._remove(leg)
+        return self.ledger.add(leg.token, entry, Mark.SETTLED)
+
+    def _hop_failed(self, leg: Leg, reason: str, now: Seconds) -> list[Effect]:
+        if leg.stage is Stage.GONE:
+            return self._let_go(leg)
+        if leg.stage is Stage.BACKWARD:
+            assert leg.to is not None
+            return self._missed(leg, leg.to, now)
+        return self._give_up(leg, reason)
+
+    # The end of a leg
+
+    def _overdue(self, now: Seconds) -> list[Effect]:
+        effects: list[Effect] = []
+        for leg in list(self.legs.values()):
+            if leg.stage is Stage.GONE:
+                continue
+            if now >= leg.deadline():
+                effects += self._give_up(leg, "late")
+            elif leg.retry_at is not None and now >= leg.retry_at:
+                effects += self._send(leg, now)
+        return effects
+
+    def _give_up(self, leg: Leg, reason: str) -> list[Effect]:
+        """Its gradients, if they are in a sum already, must not count."""
+        effects: list[Effect] = []
+        if leg.request is not None:
+            effects.append(Reply(leg.request, Envelope(Refused(reason))))
+        if leg.own:
+            self.abandoned += 1
+            effects.append(log("abandoned", number=leg.id.number, reason=reason, tries=len(leg.tried)))
+        if leg.stage is Stage.HELD:
+            effects += self.ledger.void(leg.token)
+            self._remove(leg)
+            return effects
+        if leg.stage is Stage.AWAY and leg.to:
+            self._outbox(leg.to).release.append(LegId(leg.id.starter, leg.id.number, leg.last))
+        queued = [item for item in self._ready if item[1] == leg.token]
+        if queued:
+            self._ready = [item for item in self._ready if item[1] != leg.token]
+            heapq.heapify(self._ready)
+        self._by_id.pop(leg.id, None)
+        if leg.token in self._running:
+            leg.stage, leg.request = Stage.GONE, None
+            return effects
+        return effects + self._let_go(leg)
+
+    def _let_go(self, leg: Leg) -> list[Effect]:
+        self.legs.pop(leg.token)
+        return [Forget((leg.token,))]
+
+    def _remove(self, leg: Leg) -> None:
+        self.legs.pop(leg.token)
+        self._by_id.pop(leg.id, None)
+
+    # Work for the compute thread
+
+    def _quiet(self) -> bool:
+        """Whether no leg here is between its forward and its backward pass."""
+        if self.terms.overlap:
+            return True
+        waiting = {token for priority, token, _ in self._ready if priority == FORWARD}
+        return all(leg.stage is Stage.HELD or token in waiting for token, leg in self.legs.items())
+
+    def _draining(self) -> bool:
+        """Whether gradients wait for a step: what came between now would be computed with weights of two versions."""
+        return self.ledger.waiting and not self.terms.overlap
+
+    def _dispatch(self) -> list[Effect]:
+        jobs: list[Effect] = []
+        while self._ready and len(self._running) < AT_ONCE:
+            if self._ready[0][0] == FORWARD and self._draining():
+                break
+            _, token, job = heapq.heappop(self._ready)
+            self._running.add(token)
+            jobs.append(job)
+        return jobs
+
+    def _begin_more(self, now: Seconds) -> list[Effect]:
+        """Our own micro-batches, as many as the window has room for, while the compute thread has nothing better."""
+        jobs: list[Effect] = []
+        self._look_at = None
+        if not self.active or self.terms.first > 0 or self.terms.last == self.terms.layers:
+            return jobs
+        own = sum(leg.own for leg in self.legs.values())
+        while self._has_room(own):
+            end = self._end(0)
+            if not self.view.successors(end):
+                self._look_at = now + RETRY_S
+                break
+            leg = self._new_leg(LegId(self.terms.peer, 0, 0), end, now, self.terms.peer)
+            leg.own, leg.until = True, now + budget_s(self.window.typical_s())
+            self._running.add(leg.token)
+            jobs.append(Draw(leg.token, leg.last))
+            own += 1
+            self.quota = None if self.quota is None else self.quota - 1
+        return jobs
+
+    def _has_room(self, own: int) -> bool:
+        idle = len(self._running) < AT_ONCE and len(self.legs) < self.terms.capacity
+        return idle and own < self.window.size and self.quota != 0 and not self._draining()
+
+    def _new_leg(self, name: LegId, last: int, now: Seconds, asker: PeerId) -> Leg:
+        self._last_token += 1
+        leg = Leg(self._last_token, name, last, False, now, now, now, asker)
+        self.legs[leg.token] = leg
+        return leg
+
+    # What others are told
+
+    def _outbox(self, peer: PeerId) -> Outbox:
+        box = self._outboxes.setdefault(peer, Outbox())
+        del box.count[:-SETTLES_KEPT], box.release[:-SETTLES_KEPT]
+        return box
+
+    def _tell(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for peer, box in self._outboxes.items():
+            if box.asking or not (box.count or box.release):
+                continue
+            told = Settle(self.terms.run, tuple(box.count[:MAX_LEGS]), tuple(box.release[:MAX_LEGS]))
+            del box.count[:MAX_LEGS], box.release[:MAX_LEGS]
+            box.asking = True
+            effects.append(Ask(("settle",), peer, Envelope(told), SETTLE_S))
+        return effects
+
+
+__all__ = ["Routes", "Terms", "View"]

@@ -1,0 +1,103 @@
+"""python -m decentral.audit: whether each layer counted each micro-batch once, or not at all, by the peers' journals.
+
+A `counted` line says which micro-batches' gradients went into an optimizer's step, through which layers. Of a
+micro-batch (starter, number) no two of them may overlap; where they reach from the first layer to the last it counted
+everywhere. In part: a peer died, or was told too late, after the others had counted it.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decentral import command
+from decentral.core.errors import UserError
+from decentral.core.journal import read
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Micro-batches by what became of them. `tokens`: of those that counted in all layers."""
+
+    everywhere: int
+    in_part: int
+    twice: tuple[tuple[str, int], ...]  # (starter, number) of those that some layer counted twice
+    dropped: int  # legs whose gradients were thrown away
+    tokens: int
+
+    @property
+    def sound(self) -> bool:
+        return not self.twice
+
+
+def audit(journals: Iterable[Iterable[Mapping[str, Any]]], layers: int) -> Audit:
+    """Of all lines of all peers' journals, over all their lives."""
+    spans: dict[tuple[str, int], list[Span]] = {}
+    tokens: dict[tuple[str, int], int] = {}
+    dropped = 0
+    for line in (line for lines in journals for line in lines):
+        if line["event"] == "uncounted":
+            dropped += len(line["of"])
+        if line["event"] != "counted":
+            continue
+        for starter, number, first, last, count in line["of"]:
+            spans.setdefault((starter, number), []).append((first, last))
+            tokens[starter, number] = count
+    twice = tuple(sorted(name for name, held in spans.items() if overlap(held)))
+    everywhere = [name for name, held in spans.items() if name not in twice and covered(held) == layers]
+    return Audit(
+        len(everywhere), len(spans) - len(everywhere) - len(twice), twice, dropped, sum(tokens[n] for n in everywhere)
+    )
+
+
+def overlap(spans: Sequence[Span]) -> bool:
+    ordered = sorted(spans)
+    return any(after[0] < before[1] for before, after in itertools.pairwise(ordered))
+
+
+def covered(spans: Sequence[Span]) -> int:
+    return sum(last - first for first, last in spans)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run(lambda: _main(parse(argv)))
+
+
+def _main(flags: argparse.Namespace) -> None:
+    found = [journal for folder in flags.folders for journal in journals(Path(folder))]
+    lines = [list(read(journal)) for journal in found]
+    counted = [line for own in lines for line in own if line["event"] == "counted"]
+    layers = max((one[3] for line in counted for one in line["of"]), default=0)
+    result = audit(lines, layers)
+    print(
+        f"{len(found)} journals: {result.everywhere} micro-batches counted once in all {layers} layers "
+        f"({result.tokens:,} tokens), {result.in_part} in a part of them, {len(result.twice)} twice; "
+        f"{result.dropped} legs' gradients thrown away"
+    )
+    if not result.sound:
+        raise SystemExit(1)
+
+
+def journals(folder: Path) -> list[Path]:
+    """Of a peer's state folder, or of a folder that holds such."""
+    found = (
+        [folder / "journal.jsonl"] if (folder / "journal.jsonl").exists() else sorted(folder.glob("*/journal.jsonl"))
+    )
+    if not found:
+        raise UserError(f"{folder} has no journal.jsonl; give peers' state folders, or a folder of such")
+    return found
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.Parser(prog="python -m decentral.audit", description="Was every micro-batch counted once?")
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="peers' state folders, or a folder of such")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""python -m decentral.export: the swarm's model as a folder that Hugging Face's transformers loads.
+
+gather   every layer: of checkpoints (--state-dir), or of live peers (--join), who serve it as they do to a newcomer
+average  each layer over those who hold it
+write    config.json, model.safetensors, and a tokenizer of bytes
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from decentral import command, peer, state
+from decentral.comm import compress
+from decentral.comm.codec import Envelope
+from decentral.comm.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.messages import MAX_CHUNK_BYTES, PullState, Refused, StateChunk
+from decentral.comm.transport import AskError, Transport
+from decentral.core import config
+from decentral.core.errors import ProtocolError, UserError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Fragment, Layout
+from decentral.peers import records
+from decentral.peers.join import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
+from decentral.peers.records import PeerRecord
+from decentral.train import huggingface, mix, replicas
+from decentral.train.replicas import Weights
+from decentral.train.sections import unpack
+
+MOST_HOLDERS = 16  # of a layer, who are asked for it: more would change the average by little
+LOOKS = 10  # into the DHT, until some peer's record is there
+LOOK_S = 1.0
+WEIGHTS = ("phi", "theta")  # what a donor's blob calls them, by algorithm
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run(lambda: _main(parse(argv)))
+
+
+def _main(flags: argparse.Namespace) -> None:
+    run, holders = asyncio.run(from_swarm(flags.join)) if flags.join else from_folders(flags.state_dir)
+    weights = replicas.average(holders)
+    files = huggingface.write(Path(flags.out), run, replicas.layers_with(run, weights))
+    counts = [sum(index in own for own in holders) for index in weights]
+    held = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    print(f"{sum(w.numel() for w in weights.values()) / 1e6:.2f} M parameters, each the mean of {held} peers")
+    print(f"wrote {', '.join(files)} in {flags.out}")
+    if "tokenizer.json" not in files:
+        print("no tokenizer: this run's tokens are not bytes; bring the one that made them")
+
+
+# Checkpoints
+
+
+def from_folders(paths: Sequence[str]) -> tuple[config.Config, list[Weights]]:
+    """Of peers' state folders, or of a folder that holds such (decentral.local's). Raises UserError."""
+    folders = [found for path in paths for found in _state_folders(Path(path))]
+    runs = [state.Folder(folder).read_run() for folder in folders]
+    if len({run[1].digest() for run in runs if run is not None}) > 1:
+        raise UserError("--state-dir: these folders belong to different runs; give those of one run")
+    holders = [found for found in map(replicas.read, folders) if found is not None]
+    if not holders or runs[0] is None:
+        raise UserError(f"--state-dir {' '.join(paths)}: no checkpoint there; a peer writes one when it stops")
+    return runs[0][1], holders
+
+
+def _state_folders(path: Path) -> list[Path]:
+    if (path / "run.json").exists():
+        return [path]
+    below = sorted(found.parent for found in path.glob("*/run.json"))
+    if not below:
+        raise UserError(f"--state-dir {path}: no peer's state folder, nor a folder of such")
+    return below
+
+
+# Live peers
+
+
+async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]:
+    """What live peers give a newcomer. Raises UserError if nobody answers or a layer has no holder."""
+    with tempfile.TemporaryDirectory() as folder:
+        transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [])
+        try:
+            contacts, welcome = await peer.greet(join, transport, RunId(""))
+            assert welcome is not None, "greet raises where nobody lets us in"
+            run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
+            directory = await transport.directory([f"{run}/peers"], contacts)
+            live = await look(directory, run, contacts)
+            for holder, record in live.items():
+                transport.learn(holder, record.addresses)
+            return settings, await gather(transport, run, settings, live)
+        finally:
+            await transport.close()
+
+
+async def look(directory: HivemindDirectory, run: RunId, contacts: Sequence[PeerId]) -> dict[PeerId, PeerRecord]:
+    """The peers that train, by the DHT. Raises UserError if there are none."""
+    for _ in range(LOOKS):
+        found = records.of_run(await directory.fetch(f"{run}/peers"), run, time.time())
+        live = {holder: record for holder, record in found.items() if record.phase == "training"}
+        if live and all(contact in live for contact in contacts):
+            return live
+        await asyncio.sleep(LOOK_S)
+    if not live:
+        raise UserError(f"run {run} has no peers that train")
+    return live
+
+
+async def gather(
+    transport: Transport, run: RunId, settings: config.Config, live: dict[PeerId, PeerRecord]
+) -> list[Weights]:
+    """Each fragment from its holders, MOST_HOLDERS of them at most; who fails is left out."""
+    layouts = donated_layouts(settings)
+    shares: dict[PeerId, list[tuple[Fragment, Layout]]] = {holder: [] for holder in sorted(live)}
+    for fragment, layout in layouts:
+        able = [p for p in shares if live[p].first <= fragment.first and fragment.last <= live[p].last]
+        for holder in able[:MOST_HOLDERS]:
+            shares[holder].append((fragment, layout))
+    found = await asyncio.gather(*(_of_holder(transport, run, holder, share) for holder, share in shares.items()))
+    return [weights for weights in found if weights]
+
+
+async def _of_holder(
+    transport: Transport, run: RunId, holder: PeerId, share: Sequence[tuple[Fragment, Layout]]
+) -> Weights:
+    weights: Weights = {}
+    try:
+        for fragment, layout in share:
+            blob = await _fetch(transport, run, holder, Incoming(fragment, layout))
+            vectors = unpack(compress, layout, blob)
+            weights[fragment.index] = next(vectors[name] for name in WEIGHTS if name in vectors)
+    except (AskError, ProtocolError):
+        pass  # what came whole counts; the other holders have the rest
+    return weights
+
+
+async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Incoming) -> bytes:
+    """Piece by piece, as a newcomer does. Raises AskError or ProtocolError."""
+    while not incoming.complete():
+        offset = incoming.wanted()
+        assert offset is not None
+        question = PullState(run, incoming.fragment.index, offset, PIECE_BYTES)
+        answer = await transport.ask(holder, Envelope(question), PIECE_DEADLINE_S, MAX_CHUNK_BYTES)
+        message = answer.envelope.message
+        if not isinstance(message, StateChunk) or message.offset != offset:
+            raise ProtocolError(message.reason if isinstance(message, Refused) else "unexpected", "no piece of state")
+        incoming.take(message, answer.envelope.blob)
+    return incoming.blob()
+
+
+def donated_layouts(settings: config.Config) -> list[tuple[Fragment, Layout]]:
+    donated = mix.donated(settings.gossip)
+    return [(one, mix.layout_of(donated, one.parameters, compress)) for one in replicas.fragments_of(settings)]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.Parser(prog="python -m decentral.export", description="A swarm's model for transformers.")
+    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a live peer")
+    parser.add_argument("--state-dir", nargs="+", default=[], metavar="DIR", help="peers' state folders")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="where to write the model")
+    flags = parser.parse_args(argv)
+    if bool(flags.join) == bool(flags.state_dir):
+        raise UserError("expected either --join ADDR of a live peer, or --state-dir DIR... of stopped ones")
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What a span takes of a device's memory: the model that decides which layers a peer may hold.
+
+    a parameter   20 bytes  theta, its gradient, the sealed sum of gradients, two moments of AdamW    fp32
+                  20        gossip by `pull`: phi, baseline, momentum, residual, the closed window    fp32
+                   4        two published snapshots, int8 and 4-bit, with their scales
+    the largest fragment, once
+                  16        vectors in passing while a window is closed, merged or given to a newcomer
+    a micro-batch under way
+                            the tensors that autograd keeps for the backward pass (`kept`), and what travels
+
+The process around it (torch, libp2p, the data) is not in here. tests/train/test_memory.py holds the figures against
+what torch really keeps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decentral.core import config
+from decentral.core.errors import UserError
+from decentral.core.jobs import Fragment
+from decentral.train import gpt
+from decentral.train.inner import fragments
+
+TRAINING_BYTES = 20
+GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12}
+PASSING_BYTES = 16
+UNDER_WAY = 4  # micro-batches that a span must have room for: with fewer its device waits for the links
+MOST_UNDER_WAY = 32
+MOST_SEQUENCES = 512  # of a micro-batch whose size is `auto`
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes of each fragment, and of one micro-batch in it."""
+
+    fragments: tuple[Fragment, ...]
+    state: tuple[int, ...]
+    passing: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    def of(self, begin: int, end: int, under_way: int = UNDER_WAY) -> int:
+        """Of fragments [begin, end) with so many micro-batches under way."""
+        part = slice(begin, end)
+        return sum(self.state[part]) + max(self.passing[part], default=0) + under_way * sum(self.kept[part])
+
+    def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
+        """Micro-batches that fit beside the span."""
+        room = memory_bytes - self.of(begin, end, 0)
+        return max(UNDER_WAY, min(MOST_UNDER_WAY, room // max(1, sum(self.kept[begin:end]))))
+
+    def span(self, begin: int, end: int) -> tuple[int, int]:
+        """Fragments [begin, end) as layers [first, last)."""
+        return self.fragments[begin].first, self.fragments[end - 1].last
+
+
+def needs(run: config.Config) -> Needs:
+    """Of this run's model, in fp32 (bf16 keeps less)."""
+    model = run.model
+    cut = tuple(fragments(gpt.parameters(model), run.gossip.fragment_parameters))
+    state = [one.parameters * (TRAINING_BYTES + GOSSIP_BYTES[run.gossip.algorithm]) for one in cut]
+    sequences = run.train.micro_batch if isinstance(run.train.micro_batch, int) else 1
+    layers = kept(model)
+    tokens = sequences * model.context
+    each = [tokens * sum(layers[one.first : one.last]) for one in cut]
+    passing = [one.parameters * PASSING_BYTES for one in cut]
+    return Needs(cut, tuple(state), tuple(passing), tuple(each))
+
+
+def kept(model: config.Model) -> list[int]:
+    """Bytes a token that each layer keeps from its forward pass for its backward pass, in fp32.
+
+    A block keeps what each of its matrix products, norms, rotations and gates got: 14 vectors of its width, of which
+    two are keys and values, and five of its hidden width. The head keeps its norm's input and output, logits and
+    their softmax. What is sent on is kept as well.
+    """
+    if model.layers is not None:
+        return [UNKNOWN_LAYER * width for width in gpt.widths(model)]
+    width, keys = model.d_model, model.d_model // model.n_heads * model.n_kv_heads
+    block = 4 * (10 * width + 4 * keys + 5 * model.d_hidden)
+    return [4 * width + 8, *([block] * model.depth), 4 * (3 * width + 3 * model.vocabulary)]
+
+
+UNKNOWN_LAYER = 128  # bytes a token and number that enters, for a user's own layer: a guess on the safe side
+
+
+def reach(found: Needs, memory_bytes: int) -> Callable[[int], int]:
+    """From which fragment a span may go how far; itself, where nothing fits."""
+
+    def last(begin: int) -> int:
+        end = begin
+        while end < len(found.fragments) and found.of(begin, end + 1) <= memory_bytes:
+            end += 1
+        return end
+
+    return last
+
+
+def check(found: Needs, memory_bytes: int) -> None:
+    """Raises UserError if not one fragment fits."""
+    least = min(found.of(index, index + 1) for index in range(len(found.fragments)))
+    if least > memory_bytes:
+        raise UserError(
+            f"--memory {memory_bytes}: the smallest part of this model takes {least} bytes; give more, or lower "
+            f"gossip.fragment_parameters or train.micro_batch"
+        )

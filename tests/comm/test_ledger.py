@@ -1,0 +1,90 @@
+"""A sum of gradients counts when all in it are settled, and not at all when one is void."""
+
+import pytest
+
+from decentral.comm.ledger import Entry, Ledger, Mark, reaches_the_end
+from decentral.comm.messages import Hop, LegId
+from decentral.core.jobs import Apply, Drop, Seal
+from decentral.core.machine import Effect, Log
+
+
+def entry(number: int, own: bool = False) -> Entry:
+    return Entry(LegId("A", number, 0), 2, 10, 20.0, own)
+
+
+def kinds(effects: list[Effect]) -> list[str]:
+    return [effect.event if isinstance(effect, Log) else type(effect).__name__ for effect in effects]
+
+
+def test_a_settled_sum_is_applied_and_named_in_the_journal() -> None:
+    ledger = Ledger(1)
+    assert ledger.add(1, entry(7, own=True), Mark.HELD) == [Seal()]
+    assert ledger.sealed((1,)) == []
+    applied, line = ledger.settle(1)
+    assert applied == Apply(10, 1, 2.0)
+    assert isinstance(line, Log)
+    assert (line.event, line.fields["of"]) == ("counted", [["A", 7, 0, 2, 10]])
+
+
+def test_a_void_one_takes_the_sum_with_it_and_what_comes_later_is_too_late() -> None:
+    ledger = Ledger(1)
+    ledger.add(1, entry(1), Mark.HELD)
+    ledger.add(2, entry(2), Mark.HELD)
+    ledger.sealed((1, 2))
+    assert kinds(ledger.settle(1)) == []
+    assert kinds(ledger.void(2)) == ["Drop", "uncounted"]
+    assert ledger.settle(2) == []
+    assert (ledger.counted, ledger.dropped) == (0, 2)
+
+
+def test_a_decision_is_final() -> None:
+    ledger = Ledger(1)
+    ledger.add(1, entry(1), Mark.HELD)
+    ledger.void(1)
+    ledger.settle(1)
+    assert kinds(ledger.sealed((1,))) == ["Drop", "uncounted"]
+
+
+def test_later_gradients_go_into_the_next_sum_while_one_waits() -> None:
+    ledger = Ledger(1)
+    ledger.add(1, entry(1), Mark.HELD)
+    ledger.sealed((1,))
+    assert ledger.add(2, entry(2), Mark.SETTLED) == []
+    assert kinds(ledger.settle(1)) == ["Apply", "counted", "Seal"]
+    assert kinds(ledger.sealed((2,))) == ["Apply", "counted"]
+
+
+def test_a_sum_that_is_settled_already_is_sealed_and_applied_in_one() -> None:
+    ledger = Ledger(1)
+    assert ledger.add(1, entry(1, own=True), Mark.SETTLED) == [Seal((1,), Apply(10, 1, 2.0))]
+    assert kinds(ledger.stepped((1,))) == ["counted"]
+    assert not ledger.entries
+
+
+def test_a_step_waits_for_as_many_micro_batches_as_the_config_says() -> None:
+    ledger = Ledger(3)
+    assert [kinds(ledger.add(n, entry(n), Mark.SETTLED)) for n in range(3)] == [[], [], ["Seal"]]
+
+
+def test_what_was_sealed_is_applied_even_if_nothing_else_comes() -> None:
+    ledger = Ledger(1)
+    ledger.add(1, entry(1), Mark.SETTLED)
+    assert ledger.sealed((1,))[0] == Apply(0, 0, 2.0)
+    assert not ledger.entries
+    assert Drop() not in ledger.sealed(())
+
+
+@pytest.mark.parametrize(
+    ("hops", "whole"),
+    [
+        ([(2, 3), (3, 5)], True),
+        ([(2, 5)], True),
+        ([(2, 4)], False),
+        ([(2, 3), (4, 5)], False),
+        ([(1, 5)], False),
+        ([(2, 4), (3, 5)], False),
+        ([], False),
+    ],
+)
+def test_hops_reach_the_end_without_a_gap(hops: list[tuple[int, int]], whole: bool) -> None:
+    assert reaches_the_end(tuple(Hop("X", *hop) for hop in hops), 2, 5) is whole

@@ -1,0 +1,258 @@
+"""Routes in virtual time: what is lost, late, killed or asked twice, each layer counts a micro-batch once at most."""
+
+from random import Random
+
+import pytest
+
+from decentral import audit
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import Carry, Hop, LegId, Refused, Returned, Settle
+from decentral.comm.transport import Answered, Ask, Asked, Reply
+from decentral.core import jobs
+from decentral.core.ids import PeerId
+from tests.comm.route_world import RUN, World, cuts_of, is_settle, layout
+
+CUTS = cuts_of([100, 100, 100, 100])
+
+
+def two_pipelines(delay_s: float = 0.01) -> World:
+    """A and B start; C and D end; M and N lie in the middle, across."""
+    world = World(CUTS, delay_s)
+    for name, first, last in (("A", 0, 2), ("B", 0, 2), ("C", 2, 4), ("D", 2, 4), ("M", 1, 3), ("N", 1, 3)):
+        world.add(name, first, last)
+    return world
+
+
+def result(world: World) -> audit.Audit:
+    return audit.audit(world.lines(), len(CUTS))
+
+
+def settled_down(world: World) -> None:
+    """No new micro-batches; what is under way ends, and all is told."""
+    for peer in world.peers.values():
+        peer.routes.quota = 0
+    world.run(200.0)
+
+
+def test_every_layer_counts_every_micro_batch_once() -> None:
+    world = two_pipelines()
+    world.start()
+    world.run(30.0)
+    completed = sum(peer.routes.completed for peer in world.peers.values())
+    settled_down(world)
+    found = result(world)
+    assert found.sound
+    assert found.in_part == 0
+    assert found.everywhere >= completed > 300
+    assert found.dropped == 0
+
+
+def test_the_journal_says_what_the_devices_took() -> None:
+    world = two_pipelines()
+    world.start()
+    world.run(5.0)
+    settled_down(world)
+    for peer in world.peers.values():
+        legs = [one for line in peer.lines if line["event"] == "counted" for one in line["of"]]
+        assert sum(len(step) for step in peer.device.taken) == len(legs)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("victim", ["B", "C", "M"])
+def test_a_peer_that_is_killed_costs_no_micro_batch_twice_and_the_others_go_on(victim: str) -> None:
+    world = two_pipelines()
+    world.start()
+    world.run(10.0)
+    world.kill(victim)
+    starter = world.peers[PeerId("A")].routes
+    before = starter.completed
+    world.run(10.0)
+    assert starter.completed > before + 50
+    settled_down(world)
+    assert result(world).sound
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_lost_or_killed_nothing_counts_twice(seed: int) -> None:
+    rng = Random(seed)
+    world = two_pipelines(delay_s=rng.choice([0.001, 0.05, 0.3]))
+    world.loses = lambda now, ask: rng.random() < 0.03
+    world.start()
+    for victim in rng.sample("BCM", 2):
+        world.run(rng.uniform(1.0, 8.0))
+        world.kill(victim)
+    world.run(20.0)
+    settled_down(world)
+    found = result(world)
+    assert found.sound
+    assert found.everywhere > 0
+    for peer in world.peers.values():
+        assert not peer.routes.legs
+        assert not peer.device.held  # type: ignore[attr-defined]
+
+
+def test_a_settle_that_never_arrives_leaves_the_layer_uncounted_and_stops_nothing() -> None:
+    world = World(CUTS)
+    world.add("A", 0, 2)
+    world.add("C", 2, 4)
+    world.loses = lambda now, ask: is_settle(ask) and now < 1.0
+    world.start()
+    world.run(120.0)
+    settled_down(world)
+    found = result(world)
+    assert found.sound
+    assert found.in_part > 0
+    assert found.everywhere > 100
+
+
+def test_a_leg_that_is_asked_for_again_is_carried_once_and_its_gradient_sent_again() -> None:
+    world = World(CUTS)
+    last = world.add("C", 2, 4)
+    world.start()
+    carry = Carry(RUN, "S", 7, 2, 1, 5.0, 20.0, layout(2, 1))
+    seen: list[Reply] = []
+    keep = world._carry
+
+    def watched(peer: object, effect: object) -> None:
+        if isinstance(effect, Reply):
+            seen.append(effect)
+        keep(peer, effect)  # type: ignore[arg-type]
+
+    world._carry = watched  # type: ignore[method-assign]
+    for number, asker in ((1, "M"), (2, "N")):
+        world._handle(last, Asked(number, PeerId(asker), Envelope(carry, bytes(20))))
+        world.run(1.0)
+    assert [reply.request for reply in seen] == [1, 2]
+    assert seen[0].envelope == seen[1].envelope
+    assert isinstance(seen[0].envelope.message, Returned)
+    assert seen[0].envelope.message.hops == (Hop("C", 2, 4),)
+    assert last.device.legs == [] or len(last.device.legs) == 1  # type: ignore[attr-defined]
+    settle = Settle(RUN, (LegId("S", 7, 2),), ())
+    world._handle(last, Asked(3, PeerId("X"), Envelope(settle)))  # not its starter
+    world.run(1.0)
+    assert not [line for line in last.lines if line["event"] == "counted"]
+    world._handle(last, Asked(4, PeerId("S"), Envelope(settle)))
+    world._handle(last, Asked(5, PeerId("S"), Envelope(settle)))
+    world.run(1.0)
+    assert [line["of"] for line in last.lines if line["event"] == "counted"] == [[["S", 7, 2, 4, 8]]]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"first": 0}, "span"),
+        ({"first": 1}, "span"),
+        ({"first": 4}, "span"),
+        ({"starter": "C"}, "span"),
+        ({"sequences": 65}, "span"),
+        ({"layout": layout(2, 1)[:1]}, "shape"),
+        ({"patience_s": 0.0}, "late"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_word(change: dict[str, object], reason: str) -> None:
+    world = World(CUTS)
+    last = world.add("C", 2, 4)
+    world.start()
+    fields = {"run": RUN, "starter": "S", "number": 7, "first": 2, "sequences": 1, "patience_s": 5.0, "hold_s": 20.0}
+    carry = Carry(**{**fields, "layout": layout(2, 1), **change})  # type: ignore[arg-type]
+    effects = last.routes.handle(Asked(1, PeerId("M"), Envelope(carry, bytes(20))), 1.0)
+    assert effects == [Reply(1, Envelope(Refused(reason)))]
+
+
+def test_more_legs_than_the_memory_takes_are_refused() -> None:
+    world = World(CUTS)
+    last = world.add("C", 2, 4, capacity=3)
+    world.start()
+    replies = []
+    for number in range(5):
+        carry = Carry(RUN, "S", number, 2, 1, 5.0, 20.0, layout(2, 1))
+        effects = last.routes.handle(Asked(number, PeerId("M"), Envelope(carry, bytes(20))), 1.0)
+        replies += [effect for effect in effects if isinstance(effect, Reply)]
+    assert replies == [Reply(3, Envelope(Refused("busy"))), Reply(4, Envelope(Refused("busy")))]
+
+
+def test_a_backward_pass_goes_before_forward_passes() -> None:
+    world = World(CUTS)
+    middle = world.add("M", 1, 3)
+    world.add("C", 2, 4)
+    world.start()
+
+    def asked(number: int) -> list[object]:
+        carry = Carry(RUN, "S", number, 1, 1, 5.0, 20.0, layout(1, 1))
+        return middle.routes.handle(Asked(number, PeerId("A"), Envelope(carry, bytes(20))), 1.0)
+
+    assert [type(effect) for effect in asked(1)] == [jobs.Forward]
+    (ask,) = (
+        e for e in middle.routes.handle(middle.device.do(jobs.Forward(1, 1, 3, 1, (), b"")), 1.1) if isinstance(e, Ask)
+    )
+    assert [type(effect) for number in (2, 3, 4) for effect in asked(number)] == [jobs.Forward, jobs.Forward]
+    returned = Envelope(Returned(RUN, 1.0, 8, (Hop("C", 3, 4),), layout(3, 1)[:1]), bytes(16))
+    assert middle.routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0, 0), 1.2) == []
+    done = middle.device.do(jobs.Forward(2, 1, 3, 1, (), b""))
+    effects = middle.routes.handle(done, 1.3)
+    assert [type(effect) for effect in effects if not isinstance(effect, Ask)] == [jobs.Backward]
+
+
+@pytest.mark.parametrize(
+    "hops",
+    [
+        (),
+        (Hop("C", 2, 3),),
+        (Hop("C", 3, 4),),
+        (Hop("D", 2, 4),),
+        (Hop("C", 2, 3), Hop("D", 2, 4)),
+        (Hop("C", 2, 2), Hop("D", 2, 4)),
+    ],
+)
+def test_a_route_with_a_gap_is_no_answer(hops: tuple[Hop, ...]) -> None:
+    world = World(CUTS)
+    starter = world.add("A", 0, 2)
+    world.add("C", 2, 4)
+    world.start()
+    routes = starter.routes
+    leg = next(iter(routes.legs.values()))
+    (ask,) = (e for e in routes.handle(starter.device.do(jobs.Draw(leg.token, 2)), 0.1) if isinstance(e, Ask))
+    returned = Envelope(Returned(RUN, 1.0, 8, hops, layout(2, 1)[:1]), bytes(16))
+    effects = routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0, 0), 0.2)
+    assert not [effect for effect in effects if isinstance(effect, jobs.Backward)]
+    assert [effect.tag[:2] for effect in effects if isinstance(effect, Ask) and effect.tag[0] == "route"] == [
+        ("route", leg.token)
+    ]
+
+
+def test_without_overlap_no_weights_change_between_a_forward_and_its_backward_pass() -> None:
+    world = World(CUTS)
+    peers = [world.add(name, *span, overlap=False) for name, span in (("A", (0, 2)), ("C", (2, 4)), ("M", (1, 3)))]
+    versions: dict[tuple[str, int], int] = {}
+    carried = 0
+    for peer in peers:
+        keep = peer.device.do
+
+        def watched(job: object, keep: object = keep, name: str = peer.name, device: object = peer.device) -> object:
+            nonlocal carried
+            taken = len(device.taken)  # type: ignore[attr-defined]
+            if isinstance(job, jobs.Draw | jobs.Forward):
+                versions[name, job.token] = taken
+            if isinstance(job, jobs.Backward):
+                carried += 1
+                assert versions[name, job.token] == taken
+            return keep(job)  # type: ignore[operator]
+
+        peer.device.do = watched  # type: ignore[method-assign]
+    world.start()
+    world.run(20.0)
+    assert carried > 50
+    assert result(world).sound
+
+
+def test_without_overlap_lost_questions_do_not_stop_it_for_good() -> None:
+    rng = Random(5)
+    world = World(CUTS)
+    for name, span in (("A", (0, 2)), ("B", (0, 2)), ("C", (2, 4)), ("D", (2, 4)), ("M", (1, 3))):
+        world.add(name, *span, overlap=False)
+    world.loses = lambda now, ask: now < 20.0 and rng.random() < 0.05
+    world.start()
+    world.run(100.0)
+    before = sum(peer.routes.completed for peer in world.peers.values())
+    world.run(20.0)
+    assert sum(peer.routes.completed for peer in world.peers.values()) > before + 50
+    assert result(world).sound

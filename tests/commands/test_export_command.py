@@ -1,0 +1,160 @@
+"""python -m decentral.export: what it writes is our model to transformers, and what goes wrong is one line."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from decentral import export
+from decentral.comm import compress
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import PullState
+from decentral.comm.transport import Answer, AskError, Reply, Transport
+from decentral.core import jobs
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, RunId
+from decentral.peers.join import Donor
+from decentral.peers.records import PeerRecord, Profile
+from decentral.state import Folder
+from decentral.train import replicas
+from decentral.train.compute import Compute, Setup
+
+RUN = RunId("words-3fa2c1")
+
+
+@pytest.fixture
+def folders(setup_of: Callable[..., Setup]) -> list[Path]:
+    """The state folders of two peers of one run, whose weights differ."""
+    made = []
+    for name, change in (("A", 0.25), ("B", -0.05)):
+        setup = setup_of(name)
+        compute = Compute(setup)
+        for mixed in compute.mixing.fragments:
+            mixed.live.theta.add_(change)
+        compute.do(jobs.Save())
+        Folder(setup.folder).write_run(RUN, setup.config)
+        made.append(setup.folder)
+    return made
+
+
+def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert export.main(list(flags)) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    return line.removeprefix("error: ")
+
+
+def test_transformers_loads_the_folder_and_gives_the_averages_logits(
+    folders: list[Path], setup_of: Callable[..., Setup], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install transformers")
+    out = tmp_path / "out"
+    assert export.main(["--state-dir", *map(str, folders), "--out", str(out)]) == 0
+    compute = Compute(setup_of("C"))
+    for mixed in compute.mixing.fragments:
+        mixed.live.theta.add_(0.1)  # the mean of both changes
+    tokens_BT = torch.randint(0, 256, (2, 16))
+    llama = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        ours, theirs = nn.Sequential(*compute.layers)(tokens_BT), llama.eval()(tokens_BT).logits
+    assert torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_transformers_loads_a_tokenizer_whose_tokens_are_the_bytes(folders: list[Path], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install transformers")
+    out = tmp_path / "out"
+    assert export.main(["--state-dir", str(folders[0].parent), "--out", str(out)]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    text = "def f(x):\n\treturn 'naïve  été — ☃'  # \x00 two  spaces , here\r\n"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+
+
+def test_fragments_that_different_peers_hold_are_put_together() -> None:
+    one, other = {0: torch.tensor([1.0]), 1: torch.tensor([2.0])}, {1: torch.tensor([4.0]), 2: torch.tensor([8.0])}
+    assert {index: float(mean) for index, mean in replicas.average([one, other]).items()} == {0: 1.0, 1: 3.0, 2: 8.0}
+
+
+def test_a_layer_that_nobody_holds_is_named(folders: list[Path], capfd: pytest.CaptureFixture[str]) -> None:
+    run = Folder(folders[0]).read_run()
+    assert run is not None
+    weights = replicas.read(folders[0])
+    assert weights is not None
+    del weights[1]
+    with pytest.raises(UserError, match="nobody holds layers 1 to 1 of the model"):
+        replicas.layers_with(run[1], weights)
+
+
+# Live peers
+
+
+class Serving:
+    """A transport on which each named compute answers PullState as a live peer's donor does."""
+
+    def __init__(self, computes: dict[PeerId, Compute], dead: str = "") -> None:
+        self.computes, self.dead = computes, dead
+
+    async def ask(self, to: PeerId, envelope: Envelope, deadline_s: float, max_blob_bytes: int) -> Answer:
+        if to == self.dead:
+            raise AskError("unreachable")
+        compute, question = self.computes[to], envelope.message
+        assert isinstance(question, PullState)
+        donor = Donor(RUN, compute.fragments)
+        donor.asked(1, question, 0, 0.0)
+        exported = compute.do(jobs.ExportState(question.fragment))
+        assert isinstance(exported, jobs.StateExported)
+        (reply,) = donor.exported(exported, 0, 0.0)
+        assert isinstance(reply, Reply)
+        return Answer(reply.envelope, 0.1, 0, 0)
+
+
+@pytest.mark.parametrize("dead", ["", "B"])
+def test_live_peers_are_gathered_piece_by_piece_and_a_dead_one_is_left_out(
+    setup_of: Callable[..., Setup], dead: str
+) -> None:
+    computes = {PeerId(name): Compute(setup_of(name)) for name in "AB"}
+    first = next(iter(computes.values()))
+    profile = Profile("cpu", 1 << 30, 1e9, 1e4)
+    live = {PeerId(name): PeerRecord(RUN, 1.0, (), profile, 0, 3, 0, 0, 0, phase="training") for name in "AB"}
+    transport: Transport = Serving(computes, dead)  # type: ignore[assignment]
+    found = asyncio.run(export.gather(transport, RUN, first.setup.config, live))
+    assert len(found) == (1 if dead else 2)
+    for mixed in first.mixing.fragments:
+        assert torch.equal(found[0][mixed.live.fragment.index], mixed.live.theta)
+
+
+def test_the_layouts_it_expects_are_those_that_peers_donate(setup_of: Callable[..., Setup]) -> None:
+    for algorithm in ("pull", "symmetric", "push_sum", "allreduce"):
+        compute = Compute(setup_of("A", algorithm=algorithm))
+        expected = [layout for _, layout in export.donated_layouts(compute.setup.config)]
+        assert expected == compute.state_layouts()
+        assert set(compress.CODECS) >= {section.codec for layout in expected for section in layout}
+
+
+# Errors
+
+
+def test_neither_peers_nor_folders(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = refusal(capfd, "--out", str(tmp_path / "out"))
+    assert said == "expected either --join ADDR of a live peer, or --state-dir DIR... of stopped ones"
+
+
+def test_a_folder_that_is_no_peers(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = refusal(capfd, "--state-dir", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert said == f"--state-dir {tmp_path}: no peer's state folder, nor a folder of such"
+
+
+def test_a_folder_without_a_checkpoint(capfd: pytest.CaptureFixture[str], folders: list[Path], tmp_path: Path) -> None:
+    (folders[0] / "checkpoint.safetensors").unlink()
+    assert "no checkpoint there" in refusal(capfd, "--state-dir", str(folders[0]), "--out", str(tmp_path / "out"))
+
+
+def test_an_out_folder_that_cannot_be(capfd: pytest.CaptureFixture[str], folders: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "--out" in refusal(capfd, "--state-dir", str(folders[0]), "--out", str(tmp_path / "file" / "out"))
+
+
+def test_a_join_address_that_is_none(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "--join expects an address" in refusal(capfd, "--join", "nowhere", "--out", str(tmp_path / "out"))

@@ -1,0 +1,93 @@
+"""Which layers a newcomer takes: what nobody holds first, then what carries the most tokens."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Fragment
+from decentral.peers import flows, placement
+from decentral.peers.placement import Holder
+
+SIX = [Fragment(index, index, index + 1, 100) for index in range(6)]
+
+
+def reach_of(width: int) -> "placement.Callable[[int], int]":
+    return lambda begin: min(begin + width, len(SIX))
+
+
+def test_the_first_peers_cover_the_model() -> None:
+    held: list[Holder] = []
+    for _ in range(3):
+        held.append(placement.choose(SIX, held, 1.0, reach_of(2)))
+    assert sorted((one.begin, one.end) for one in held) == [(0, 2), (2, 4), (4, 6)]
+
+
+def test_a_layer_without_a_holder_comes_before_any_gain_in_speed() -> None:
+    others = [Holder(0, 5, 1.0)]
+    chosen = placement.choose(SIX, others, 100.0, reach_of(2))
+    assert chosen.begin <= 5 < chosen.end
+
+
+def test_a_newcomer_goes_where_the_swarm_is_slowest() -> None:
+    others = [Holder(0, 2, 9.0), Holder(2, 4, 1.0), Holder(4, 6, 9.0)]
+    chosen = placement.choose(SIX, others, 5.0, reach_of(2))
+    assert (chosen.begin, chosen.end) == (2, 4)
+
+
+def test_a_peer_whose_memory_takes_nothing_more_takes_what_it_can() -> None:
+    chosen = placement.choose(SIX, [], 1.0, lambda begin: 4 if begin == 3 else begin)
+    assert (chosen.begin, chosen.end) == (3, 4)
+
+
+def test_the_whole_model_on_one_peer_flows_at_its_speed() -> None:
+    assert placement.flow(SIX, [Holder(0, 6, 7.0)]) == pytest.approx(7.0)
+
+
+def test_a_layer_without_a_holder_lets_nothing_through() -> None:
+    assert placement.flow(SIX, [Holder(0, 5, 7.0)]) == 0.0
+
+
+spans = st.tuples(st.integers(0, 5), st.integers(1, 6)).filter(lambda pair: pair[0] < pair[1])
+holders = st.lists(
+    st.builds(lambda pair, speed: Holder(*pair, speed), spans, st.floats(0.1, 10)), min_size=1, max_size=5
+)
+sizes = st.lists(st.integers(1, 9), min_size=6, max_size=6)
+
+
+@given(held=holders, parameters=sizes)
+def test_the_flow_is_the_tightest_of_all_cuts(held: list[Holder], parameters: list[int]) -> None:
+    fragments = [Fragment(i, i, i + 1, count) for i, count in enumerate(parameters)]
+    share = [count / sum(parameters) for count in parameters]
+    cuts = [cut for size in range(1, 7) for cut in itertools.combinations(range(6), size)]
+    tightest = min(
+        sum(one.tokens_per_s for one in held if any(one.begin <= i < one.end for i in cut)) / sum(share[i] for i in cut)
+        for cut in cuts
+    )
+    assert placement.flow(fragments, held) == pytest.approx(tightest, rel=1e-6, abs=1e-9)
+
+
+@given(held=holders)
+def test_the_routes_flow_carries_what_the_cuts_let_through_but_for_the_cost_of_hops(held: list[Holder]) -> None:
+    bound = placement.flow(SIX, held)
+    places = [flows.Place(PeerId(f"P{i}"), one.begin, one.end, one.tokens_per_s) for i, one in enumerate(held)]
+    prior = flows.solve(SIX, places, PeerId("P0"))
+    assert bound * 0.9 - 1e-9 <= prior.tokens_per_s <= bound * (1 + 1e-6) + 1e-9
+
+
+def test_what_enters_a_peer_leaves_it_by_the_flow() -> None:
+    places = [flows.Place(PeerId(name), *span, 1.0) for name, span in (("A", (0, 4)), ("B", (2, 6)))]
+    prior = flows.solve(SIX, places, PeerId("A"))
+    assert prior.tokens_per_s == pytest.approx(2.0)
+    assert sum(prior.ends[0].values()) == pytest.approx(1.0)
+    assert sum(end * rate for end, rate in prior.ends[0].items()) == pytest.approx(3.0)  # half of the layers
+    for end, rate in prior.ends[0].items():
+        assert prior.nexts[end] == {"B": pytest.approx(rate)}
+
+
+def test_a_swarm_too_large_to_solve_goes_without_a_prior() -> None:
+    fragments = [Fragment(i, i, i + 1, 1) for i in range(64)]
+    places = [flows.Place(PeerId(f"P{i}"), 0, 64, 1.0) for i in range(20)]
+    assert flows.solve(fragments, places, PeerId("P0")) == flows.Prior()

@@ -1,0 +1,79 @@
+"""The memory model against what torch really keeps."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from decentral.core import config, jobs
+from decentral.core.errors import UserError
+from decentral.train import gpt, memory
+from decentral.train.compute import Compute, Setup
+
+
+def really_kept(model: config.Model, layer: int) -> float:
+    """Bytes a token that autograd keeps of this layer, parameters and buffers left out."""
+    layers = gpt.build(model, 0)
+    fixed = {t.untyped_storage().data_ptr() for one in layers for t in [*one.parameters(), *one.buffers()]}
+    seen: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in fixed:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens_BT = torch.zeros(2, model.context, dtype=torch.int64)
+    hidden = tokens_BT if layer == 0 else torch.randn(2, model.context, model.d_model, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = layers[layer](hidden)
+        if layer == len(layers) - 1:
+            out = gpt.loss_of(out, tokens_BT)
+    seen[out.untyped_storage().data_ptr()] = out.untyped_storage().nbytes()
+    return sum(seen.values()) / tokens_BT.numel()
+
+
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("layer", [1, -1])
+def test_a_layer_keeps_about_what_the_model_says(width: int, layer: int) -> None:
+    model = config.Model(depth=1, width=width, context=64)
+    said = memory.kept(model)[layer]
+    kept = really_kept(model, layer % 3)
+    passing = 2 * 4 * model.vocabulary if layer == -1 else 0  # logits and their gradient, while the loss is taken
+    assert 0.8 * kept <= said <= 1.3 * (kept + passing)
+
+
+def test_the_state_of_a_parameter_is_what_the_tensors_take(setup_of: Callable[..., Setup]) -> None:
+    setup = setup_of("A")
+    compute = Compute(dataclasses.replace(setup, span=(1, 3)))
+    for fragment in compute.fragments:
+        compute.do(jobs.CloseWindow(fragment.index, 1))
+    assert compute.hops is not None
+    tensors = [t for name, t in compute.mixing.tensors().items() if not name.endswith("exp_avg_sq.")]
+    held = sum(t.numel() * t.element_size() for t in tensors)  # theta, two moments, phi, b, m, e, the closed window
+    held += sum(t.numel() * 4 for t in (*compute.hops.sums.filled, *compute.hops.sums.sealed))
+    needs = memory.needs(setup.config)
+    said = sum(fragment.parameters for fragment in compute.fragments) * 40
+    assert held == said
+    assert sum(needs.state[1:3]) == said + sum(fragment.parameters for fragment in compute.fragments) * 4
+
+
+def test_a_span_grows_as_far_as_the_memory_goes() -> None:
+    needs = memory.needs(config.Config(model=config.Model(depth=4, width=128)))
+    count = len(needs.fragments)
+    assert memory.reach(needs, needs.of(0, count))(0) == count
+    assert memory.reach(needs, needs.of(0, count) - 1)(0) == count - 1
+    assert memory.reach(needs, 1)(2) == 2
+
+
+def test_a_memory_for_not_even_one_layer_is_the_users_to_mend() -> None:
+    needs = memory.needs(config.Config(model=config.Model(depth=4, width=128)))
+    with pytest.raises(UserError, match=r"--memory 1000: the smallest part of this model takes \d+ bytes"):
+        memory.check(needs, 1000)
+
+
+def test_room_for_more_micro_batches_is_used_up_to_a_limit() -> None:
+    needs = memory.needs(config.Config(model=config.Model(depth=4, width=128)))
+    assert needs.capacity(0, 2, needs.of(0, 2)) == memory.UNDER_WAY
+    assert needs.capacity(0, 2, 1 << 50) == memory.MOST_UNDER_WAY
