@@ -1,5 +1,7 @@
 """Hollow blobs against real ones: a real blob whose bytes say which segment they are of does the same."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ def both(sizes: Lengths) -> tuple[Hollow, bytes]:
 
 def pieces(blob: bytes, at: list[int]) -> list[bytes]:
     edges = [0, *sorted({cut for cut in at if cut < len(blob)}), len(blob)]
-    return [blob[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    return [blob[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 @given(lengths)
