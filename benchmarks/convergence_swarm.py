@@ -38,7 +38,6 @@ class Method:
     exact: bool = False  # nothing is quantised
     aligned: bool = True  # windows end on the same instants on all peers
     rho: float = 0.0  # 0: outer.rho_of
-    caught: bool = False  # a late moment also makes up for the steps that were taken without it
     constants: outer.Constants = field(default_factory=outer.Constants)
 
 
@@ -94,7 +93,7 @@ class Swarm:
         """From `now` to `now + 1`: train, then merge what has arrived, then close windows and pull."""
         steppers = self._steppers(now + 1)
         batches = [self.corpus.micro_batch(self.draws[peer], self.method.sequences) for peer in range(steppers)]
-        rate = self.rate = rate_at(self.setting, now)
+        rate = rate_at(self.setting, now)
         inputs_PST, targets_PST = (torch.stack(side) for side in zip(*batches, strict=True))
         self.replicas.train(inputs_PST, targets_PST, rate)
         for peer in range(steppers):
@@ -185,13 +184,6 @@ class Swarm:
         first, second = self.replicas.first_PN[pull.peer], self.replicas.second_PN[pull.peer]
         moments = outer.Moments(second, 1 - BETA1**steps, 1 - BETA2**steps)
         shift = outer.limited(outer.moment_shift(pull.own, outcome, moments, strength), first.norm())
-        if self.method.caught:
-            missed = steps - pull.steps
-            scale = ((second / moments.bias_2).sqrt() + 1e-8) * moments.bias_1
-            owed = -self.rate * sum(BETA1 ** (k + 1) for k in range(missed)) * shift / scale
-            outcome.correction.add_(owed)
-            self.slow[pull.peer].baseline.add_(owed)
-            shift = shift * BETA1**missed
         first += shift
 
     def _coded(self, codec: str, values: Tensor) -> Tensor:

@@ -61,9 +61,9 @@ def _main(flags: argparse.Namespace) -> None:
 def scenario_of(flags: argparse.Namespace) -> Scenario:
     """What the flags describe. Raises UserError."""
     run_config = config.load(flags.config, flags.set)
-    pace = Pace(flags.step_seconds, flags.noise)
-    shape = Shape.of(run_config, pace, flags.throttle, flags.tokens_per_step)
-    shape = replace(shape, plain=flags.peers > MANY)
+    many = flags.peers > MANY
+    pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
+    shape = replace(Shape.of(run_config, pace, flags.throttle, flags.tokens_per_step), plain=many)
     if flags.gradients:
         shape = real_gradients(shape)
     drawn = faults.parse(flags.faults) if flags.faults else []

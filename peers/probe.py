@@ -50,8 +50,11 @@ class Prober:
         return []
 
     def _choose(self, peers: Sequence[PeerId]) -> None:
-        new = [peer for peer in sorted(peers) if self.meter.links.get(peer) is None or not self.meter.links[peer].up]
-        chosen = self.rng.sample(new, min(PROBED_PEERS, len(new)))
+        """As many as there are links missing: PROBED_PEERS with a known uplink say enough of ours."""
+        links = self.meter.links
+        new = [peer for peer in sorted(peers) if peer not in links or not links[peer].up]
+        missing = PROBED_PEERS - sum(1 for link in links.values() if link.up)
+        chosen = self.rng.sample(new, max(0, min(missing, len(new))))
         self._queue = [(peer, what) for peer in chosen for what in ("ping", "ping", "down", "up")]
 
     def _next(self) -> list[Effect]:

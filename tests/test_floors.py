@@ -1,7 +1,7 @@
 """Imports point down: docs/ARCHITECTURE.md has the floors, this holds them.
 
-0 core; 1 the machines of comm, scheduler, train; 2 peers; 3 drivers; 4 commands, simulator. A module imports from its
-own package and from floors below, never from a sibling.
+0 core; 1 the machines of comm, scheduler, train; 2 peers; 3 drivers; 4 commands and the simulator. A module imports
+from its own package and from floors below, never from a sibling.
 """
 
 import ast

@@ -5,6 +5,8 @@ from pathlib import Path
 from decentral.core.errors import UserError
 from decentral.sim.run import Report
 
+SMOOTHED = 10  # samples that a rate is over
+
 
 def of(report: Report, path: Path) -> None:
     """Writes a PNG. Raises UserError without matplotlib, or where it cannot be written."""
@@ -16,9 +18,9 @@ def of(report: Report, path: Path) -> None:
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install 'decentral[plot]'") from None
     at = [one.at for one in report.samples]
-    made = [0, *(one.tokens for one in report.samples)]
-    gaps = [late - early for early, late in zip([0.0, *at], at, strict=False)]
-    rates = [(late - early) / gap for early, late, gap in zip(made, made[1:], gaps, strict=False)]
+    made, times = [0, *(one.tokens for one in report.samples)], [0.0, *at]
+    ago = [max(0, number - SMOOTHED) for number in range(1, len(made))]
+    rates = [(made[n + 1] - made[m]) / (times[n + 1] - times[m]) for n, m in enumerate(ago)]
     figure, (top, middle, bottom) = pyplot.subplots(3, sharex=True, figsize=(9, 7))
     top.plot(at, rates)
     top.set_ylabel("tokens/s")

@@ -25,6 +25,7 @@ from decentral.sim.storm import Storm
 from decentral.sim.swarm import Member, Shape, Swarm
 
 SAMPLES = 200
+SAMPLED = 256  # peers that a sample looks at closely
 SETTLE_S = 30.0  # beyond a record's lifetime, until everybody must know who is there
 ALL_AT_ONCE_S = 0.2  # between two starts of a small swarm
 JOIN_S = 100.0  # in which a large one starts
@@ -186,16 +187,17 @@ class Ledger:
     def sample(self) -> None:
         living = self.swarm.living
         training = [member for member in living if member.training]
-        far = distances(training)
+        far = distances(training[:SAMPLED])
         spread = (sum(d * d for d in far.values()) / len(far)) ** 0.5 if far else 0.0
-        error = self._roster_error(living)
+        error = self._roster_error(living[:SAMPLED])
         at = self.swarm.agenda.now
         self.samples.append(Sample(at, len(living), len(training), sum(self.tokens.values()), spread, error))
 
     def _roster_error(self, living: Sequence[Member]) -> float:
         """Where the roster is sharded nobody has to know everybody: only the dead that are still in it count."""
-        there, sharded = {member.peer for member in living}, self.swarm.shape.config.swarm.shards > 1
-        if len(living) < 2:
+        there = {member.peer for member in self.swarm.members if member.alive}
+        sharded = self.swarm.shape.config.swarm.shards > 1
+        if len(there) < 2:
             return 0.0
         wrong, known = 0, 0
         for member in living:

@@ -34,6 +34,7 @@ from decentral.train.sketch import NUMBERS, Checkpoint, HollowCodecs, PlainCodec
 
 RUN = RunId("simulated-000000")
 EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
+SMALL = 20_000_000  # parameters of a model that is built to be counted
 DIRECTORY_DELAYS = 6  # a look into the DHT takes so many delays of a link
 MEET_AGAIN_S = 5.0  # a newcomer whose contact does not answer asks the next one after so long
 
@@ -80,8 +81,10 @@ class Shape:
     @classmethod
     def of(cls, config: Config, pace: Pace, throttles: Sequence[float], tokens_per_step: int) -> "Shape":
         """With fragments as many, and together as large, as those of the run's model."""
-        with torch.device("meta"):
-            layers = gpt.build(config.model, 0)
+        model = config.model
+        small = model.layers is None and 12 * model.depth * model.d_model**2 < SMALL
+        with torch.device("cpu" if small else "meta"):  # the latter takes no memory, but loads torch's compiler, 5 s
+            layers = gpt.build(model, 0)
         real = cut(layers, config.gossip.fragment_parameters)
         mean = sum(one.parameters for one in real) // len(real)
         even = tuple(replace(one, parameters=mean) for one in real)
