@@ -9,6 +9,7 @@ a step and for a window's jobs, and what a question costs on this machine; all e
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -67,7 +68,7 @@ class Device:
     latency_s: Seconds  # of a question and its answer, without the blob
     rate: float  # bytes/s of the blob
     head_start_s: Seconds  # of the first peer, which trains while the others still start
-    noise: float  # standard deviation of a step, in steps
+    noise: float  # standard deviation of the steps between two lines, in steps
 
     def step_s(self, throttle: float, micro_batch_s: Seconds) -> Seconds:
         """train/step.py throttles the micro-batch, and nothing else."""
@@ -139,7 +140,7 @@ def device_of(reference: Setting, journals: Journals) -> Device:
     gossip = reference.config.gossip
     rows = [row for lines in journals for row in _step_rows(lines)]
     step_s, window_s = _least_squares([(float(steps), float(windows)) for steps, windows, _ in rows], rows)
-    off = [(seconds - step_s * steps - window_s * windows) / steps**0.5 for steps, windows, seconds in rows]
+    off = [(seconds - window_s * windows) / steps - step_s for steps, windows, seconds in rows]
     fresh_s = min(gossip.window_s, gossip.start_window_s) / 2
     latency_s, rate = _link((line for lines in journals for line in lines if line.get("outcome") == "done"), fresh_s)
     joined = sorted(line["t"] for lines in journals for line in lines if line["event"] == "joined")
@@ -159,7 +160,7 @@ def _step_rows(lines: Sequence[Line]) -> list[tuple[int, int, Seconds]]:
     others = [line["t"] for line in lines if line["event"] in ("eval", "checkpoint", "joined", "peer_joined")]
     steps = [line for line in lines if line["event"] == "step"]
     rows = []
-    for before, line in zip(steps, steps[1:], strict=False):
+    for before, line in pairwise(steps):
         if _between(others, before["t"], line["t"]) == 0:
             rows.append((line["micro_batches"], _between(merged, before["t"], line["t"]), line["seconds"]))
     return rows
