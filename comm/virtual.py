@@ -34,7 +34,8 @@ SMALL = 4 * KiB  # a message below travels without a share of the link: its dela
 RETRANSMIT_S = 0.3  # after a lost packet, doubled each time
 CHUNK_OVERHEAD = blobs.DIGEST_BYTES
 Outcome = Answer | AskError
-Respond = Callable[[Envelope], None]
+Respond = Callable[[Envelope | None], None]
+"""Takes the answer; None: there will be none, and the stream ends."""
 
 
 class Weather(Protocol):
@@ -181,10 +182,15 @@ class Network:
             port.open[question] = self.agenda.now
         answered: list[bool] = []
 
-        def respond(answer: Envelope) -> None:
-            if not answered:
-                answered.append(True)
+        def respond(answer: Envelope | None) -> None:
+            if answered:
+                return
+            answered.append(True)
+            if answer is not None:
                 self._answer(question, port, answer)
+            elif self.ports.get(port.peer) is port:
+                port.refused["cut"] += 1
+                self._cut(question, port.peer)
 
         try:
             if isinstance(envelope, ProtocolError):
@@ -192,7 +198,9 @@ class Network:
             if len(port.open) > MAX_STREAMS:
                 raise ProtocolError("busy", f"{MAX_STREAMS} streams are open")
             if len(envelope.blob) > port.bound(envelope.message):
-                raise ProtocolError("oversize", f"{type(envelope.message).__name__} with {len(envelope.blob)} bytes")
+                raise ProtocolError(
+                    "oversize", f"{type(envelope.message).__name__} with a blob of {len(envelope.blob)} bytes"
+                )
         except ProtocolError as error:
             port.refused[error.reason] += 1
             respond(Envelope(Refused(error.reason, str(error)[:200])))
@@ -409,10 +417,19 @@ class VirtualTransport:
 
     async def serve(self, handler: Handler, bound: BlobBound) -> None:
         def serve(sender: PeerId, envelope: Envelope, respond: Respond) -> None:
-            answering = asyncio.ensure_future(_awaited(handler(sender, envelope)))
+            answering = asyncio.ensure_future(self._answer(handler(sender, envelope)))
             answering.add_done_callback(lambda done: respond(done.result()))
 
         self._port.serve, self._port.bound = serve, bound
+
+    async def _answer(self, work: Awaitable[Envelope]) -> Envelope | None:
+        try:
+            return await work
+        except ProtocolError as error:
+            self._port.refused[error.reason] += 1
+            return Envelope(Refused(error.reason, str(error)[:200]))
+        except (EOFError, ConnectionError, OSError):
+            return None
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody can find everybody."""
@@ -423,10 +440,6 @@ class VirtualTransport:
 
     async def close(self) -> None:
         self._network.unplug(self.peer)
-
-
-async def _awaited(work: Awaitable[T]) -> T:
-    return await work
 
 
 def _unless_over(future: "asyncio.Future[Outcome]") -> Callable[[Outcome], None]:

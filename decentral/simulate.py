@@ -2,7 +2,7 @@
 
     python -m decentral.simulate --peers 50 --seconds 600 --faults "crash 3 at 60; restart 3 at 90"
     python -m decentral.simulate --peers 1000 --seconds 3600 --set gossip.window_s=60 --step-seconds 2
-    python -m decentral.simulate --sweep 300                      small swarms with faults by chance; stops at none
+    python -m decentral.simulate --sweep 300                      small swarms with faults by chance, all of them
     python -m decentral.simulate --sweep 1 --seed 42 --shrink     one of them again, with as few faults as will do
 
 Nothing is trained, unless `--gradients` asks for it: a few numbers stand for the model, and their gossip is the real
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -88,25 +89,47 @@ def _watched(flags: argparse.Namespace, scenario: Scenario) -> Report:
 
 def _sweep(flags: argparse.Namespace) -> None:
     """Seeds from --seed on; at the end one line that counts them. Exit 1 if any was violated."""
-    began, violated, checks, played = time.monotonic(), [], 0, 0
+    began, violated, checks, played = time.monotonic(), list[dict[str, Any]](), 0, 0
+
+    def account() -> dict[str, Any]:
+        seconds = round(time.monotonic() - began, 1)
+        return {"first_seed": flags.seed, "played": played, "checks": checks, "seconds": seconds, "violated": violated}
+
     for outcome in sweep.sweep(range(flags.seed, flags.seed + flags.sweep), flags.processes):
         checks, played = checks + outcome.checks, played + 1
         if outcome.violated:
-            violated.append(outcome)
-            scenario = sweep.scenario_of(outcome.seed)
-            again = f"python -m decentral.simulate --sweep 1 --seed {outcome.seed}"
-            _explain(outcome.violated, outcome.said, outcome.latest, scenario, again)
-            if flags.shrink:
-                _shrink(scenario, outcome.violated)
+            violated.append(_found(outcome, flags.shrink))
+            _leave(flags.report, account())
         if flags.for_seconds and time.monotonic() > began + flags.for_seconds:
             break
-    took_s = time.monotonic() - began
-    last = flags.seed + played - 1
+    _leave(flags.report, account())
+    last, took_s = flags.seed + played - 1, time.monotonic() - began
     print(f"seeds {flags.seed} to {last}: {len(violated)} violated, {checks} jobs checked, {took_s:.0f} s")
     if flags.json:
-        print(json.dumps({"played": played, "violated": [one.seed for one in violated], "seconds": round(took_s, 1)}))
+        print(json.dumps(account()))
     if violated:
         raise SystemExit(1)
+
+
+def _found(outcome: sweep.Outcome, shrunk: bool) -> dict[str, Any]:
+    """Tells of a seed that was violated, and gives what a report keeps of it."""
+    scenario = sweep.scenario_of(outcome.seed)
+    again = f"python -m decentral.simulate --sweep 1 --seed {outcome.seed}"
+    _explain(outcome.violated, outcome.said, outcome.latest, scenario, again)
+    if shrunk:
+        _shrink(scenario, outcome.violated)
+    kept = {"seed": outcome.seed, "rule": outcome.violated, "said": outcome.said, "faults": outcome.faults}
+    return kept | {"latest": outcome.latest, "again": again}
+
+
+def _leave(path: str | None, account: dict[str, Any]) -> None:
+    """The report as it stands: a sweep that is stopped leaves what it has found."""
+    if path is None:
+        return
+    try:
+        Path(path).write_text(json.dumps(account, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--report {path}: {error.strerror}; choose a place that can be written") from None
 
 
 def _explain(rule: str, said: str, latest: Sequence[str], scenario: Scenario, again: str) -> None:
@@ -179,6 +202,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--random-faults", type=int, default=0, metavar="N", help="so many by chance")
     parser.add_argument("--sweep", type=int, default=0, metavar="N", help="so many small swarms with faults by chance")
     parser.add_argument("--for-seconds", type=float, default=0.0, metavar="S", help="end a sweep after so long")
+    parser.add_argument("--report", metavar="FILE", help="JSON: what a sweep has played and found")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="of a sweep")
     parser.add_argument("--shrink", action="store_true", help="of a violation, the fewest faults that still cause it")
     parser.add_argument("--plot", metavar="FILE", help="PNG: tokens/s, spread and live peers over time")

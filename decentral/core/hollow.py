@@ -41,6 +41,9 @@ class Hollow(bytes):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hollow) and self.segments == other.segments
 
+    def __ne__(self, other: object) -> bool:  # bytes brings its own
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(self.segments)
 

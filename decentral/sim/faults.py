@@ -39,7 +39,7 @@ LONG_FREEZE_S = 75.0  # longer than any deadline of those who wait
 
 _FORM = re.compile(
     r"(?P<kind>[a-z]+)\s+(?P<whom>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z]+))?"
-    r"\s+at\s+(?P<at>[\d.]+)(?:\s+for\s+(?P<lasts>[\d.]+))?"
+    r"\s+at\s+(?P<at>\d+\.?\d*)(?:\s+for\s+(?P<lasts>\d+\.?\d*))?"
 )
 
 
@@ -86,10 +86,11 @@ def _one(text: str) -> Fault:
 
 def _built(kind: str, whom: str, value: str | None, at: Seconds, lasts: Seconds) -> Fault:
     if kind in (*SHARES, "join"):
-        return Fault(kind, at, value=float(whom), lasts=lasts)
+        return Fault(kind, at, value=_number(whom), lasts=lasts)
     if kind in PAIRS:
         first, _, second = whom.partition(PAIRS[kind])
-        return Fault(kind, at, (int(first), int(second)), float(value or 0), lasts)
+        factor = _number(value) if kind == "degrade" else 0.0
+        return Fault(kind, at, (int(first), int(second)), factor, lasts)
     if kind == "lie":
         if value not in LIES:
             raise UserError(f"--faults: a lie is one of {', '.join(LIES)}; got {value!r}")
@@ -97,8 +98,16 @@ def _built(kind: str, whom: str, value: str | None, at: Seconds, lasts: Seconds)
     if kind not in PEERS:
         known = ", ".join([*PEERS, *PAIRS, *SHARES, "join"])
         raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
-    needs = kind in ("slow", "skew")
-    return Fault(kind, at, _peers(whom), float(value or "none") if needs else 0.0, lasts)
+    size = _number(value, negative=kind == "skew") if kind in ("slow", "skew") else 0.0
+    return Fault(kind, at, _peers(whom), size, lasts)
+
+
+def _number(text: str | None, negative: bool = False) -> float:
+    """Raises ValueError for what is none, nothing, or less than nothing."""
+    number = float(text or "nan")
+    if not (number > 0 or (negative and number <= 0)):
+        raise ValueError(text)
+    return number
 
 
 def _peers(text: str) -> tuple[int, ...]:
@@ -108,6 +117,8 @@ def _peers(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         numbers += range(int(first), int(last or first) + 1)
+    if not numbers:
+        raise ValueError(text)
     return tuple(numbers)
 
 

@@ -93,7 +93,9 @@ class Storm:
         sky.sides, sky.parted_at = {member.peer: 1 for member in self._members(fault)}, self.swarm.agenda.now
         return sky.sides.clear
 
-    def _oneway(self, fault: Fault) -> Callable[[], None]:
+    def _oneway(self, fault: Fault) -> Callable[[], None] | None:
+        if len(self._members(fault)) < 2:
+            return None  # not there yet
         source, target = (member.peer for member in self._members(fault))
         self.swarm.sky.one_way[source, target] = self.swarm.agenda.now
         return _popping(self.swarm.sky.one_way, (source, target))

@@ -296,16 +296,20 @@ class MemberWire:
         self.port.serve, self.port.bound = tampering, bound
 
     def store(self, record: Announce) -> None:
+        """It is on its way, whatever becomes of the peer: the last word of one that leaves is heard."""
         records, peer = self.swarm.records, self.member.peer
-        self._later(lambda: records.store(peer, record.key, record.subkey, record.value, record.expires))
+
+        def arrive() -> None:
+            records.store(peer, record.key, record.subkey, record.value, record.expires)
+
+        self._later(arrive)
 
     def fetch(self, key: str, done: Callable[[dict[str, bytes]], None]) -> None:
-        self._later(lambda: done(self.swarm.records.fetch(self.member.peer, key)))
+        def look() -> None:
+            if self.member.port is self.port and self.member.alive:
+                done(self.swarm.records.fetch(self.member.peer, key))
 
-    def _later(self, action: Callable[[], object]) -> None:
-        delay_s = DIRECTORY_DELAYS * self.swarm.earth.wires.delay_s
-        self.swarm.agenda.after(delay_s, lambda: self._if_here(action))
+        self._later(look)
 
-    def _if_here(self, action: Callable[[], object]) -> None:
-        if self.member.port is self.port and self.member.alive:
-            action()
+    def _later(self, action: Callable[[], None]) -> None:
+        self.swarm.agenda.after(DIRECTORY_DELAYS * self.swarm.earth.wires.delay_s, action)

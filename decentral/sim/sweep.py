@@ -4,8 +4,9 @@ A seed decides the number of peers, their speeds, the algorithm, the wires, and 
 these swarms is quick (windows of 3 s, records of 24 s), so that two minutes hold everything that happens in an hour.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
@@ -32,7 +33,7 @@ SETTINGS = [
     "swarm.renew_s=8",
     "swarm.checkpoint_every_s=10",
 ]
-CHUNK = 4  # seeds that a process takes at a time
+AHEAD = 8  # seeds that wait for a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,21 @@ def play(seed: int) -> Outcome:
 
 
 def sweep(seeds: Iterable[int], processes: int) -> Iterator[Outcome]:
-    """As they come, in the order of the seeds."""
+    """As they come, in the order of the seeds. Who stops listening waits for at most AHEAD seeds of each process."""
     if processes == 1:
         yield from map(play, seeds)
         return
+    under_way: deque[Future[Outcome]] = deque()
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_one_thread) as pool:
-        yield from pool.map(play, seeds, chunksize=CHUNK)
+        try:
+            for seed in seeds:
+                under_way.append(pool.submit(play, seed))
+                if len(under_way) >= AHEAD * processes:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _one_thread() -> None:
