@@ -29,7 +29,7 @@ from decentral.local import parse as parse_local
 from decentral.train import replicas
 
 PEERS, MEMORY = 6, "160MB"
-MODEL = ["--set", "model.depth=4", "--set", "model.width=128"]
+MODEL = ["--set", "model.depth=4", "--set", "model.width=128", "--set", "swarm.checkpoint_every_s=5"]
 LAYERS = 6
 WARM_UP_S = 10.0
 
