@@ -2,7 +2,7 @@
 
 Prior    how far to carry, and who carries on, by the flow through all spans (peers/flows.py).
 Window   as many as keep the slowest device of the routes busy and a little more (TCP Vegas, Brakmo & Peterson 1994):
-         of W under way, W (1 - base / seconds) wait in some queue; that number is kept between LEAST and MOST_WAITING.
+         of W under way, W (1 - base / seconds) wait in some queue; that number is kept within bounds.
          Every route has its own base: one through a slow device is long without anything waiting.
 Turns    interleaved weighted round robin, as stride scheduling: each choice costs a peer the seconds that a micro-batch
          takes through it, over its part of the prior's flow; whoever has paid least is next (SWARM, arXiv 2301.11913,
@@ -21,7 +21,8 @@ from decentral.core.units import Seconds
 
 Choice = TypeVar("Choice", int, PeerId)
 
-LEAST_WAITING, MOST_WAITING = 2.0, 4.0
+FULL = (2.0, 4.0)  # micro-batches of ours that wait somewhere, at least and at most: no device on the way idles
+LEAN = (0.25, 1.0)  # where each step waits for all that is under way: more of them make a larger batch, not more steps
 RECENT = 32  # micro-batches along one route
 FADES = 0.002  # of the distance to what is seen now, for each micro-batch
 SLOWER = 2.0
@@ -58,6 +59,7 @@ class Window:
     """Micro-batches that a starter has under way."""
 
     most: int  # by memory
+    waiting: tuple[float, float] = FULL
     size: int = 2
     bases: dict[tuple[PeerId, ...], Base] = field(default_factory=dict)  # by route
     _waiting: float = 0.0  # the part of its time that a micro-batch waits somewhere, running average
@@ -77,9 +79,10 @@ class Window:
         if self._since < self.size:
             return
         self._since = 0
-        if self.size * self._waiting < LEAST_WAITING:
+        least, most = self.waiting
+        if self.size * self._waiting < least:
             self.size += 1
-        elif self.size * self._waiting > MOST_WAITING:
+        elif self.size * self._waiting > most:
             self.size = max(2, self.size - 1)
         self.size = min(self.size, self.most)
 

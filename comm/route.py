@@ -36,7 +36,7 @@ from decentral.comm.messages import (
     Returned,
     Settle,
 )
-from decentral.comm.pace import NEWEST, Prior, Stride, Turns, Window, budget_s
+from decentral.comm.pace import FULL, LEAN, NEWEST, Prior, Stride, Turns, Window, budget_s
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import (
@@ -179,7 +179,7 @@ class Routes:
     _worked: float = 0.0  # tokens through our share of the model, since the last step
 
     def __post_init__(self) -> None:
-        self.window = Window(self.terms.capacity)
+        self.window = Window(self.terms.capacity, FULL if self.terms.overlap else LEAN)
         self.ledger = Ledger(self.terms.at_least)
 
     @property

@@ -21,8 +21,8 @@ class Parser(argparse.ArgumentParser):
 def size(text: str) -> int:
     """Bytes: 800000000, 800MB, 16GB, 1.5e9. For argparse."""
     number, unit = text.strip().rstrip("Bb"), 1
-    for position, prefix in enumerate("kMGT", 1):
-        if number.endswith((prefix, prefix.upper())):
+    for position, prefix in enumerate("kmgt", 1):
+        if number.lower().endswith(prefix):
             number, unit = number[:-1], 1000**position
     value = float(number) * unit
     if not 1 <= value < 1 << 60:

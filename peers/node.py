@@ -291,7 +291,8 @@ class Node:
         return self.gossip[index].handle(event, now)
 
     def _heard_back(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        effects = self.roster.handle(event, now)
+        late = isinstance(event, AskFailed) and event.tag[0] == "route" and event.reason == "deadline"
+        effects = [] if late else self.roster.handle(event, now)  # all behind it may be late: it need not be dead
         if isinstance(event, Answered):
             self.sent_bytes += event.sent_bytes
             self.received_bytes += event.received_bytes

@@ -16,6 +16,7 @@ from decentral.comm import blobs, messages
 from decentral.comm.codec import Envelope
 from decentral.comm.identity import Identity
 from decentral.comm.messages import MAX_PATIENCE_S, Hello, Message, Ping, Pong, Pull, Refused, Snapshot, Welcome
+from decentral.comm.route import Terms
 from decentral.comm.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Lookup, Reply
 from decentral.core import jobs
 from decentral.core.config import Config, Gossip
@@ -52,7 +53,17 @@ class Played:
         config = Config(gossip=Gossip(algorithm=algorithm, window_s=window_s, start_window_s=window_s))
         self.known = identity("known")
         self.node = Node(
-            Setup(config, RUN, identity("own"), FRAGMENTS, [LAYOUT, LAYOUT], 3, PROFILE, ("/ip4/127.0.0.1/tcp/1",))
+            Setup(
+                config,
+                RUN,
+                identity("own"),
+                FRAGMENTS,
+                [LAYOUT, LAYOUT],
+                3,
+                PROFILE,
+                ("/ip4/127.0.0.1/tcp/1",),
+                routes=Terms(RUN, identity("own").peer, 0, 3, FRAGMENTS, 9, 4, 1, lambda layer, sequences: LAYOUT),
+            )
         )
         self.now = NOW
         self.replies: Counter[int] = Counter()
@@ -110,6 +121,10 @@ class Played:
                     self.deliver(jobs.StateExported(fragment, LAYOUT, BLOB))
                 case jobs.ImportState():
                     self.deliver(jobs.StateImported(True))
+                case jobs.Forward(token, first):
+                    self.deliver(jobs.Backed(token, 8, 1.0, LAYOUT, BLOB) if first else jobs.HopFailed(token, "nan"))
+                case jobs.Seal():
+                    self.deliver(jobs.Sealed(()))
 
 
 # Any message
@@ -157,7 +172,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
         messages.StateChunk, runs(), fragments, numbers(), numbers(), numbers(), layouts, digests
     ),
     messages.Carry: st.builds(
-        messages.Carry, runs(), words(64), numbers(), fragments, st.integers(1, 9), patience, patience, layouts
+        messages.Carry, runs(), words(64), numbers(), fragments, st.integers(1, 12), patience, patience, layouts
     ),
     messages.Returned: st.builds(
         messages.Returned, runs(), rates, numbers(), st.lists(hops, max_size=3).map(tuple), layouts

@@ -1,0 +1,106 @@
+"""What `kill -9` costs a swarm of which no peer holds more than half of the model.
+
+    python -m benchmarks.routes [--kills 10] [--seconds 4] [--json FILE]
+
+Six real peers on loopback, as `decentral.local --memory` starts them. One after another is killed, drawn at random, and
+restarted after `--seconds`. Printed for each kill: the longest time in which no micro-batch was counted anywhere, from
+the kill to the restart and a while after. At the end the journals are audited: exit status 1 if a layer has counted a
+micro-batch twice, if a layer was lost, or if a journal tells of an error.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.kill import _kill, _of, _trouble
+from decentral.audit import audit
+from decentral.comm.pace import DEADLINE_FLOOR_S
+from decentral.core.journal import read
+from decentral.local import Swarm
+from decentral.local import parse as parse_local
+from decentral.train import replicas
+
+PEERS, MEMORY = 6, "160MB"
+MODEL = ["--set", "model.depth=4", "--set", "model.width=128", "--set", "swarm.checkpoint_every_s=5"]
+LAYERS = 6
+WARM_UP_S = 10.0
+
+
+def main() -> None:
+    args = _arguments()
+    with tempfile.TemporaryDirectory(prefix="routes-") as folder:
+        flags = ["--peers", str(PEERS), "--memory", MEMORY, "--stop-after", "1e4s", *MODEL]
+        swarm = Swarm(parse_local(flags), Path(folder))
+        try:
+            swarm.start(Console(file=sys.stderr, highlight=False))
+            time.sleep(WARM_UP_S)
+            rng = Random(args.seed)
+            rows = [kill_one(swarm, rng.randrange(PEERS), args.seconds) for _ in range(args.kills)]
+            swarm.stop()
+            bad = conclude(swarm)
+        finally:
+            swarm.kill()
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if bad:
+        raise SystemExit(1)
+
+
+def kill_one(swarm: Swarm, victim: int, seconds: float) -> dict[str, Any]:
+    killed_at = time.time()
+    _kill(swarm, victim)
+    time.sleep(seconds)
+    swarm.launch(victim, None)
+    time.sleep(seconds)
+    moments = [t for t in counted(swarm) if t >= killed_at - 5]
+    before = max((t for t in moments if t < killed_at), default=killed_at)
+    after = [before, *(t for t in moments if t >= killed_at), time.time()]
+    row = {
+        "victim": victim,
+        "longest_gap_s": round(max(late - early for early, late in pairwise(after)), 2),
+        "two_deadlines_s": 2 * DEADLINE_FLOOR_S,
+        "counted": len(after) - 2,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def counted(swarm: Swarm) -> list[float]:
+    """When micro-batches were counted, at whichever peer."""
+    return sorted(line["t"] for number in range(PEERS) for line in _of(swarm, number, "counted"))
+
+
+def conclude(swarm: Swarm) -> bool:
+    """Prints what the journals and checkpoints say; whether something is wrong."""
+    found = audit([list(read(folder / "journal.jsonl")) for folder in swarm.folders()], LAYERS)
+    print(
+        f"{found.everywhere} micro-batches counted once in all layers, {found.in_part} in a part of them, "
+        f"{len(found.twice)} twice; {found.dropped} legs' gradients thrown away"
+    )
+    held = [weights for weights in map(replicas.read, swarm.folders()) if weights is not None]
+    holders = {index: sum(index in own for own in held) for index in replicas.average(held)}
+    print(f"holders of each fragment at the end: {holders}")
+    trouble = [text for member in swarm.members for text in _trouble(member)]
+    print("\n".join(sorted(set(trouble))) or "no exception in any output, no error in any journal")
+    return bool(trouble) or not found.sound
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=4.0, help="from a kill to the restart, and watched after it")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

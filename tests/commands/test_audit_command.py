@@ -1,0 +1,58 @@
+"""python -m decentral.audit: once, in part, or twice."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from decentral import audit
+
+
+def line(*legs: tuple[str, int, int, int], event: str = "counted") -> dict[str, object]:
+    return {"t": 1.0, "event": event, "of": [[*leg, 10] for leg in legs]}
+
+
+def test_a_micro_batch_counts_once_where_its_hops_meet() -> None:
+    found = audit.audit([[line(("A", 1, 0, 2))], [line(("A", 1, 2, 3), ("A", 2, 2, 3))]], 3)
+    assert (found.everywhere, found.in_part, found.twice, found.tokens) == (1, 1, (), 10)
+
+
+def test_hops_that_overlap_have_counted_twice() -> None:
+    found = audit.audit([[line(("A", 1, 0, 2))], [line(("A", 1, 1, 3))]], 3)
+    assert not found.sound
+    assert found.twice == (("A", 1),)
+
+
+def test_the_same_number_of_two_starters_is_two_micro_batches() -> None:
+    assert audit.audit([[line(("A", 1, 0, 3)), line(("B", 1, 0, 3))]], 3).everywhere == 2
+
+
+def test_what_was_thrown_away_is_not_counted() -> None:
+    found = audit.audit([[line(("A", 1, 0, 3), event="uncounted")]], 3)
+    assert (found.everywhere, found.dropped) == (0, 1)
+
+
+def write(folder: Path, *lines: dict[str, object]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "journal.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+def test_the_command_says_so_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "peer-0", line(("A", 1, 0, 2)))
+    write(tmp_path / "peer-1", line(("A", 1, 2, 3)))
+    assert audit.main([str(tmp_path)]) == 0
+    assert (
+        "1 micro-batches counted once in all 3 layers (10 tokens), 0 in a part of them, 0 twice"
+        in capfd.readouterr().out
+    )
+
+
+def test_twice_is_exit_1(tmp_path: Path) -> None:
+    write(tmp_path / "peer-0", line(("A", 1, 0, 3)), line(("A", 1, 0, 3)))
+    with pytest.raises(SystemExit):
+        audit.main([str(tmp_path)])
+
+
+def test_a_folder_without_journals(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert audit.main([str(tmp_path)]) == 2
+    assert "has no journal.jsonl" in capfd.readouterr().err
