@@ -41,6 +41,7 @@ IN_FLIGHT = 2  # pieces asked of one donor at a time
 FAILURES = 2  # then a donor is left out
 ROSTER_S = 4.0  # how long to wait for the roster
 RETRY_S = 2.0
+MOST_PATIENT = 9  # more times that, where all donors are busy with newcomers
 GIVE_UP_S = 12.0  # without any donor that answers, after which we start from what we have
 PIECE_DEADLINE_S = 30.0
 EXPORT_KEPT_S = 5.0  # longer, and a newcomer would start where the swarm was
@@ -104,6 +105,7 @@ class Join:
     _incoming: dict[int, Incoming] = field(default_factory=dict)
     _failures: Counter[PeerId] = field(default_factory=Counter)
     _in_flight: Counter[PeerId] = field(default_factory=Counter)
+    _busy: int = 0  # times that a donor had no time for us
     _last_piece: Seconds = 0.0
     _step: int = 0
 
@@ -150,7 +152,7 @@ class Join:
             return []
         if not self._leave_out_what_nobody_holds(known):
             return self._done("checkpoint" if self.restored else "alone", now)
-        self.state, self.wake_at = State.FETCHING, now + RETRY_S
+        self.state, self.wake_at = State.FETCHING, now + RETRY_S * (1 + min(self._busy, MOST_PATIENT))
         return self._ask_more(now)
 
     def _only_strangers(self, known: Sequence[PeerId]) -> bool:
@@ -213,6 +215,7 @@ class Join:
         self._in_flight[donor] -= 1
         if reason == "busy":  # it has enough newcomers: others are asked, and it perhaps later
             self.donors = [peer for peer in self.donors if peer != donor]
+            self._busy += 1
             return self._ask_more(now)
         self._failures[donor] += 1
         lines: list[Effect] = []

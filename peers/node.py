@@ -223,7 +223,7 @@ class Node:
             case StateExported():
                 return self.donor.exported(event, self.progress.lr_step, now)
             case StateImported():
-                return self.join.handle(event, now, self._live())
+                return self.join.handle(event, now, self._donors())
             case Started(step):
                 return self._started(step, now)
             case Stepped():
@@ -238,7 +238,7 @@ class Node:
     def _woke(self, event: Woke, now: Seconds) -> list[Effect]:
         effects = self.roster.handle(event, now)
         if _due(self.join, now):
-            effects += self.join.handle(event, now, self._live())
+            effects += self.join.handle(event, now, self._donors())
         if _due(self.prober, now):
             effects += self.prober.handle(event, now, self._live())
         effects += self.progress.handle(event, now)
@@ -302,7 +302,7 @@ class Node:
                 self.meter.saw(event.peer, event.seconds, event.sent_bytes, event.received_bytes)
         match event.tag:
             case ("join", *_):
-                effects += self.join.handle(event, now, self._live())
+                effects += self.join.handle(event, now, self._donors())
             case ("probe", *_):
                 effects += self.prober.handle(event, now, self._live())
             case ("exchange", int() as index, *_):
@@ -314,7 +314,7 @@ class Node:
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
         effects = self.roster.handle(event, now)
         if self.join.state is not JoinState.DONE:
-            return effects + self.join.roster_known(now, self._live())
+            return effects + self.join.roster_known(now, self._donors())
         return effects + self.progress.follow(entry.record.lr_step for entry in self.roster.live.values())
 
     def _started(self, step: int, now: Seconds) -> list[Effect]:
@@ -445,6 +445,11 @@ class Node:
             return self.setup.whole
         covers = entry.record.first <= fragment.first and fragment.last <= entry.record.last
         return covers and (self.setup.whole or entry.record.phase == "training")
+
+    def _donors(self) -> list[PeerId]:
+        """Whom a newcomer may ask: those who train, or whoever is there while nobody says so."""
+        training = [peer for peer, entry in self.roster.live.items() if entry.record.phase == "training"]
+        return sorted(training) or self._live()
 
     def _live(self) -> list[PeerId]:
         return sorted(self.roster.live)

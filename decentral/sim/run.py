@@ -28,7 +28,7 @@ SAMPLES = 200
 SAMPLED = 256  # peers that a sample looks at closely
 SETTLE_S = 30.0  # beyond a record's lifetime, until everybody must know who is there
 ALL_AT_ONCE_S = 0.2  # between two starts of a small swarm
-JOIN_S = 100.0  # in which a large one starts
+JOIN_S = 200.0  # in which a large one starts
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from decentral.train.sketch import NUMBERS, Checkpoint, HollowCodecs, PlainCodec
 
 RUN = RunId("simulated-000000")
 EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
+GUESSES = 20
 SMALL = 20_000_000  # parameters of a model that is built to be counted
 DIRECTORY_DELAYS = 6  # a look into the DHT takes so many delays of a link
 MEET_AGAIN_S = 5.0  # a newcomer whose contact does not answer asks the next one after so long
@@ -136,6 +137,7 @@ class Swarm:
         self.network = Network(self.agenda, earth, self.sky)
         self.records = Records(self.agenda, rng.stream(seed, "records"), self.sky, epoch=EPOCH)
         self.members: list[Member] = []
+        self.started: list[Member] = []  # in the order of their first start
         self.by_peer: dict[PeerId, Member] = {}
         self.journal: Callable[[PeerId, Seconds, Log], None] = lambda peer, t, line: None
         self.tamper: Tamper = lambda member, asker, envelope: envelope
@@ -158,9 +160,11 @@ class Swarm:
         if member.alive:
             return
         contacts = self._contacts(member)
-        if not contacts and not member.has_run and any(other.has_run for other in self.members if other is not member):
+        if not contacts and not member.has_run and any(other is not member and other.has_run for other in self.started):
             self.agenda.after(MEET_AGAIN_S, lambda: self.start(member))
             return
+        if not member.lives:
+            self.started.append(member)
         member.has_run = True
         member.lives += 1
         training = self._training(member)
@@ -228,14 +232,22 @@ class Swarm:
         if member.has_run:
             known = [self.by_peer[peer] for peer in member.book]
         else:
-            there = [other for other in self.members if other.training]
-            known = [self._chance.choice(there)] if there else []
+            known = self._someone()
         return tuple(
             other.peer
             for other in known
             if other.alive and not (other.port and other.port.frozen)
             if cut_off_at(member.peer, other.peer) is None and cut_off_at(other.peer, member.peer) is None
         )
+
+    def _someone(self) -> list[Member]:
+        """Anybody that trains; in a large swarm the first few that come to mind, before all are asked."""
+        for _ in range(GUESSES if self.started else 0):
+            guess = self._chance.choice(self.started)
+            if guess.training:
+                return [guess]
+        there = [other for other in self.started if other.training]
+        return [self._chance.choice(there)] if there else []
 
     def _training(self, member: Member) -> Training:
         if self.shape.gradients is not None:
