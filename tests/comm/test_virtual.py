@@ -114,7 +114,8 @@ def test_a_blob_takes_its_time_on_the_wire(world: World) -> None:
     world.answers = lambda respond: respond(Envelope(Probed(0), bytes(50_000)))
     world.ask()
     ((at, what),) = world.play()
-    assert (what, at) == ("probed", pytest.approx(1.0 + 50, abs=0.2))
+    assert what == "probed"
+    assert at == pytest.approx(1.0 + 50, abs=0.2)
 
 
 def test_a_hollow_blob_takes_the_time_of_its_length(world: World) -> None:
@@ -169,7 +170,7 @@ def test_a_slow_reader_holds_its_answerer_for_write_s_and_no_longer(world: World
 def test_who_finds_no_answer_in_time_ends_the_stream(world: World) -> None:
     world.answers = lambda respond: None
     world.ask()
-    assert world.play() == [(pytest.approx(ANSWER_S + 2 * DELAY_S), "cut")]
+    assert world.play() == [(ANSWER_S + 2 * DELAY_S, "cut")]
     assert world.b.refused == {"deadline": 1}
 
 
