@@ -72,7 +72,7 @@ class Account:
     stepped_at: Seconds = 0.0
     latest: deque[tuple[Seconds, object]] = field(default_factory=lambda: deque(maxlen=LATEST))
     weights: dict[int, float] = field(default_factory=dict)  # push-sum: what each fragment has to weigh
-    wrong: set[int] = field(default_factory=set)  # fragments whose weight was another at the last check
+    wrong: dict[int, float] = field(default_factory=dict)  # what fragments had to weigh that did not, last time
 
 
 @dataclass(slots=True)
@@ -85,6 +85,7 @@ class Audit:
     published: dict[tuple[PeerId, int], dict[bytes, tuple[Window, Seconds]]] = field(default_factory=dict)
     accounts: dict[PeerId, Account] = field(default_factory=dict)
     taken: dict[tuple[PeerId, int, Window], PeerId] = field(default_factory=dict)  # pushes, and who has their mass
+    weighed_at: Seconds = 0.0
     checks: int = 0
     farthest: float = 0.0  # of the replicas at the end, in windows' noise
     network_trouble_at: Seconds = -1e9  # last moment at which somebody could not be reached though alive
@@ -204,7 +205,8 @@ class Audit:
             self.network_trouble_at = now
         for member in self.swarm.living:
             self._check_member(member, now)
-        if self.swarm.shape.config.gossip.algorithm == "push_sum":
+        if self.swarm.shape.config.gossip.algorithm == "push_sum" and now > self.weighed_at + CHECK_S / 2:
+            self.weighed_at = now
             self._check_mass()
 
     def _check_member(self, member: Member, now: Seconds) -> None:
@@ -247,18 +249,18 @@ class Audit:
         return 2 * engine.pace.step_s * max(engine.stretched, engine.slowest)
 
     def _check_mass(self) -> None:
-        """What is wrong at two checks in a row: between a job and its report the two differ for milliseconds."""
+        """What stays wrong from one check to the next: between a job and its report the two differ."""
         assert self.swarm is not None
         for member in self.swarm.living:
             assert member.host is not None
             if not member.training or (member.port is not None and member.port.frozen):
                 continue
-            account, wrong = self.accounts[member.peer], set()
+            account, wrong = self.accounts[member.peer], dict[int, float]()
             for fragment, weight in enumerate(_weights(member.host)):
                 due = account.weights.get(fragment, 1.0)
                 if weight <= 0 or abs(weight - due) > MASS_ERROR * max(weight, due):
-                    wrong.add(fragment)
-                    if fragment in account.wrong:
+                    wrong[fragment] = due
+                    if account.wrong.get(fragment) == due:
                         self._violated("mass", f"{member.peer} weighs {weight:g} instead of {due:g}", member.host)
             account.wrong = wrong
 
