@@ -3,8 +3,9 @@
     OPEN --window over--> CLOSING --WindowClosed--> PUSHING --Done--> OPEN
 
 A push has a number; one that comes twice is added once, so a push whose acknowledgement was lost is sent again.
-Mass that was refused, or never left, is taken back. Only a partner that dies between the two costs mass, and then
-x and w are lost together, which leaves every ratio x/w as it was; the journal says `mass-lost`.
+Mass that was refused, or never left, is taken back; not after a try that nobody answered, which may have arrived. Then
+only a partner that dies, or refuses to the end, costs mass, and x and w are lost together, which leaves every ratio
+x/w as it was; the journal says `mass-lost`.
 """
 
 from collections import OrderedDict
@@ -67,8 +68,8 @@ class PushExchange:
                 return self._pushed(request, sender, push, blob, now)
             case Absorbed():
                 return self._absorbed(event)
-            case Answered(tag=(*_, seq, _)) if self.state is State.PUSHING and seq == self.seq:
-                return self._answered(event, now)
+            case Answered(tag=(*_, seq, tries)) if self.state is State.PUSHING and seq == self.seq:
+                return self._answered(event, int(tries), now)
             case AskFailed(tag=(*_, seq, tries)) if self.state is State.PUSHING and seq == self.seq:
                 return self._unanswered(event, int(tries), now)
         return []  # it speaks of an exchange that is over
@@ -92,19 +93,25 @@ class PushExchange:
         push = Envelope(Push(self.terms.describe(self._closed, now)), self._closed.blob)
         return Ask(tag, partner, push, self.view.deadline_s(partner, self.size))
 
-    def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
+    def _answered(self, event: Answered, tries: int, now: Seconds) -> list[Effect]:
         message = event.envelope.message
         if isinstance(message, Done):
             return self._over(event.peer, "done", "", now, (event.sent_bytes, event.received_bytes))
+        if tries > 1:  # this one was refused, but one before it may have arrived
+            return self._again(event.peer, tries, now)
         reason = message.reason if isinstance(message, Refused) else "unexpected"
         return [self._take_back(), *self._over(event.peer, "failed", reason, now)]
 
     def _unanswered(self, event: AskFailed, tries: int, now: Seconds) -> list[Effect]:
         if event.reason == "unreachable" and tries == 1:  # nothing has left
             return [self._take_back(), *self._over(event.peer, "failed", event.reason, now)]
+        return self._again(event.peer, tries, now)
+
+    def _again(self, partner: PeerId, tries: int, now: Seconds) -> list[Effect]:
+        """Nobody knows where the mass is: better lost than in two places."""
         if tries < TRIES:
-            return [self._ask(event.peer, tries + 1, now)]
-        return self._over(event.peer, "failed", "mass-lost", now)
+            return [self._ask(partner, tries + 1, now)]
+        return self._over(partner, "failed", "mass-lost", now)
 
     def _take_back(self) -> Absorb:
         assert self._closed is not None

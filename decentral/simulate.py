@@ -95,14 +95,17 @@ def _sweep(flags: argparse.Namespace) -> None:
         seconds = round(time.monotonic() - began, 1)
         return {"first_seed": flags.seed, "played": played, "checks": checks, "seconds": seconds, "violated": violated}
 
-    for outcome in sweep.sweep(range(flags.seed, flags.seed + flags.sweep), flags.processes):
-        checks, played = checks + outcome.checks, played + 1
-        if outcome.violated:
-            violated.append(_found(outcome, flags.shrink))
-            _leave(flags.report, account())
-        if flags.for_seconds and time.monotonic() > began + flags.for_seconds:
-            break
     _leave(flags.report, account())
+    try:
+        for outcome in sweep.sweep(range(flags.seed, flags.seed + flags.sweep), flags.processes):
+            checks, played = checks + outcome.checks, played + 1
+            if outcome.violated:
+                violated.append(_found(outcome, flags.shrink))
+                _leave(flags.report, account())
+            if flags.for_seconds and time.monotonic() > began + flags.for_seconds:
+                break
+    finally:
+        _leave(flags.report, account())
     last, took_s = flags.seed + played - 1, time.monotonic() - began
     print(f"seeds {flags.seed} to {last}: {len(violated)} violated, {checks} jobs checked, {took_s:.0f} s")
     if flags.json:

@@ -4,7 +4,7 @@
     once         nobody merges the same window of a partner twice, restarts from a checkpoint included
     baseline     after a close the baseline is the live weights: no progress is left to be counted again
     fresh        nothing is taken for a merge that was published longer ago than `max_age_s`, clocks aside
-    mass         push-sum: weights of all peers, and what is on its way, add up to those that joined
+    mass         push-sum: a peer weighs what it had, less what it gave away, plus what came; nothing comes to two
     bounded      questions open at a peer, its own ones, its jobs and held answers have limits, and all end in time
     never waits  a peer that trains is never longer without a step than its device needs
     holds state  nobody starts from nothing while a peer that trains can be reached
@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,7 @@ MOST_JOBS = 256
 LONGEST_QUESTION_S = 75.0 + 60.0  # patience, and the longest deadline
 LONGEST_ANSWER_S = READ_S + ANSWER_S + WRITE_S + 1.0
 STALLED_S = 5.0  # beyond a step, its jobs and the reporting interval
+MASS_ERROR = 1e-3  # of a weight, from rounding
 APART = 30.0  # windows' noise: replicas further apart than this have lost each other
 SLACK_S = 1.0
 
@@ -69,6 +71,8 @@ class Account:
     saved: "Account | None" = None
     stepped_at: Seconds = 0.0
     latest: deque[tuple[Seconds, object]] = field(default_factory=lambda: deque(maxlen=LATEST))
+    weights: dict[int, float] = field(default_factory=dict)  # push-sum: what each fragment has to weigh
+    wrong: dict[int, float] = field(default_factory=dict)  # what fragments had to weigh that did not, last time
 
 
 @dataclass(slots=True)
@@ -80,6 +84,8 @@ class Audit:
     storm: Storm | None = None
     published: dict[tuple[PeerId, int], dict[bytes, tuple[Window, Seconds]]] = field(default_factory=dict)
     accounts: dict[PeerId, Account] = field(default_factory=dict)
+    taken: dict[tuple[PeerId, int, Window], PeerId] = field(default_factory=dict)  # pushes, and who has their mass
+    weighed_at: Seconds = 0.0
     checks: int = 0
     farthest: float = 0.0  # of the replicas at the end, in windows' noise
     network_trouble_at: Seconds = -1e9  # last moment at which somebody could not be reached though alive
@@ -121,6 +127,9 @@ class Audit:
         while len(held) > PUBLISHED:
             del held[next(iter(held))]
         mixed = host.training.mixing.fragments[closed.fragment]
+        if isinstance(mixed.rule, PushSum):
+            weights = self.accounts[host.peer].weights
+            weights[closed.fragment] = weights.get(closed.fragment, 1.0) - _weight(closed.layout, closed.blob)
         if isinstance(mixed.rule, PullRule) and not torch.equal(mixed.rule.slow.baseline, mixed.live.theta):
             self._violated("baseline", "progress that was published is still in the baseline", host)
 
@@ -159,10 +168,15 @@ class Audit:
         if name in account.absorbed:
             self._violated("once", f"push {found[0]} of {one.peer} was added again", host)
         account.absorbed.add(name)
+        owner = self.taken.setdefault((one.peer, fragment, found[0]), host.peer)
+        if owner != host.peer:
+            self._violated("mass", f"push {found[0]} of {one.peer} went to {owner} and to {host.peer}", host)
+        account.weights[fragment] = account.weights.get(fragment, 1.0) + _weight(one.layout, one.blob)
 
     def _joined(self, host: VirtualHost, line: Log) -> None:
         assert self.swarm is not None
         self.accounts[host.peer].stepped_at = host.agenda.now
+        self._weighed(host)
         restored = host.node.setup.restored_step is not None
         if restored:
             saved = self.accounts[host.peer].saved or Account()
@@ -173,6 +187,12 @@ class Audit:
         long_there = [one for one in others if one.host and (one.host.node.progress.joined_at or 0) < host.clock() - 60]
         if long_there:
             self._violated("holds state", f"started from nothing while {long_there[0].peer} trains", host)
+
+    def _weighed(self, host: VirtualHost) -> None:
+        """A new life: it weighs what its checkpoint says, and what only its last life had taken is nobody's."""
+        account = self.accounts[host.peer]
+        account.weights = dict(enumerate(_weights(host)))
+        self.taken = {push: owner for push, owner in self.taken.items() if owner != host.peer}
 
     # Rules, now and then
 
@@ -185,7 +205,8 @@ class Audit:
             self.network_trouble_at = now
         for member in self.swarm.living:
             self._check_member(member, now)
-        if self.swarm.shape.config.gossip.algorithm == "push_sum":
+        if self.swarm.shape.config.gossip.algorithm == "push_sum" and now > self.weighed_at + CHECK_S / 2:
+            self.weighed_at = now
             self._check_mass()
 
     def _check_member(self, member: Member, now: Seconds) -> None:
@@ -228,13 +249,20 @@ class Audit:
         return 2 * engine.pace.step_s * max(engine.stretched, engine.slowest)
 
     def _check_mass(self) -> None:
+        """What stays wrong from one check to the next: between a job and its report the two differ."""
         assert self.swarm is not None
         for member in self.swarm.living:
             assert member.host is not None
-            for mixed in member.host.training.mixing.fragments:
-                weight = float(mixed.rule.weight) if isinstance(mixed.rule, PushSum) else 1.0
-                if not 0 < weight < len(self.swarm.members) + 1:
-                    self._violated("mass", f"{member.peer} weighs {weight:g}", member.host)
+            if not member.training or (member.port is not None and member.port.frozen):
+                continue
+            account, wrong = self.accounts[member.peer], dict[int, float]()
+            for fragment, weight in enumerate(_weights(member.host)):
+                due = account.weights.get(fragment, 1.0)
+                if weight <= 0 or abs(weight - due) > MASS_ERROR * max(weight, due):
+                    wrong[fragment] = due
+                    if account.wrong.get(fragment) == due:
+                        self._violated("mass", f"{member.peer} weighs {weight:g} instead of {due:g}", member.host)
+            account.wrong = wrong
 
     # Rules at the end
 
@@ -305,6 +333,22 @@ def distances(living: Sequence[Member]) -> dict[PeerId, float]:
 
 def weights_of(host: VirtualHost) -> Tensor:
     return torch.cat([mixed.live.theta for mixed in host.training.mixing.fragments])
+
+
+def _weights(host: VirtualHost) -> list[float]:
+    """Of each fragment, in push-sum; else one."""
+    rules = [mixed.rule for mixed in host.training.mixing.fragments]
+    return [float(rule.weight) if isinstance(rule, PushSum) else 1.0 for rule in rules]
+
+
+def _weight(layout: jobs.Layout, blob: bytes) -> float:
+    """What a push weighs."""
+    start = 0
+    for section in layout:
+        if section.name == "weight":
+            return float(np.frombuffer(memoryview(blob[start : start + section.size]), dtype=np.float32)[0])
+        start += section.size
+    raise AssertionError("a push without a weight")
 
 
 def _fingerprint(blob: bytes) -> bytes:

@@ -137,11 +137,19 @@ def play(transfers: list[Sent]) -> tuple[Wires, list[Flow]]:
     wires, begun = Wires(), list[Flow]()
     wires.geography.ups = {A: 50.0, B: 100.0, C: 400.0}
     wires.geography.links = {(A, C): 30.0}
-    for number, (at, source, hop, size) in enumerate(transfers):
-        ends = PEERS[source], PEERS[(source + hop) % 3]
-        wires.agenda.at(at, lambda n=str(number), e=ends, s=size: begun.append(wires.send(n, *e, s)))  # type: ignore[misc]
+    put_down(wires, transfers, begun)
     wires.agenda.run(1e6)
     return wires, begun
+
+
+def put_down(wires: Wires, transfers: list[Sent], begun: list[Flow]) -> None:
+    """On the agenda, each for its time."""
+
+    def beginning(number: int, source: int, hop: int, size: int) -> Callable[[], None]:
+        return lambda: begun.append(wires.send(str(number), PEERS[source], PEERS[(source + hop) % 3], size))
+
+    for number, (at, *transfer) in enumerate(transfers):
+        wires.agenda.at(at, beginning(number, *transfer))
 
 
 @given(st.lists(sent, min_size=1, max_size=8))
@@ -173,9 +181,7 @@ def begun_at(transfers: list[Sent], begun: list[Flow], flow: Flow) -> int:
 @given(st.lists(sent, min_size=1, max_size=8))
 def test_no_wire_ever_carries_more_than_it_can(transfers: list[Sent]) -> None:
     wires = Wires()
-    for number, (at, source, hop, size) in enumerate(transfers):
-        ends = PEERS[source], PEERS[(source + hop) % 3]
-        wires.agenda.at(at, lambda n=str(number), e=ends, s=size: wires.send(n, *e, s))  # type: ignore[misc]
+    put_down(wires, transfers, [])
     while wires.agenda.next_at is not None:
         wires.agenda.run(wires.agenda.next_at)
         for peer in PEERS:
