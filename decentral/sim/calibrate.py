@@ -30,6 +30,7 @@ Journals = Sequence[Sequence[Line]]  # of a run's peers
 JOIN_S = 10.0  # of virtual time in which everybody has surely joined
 APART_S = 0.1  # between the starts of two newcomers
 FASTEST_RATE = 1e10  # bytes/s: where larger answers took no longer than small ones
+JOB_S = 2e-4  # of a job that handles nothing, such as the start
 WIRE_S = 2e-4  # what sim/geography.py adds to a question and its answer
 
 
@@ -230,7 +231,7 @@ def _bytes_per_step(lines: Sequence[Line]) -> float:
 
 def simulate(setting: Setting, device: Device, step_s: Sequence[Seconds], seconds: Seconds) -> list[list[Line]]:
     """The journals of a run of `seconds` after everybody has joined, on peers whose steps take so long."""
-    pace = Pace(step_s[0], device.noise, job_s=0.0, job_bytes=device.job_bytes, report_s=1.0)
+    pace = Pace(step_s[0], device.noise, JOB_S, device.job_bytes, report_s=1.0)
     shape = Shape.of(setting.config, pace, [own / step_s[0] for own in step_s], setting.tokens_per_step)
     delay_s = max(0.0, device.latency_s - WIRE_S) / 2
     earth = Earth(0, Wires(delay_s, device.rate, device.rate, spread=0.0))
