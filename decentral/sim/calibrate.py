@@ -68,7 +68,7 @@ class Device:
     job_bytes: float  # bytes/s of a window's jobs: encoding a snapshot, decoding and merging the partners'
     latency_s: Seconds  # of a question and its answer, without the blob
     rate: float  # bytes/s of the blob
-    head_start_s: Seconds  # of the first peer, which trains while the others still start
+    start_s: Seconds  # of a newcomer, while the first peer trains; several at once share the machine
     noise: float  # standard deviation of the steps between two lines, in steps
 
     def step_s(self, throttle: float, micro_batch_s: Seconds) -> Seconds:
@@ -150,7 +150,7 @@ def device_of(reference: Setting, journals: Journals) -> Device:
         job_bytes=1 / max(byte_s, 1 / FASTEST_RATE),
         latency_s=latency_s,
         rate=rate,
-        head_start_s=joined[1] - joined[0] if len(joined) > 1 else 0.0,
+        start_s=(joined[-1] - joined[0]) / max(1, len(joined) - 1),
         noise=float(np.std(off)) / step_s,
     )
 
@@ -245,7 +245,7 @@ def simulate(setting: Setting, device: Device, step_s: Sequence[Seconds], second
     members = [swarm.add() for _ in step_s]
     swarm.start(members[0])
     for member in members[1:]:
-        swarm.agenda.run(device.head_start_s + APART_S * member.number)
+        swarm.agenda.run(device.start_s * (len(members) - 1) + APART_S * member.number)
         swarm.start(member)
     swarm.agenda.run(swarm.agenda.now + JOIN_S + seconds)
     return [journals[member.peer] for member in members]

@@ -10,7 +10,7 @@ from decentral.sim.calibrate import Device, Figures, Setting
 
 MODEL = ("model.depth=1", "model.width=32", "model.context=32", "train.micro_batch=2")
 REFERENCE = Setting("reference", (1, 1), 0.5, 0.05, (*MODEL, "gossip.start_steps=100"))
-DEVICE = Device(beside_s=0.002, job_bytes=5e7, latency_s=0.004, rate=1e8, head_start_s=3.0, noise=0.01)
+DEVICE = Device(beside_s=0.002, job_bytes=5e7, latency_s=0.004, rate=1e8, start_s=3.0, noise=0.01)
 
 
 def step(t: float, steps: int, seconds: float) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_steps_and_jobs_are_told_apart_by_how_many_there_were() -> None:
     device = calibrate.device_of(REFERENCE, [lines, other])
     assert device.beside_s == pytest.approx(0.002)
     assert device.job_bytes == pytest.approx(1e6)
-    assert device.head_start_s == 3.0
+    assert device.start_s == 3.0
 
 
 def test_a_question_that_was_held_says_nothing_about_the_link() -> None:
