@@ -142,7 +142,8 @@ def _agreements(compared: Sequence[Compared]) -> dict[str, tuple[float, float]]:
         ("predicted", lambda one: one.predicted),
         ("with own steps", lambda one: one.retold),
     ]
-    found = {}
+    formula = ((swarm_of(one.measured).tokens_per_s, _formula(one.setting)) for one in compared)
+    found = {"tokens/s of the swarm, by micro-batch and throttle without a simulator": _agreement(formula)}
     for how, simulated in told:
         swarms = [(swarm_of(one.measured), swarm_of(simulated(one))) for one in compared]
         peers = [pair for one in compared for pair in zip(one.measured, simulated(one), strict=True)]
@@ -152,6 +153,11 @@ def _agreements(compared: Sequence[Compared]) -> dict[str, tuple[float, float]]:
         found[f"bytes of an exchange, {how}"] = _agreement((a.exchange_bytes, b.exchange_bytes) for a, b in swarms)
         found[f"bytes/s of exchanges, {how}"] = _agreement((a.bytes_per_s, b.bytes_per_s) for a, b in swarms)
     return found
+
+
+def _formula(setting: Setting) -> float:
+    """Tokens/s if peers did nothing but micro-batches: what a simulator has to be better than."""
+    return sum(setting.tokens_per_step / (setting.micro_batch_s * throttle) for throttle in setting.throttles)
 
 
 def _agreement(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -3,13 +3,13 @@
     reference run (two equal peers) -> Device -> any other setting, simulated -> figures, beside the measured ones
 
 Of the settings that are predicted nothing is measured beforehand: the device knows what one unthrottled peer needs for
-a step and for a window's jobs, and what a question costs on this machine; all else follows from the setting.
+a step and for its windows' jobs, and what a question costs on this machine; all else follows from the setting.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -30,6 +30,7 @@ Journals = Sequence[Sequence[Line]]  # of a run's peers
 JOIN_S = 10.0  # of virtual time in which everybody has surely joined
 APART_S = 0.1  # between the starts of two newcomers
 FASTEST_RATE = 1e10  # bytes/s: where larger answers took no longer than small ones
+JOB_S = 2e-4  # of a job that handles nothing, such as the start
 WIRE_S = 2e-4  # what sim/geography.py adds to a question and its answer
 
 
@@ -64,10 +65,10 @@ class Device:
     """What one unthrottled peer of the reference run needs."""
 
     beside_s: Seconds  # of a step, beside the emulated micro-batch: clipping, AdamW, and how late a sleep ends
-    job_s: Seconds  # of each of a window's two jobs, closing and merging
+    job_bytes: float  # bytes/s of a window's jobs: encoding a snapshot, decoding and merging the partners'
     latency_s: Seconds  # of a question and its answer, without the blob
     rate: float  # bytes/s of the blob
-    head_start_s: Seconds  # of the first peer, which trains while the others still start
+    start_s: Seconds  # of a newcomer, while the first peer trains; several at once share the machine
     noise: float  # standard deviation of the steps between two lines, in steps
 
     def step_s(self, throttle: float, micro_batch_s: Seconds) -> Seconds:
@@ -139,48 +140,47 @@ def device_of(reference: Setting, journals: Journals) -> Device:
     """Of a run of unthrottled peers whose windows were short at first and longer later, so that their cost shows."""
     gossip = reference.config.gossip
     rows = [row for lines in journals for row in _step_rows(lines)]
-    step_s, window_s = _least_squares([(float(steps), float(windows)) for steps, windows, _ in rows], rows)
-    off = [(seconds - window_s * windows) / steps - step_s for steps, windows, seconds in rows]
+    step_s, byte_s = _least_squares(rows)
+    off = [(seconds - byte_s * handled) / steps - step_s for steps, handled, seconds in rows]
     fresh_s = min(gossip.window_s, gossip.start_window_s) / 2
     latency_s, rate = _link((line for lines in journals for line in lines if line.get("outcome") == "done"), fresh_s)
     joined = sorted(line["t"] for lines in journals for line in lines if line["event"] == "joined")
     return Device(
         beside_s=step_s - reference.micro_batch_s,
-        job_s=max(0.0, window_s / 2),
+        job_bytes=1 / max(byte_s, 1 / FASTEST_RATE),
         latency_s=latency_s,
         rate=rate,
-        head_start_s=joined[1] - joined[0] if len(joined) > 1 else 0.0,
+        start_s=(joined[-1] - joined[0]) / max(1, len(joined) - 1),
         noise=float(np.std(off)) / step_s,
     )
 
 
-def _step_rows(lines: Sequence[Line]) -> list[tuple[int, int, Seconds]]:
-    """(steps, windows merged, seconds of computing) of each step line. Left out: those with other jobs in them."""
-    merged = [line["t"] for line in _one_per_window(lines)]
+def _step_rows(lines: Sequence[Line]) -> list[tuple[int, float, Seconds]]:
+    """(steps, bytes that jobs handled, seconds of computing) of each step line.
+
+    Left out are lines in whose time an evaluation, a checkpoint or a newcomer fell: those cost time of another kind.
+    """
     others = [line["t"] for line in lines if line["event"] in ("eval", "checkpoint", "joined", "peer_joined")]
-    steps = [line for line in lines if line["event"] == "step"]
+    exchanges = [line for line in lines if line["event"] == "exchange"]
+    whole = max((line["received_bytes"] for line in exchanges), default=0)  # a partner's snapshot is as large as ours
+    windows = sorted({(line["t"], line["fragment"]) for line in exchanges})  # one line for each of its partners
+    handled = [(t, whole) for t, _ in windows] + [(line["t"], line["received_bytes"]) for line in exchanges]
+    handled.sort()
+    times, totals = [t for t, _ in handled], [0, *accumulate(size for _, size in handled)]
     rows = []
-    for before, line in pairwise(steps):
-        if _between(others, before["t"], line["t"]) == 0:
-            rows.append((line["micro_batches"], _between(merged, before["t"], line["t"]), line["seconds"]))
+    for before, line in pairwise(line for line in lines if line["event"] == "step"):
+        since, until = before["t"], line["t"]
+        if bisect_right(others, until) == bisect_right(others, since):
+            jobs_bytes = totals[bisect_right(times, until)] - totals[bisect_right(times, since)]
+            rows.append((line["micro_batches"], float(jobs_bytes), line["seconds"]))
     return rows
 
 
-def _one_per_window(lines: Sequence[Line]) -> list[Line]:
-    """A window with several partners writes a line for each, of one fragment and at one time."""
-    first: dict[tuple[int, float], Line] = {}
-    for line in lines:
-        if line["event"] == "exchange":
-            first.setdefault((line["fragment"], line["t"]), line)
-    return sorted(first.values(), key=lambda line: float(line["t"]))
-
-
-def _between(sorted_times: Sequence[float], after: float, until: float) -> int:
-    return bisect_right(sorted_times, until) - bisect_right(sorted_times, after)
-
-
-def _least_squares(columns: Sequence[tuple[float, float]], rows: Sequence[tuple[int, int, Seconds]]) -> list[float]:
-    solved = np.linalg.lstsq(np.array(columns), np.array([seconds for *_, seconds in rows]), rcond=None)[0]
+def _least_squares(rows: Sequence[tuple[int, float, Seconds]]) -> list[float]:
+    """Seconds of a step, and of a byte that a job handles."""
+    counts, seconds = np.array([row[:2] for row in rows], dtype=float), np.array([row[2] for row in rows])
+    scale = np.maximum(counts.max(axis=0), 1.0)  # bytes are a million times as many as steps
+    solved = np.linalg.lstsq(counts / scale, seconds, rcond=None)[0] / scale
     return [float(value) for value in solved]
 
 
@@ -219,24 +219,23 @@ def predict(setting: Setting, device: Device, warm_up_s: Seconds, seconds: Secon
 def retell(setting: Setting, device: Device, journals: Journals, warm_up_s: Seconds, seconds: Seconds) -> list[Figures]:
     """With each peer's own step, as its journal has it."""
     measured = figures(journals, warm_up_s, seconds)
-    windows_per_step = [_windows_per_step(lines) for lines in journals]
-    pairs = zip(measured, windows_per_step, strict=True)
-    paces = [max(1e-4, one.step_s - 2 * device.job_s * windows) for one, windows in pairs]
+    jobs_s = [_bytes_per_step(lines) / device.job_bytes for lines in journals]
+    paces = [max(1e-4, one.step_s - own_s) for one, own_s in zip(measured, jobs_s, strict=True)]
     return figures(simulate(setting, device, paces, warm_up_s + seconds), warm_up_s, seconds)
 
 
-def _windows_per_step(lines: Sequence[Line]) -> float:
+def _bytes_per_step(lines: Sequence[Line]) -> float:
     rows = _step_rows(lines)
-    return sum(windows for _, windows, _ in rows) / max(1, sum(steps for steps, _, _ in rows))
+    return sum(handled for _, handled, _ in rows) / max(1, sum(steps for steps, _, _ in rows))
 
 
 def simulate(setting: Setting, device: Device, step_s: Sequence[Seconds], seconds: Seconds) -> list[list[Line]]:
     """The journals of a run of `seconds` after everybody has joined, on peers whose steps take so long."""
-    pace = Pace(step_s[0], device.noise, job_s=device.job_s, report_s=1.0)
+    pace = Pace(step_s[0], device.noise, JOB_S, device.job_bytes, report_s=1.0)
     shape = Shape.of(setting.config, pace, [own / step_s[0] for own in step_s], setting.tokens_per_step)
     delay_s = max(0.0, device.latency_s - WIRE_S) / 2
     earth = Earth(0, Wires(delay_s, device.rate, device.rate, spread=0.0))
-    swarm = Swarm(replace(shape, plain=False), 0, earth, Unwatched())
+    swarm = Swarm(replace(shape, plain=True), 0, earth, Unwatched())  # times and sizes, no numbers
     journals: dict[PeerId, list[Line]] = {}
 
     def write(peer: PeerId, t: Seconds, line: Log) -> None:
@@ -246,7 +245,7 @@ def simulate(setting: Setting, device: Device, step_s: Sequence[Seconds], second
     members = [swarm.add() for _ in step_s]
     swarm.start(members[0])
     for member in members[1:]:
-        swarm.agenda.run(device.head_start_s + APART_S * member.number)
+        swarm.agenda.run(device.start_s * (len(members) - 1) + APART_S * member.number)
         swarm.start(member)
     swarm.agenda.run(swarm.agenda.now + JOIN_S + seconds)
     return [journals[member.peer] for member in members]

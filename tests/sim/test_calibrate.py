@@ -10,7 +10,7 @@ from decentral.sim.calibrate import Device, Figures, Setting
 
 MODEL = ("model.depth=1", "model.width=32", "model.context=32", "train.micro_batch=2")
 REFERENCE = Setting("reference", (1, 1), 0.5, 0.05, (*MODEL, "gossip.start_steps=100"))
-DEVICE = Device(beside_s=0.002, job_s=0.001, latency_s=0.004, rate=1e8, head_start_s=3.0, noise=0.01)
+DEVICE = Device(beside_s=0.002, job_bytes=5e7, latency_s=0.004, rate=1e8, start_s=3.0, noise=0.01)
 
 
 def step(t: float, steps: int, seconds: float) -> dict[str, Any]:
@@ -55,18 +55,18 @@ def test_a_swarm_s_exchange_is_the_mean_over_exchanges_not_over_peers() -> None:
     assert calibrate.swarm_of([often, seldom]).exchange_s == pytest.approx(0.2)
 
 
-def test_steps_and_windows_are_told_apart_by_how_many_there_were() -> None:
-    """A step of 52 ms, a window of 6 ms: lines with few windows, and lines with many."""
+def test_steps_and_jobs_are_told_apart_by_how_many_there_were() -> None:
+    """A step of 52 ms, and 2 kB at 1 MB/s for each window: lines with few windows, and lines with many."""
     lines: list[dict[str, Any]] = [{"t": 0.0, "event": "joined"}]
     for second in range(20):
         windows = 10 if second < 10 else 2
         lines += [exchange(second + 0.05 * (number + 1), 0.004, 1000, 0.01) for number in range(windows)]
-        lines.append(step(second + 1.0, 18, 18 * 0.052 + windows * 0.006))
+        lines.append(step(second + 1.0, 18, 18 * 0.052 + windows * 0.002))
     other = [{"t": 3.0, "event": "joined"}]
     device = calibrate.device_of(REFERENCE, [lines, other])
     assert device.beside_s == pytest.approx(0.002)
-    assert device.job_s == pytest.approx(0.003)
-    assert device.head_start_s == 3.0
+    assert device.job_bytes == pytest.approx(1e6)
+    assert device.start_s == 3.0
 
 
 def test_a_question_that_was_held_says_nothing_about_the_link() -> None:
@@ -86,7 +86,7 @@ def test_the_simulator_finds_in_its_own_journals_what_it_was_given() -> None:
     journals = calibrate.simulate(REFERENCE, DEVICE, [0.052, 0.052], 25.0)
     found = calibrate.device_of(REFERENCE, journals)
     assert found.beside_s == pytest.approx(DEVICE.beside_s, abs=5e-4)
-    assert found.job_s == pytest.approx(DEVICE.job_s, rel=0.3)
+    assert found.job_bytes == pytest.approx(DEVICE.job_bytes, rel=0.3)
     assert found.latency_s == pytest.approx(DEVICE.latency_s, rel=0.3)
 
 
