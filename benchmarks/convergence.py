@@ -33,30 +33,31 @@ from decentral.train import data, outer
 
 HELD_OUT_SEQUENCES = 384
 
-NOLOCO = outer.Constants(alpha=0.3, beta=0.7, gamma=0.7, kappa=0.0)
-APART = outer.Constants(kappa=0.0)  # every peer keeps its own moments
+NOLOCO = outer.Constants(alpha=0.3, beta=0.7, gamma=0.7)
+MOMENT = outer.Constants(kappa=1.0)  # first moments follow the merged step
 METHODS: dict[str, Method] = {
     "alone": Method(peers=1, talks=False),
     "sync": Method(peers=1, sequences=SEQUENCES * PEERS, talks=False),
     "average": Method(exact=True, latency=0.0, phi_every=1),
-    "average-apart": Method(exact=True, latency=0.0, phi_every=1, constants=APART),
     "average-dense": Method(exact=True, latency=0.0, phi_every=1, dense=100),
+    "average-moment": Method(exact=True, latency=0.0, phi_every=1, constants=MOMENT),
+    "average-dense-moment": Method(exact=True, latency=0.0, phi_every=1, dense=100, constants=MOMENT),
     "gossip": Method(),
-    "gossip-apart": Method(constants=APART),
+    "gossip-dense": Method(dense=100),
+    "gossip-moment": Method(constants=MOMENT),
+    "gossip-dense-moment": Method(dense=100, constants=MOMENT),
+    "gossip-half": Method(constants=outer.Constants(kappa=0.5)),
     "gossip-exact": Method(exact=True),
     "gossip-rho1": Method(rho=1.0),
-    "gossip-dense": Method(dense=100),
-    "gossip-1": Method(partners=1),
-    "gossip-2": Method(partners=2),
+    "gossip-rho1-moment": Method(rho=1.0, constants=MOMENT),
+    "one": Method(dense=100, partners=1),
+    "two": Method(dense=100, partners=2),
     "unaligned": Method(aligned=False),
     "noloco": Method(partners=1, phi_every=1, aligned=False, rho=1.0, constants=NOLOCO),
-    "gossip-half": Method(constants=outer.Constants(kappa=0.5)),
-    "gossip-half-rho1": Method(rho=1.0, constants=outer.Constants(kappa=0.5)),
-    "gossip-apart-rho1": Method(rho=1.0, constants=APART),
-    "three": Method(peers=PEERS - 1),
-    "slow": Method(slow=True),
+    "three": Method(dense=100, peers=PEERS - 1),
+    "slow": Method(dense=100, slow=True),
 }
-DEFAULT = "alone,sync,average,gossip,three,slow"
+DEFAULT = "alone,sync,average-dense,gossip-dense,three,slow"
 
 
 @dataclass(frozen=True, slots=True)

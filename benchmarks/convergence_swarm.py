@@ -183,7 +183,8 @@ class Swarm:
             return
         first, second = self.replicas.first_PN[pull.peer], self.replicas.second_PN[pull.peer]
         moments = outer.Moments(second, 1 - BETA1**steps, 1 - BETA2**steps)
-        first += outer.limited(outer.moment_shift(pull.own, outcome, moments, strength), first.norm())
+        shift = outer.limited(outer.moment_shift(pull.own, outcome, moments, strength), first.norm())
+        first += shift
 
     def _coded(self, codec: str, values: Tensor) -> Tensor:
         if self.method.exact:

@@ -136,12 +136,12 @@ def _steps(swarm: Swarm, number: int, begins: float, ends: float) -> list[Line]:
 
 def _busy(swarm: Swarm, number: int, begins: float, ends: float) -> float:
     steps = _steps(swarm, number, begins, ends)
-    return round(sum(line["seconds"] for line in steps[1:]) / (steps[-1]["t"] - steps[0]["t"]), 3)
+    return float(round(sum(line["seconds"] for line in steps[1:]) / (steps[-1]["t"] - steps[0]["t"]), 3))
 
 
 def _gap(swarm: Swarm, number: int, begins: float, ends: float) -> float:
     moments = [line["t"] for line in _steps(swarm, number, begins, ends)]
-    return round(max(late - early for early, late in pairwise(moments)), 2)
+    return float(round(max(late - early for early, late in pairwise(moments)), 2))
 
 
 def _trouble(member: Member) -> list[str]:

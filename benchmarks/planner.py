@@ -1,11 +1,17 @@
-"""The planner's figures: `python -m benchmarks.planner [--part NAME] [--seeds N] [--quick]`.
+"""The planner's figures: `python -m benchmarks.planner [--part NAME]... [--seeds N] [--first N] [--quick]`.
 
+    compile     the first compilation ever, into an empty cache, for each solver in a process of its own
+    check       gcma against the published code's own loop, interpreted: the same walk, and candidates per second
     published   the five published cases: genetic for 2 s from each seed, against the proven optimum
-    irregular   random cities and noisy rates: genetic after 10 s and 30 s against gcma after as many candidates as the
-                published, interpreted code tries in 360 s (720), in its main program (5,000), and after 50,000
-    large       1,024 and 4,096 devices against the best hand layout, and the memory it took
-    throughput  64 unequal devices, against equal spans placed at random and against the bound
-    gossip      mixing per second of the planned partners against uniform and bandwidth-proportional
+    cities      64 devices at random over ten cities: genetic after 10 s and 30 s against gcma after as many candidates
+                as the interpreted code tries in 360 s (its rate is measured here, on this swarm), and what the
+                published code's own pipelines cost; for the first draw also after 50,000 candidates
+    noisy       the same for eight cities with every link's rate times a lognormal of sigma 0.2
+    large       1,024 devices for 30 s and 4,096 for 60 s against the best hand layout, and the memory it took
+    small       throughput of up to 6 peers and 8 layers: the default solver against `exact`
+    unequal     throughput of 64 unequal devices in 20 s, against equal spans placed at random and against the bound
+    gossip      mixing per second of the planned partners against the two simple rules, within 2 s
+    command     seconds that `python -m decentral.plan --seconds 2` searches, throughput of 64 peers
 
 Seconds are CPU seconds of this process, so that other load does not change what a search may do. All ratios are
 within one run. Prints one JSON line per measurement.
@@ -13,15 +19,19 @@ within one run. Prints one JSON line per measurement.
 
 import argparse
 import json
+import os
 import resource
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import replace
 
 import numpy as np
 
+from benchmarks import planner_published as published_code
 from decentral.core import config
-from decentral.scheduler import evolve, flow, gcma, gossip, spans, throughput, topology, work
-from decentral.scheduler.arrays import Ints
+from decentral.scheduler import evolve, flow, gcma, gossip, milp, spans, throughput, topology, work
 from decentral.scheduler.cost import layout, problem
 from decentral.scheduler.plan import hand_costs, regions_of
 from decentral.scheduler.progress import Budget
@@ -29,46 +39,92 @@ from decentral.scheduler.topology import Topology, Workload
 
 OPTIMA = {"data-centre": 3.43980, "universities": 16.08684, "four-regions": 34.80204, "eight-cities": 49.21838,
           "spot": 31.63416}  # fmt: skip
-CANDIDATES = (720, 5_000, 50_000)
+PUBLISHED_S = 360.0
+SAMPLE = 25  # candidates by which the interpreted code's rate is measured: one round of gcma's trials
+STANDS_STILL = 50_000  # candidates
 CITIES = ("Frankfurt", "Ireland", "London", "Ohio", "Oregon", "Seoul", "Singapore", "Sydney", "Tokyo", "Virginia")
 KINDS = (("A100", 80.0, 80.0), ("A40", 40.0, 40.0), ("L4", 24.0, 20.0), ("T4", 12.0, 10.0))  # GB, TFLOP/s: 8:4:2:1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parts = {"published": published, "irregular": irregular, "large": large, "throughput": unequal, "gossip": partners}
+    parts = {"compile": compilation, "check": check, "published": published, "cities": cities, "noisy": noisy_rates,
+             "large": large, "small": small, "unequal": unequal, "gossip": partners, "command": command}  # fmt: skip
     parser.add_argument("--part", choices=parts, action="append")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--quick", action="store_true", help="a tenth of the seconds and candidates")
     options = parser.parse_args()
     scale = 0.1 if options.quick else 1.0
     _genetic(topology.load("spot"), 0, 0.01)  # compile, or load what is compiled
+    _gcma(topology.load("spot"), 0, gcma.POPULATION + 1)
     for name in options.part or parts:
-        for seed in range(options.seeds):
+        for seed in range(options.first, options.first + options.seeds):
             parts[name](seed, scale)
+
+
+def compilation(seed: int, _scale: float) -> None:
+    """Once is enough; further seeds measure the same."""
+    for solver in ("genetic", "annealing", "gcma"):
+        code = (
+            "import time; from decentral.scheduler import topology, plan, progress; spot = topology.load('spot'); "
+            f"begin = time.process_time(); plan.sync_plan(spot, {solver!r}, 0, progress.Budget(rounds=1)); "
+            "print(time.process_time() - begin)"
+        )
+        with tempfile.TemporaryDirectory() as empty:
+            environment = {**os.environ, "NUMBA_CACHE_DIR": empty}
+            runs = [
+                subprocess.run(
+                    [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+                )
+                for _ in range(2)
+            ]
+        first, again = (float(run.stdout) for run in runs)
+        _line("compile", seed=seed, solver=solver, first_s=first, again_s=again, compiling_s=first - again)
+
+
+def check(seed: int, _scale: float) -> None:
+    for case in OPTIMA:
+        swarm = topology.load(case)
+        walked, rate = _interpreted(swarm, seed, 100)
+        ours, _ = _gcma(swarm, seed, walked.candidates)
+        _line("check", case=case, seed=seed, candidates=walked.candidates, interpreted=walked.best, gcma=ours,
+              interpreted_per_s=rate, in_360_s=_tried(rate))  # fmt: skip
 
 
 def published(seed: int, scale: float) -> None:
     for case, optimum in OPTIMA.items():
-        cost, when = _genetic(topology.load(case), seed, 2 * scale)
-        _line("published", case=case, seed=seed, cost=cost, over_optimum=cost / optimum, found_after_s=when)
+        found = _genetic(topology.load(case), seed, 2 * scale)
+        cost, when = found[-1]
+        baseline, _ = _gcma(topology.load(case), seed, int(5000 * scale))
+        _line("published", case=case, seed=seed, cost=cost, over_optimum=cost / optimum, found_after_s=when,
+              gcma_5000=baseline)  # fmt: skip
 
 
-def irregular(seed: int, scale: float) -> None:
-    for case, swarm in (("cities", scattered(64, seed)), ("noisy", noisy(seed))):
-        short, _ = _genetic(swarm, seed, 10 * scale)
-        long, _ = _genetic(swarm, seed, 30 * scale)
-        for candidates in CANDIDATES:
-            task = problem(swarm, swarm.workload or Workload())
-            budget = Budget(
-                rounds=max(1, scale * (candidates - gcma.POPULATION) / gcma.TRIALS), clock=time.process_time
-            )
-            begin = time.process_time()
-            slots = gcma.search(task, regions_of(swarm), budget, np.random.default_rng(seed))
-            rate = candidates * scale / (time.process_time() - begin)
-            baseline = layout(task, slots).cost.total
-            _line("irregular", case=case, seed=seed, candidates=int(candidates * scale), gcma=baseline, gcma_rate=rate,
-                  ratio_10_s=short / baseline, ratio_30_s=long / baseline)  # fmt: skip
+def cities(seed: int, scale: float) -> None:
+    _against_gcma("cities", scattered(64, seed), seed, scale)
+
+
+def noisy_rates(seed: int, scale: float) -> None:
+    _against_gcma("noisy", noisy(seed), seed, scale)
+
+
+def _against_gcma(part: str, swarm: Topology, seed: int, scale: float) -> None:
+    record = _genetic(swarm, seed, 30 * scale)
+    long, short = record[-1][0], min(cost for cost, when in record if when <= 10 * scale)
+    _, rate = _interpreted(swarm, seed, SAMPLE)
+    candidates = int(_tried(rate) * scale)
+    baseline, best_N = _gcma(swarm, seed, candidates)
+    case = published_code.case_of(swarm, swarm.workload or Workload())
+    written = published_code.written_pipelines(case, best_N)
+    _line(part, seed=seed, genetic_10_s=short, genetic_30_s=long, interpreted_per_s=rate, candidates=candidates,
+          gcma=baseline, ratio_10_s=short / baseline, ratio_30_s=long / baseline, gcma_as_written=written,
+          written_ratio_10_s=short / written)  # fmt: skip
+    if seed == 0:
+        begin = time.process_time()
+        baseline, _ = _gcma(swarm, seed, int(STANDS_STILL * scale))
+        _line(part, seed=seed, candidates=int(STANDS_STILL * scale), seconds=time.process_time() - begin,
+              gcma=baseline, ratio_10_s=short / baseline, ratio_30_s=long / baseline)  # fmt: skip
 
 
 def large(seed: int, scale: float) -> None:
@@ -76,9 +132,25 @@ def large(seed: int, scale: float) -> None:
         side = int(count**0.5)
         swarm = replace(scattered(count, seed), workload=Workload(side, side))
         hand = min(hand_costs(problem(swarm, Workload(side, side)), regions_of(swarm), seed).values())
-        cost, _ = _genetic(swarm, seed, seconds * scale)
+        begin = time.process_time()
+        cost = _genetic(swarm, seed, seconds * scale)[-1][0]
+        used = time.process_time() - begin
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        _line("large", peers=count, seed=seed, cost=cost, best_hand=hand, ratio=cost / hand, peak_gib=peak)
+        _line("large", peers=count, seed=seed, cost=cost, best_hand=hand, ratio=cost / hand, seconds=used,
+              peak_gib=peak)  # fmt: skip
+
+
+def small(seed: int, scale: float) -> None:
+    task = tiny(np.random.default_rng(seed))
+    begin = time.process_time()
+    exact = milp.best_spans(task)
+    between = time.process_time()
+    assert exact is not None
+    budget = Budget(max(20.0, 3 * (between - begin)) * scale, clock=time.process_time)
+    found = spans.search(task, np.arange(task.peers) % 2, budget, np.random.default_rng(seed))
+    rates = [flow.maximum(task, way).tokens_per_s for way in (found, exact)]
+    _line("small", seed=seed, peers=task.peers, layers=task.layers, of_exact=rates[0] / rates[1],
+          exact_s=between - begin, seconds=time.process_time() - between)  # fmt: skip
 
 
 def unequal(seed: int, scale: float) -> None:
@@ -89,15 +161,27 @@ def unequal(seed: int, scale: float) -> None:
     begin = time.process_time()
     found = flow.maximum(task, spans.search(task, regions_of(swarm), budget, np.random.default_rng(seed)))
     rate, bound = found.tokens_per_s, task.compute_bound()
-    _line("throughput", seed=seed, tokens_per_s=rate, of_bound=rate / bound, of_random=rate / baseline,
+    _line("unequal", seed=seed, tokens_per_s=rate, of_bound=rate / bound, of_random=rate / baseline,
           seconds=time.process_time() - begin)  # fmt: skip
 
 
-def partners(seed: int, _scale: float) -> None:
-    swarm = scattered(32, seed)
-    found = gossip.partners(swarm, np.ones((32, 1), dtype=bool), np.array([1e8]))
-    _line("gossip", seed=seed, of_uniform=found.mixing_per_s / found.uniform_per_s,
-          of_bandwidth=found.mixing_per_s / found.bandwidth_per_s)  # fmt: skip
+def partners(seed: int, scale: float) -> None:
+    for count in (16, 32, 64, 96):
+        swarm = scattered(count, seed)
+        begin = time.process_time()
+        budget = Budget(2 * scale, clock=time.process_time)
+        found = gossip.partners(swarm, np.ones((count, 1), dtype=bool), np.array([1e8]), budget)
+        _line("gossip", seed=seed, peers=count, of_uniform=found.mixing_per_s / found.uniform_per_s,
+              of_bandwidth=found.mixing_per_s / found.bandwidth_per_s, seconds=time.process_time() - begin)  # fmt: skip
+
+
+def command(seed: int, scale: float) -> None:
+    budget = Budget(2 * scale, clock=time.process_time)
+    begin = time.process_time()
+    plan = throughput.throughput_plan(mixed(seed), config.load(None, LLAMA_7B), "genetic", seed, budget)
+    assert plan.throughput is not None
+    _line("command", seed=seed, asked_s=2 * scale, seconds=time.process_time() - begin,
+          of_bound=plan.throughput["tokens_per_s"] / plan.throughput["bound"])  # fmt: skip
 
 
 LLAMA_7B = ["model.depth=32", "model.width=4096", "model.heads=32", "model.hidden=11008", "model.vocabulary=32000",
@@ -138,8 +222,20 @@ def mixed(seed: int) -> Topology:
     return topology.parse({"peers": peers, "based_on": "ten-cities"})
 
 
-def _genetic(swarm: Topology, seed: int, seconds: float) -> tuple[float, float]:
-    """(cost, CPU seconds after which it was found)."""
+def tiny(rng: np.random.Generator) -> work.Work:
+    """3 to 6 unequal peers that hold between two and most of 4 to 8 equal layers, on slow unequal links."""
+    peers, layers = int(rng.integers(3, 7)), int(rng.integers(4, 9))
+    link = rng.lognormal(0, 1, (peers, peers)) * 6e5
+    link = np.minimum(link, link.T)
+    np.fill_diagonal(link, 0.0)
+    speed, memory = rng.choice([1.0, 2.0, 4.0, 8.0], peers), rng.choice([2.5, 4.0, 6.0], peers)
+    memory[: int(np.ceil(layers / 2))] += 1.0  # enough for every layer
+    ones = np.ones(layers)
+    return work.Work(np.outer(1 / speed, ones) / 200, ones, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1)
+
+
+def _genetic(swarm: Topology, seed: int, seconds: float) -> list[tuple[float, float]]:
+    """(cost, CPU seconds after which it was found), at each improvement. The last is the realised cost."""
     task = problem(swarm, swarm.workload or Workload())
     begin = time.process_time()
     found: list[tuple[float, float]] = []
@@ -148,11 +244,36 @@ def _genetic(swarm: Topology, seed: int, seconds: float) -> tuple[float, float]:
         if not found or best < found[-1][0] - 1e-9:
             found.append((best, time.process_time() - begin))
 
-    region: Ints = regions_of(swarm)
-    slots = evolve.search(
-        task, region, Budget(seconds, clock=time.process_time, report=note), np.random.default_rng(seed)
-    )
-    return layout(task, slots).cost.total, found[-1][1]
+    budget = Budget(seconds, clock=time.process_time, report=note)
+    slots = evolve.search(task, regions_of(swarm), budget, np.random.default_rng(seed))
+    return [*found, (layout(task, slots).cost.total, found[-1][1])]
+
+
+def _gcma(swarm: Topology, seed: int, candidates: int) -> tuple[float, list[int]]:
+    """What gcma reaches with so many candidates, and each peer's stage."""
+    task = problem(swarm, swarm.workload or Workload())
+    budget = Budget(rounds=max(1, round((candidates - gcma.POPULATION) / gcma.TRIALS)))
+    slots = gcma.search(task, regions_of(swarm), budget, np.random.default_rng(seed))
+    stage_N = np.empty(len(task), np.int64)
+    stage_N[slots] = np.arange(len(task)) // task.replicas
+    return layout(task, slots).cost.total, stage_N.tolist()
+
+
+def _interpreted(swarm: Topology, seed: int, trials: int) -> tuple[published_code.Search, tuple[float, float]]:
+    """The published code's walk, and its candidates per CPU second: of the first population, and of the trials."""
+    case = published_code.case_of(swarm, swarm.workload or Workload())
+    begin = time.process_time()
+    search = published_code.Search(case, gcma.POPULATION, np.random.default_rng(seed))
+    between = time.process_time()
+    for _ in range(trials // gcma.TRIALS):
+        search.trials()
+    end = time.process_time()
+    return search, (gcma.POPULATION / (between - begin), trials / (end - between))
+
+
+def _tried(rate: tuple[float, float]) -> int:
+    """Candidates in PUBLISHED_S."""
+    return gcma.POPULATION + int((PUBLISHED_S - gcma.POPULATION / rate[0]) * rate[1])
 
 
 def _line(part: str, **figures: object) -> None:

@@ -2,6 +2,8 @@
 
     OPEN --window over--> CLOSING --WindowClosed--> PULLING --last answer--> MERGING --Merged--> OPEN
 
+A partner that does not answer must not make the others' answers old: after ENOUGH periods what is here is merged.
+
 The same machine runs `pull`, the default, and `allreduce`, its synchronous counterpart: there a window has a round
 number, everyone is asked for exactly that round, and the compute thread waits for the merge.
 """
@@ -21,6 +23,8 @@ from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Seconds
 
 BEHIND = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
+MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
+ENOUGH = 2.0  # periods after which answers that are here wait for no others
 PATIENCE = 0.1  # of the period: how long a pull waits for the partner's snapshot of the same window
 
 
@@ -48,21 +52,22 @@ class Exchange:
     _windows: int = 0
     _asked_for: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)
     _pending: set[PeerId] = field(default_factory=set)
-    _got: list[tuple[Contribution, Log]] = field(default_factory=list)
+    _got: list[tuple[Contribution, Log, Seconds]] = field(default_factory=list)  # and when it was published
     _began: Seconds = 0.0
     _published: Seconds = 0.0
+    _enough_at: Seconds = 0.0
     _goal: int = 0  # the round before the one that a partner was in
     _skipped: str = ""  # why a partner had nothing for us, when that is nobody's fault
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest((self.shelf.wake_at, self.close_at if self.state is State.OPEN else None))
+        own = self.close_at if self.state is State.OPEN else self._enough_at if self._may_be_enough() else None
+        return earliest((self.shelf.wake_at, own))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
-                due = self.state is State.OPEN and now >= self.close_at
-                return self.shelf.lose_patience(now) + (self._close(now) if due else [])
+                return self.shelf.lose_patience(now) + self._due(now)
             case WindowClosed(seq=seq) if self.state is State.CLOSING and seq == self.seq:
                 return self._publish(event, now)
             case Asked(request, _, Envelope(Pull() as pull)):
@@ -70,10 +75,22 @@ class Exchange:
             case Answered(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
                 return self._answered(event, now)
             case AskFailed(tag=(*_, seq)) if self.state is State.PULLING and seq == self.seq:
-                return [self._failed(event.peer, event.reason, event.seconds), *self._settled(event.peer)]
+                return [self._failed(event.peer, event.reason, event.seconds), *self._settled(event.peer, now)]
             case Merged(seq=seq) if self.state is State.MERGING and seq == self.seq:
                 return self._merged(event, now)
         return []  # it speaks of an exchange that is over
+
+    def _due(self, now: Seconds) -> list[Effect]:
+        if self.state is State.OPEN and now >= self.close_at:
+            return self._close(now)
+        if self._may_be_enough() and now >= self._enough_at:
+            late = [self._failed(partner, "late", now - self._published) for partner in sorted(self._pending)]
+            self._pending.clear()
+            return [*late, *self._merge(now)]
+        return []
+
+    def _may_be_enough(self) -> bool:
+        return self.state is State.PULLING and bool(self._got) and not self.synchronous
 
     def _close(self, now: Seconds) -> list[Effect]:
         self.state, self._began = State.CLOSING, now
@@ -83,12 +100,13 @@ class Exchange:
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         behind = now - self._published > BEHIND * self.view.period_s(len(closed.blob))
         self.layout, self.size, self._published = closed.layout, len(closed.blob), now
+        self._enough_at = now + ENOUGH * self.view.period_s(self.size)
         effects = self.shelf.put(self.terms.describe(closed, now), closed.blob, now)
         partners = self.view.partners(self.terms.fragment, now)
         self._pending, self._got, self._skipped = set(partners), [], ""
         if not partners:
             self._skipped = "alone"
-            return [*effects, *self._merge()]
+            return [*effects, *self._merge(now)]
         self.state = State.PULLING
         self._asked_for = self._choose_sections(partners, behind)
         return effects + [self._ask(partner, now) for partner in partners]
@@ -120,14 +138,14 @@ class Exchange:
     def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
         match event.envelope.message:
             case Snapshot() as snapshot:
-                return self._received(event, snapshot, now) + self._settled(event.peer)
+                return self._received(event, snapshot, now) + self._settled(event.peer, now)
             case Refused("nothing-newer", newest):
                 self._catch_up(newest)
                 self._skipped = "nothing-newer"
-                return self._settled(event.peer)
+                return self._settled(event.peer, now)
             case Refused(reason):
-                return [self._failed(event.peer, reason, event.seconds), *self._settled(event.peer)]
-        return [self._failed(event.peer, "unexpected", event.seconds), *self._settled(event.peer)]
+                return [self._failed(event.peer, reason, event.seconds), *self._settled(event.peer, now)]
+        return [self._failed(event.peer, "unexpected", event.seconds), *self._settled(event.peer, now)]
 
     def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> list[Effect]:
         after = self.seen.get(event.peer, 0)
@@ -136,7 +154,10 @@ class Exchange:
             self.terms.check(snapshot, event.envelope.blob, layout, after, now)
         except ProtocolError as error:
             return [self._failed(event.peer, error.reason, event.seconds)]
+        self.seen.pop(event.peer, None)
         self.seen[event.peer] = snapshot.seq
+        while len(self.seen) > MOST_SEEN:
+            del self.seen[next(iter(self.seen))]
         done = log(
             "exchange",
             fragment=self.terms.fragment,
@@ -148,22 +169,26 @@ class Exchange:
             received_bytes=event.received_bytes,
             age_s=round(now - snapshot.time, 3),
         )
-        self._got.append((contribution(event.peer, snapshot, event.envelope.blob), done))
+        self._got.append((contribution(event.peer, snapshot, event.envelope.blob), done, snapshot.time))
         return []
 
-    def _settled(self, partner: PeerId) -> list[Effect]:
+    def _settled(self, partner: PeerId, now: Seconds) -> list[Effect]:
         self._pending.discard(partner)
-        return [] if self._pending else self._merge()
+        return [] if self._pending else self._merge(now)
 
-    def _merge(self) -> list[Effect]:
+    def _merge(self, now: Seconds) -> list[Effect]:
+        """With what is still fresh: a process that was stopped finds answers of long ago."""
         self.state = State.MERGING
-        return [Merge(self.terms.fragment, self.seq, tuple(one for one, _ in self._got))]
+        stale = [] if self.synchronous else [one for one, _, t in self._got if now - t > self.terms.max_age_s]
+        self._got = [got for got in self._got if got[0] not in stale]
+        lines = [self._failed(one.peer, "stale", 0.0) for one in stale]
+        return [*lines, Merge(self.terms.fragment, self.seq, tuple(one for one, _, _ in self._got))]
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = State.OPEN
         self.close_at = self.terms.next_close(now, self.view.period_s(self.size))
         refused = dict(merged.rejected)
-        lines: list[Effect] = [done for one, done in self._got if one.peer not in refused]
+        lines: list[Effect] = [done for one, done, _ in self._got if one.peer not in refused]
         lines += [self._failed(peer, reason, 0.0) for peer, reason in merged.rejected]
         if not merged.used:
             solo = {

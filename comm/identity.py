@@ -9,6 +9,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import base58
 import msgpack
@@ -24,6 +25,21 @@ KEY_BITS = 2048
 
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=32)
 _RSA = b"\x08\x00\x12"  # protobuf: key_type = RSA, then the field of the key's bytes
+
+
+class Signer(Protocol):
+    """Who we are, and how we know others: an Identity, or a simulated one."""
+
+    @property
+    def peer(self) -> PeerId: ...
+
+    def seal(self, key: str, body: bytes, expires: float) -> bytes:
+        """A record for the DHT that others can check is ours."""
+        ...
+
+    def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
+        """The body and the expiry of a record that `peer` has sealed for `key`. Raises ProtocolError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +65,9 @@ class Identity:
         signature = self.key.sign(_signed(key, self.peer, body, expires), _PADDING, hashes.SHA256())
         record: bytes = msgpack.packb([body, expires, _public_bytes(self.key), signature])
         return record
+
+    def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
+        return open_sealed(key, peer, record, now)
 
 
 def open_sealed(key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:

@@ -18,6 +18,7 @@ UNKNOWN_BANDWIDTH = 1 * MiB  # bytes/s, a weak home uplink: a first guess that e
 SLACK = 4.0  # a deadline is this many times the expected duration, and the floor below
 DEADLINE_FLOOR_S = 3.0
 DEADLINE_TOP_S = 60.0
+MOST_LINKS = 4096  # peers come and go; the ones that we have not heard of for longest are forgotten
 
 
 @dataclass(slots=True)
@@ -33,7 +34,9 @@ class Meter:
 
     def saw(self, peer: PeerId, seconds: Seconds, sent: int, received: int) -> None:
         """A question took `seconds` with so many bytes each way."""
-        link = self.links.setdefault(peer, Link())
+        link = self.links[peer] = self.links.pop(peer, Link())  # the latest last
+        while len(self.links) > MOST_LINKS:
+            del self.links[next(iter(self.links))]
         large = max(sent, received)
         if large < LARGE:
             link.latency_s = _mixed(link.latency_s, seconds)
@@ -43,9 +46,6 @@ class Meter:
             link.down = _mixed(link.down, rate)
         else:
             link.up = _mixed(link.up, rate)
-
-    def forget(self, peer: PeerId) -> None:
-        self.links.pop(peer, None)
 
     def latency_s(self, peer: PeerId) -> float:
         known = self.links.get(peer, Link()).latency_s

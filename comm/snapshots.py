@@ -10,6 +10,7 @@ from decentral.comm.codec import Envelope
 from decentral.comm.messages import Pull, Refused, Snapshot
 from decentral.comm.transport import Reply
 from decentral.core.errors import ProtocolError
+from decentral.core.hollow import joined
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Contribution, Layout, WindowClosed
 from decentral.core.machine import Effect
@@ -154,5 +155,5 @@ class Shelf:
             if section in layout:
                 parts.append(blob[start : start + section.size])
             start += section.size
-        part = b"".join(parts)
+        part = joined(parts)
         return Reply(held.request, Envelope(replace(snapshot, layout=layout, digest=blobs.digest(part)), part))

@@ -27,6 +27,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import Journal
 from decentral.core.units import Amount
+from decentral.peers import roster
 from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
 from decentral.peers.node import Node, Setup
@@ -86,7 +87,7 @@ async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2
     folder.write_run(run, settings)
     addresses = await transport.addresses()
     folder.write_listen(addresses)
-    directory = await transport.directory([f"{run}/peers", f"{run}/plan"], contacts)
+    directory = await transport.directory([*roster.keys(run, settings.swarm.shards), f"{run}/plan"], contacts)
     return Met(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
 
 

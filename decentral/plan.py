@@ -2,6 +2,7 @@
 
     python -m decentral.plan eight-cities                       the synchronous objective, a shipped topology
     python -m decentral.plan swarm.yaml --model default         the asynchronous swarm's throughput
+    python -m decentral.plan --join ADDR                        a live swarm, as its peers measured themselves
     python -m decentral.plan spot --solver annealing --json     another solver; the plan as JSON
     python -m decentral.plan spot --compare --plot spot.png     cost against seconds for all solvers
 
@@ -9,40 +10,57 @@ Exit status 0, or 2 with one line that says what to mend.
 """
 
 import argparse
+import asyncio
+import dataclasses
 import json
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from decentral import command
+from decentral.comm import identity
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import VERSION, Hello, Refused, Welcome
+from decentral.comm.transport import AskError, Transport
+from decentral.core.config import Config, from_canonical
 from decentral.core.config import load as load_config
-from decentral.core.errors import UserError
+from decentral.core.errors import ProtocolError, UserError
+from decentral.core.ids import PeerId
+from decentral.peers import records
 from decentral.scheduler import plan as planning
 from decentral.scheduler import topology as topologies
+from decentral.scheduler import work as works
 from decentral.scheduler.plan import Plan
 from decentral.scheduler.progress import Budget, Report
 from decentral.scheduler.topology import Topology
 
 ROWS = 32  # of a table on the terminal
+HELLO_S = 15.0
+LOOKS = 4  # at the swarm's records: what is far away in the DHT may take a second look
+PAUSE_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
     try:
-        topology = topologies.load(options.topology)
+        options = _options(arguments)
+        topology, config = _swarm(options)
         if options.compare:
             return _compare(topology, options)
-        plan = _plan(topology, options)
+        plan = _plan(topology, config, options)
         if options.plot:
             from decentral.scheduler import plot
 
             plot.map_of(topology, plan, options.plot)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -53,11 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m decentral.plan", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("topology", help="a YAML or JSON file, or a shipped name such as eight-cities")
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.Parser(prog="python -m decentral.plan", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "topology", metavar="TOPOLOGY", nargs="?", help="a YAML or JSON file, or a shipped name such as eight-cities"
+    )
+    parser.add_argument("--join", metavar="ADDR", help="instead of TOPOLOGY: the address of a peer of a live swarm")
     parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
-    parser.add_argument("--objective", choices=["sync", "throughput"], help="default: sync, or throughput with --model")
+    parser.add_argument(
+        "--objective", choices=["sync", "throughput"], help="default: sync, or throughput with --model or --join"
+    )
     parser.add_argument("--solver", default="genetic", help="genetic, annealing, gcma, exact, flow, or a hand layout")
     parser.add_argument("--seconds", type=_positive, default=5.0, help="how long to search (default 5)")
     parser.add_argument("--seed", type=int, default=0)
@@ -65,26 +88,102 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the plan; with --compare, cost against seconds")
     parser.add_argument("--compare", action="store_true", help="run all solvers on the topology")
-    return parser
+    options = parser.parse_args(arguments)
+    if (options.topology is None) == (options.join is None):
+        raise UserError("give either a TOPOLOGY (such as eight-cities, or a file) or --join ADDR (see --help)")
+    if options.holders < 1:
+        raise UserError(f"--holders expects at least 1; got {options.holders}")
+    options.objective = options.objective or ("throughput" if options.model or options.join else "sync")
+    return options
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < 1e7:
         raise argparse.ArgumentTypeError(f"expected seconds above 0; got {text}")
     return value
 
 
-def _plan(topology: Topology, options: argparse.Namespace) -> Plan:
-    objective = options.objective or ("throughput" if options.model else "sync")
-    with _bar(objective, quiet=options.json) as report:
+def _swarm(options: argparse.Namespace) -> tuple[Topology, Config | None]:
+    """The devices and links to plan for, and the live swarm's own config."""
+    if options.join is None:
+        return topologies.load(options.topology), None
+    profiles, config = asyncio.run(_live(options.join))
+    if len(profiles) < 2:
+        raise UserError(f"--join: that swarm has {len(profiles)} peer; a plan needs at least 2: try when more joined")
+    return topologies.topology_from_profiles(profiles, {}), config
+
+
+def _plan(topology: Topology, config: Config | None, options: argparse.Namespace) -> Plan:
+    with _bar(options.objective, quiet=options.json) as report:
         budget = Budget(seconds=options.seconds, clock=time.monotonic, report=report)
-        if objective == "sync":
+        if options.objective == "sync":
             return planning.sync_plan(topology, options.solver, options.seed, budget)
         from decentral.scheduler import throughput
 
-        config = load_config(options.model)
+        if options.model or config is None:
+            config = load_config(options.model)
         return throughput.throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
+
+
+# A live swarm
+
+
+async def _live(address: str) -> tuple[dict[str, dict[str, Any]], Config]:
+    """What the swarm's peers say of themselves, signed, and its config. Raises UserError if nobody is there."""
+    from decentral.comm.libp2p import Libp2p
+
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder) / "identity.key"
+        identity.Identity.load_or_create(key)
+        transport = await Libp2p.start(key, ["/ip4/127.0.0.1/tcp/0"], [])
+        try:
+            try:
+                peer = await transport.connect(address)
+                welcome = await _greet(transport, peer)
+            except AskError as error:
+                reason = f"--join {address}: {error}; check the address, that the peer there runs, and its port"
+                raise UserError(reason) from None
+            config, name = from_canonical(welcome.config), f"{welcome.run}/peers"
+            directory = await transport.directory([name], [peer])
+            profiles: dict[str, dict[str, Any]] = {}
+            for _ in range(LOOKS):
+                profiles |= _profiles(name, await directory.fetch(name), config, time.time())
+                if len(profiles) > 1:
+                    break
+                await asyncio.sleep(PAUSE_S)
+            return profiles, config
+        finally:
+            await transport.close()
+
+
+async def _greet(transport: Transport, peer: PeerId) -> Welcome:
+    """Learns the run and its config. Raises AskError."""
+    answer = await transport.ask(peer, Envelope(Hello()), HELLO_S, 0)
+    match answer.envelope.message:
+        case Welcome() as welcome:
+            return welcome
+        case Refused(detail=detail):
+            raise AskError("refused", f"{detail} (this planner speaks protocol {VERSION})")
+    raise AskError("refused", "it gave no welcome")
+
+
+def _profiles(name: str, found: Mapping[str, bytes], config: Config, now: float) -> dict[str, dict[str, Any]]:
+    """Peer -> profile, of records that their peers signed. FLOP/s as the run's own model reached them."""
+    profiles = {}
+    for peer, sealed in found.items():
+        try:
+            record = records.unpack(identity.open_sealed(name, PeerId(peer), sealed, now)[0])
+        except ProtocolError:
+            continue  # another peer's bytes
+        if record.phase != "leaving" and f"{record.run}/peers" == name:
+            profile = dataclasses.asdict(record.profile)
+            reached = record.profile.tokens_per_s * works.flops_per_token(config)
+            profiles[peer] = profile | {"flops": reached or record.profile.flops}
+    return profiles
 
 
 def _compare(topology: Topology, options: argparse.Namespace) -> int:

@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from random import Random
 
 from decentral.comm import blobs
 from decentral.comm.codec import Envelope
 from decentral.comm.messages import MAX_CHUNK_BYTES, PullState, Refused, StateChunk
 from decentral.comm.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.errors import ProtocolError
+from decentral.core.hollow import joined
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import (
     ExportState,
@@ -34,6 +36,7 @@ from decentral.core.machine import Effect, Woke, log
 from decentral.core.units import MiB, Seconds
 
 PIECE_BYTES = 1 * MiB
+DONORS = 4  # asked at a time; the others are spared
 IN_FLIGHT = 2  # pieces asked of one donor at a time
 FAILURES = 2  # then a donor is left out
 ROSTER_S = 4.0  # how long to wait for the roster
@@ -80,7 +83,7 @@ class Incoming:
         self.pieces[chunk.offset] = blob
 
     def blob(self) -> bytes:
-        return b"".join(self.pieces[at] for at in sorted(self.pieces))
+        return joined(self.pieces[at] for at in sorted(self.pieces))
 
 
 @dataclass(slots=True)
@@ -91,6 +94,7 @@ class Join:
     contacts: tuple[PeerId, ...]  # who answered our Hello
     own_step: int  # of our checkpoint; 0 without one
     restored: bool  # whether there is one
+    chance: Random
     holds: Callable[[PeerId, Fragment], bool] = lambda peer, fragment: True
     state: State = State.WAITING
     donors: list[PeerId] = field(default_factory=list)
@@ -133,7 +137,10 @@ class Join:
     def _look(self, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
         """Finds donors, or starts from what we have where there are none."""
         known = sorted({*live, *self.contacts})
-        self.donors = [peer for peer in known if self._failures[peer] < FAILURES]
+        willing = [peer for peer in known if self._failures[peer] < FAILURES]
+        kept = [peer for peer in self.donors if peer in willing]
+        others = [peer for peer in willing if peer not in kept]
+        self.donors = kept + self.chance.sample(others, min(len(others), DONORS - len(kept)))
         if not self.donors and (not known or now > self._last_piece + GIVE_UP_S):
             return self._done("checkpoint" if self.restored else "alone", now)
         if not self.donors:
@@ -204,6 +211,9 @@ class Join:
 
     def _donor_failed(self, donor: PeerId, reason: str, now: Seconds) -> list[Effect]:
         self._in_flight[donor] -= 1
+        if reason == "busy":  # it has enough newcomers: others are asked, and it perhaps later
+            self.donors = [peer for peer in self.donors if peer != donor]
+            return self._ask_more(now)
         self._failures[donor] += 1
         lines: list[Effect] = []
         if self._failures[donor] == FAILURES:

@@ -14,7 +14,7 @@ from random import Random
 
 from decentral.comm.codec import Envelope
 from decentral.comm.exchange import Exchange
-from decentral.comm.identity import Identity
+from decentral.comm.identity import Signer
 from decentral.comm.messages import (
     MAX_PROBE_BYTES,
     Carry,
@@ -66,7 +66,7 @@ from decentral.core.units import Amount, Seconds
 from decentral.peers import flows
 from decentral.peers.join import Donor, Join
 from decentral.peers.join import State as JoinState
-from decentral.peers.probe import Prober
+from decentral.peers.probe import Prober, zeros
 from decentral.peers.progress import Progress, Stop
 from decentral.peers.records import PeerRecord, Profile
 from decentral.peers.roster import Roster
@@ -99,7 +99,7 @@ class Setup:
 
     config: Config
     run: RunId
-    own: Identity
+    own: Signer
     fragments: Sequence[Fragment]  # that this peer holds: its span
     state_layouts: Sequence[Layout]  # what newcomers get of each
     layers: int  # of the whole model
@@ -142,14 +142,17 @@ class Node:
         setup, run = self.setup, self.setup.config
         restored = setup.restored_step is not None
         self._rng = rng.stream(run.seed, "node", setup.own.peer)
-        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose)
+        chance = rng.stream(run.seed, "roster", setup.own.peer)
+        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose, chance)
+        own_step = setup.restored_step or 0
         self.join = Join(
             setup.run,
             setup.fragments,
             setup.state_layouts,
             setup.contacts,
-            setup.restored_step or 0,
+            own_step,
             restored,
+            self._rng,
             self._donates,
         )
         self.donor = Donor(setup.run, setup.fragments)
@@ -235,14 +238,18 @@ class Node:
 
     def _woke(self, event: Woke, now: Seconds) -> list[Effect]:
         effects = self.roster.handle(event, now)
-        effects += self.join.handle(event, now, self._live())
-        effects += self.prober.handle(event, now, self._live())
+        if _due(self.join, now):
+            effects += self.join.handle(event, now, self._live())
+        if _due(self.prober, now):
+            effects += self.prober.handle(event, now, self._live())
         effects += self.progress.handle(event, now)
         for exchange in self.gossip.values():
-            effects += exchange.handle(event, now)
+            if _due(exchange, now):
+                effects += exchange.handle(event, now)
         if self.routes:
             self._look_at_flows(now)
-            effects += self.routes.handle(event, now)
+            if _due(self.routes, now):
+                effects += self.routes.handle(event, now)
         self.donor.forget_old(now)
         if now >= self._traffic_at:
             self._traffic_at = now + TRAFFIC_S
@@ -259,7 +266,7 @@ class Node:
                 return [self._reply(event, Pong(nonce))]
             case Probe(download_bytes):
                 probed = Probed(len(event.envelope.blob))
-                return [Reply(event.request, Envelope(probed, bytes(download_bytes)))]
+                return [Reply(event.request, Envelope(probed, zeros(download_bytes)))]
             case PullState(run=run) as pull if run == self.setup.run:
                 if self.phase is Phase.JOINING and self.setup.restored_step is None:
                     return [self._reply(event, Refused("not-ready"))]
@@ -497,6 +504,11 @@ class Node:
         elif isinstance(effect, Reply):
             self._unanswered.discard(effect.request)
             self.sent_bytes += len(effect.envelope.blob)
+
+
+def _due(machine: Join | Prober | Gossip | Routes, now: Seconds) -> bool:
+    wake_at = machine.wake_at
+    return wake_at is not None and now >= wake_at
 
 
 __all__ = ["Node", "Phase", "Setup", "Stop"]

@@ -5,6 +5,7 @@ From then on every exchange measures (comm/meter.py), so a probe is repeated onl
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 
 from decentral.comm.codec import Envelope
@@ -19,6 +20,12 @@ PROBED_PEERS = 3
 PROBE_BYTES = 1 * MiB
 AGAIN_S = 300.0
 DEADLINE_S = 20.0
+
+
+@lru_cache(maxsize=4)
+def zeros(size: int) -> bytes:
+    """One block for all who send it: a size asked for is bounded by MAX_PROBE_BYTES."""
+    return bytes(size)
 
 
 @dataclass(slots=True)
@@ -43,8 +50,11 @@ class Prober:
         return []
 
     def _choose(self, peers: Sequence[PeerId]) -> None:
-        new = [peer for peer in sorted(peers) if self.meter.links.get(peer) is None or not self.meter.links[peer].up]
-        chosen = self.rng.sample(new, min(PROBED_PEERS, len(new)))
+        """As many as there are links missing: PROBED_PEERS with a known uplink say enough of ours."""
+        links = self.meter.links
+        new = [peer for peer in sorted(peers) if peer not in links or not links[peer].up]
+        missing = PROBED_PEERS - sum(1 for link in links.values() if link.up)
+        chosen = self.rng.sample(new, max(0, min(missing, len(new))))
         self._queue = [(peer, what) for peer in chosen for what in ("ping", "ping", "down", "up")]
 
     def _next(self) -> list[Effect]:
@@ -54,6 +64,6 @@ class Prober:
         envelope = {
             "ping": Envelope(Ping(self.rng.getrandbits(32))),
             "down": Envelope(Probe(PROBE_BYTES)),
-            "up": Envelope(Probe(0), bytes(PROBE_BYTES)),
+            "up": Envelope(Probe(0), zeros(PROBE_BYTES)),
         }[what]
         return [Ask(("probe", what), peer, envelope, DEADLINE_S, PROBE_BYTES)]

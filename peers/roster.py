@@ -2,14 +2,21 @@
 
 A record expires a minute after its peer stops renewing it. That is slow for a crash, so a peer that does not answer
 twice in a row is dropped at once, and comes back with its next record. A peer that leaves says so in its last one.
+
+All records are under one key, which is as large as the swarm. Where that is too large, `swarm.shards` spreads them
+over several: each look then goes to our own shard and to one more, drawn anew, so that everybody knows a changing
+sample of the swarm, and what a peer does costs the same however many there are.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from random import Random
 
-from decentral.comm import identity
+from decentral.comm.identity import Signer
 from decentral.comm.transport import Announce, Answered, AskFailed, Found, Lookup
+from decentral.core import rng
 from decentral.core.config import Swarm
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
@@ -18,9 +25,9 @@ from decentral.core.units import Seconds
 from decentral.peers import records
 from decentral.peers.records import PeerRecord
 
-REFRESH_S = 4.0
 SOON_S = 0.5
 PEERS_PER_REFRESH_S = 25  # a large swarm looks less often: its record is as large as it
+FORGET_TTLS = 10  # lifetimes of a record
 DEAD_AFTER = 2  # unanswered questions in a row
 SILENT = ("unreachable", "deadline", "cut")
 
@@ -37,35 +44,34 @@ class Learn:
 class Entry:
     record: PeerRecord
     expires: float
-    failures: int = 0
+    failures: int = 0  # unanswered questions in a row
 
 
 @dataclass(slots=True)
 class Roster:
     run: RunId
-    own: identity.Identity
+    own: Signer
     limits: Swarm
     compose: Callable[[Seconds, bool], PeerRecord]  # our own record: (now, leaving)
+    chance: Random
     live: dict[PeerId, Entry] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
     _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time are of the dead peer
+    _known: dict[PeerId, bytes] = field(default_factory=dict)  # the record that we read last, to read none twice
     _renew_at: Seconds = 0.0
     _refresh_at: Seconds = 0.0
-
-    @property
-    def key(self) -> str:
-        return f"{self.run}/peers"
+    _expiry_at: Seconds | None = None  # when to look for expired records; together, not one by one
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest((self._renew_at, self._refresh_at, *(entry.expires for entry in self.live.values())))
+        return earliest((self._renew_at, self._refresh_at, self._expiry_at))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
                 return self._expire(now) + self._renew(now) + self._refresh(now)
-            case Found(key, values) if key == self.key:
-                return self._found(values, now)
+            case Found(key, values) if key in _known_keys(self.run, self.limits.shards):
+                return self._found(key, values, now)
             case Answered(peer=peer) if peer in self.live:
                 self.live[peer].failures = 0
             case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SILENT:
@@ -77,7 +83,9 @@ class Roster:
         self._renew_at = min(self._renew_at, now)
 
     def look_soon(self, now: Seconds) -> None:
-        """Somebody whom we do not know has asked us something."""
+        """Somebody whom we do not know has asked us something: a newcomer, unless nobody knows everybody here."""
+        if self.limits.shards > 1:
+            return
         self._refresh_at = min(self._refresh_at, now + SOON_S)
 
     def leave(self, now: Seconds) -> list[Effect]:
@@ -92,32 +100,41 @@ class Roster:
     def _announce(self, now: Seconds, leaving: bool) -> Announce:
         expires = now + self.limits.record_ttl_s
         body = records.pack(self.compose(now, leaving))
-        return Announce(self.key, self.own.peer, self.own.seal(self.key, body, expires), expires)
+        key = key_of(self.run, self.own.peer, self.limits.shards)
+        return Announce(key, self.own.peer, self.own.seal(key, body, expires), expires)
 
     def _refresh(self, now: Seconds) -> list[Effect]:
         if now < self._refresh_at:
             return []
-        self._refresh_at = now + max(REFRESH_S, len(self.live) / PEERS_PER_REFRESH_S)
-        return [Lookup(self.key)]
+        self._refresh_at = now + max(self.limits.refresh_s, len(self.live) / PEERS_PER_REFRESH_S)
+        own = key_of(self.run, self.own.peer, self.limits.shards)
+        looks = [own] if self.limits.shards == 1 else [own, self.chance.choice(keys(self.run, self.limits.shards))]
+        self._forget(now)
+        return [Lookup(key) for key in dict.fromkeys(looks)]
 
     def _expire(self, now: Seconds) -> list[Effect]:
+        if self._expiry_at is None or now < self._expiry_at:
+            return []
+        next_at = earliest(entry.expires for entry in self.live.values() if entry.expires > now)
+        self._expiry_at = None if next_at is None else max(next_at, now + self.limits.refresh_s / 4)
         gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
         return [effect for peer in gone for effect in self._drop(peer, "expired", now)]
 
-    def _found(self, values: Mapping[str, bytes], now: Seconds) -> list[Effect]:
+    def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[Effect]:
         effects: list[Effect] = []
         for subkey, value in sorted(values.items())[: self.limits.max_peers]:
             peer = PeerId(subkey)
-            if peer == self.own.peer:
+            if peer == self.own.peer or self._known.get(peer) == value:
                 continue
             try:
-                body, expires = identity.open_sealed(self.key, peer, value, now)
+                body, expires = self.own.open(key, peer, value, now)
                 record = records.unpack(body)
                 if record.run != self.run:
                     raise ProtocolError("run", f"a record of {record.run!r}")
             except ProtocolError as error:
                 self.refused[error.reason] += 1
                 continue
+            self._known[peer] = value
             effects += self._heard(peer, record, expires, now)
         return effects
 
@@ -131,6 +148,7 @@ class Roster:
         if known is not None and known.record.time >= record.time:
             return []
         self.live[peer] = Entry(record, expires, known.failures if known else 0)
+        self._expiry_at = earliest((self._expiry_at, expires))
         effects: list[Effect] = [Learn(peer, record.addresses)]
         if known is None:
             profile = record.profile
@@ -145,6 +163,30 @@ class Roster:
         self._dropped[peer] = entry.record.time
         return self._drop(peer, "silent", now)
 
+    def _forget(self, now: Seconds) -> None:
+        """What a record says of long ago is of no use: peers that come and go must not fill our memory."""
+        if len(self._known) > 2 * self.limits.max_peers:
+            self._known.clear()
+        if len(self._dropped) > self.limits.max_peers:
+            old = now - FORGET_TTLS * self.limits.record_ttl_s
+            self._dropped = {peer: time for peer, time in self._dropped.items() if time > old}
+
     def _drop(self, peer: PeerId, reason: str, now: Seconds) -> list[Effect]:
         del self.live[peer]
         return [log("peer_left", peer=peer, reason=reason)]
+
+
+@cache
+def keys(run: RunId, shards: int) -> tuple[str, ...]:
+    """Where the records of a run are in the DHT."""
+    return (f"{run}/peers",) if shards == 1 else tuple(f"{run}/peers/{shard}" for shard in range(shards))
+
+
+@cache
+def _known_keys(run: RunId, shards: int) -> frozenset[str]:
+    return frozenset(keys(run, shards))
+
+
+@cache
+def key_of(run: RunId, peer: PeerId, shards: int) -> str:
+    return keys(run, shards)[rng.seed_of(0, "shard", peer) % shards]

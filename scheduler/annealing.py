@@ -20,7 +20,7 @@ def search(problem: Problem, region_N: Ints, budget: Budget, rng: np.random.Gene
     """The slots of the best layout that the budget finds."""
     twin_N = moves.twins(problem.data_NN, problem.pipe_NN)
     best_slots = layouts.random(region_N, problem.stages, problem.replicas, rng)
-    best = np.inf
+    best, dice = np.inf, moves.dice(rng)
     progress = Progress(budget, best)
     while progress.goes_on():
         slots = layouts.random(region_N, problem.stages, problem.replicas, rng)
@@ -32,7 +32,7 @@ def search(problem: Problem, region_N: Ints, budget: Budget, rng: np.random.Gene
         for _ in range(0, steps, CHUNK):
             best = moves.anneal(
                 problem.data_NN, problem.pipe_NN, problem.replicas, state, best_slots, best,
-                CHUNK, hot, hot * cooling, SMOOTH, twin_N, rng,
+                CHUNK, hot, hot * cooling, SMOOTH, twin_N, dice,
             )  # fmt: skip
             hot *= cooling
             if progress.seconds() > budget.seconds:

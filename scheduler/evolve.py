@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from decentral.scheduler import layouts, moves
-from decentral.scheduler.arrays import Floats, Ints
+from decentral.scheduler.arrays import Ints
 from decentral.scheduler.cost import Problem, edges
-from decentral.scheduler.matching import stage_order
+from decentral.scheduler.matching import EXACT_STAGES, stage_order
 from decentral.scheduler.progress import Budget, Progress
 
 PARENTS = 10
 CHUNK_WORK = 4_000_000  # about 20 ms between two looks at the clock
 MOST_STEPS = 200_000  # in one child
+MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # in one round: of layouts, and of peers in all of them together
 HOT = (0.04, 0.2)  # from nothing, in turn: small swarms are rough and want more
 SMOOTH = (0.1, 0.3, 0.0, 1.0)  # in turn: no single one is best everywhere
 
@@ -48,7 +49,8 @@ def search(
     first: Ints | None = None,
 ) -> Ints:
     """The slots of the best layout that the budget finds. `first`: a layout to begin with (replanning)."""
-    search = _Search(problem, region_N, rng, Pool(PARENTS), moves.twins(problem.data_NN, problem.pipe_NN))
+    twin_N = moves.twins(problem.data_NN, problem.pipe_NN)
+    search = _Search(problem, region_N, rng, Pool(PARENTS), twin_N, moves.dice(rng))
     starts = list(layouts.STARTS)
     begin = [first] if first is not None else []
     begin += [layouts.STARTS[name](region_N, problem.stages, problem.replicas, rng) for name in starts]
@@ -57,8 +59,9 @@ def search(
         ordered = search.ordered(slots)
         search.pool.add(search.cost(ordered), ordered)
     progress = Progress(budget, search.best)
+    long = problem.stages > EXACT_STAGES
     while progress.goes_on():
-        slots, heat = search.child(progress.rounds, begin)
+        slots, heat = search.long_child(progress, begin) if long else search.child(progress.rounds, begin)
         search.improve(slots, heat, SMOOTH[progress.rounds % len(SMOOTH)], progress)
         progress.report(search.best)
     return search.pool.members[0][1]
@@ -71,6 +74,7 @@ class _Search:
     rng: np.random.Generator
     pool: Pool
     twin_N: Ints
+    dice: moves.Dice
 
     @property
     def best(self) -> float:
@@ -94,9 +98,26 @@ class _Search:
                 return layouts.random(self.region_N, self.problem.stages, self.problem.replicas, self.rng), heat
             case 1 | 2:
                 one, two = self.pool.pick(self.rng), self.pool.pick(self.rng)
-                return crossover(one, two, self.problem.stages, self.problem.replicas, self.rng), 0.01
+                return crossover(one, two, self.twin_N, self.problem.stages, self.problem.replicas, self.rng), 0.01
             case _:
                 return self.pool.members[0][1], 0.02
+
+    def long_child(self, progress: Progress, begin: list[Ints]) -> tuple[Ints, float]:
+        """Where a round begins in a long pipeline: every other time the best of many random runs of blocks.
+
+        So many peers are beyond what single moves can rearrange in seconds, but a draw is judged in milliseconds.
+        """
+        if progress.rounds % 2:
+            return self.child(progress.rounds // 2, begin)
+        best, least = self.pool.members[0][1], np.inf
+        for _ in range(min(MOST_DRAWS, DRAWN_PEERS // len(self.problem))):
+            slots = layouts.random_blocks(self.region_N, self.problem.stages, self.problem.replicas, self.rng)
+            cost = self.cost(slots)
+            if cost < least:
+                best, least = slots, cost
+            if progress.seconds() > progress.budget.seconds:
+                break
+        return best, 0.01
 
     def improve(self, slots: Ints, heat: float, smooth: float, progress: Progress) -> None:
         """Anneals the child, orders its stages, and offers it to the pool."""
@@ -112,7 +133,7 @@ class _Search:
         for _ in range(0, steps, chunk):
             best = moves.anneal(
                 problem.data_NN, problem.pipe_NN, problem.replicas, state, best_slots, best,
-                chunk, hot, hot * cooling, smooth, self.twin_N, self.rng,
+                chunk, hot, hot * cooling, smooth, self.twin_N, self.dice,
             )  # fmt: skip
             hot *= cooling
             if progress.seconds() > progress.budget.seconds:
@@ -129,28 +150,48 @@ class _Search:
         return np.concatenate((stages[order].ravel(), slots[used:]))
 
 
-def crossover(one: Ints, two: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
+def crossover(one: Ints, two: Ints, twin_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
     """A child that takes, from each parent in turn, the stage of which most is still free; the rest at random.
 
-    A stage keeps its place in the pipeline of the parent that it comes from, as far as that place is free.
+    Peers that are twins count as one kind: stages of the same kinds agree, whoever their peers are. A stage keeps its
+    place in the pipeline of the parent that it comes from, as far as that place is free; a parent that agrees better
+    when walked backwards is.
     """
-    used = stages * replicas
-    parents = [parent[:used].reshape(stages, replicas) for parent in (one, two)]
-    free = np.ones(one.size, dtype=bool)
-    open_places = list(range(stages))
-    child: list[list[int]] = [[] for _ in range(stages)]
+    kind_N: Ints = np.unique(twin_N, return_inverse=True)[1]
+    free_K = np.bincount(kind_N)
+    first, second = (_kinds(kind_N[parent[: stages * replicas]], stages, len(free_K)) for parent in (one, two))
+    if np.minimum(first, second[::-1]).sum() > np.minimum(first, second).sum():
+        second = second[::-1]
+    parents, left = [first.copy(), second.copy()], list(range(stages))
+    child = np.zeros_like(first)
     turn = int(rng.integers(2))
     for _ in range(stages):
-        parent = parents[turn]
-        counts: Floats = free[parent].sum(axis=1) + 0.5 * rng.random(stages)
-        source = int(np.argmax(counts))
-        place = min(open_places, key=lambda place: abs(place - source))
-        open_places.remove(place)
-        child[place] = [int(peer) for peer in parent[source] if free[peer]]
-        free[child[place]] = False
+        counts = np.minimum(parents[turn], free_K)
+        source = int(np.argmax(counts.sum(axis=1) + 0.5 * rng.random(stages)))
+        place = min(left, key=lambda place: abs(place - source))
+        left.remove(place)
+        child[place] = counts[source]
+        free_K = free_K - counts[source]
+        parents[turn][source] = 0
         turn = 1 - turn
-    rest = list(rng.permutation(np.flatnonzero(free)))
+    return _placed(child, kind_N, replicas, rng)
+
+
+def _kinds(kind: Ints, stages: int, kinds: int) -> Ints:
+    """How many of each kind are in each stage, S x K."""
+    counts = np.zeros((stages, kinds), np.int64)
+    np.add.at(counts, (np.arange(kind.size) // (kind.size // stages), kind), 1)
+    return counts
+
+
+def _placed(counts_SK: Ints, kind_N: Ints, replicas: int, rng: np.random.Generator) -> Ints:
+    """Slots with so many of each kind in each stage, filled up at random."""
+    peers = rng.permutation(kind_N.size)
+    by_kind = [list(peers[kind_N[peers] == kind]) for kind in range(counts_SK.shape[1])]
+    child = [[by_kind[kind].pop() for kind in np.repeat(np.arange(len(row)), row)] for row in counts_SK]
+    rest = [peer for kind in by_kind for peer in kind]
+    rng.shuffle(rest)
     for members in child:
         while len(members) < replicas:
-            members.append(int(rest.pop()))
-    return np.array([peer for members in child for peer in members] + [int(peer) for peer in rest])
+            members.append(rest.pop())
+    return np.array([peer for members in child for peer in members] + rest)

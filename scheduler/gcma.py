@@ -14,13 +14,14 @@ Not kept, because they change only what is reported, or nothing:
   writes down cost more than it claims (x1.03 to x1.64 measured); here pipelines come from the feasible matching;
 - its seeding (`random.seed = i`) overwrites the function instead of calling it, so no run can be repeated.
 
-The published code is interpreted and tries about two candidates a second; this is compiled, so the same number of
-candidates (5,000 in its main program) takes seconds. docs/PLANNER.md compares by candidates as well as by seconds.
+The published code is interpreted and needs about six minutes for the 5,000 candidates of its main program; this is
+compiled and needs seconds. benchmarks/planner_published.py is the interpreted form: it walks candidate by candidate
+as this one does, and measures that rate, so docs/PLANNER.md can compare by candidates as well as by seconds.
 """
 
 import numpy as np
 
-from decentral.scheduler.arrays import Flags, Floats, Ints, compiled
+from decentral.scheduler.arrays import Flags, Floats, Ints, compiled, inner
 from decentral.scheduler.cost import Problem
 from decentral.scheduler.matching import held_karp
 from decentral.scheduler.moves import joint
@@ -39,12 +40,19 @@ def search(problem: Problem, region_N: Ints, budget: Budget, rng: np.random.Gene
     best = population[int(np.argmin(scores))].copy()
     progress = Progress(budget, float(scores.min()))
     while progress.goes_on():
+        parents, crossed = draws(rng, POPULATION, len(problem))
         found = _trials(
             problem.data_NN, problem.pipe_NN, problem.stages, problem.replicas, population, scores, best,
-            progress.best, TRIALS, rng,
+            progress.best, parents, crossed,
         )  # fmt: skip
         progress.report(found)
     return np.argsort(best, kind="stable")
+
+
+def draws(rng: np.random.Generator, population: int, peers: int) -> tuple[Ints, Ints]:
+    """The chance in one round: TRIALS pairs of parents, and the peers that take their stage from the first."""
+    parents = rng.integers(0, population, (TRIALS, 2))
+    return parents, np.array([rng.permutation(peers)[:CROSSED] for _ in range(TRIALS)])
 
 
 def _score(problem: Problem, stage_N: Ints) -> float:
@@ -54,7 +62,11 @@ def _score(problem: Problem, stage_N: Ints) -> float:
 @compiled
 def score(data_NN: Floats, pipe_NN: Floats, stages: int, replicas: int, stage_N: Ints) -> float:
     """The true cost of a partition, its stages in the best order."""
-    slots = np.argsort(stage_N, kind="mergesort")
+    slots, filled = np.empty(stage_N.size, np.int64), np.zeros(stages, np.int64)
+    for peer in range(stage_N.size):
+        stage = stage_N[peer]
+        slots[stage * replicas + filled[stage]] = peer
+        filled[stage] += 1
     peak = 0.0
     for slot in range(slots.size):
         start = slot // replicas * replicas
@@ -83,13 +95,13 @@ def _trials(
     scores: Floats,
     best_N: Ints,
     best: float,
-    trials: int,
-    rng: np.random.Generator,
+    parents: Ints,
+    crossed: Ints,
 ) -> float:
     """Trials on the population, in place. Returns the least cost seen; `best_N` is its partition."""
-    for _ in range(trials):
-        one, two = rng.integers(0, len(population), 2)
-        child = _crossover(population[one], population[two], stages, replicas, rng)
+    for trial in range(len(parents)):
+        one, two = parents[trial]
+        child = _crossover(population[one], population[two], stages, replicas, crossed[trial])
         child = _cyclic(pipe_NN, child, stages)
         cost = score(data_NN, pipe_NN, stages, replicas, child)
         if cost <= max(scores[one], 1.0 if cost > scores[two] else 0.0):
@@ -103,11 +115,11 @@ def _trials(
 
 
 @compiled
-def _crossover(first_N: Ints, second_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
+def _crossover(first_N: Ints, second_N: Ints, stages: int, replicas: int, crossed: Ints) -> Ints:
     child = second_N.copy()
-    for peer in rng.permutation(child.size)[:CROSSED]:
-        child[peer] = first_N[peer]
-    sizes = np.bincount(child, minlength=stages)
+    for i in range(crossed.size):
+        child[crossed[i]] = first_N[crossed[i]]
+    sizes = _sizes(child, stages)
     for peer in range(child.size):
         if sizes[child[peer]] > replicas:
             room = 0
@@ -119,37 +131,46 @@ def _crossover(first_N: Ints, second_N: Ints, stages: int, replicas: int, rng: n
     return child
 
 
+@inner
+def _sizes(stage_N: Ints, stages: int) -> Ints:
+    sizes = np.zeros(stages, np.int64)
+    for peer in range(stage_N.size):
+        sizes[stage_N[peer]] += 1
+    return sizes
+
+
 @compiled
 def _cyclic(pipe_NN: Floats, child: Ints, stages: int) -> Ints:
     """One pass of cyclic partitioning: up to S chains; the state after the best prefix of chains is returned."""
     locked_N = np.zeros(child.size, np.bool_)
     touched_S = np.zeros(stages, np.bool_)
-    states = np.empty((stages + 1, child.size), np.int64)
-    states[0] = child
-    gains = np.zeros(stages + 1)
-    chains = 0
+    state, kept = child.copy(), child
+    before, best = 0.0, 0.0  # gains of the chains before the last, and the most that a prefix gains
     for _ in range(stages):
-        states[chains + 1] = states[chains]
-        gains[chains + 1] = _chain(pipe_NN, states[chains + 1], stages, locked_N, touched_S)
-        chains += 1
-        if touched_S.all():
+        previous = state.copy()
+        gain = _chain(pipe_NN, state, stages, locked_N, touched_S)
+        if before > best:
+            best, kept = before, previous
+        before += gain
+        untouched = 0
+        for stage in range(stages):
+            untouched += not touched_S[stage]
+        if untouched == 0:
             break
-    best, kept = 0.0, 0
-    for i in range(1, chains + 1):
-        if gains[:i].sum() > best:
-            best, kept = gains[:i].sum(), i - 1
-    result: Ints = states[kept].copy()
-    return result
+    return kept
 
 
-@compiled
+@inner
 def _chain(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags, touched_S: Flags) -> float:
     """Moves peers along a chain of stages that ends where it began, and undoes it after its best prefix."""
     peers = stage_N.size
     moved, left = np.empty(peers, np.int64), np.empty(peers, np.int64)
     step_gain, closing_gain = np.empty(peers), np.empty(peers)
     gain_SS, gain_S, peer_S, to_S = _gains(pipe_NN, stage_N, stages, locked_N)
-    origin = int(np.argmax(gain_S))
+    origin = 0
+    for stage in range(stages):
+        if gain_S[stage] > gain_S[origin]:
+            origin = stage
     here = origin
     if peer_S[origin] < 0:  # every peer has moved once
         return 0.0
@@ -168,25 +189,29 @@ def _chain(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags, touched
         if here == origin:
             break
         gain_SS, gain_S, peer_S, to_S = _gains(pipe_NN, stage_N, stages, locked_N)
-    best, last = 0.0, 0
+    best, last, before = 0.0, 0, 0.0
     for i in range(1, length):
-        gain = step_gain[:i].sum() + closing_gain[i]
-        if gain > best:
-            best, last = gain, i
+        before += step_gain[i - 1]
+        if before + closing_gain[i] > best:
+            best, last = before + closing_gain[i], i
     for i in range(length - 1, last, -1):
         stage_N[moved[i]] = left[i]
     stage_N[moved[last]] = origin
     return best
 
 
-@compiled
+@inner
 def _gains(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags) -> tuple[Floats, Floats, Ints, Ints]:
     """For each stage: the free peer whose nearest mate is nearest, and what moving it elsewhere would gain."""
-    sizes = np.bincount(stage_N, minlength=stages)
+    sizes = _sizes(stage_N, stages)
     gain_NS = np.zeros((stage_N.size, stages))
-    nearest_S = np.full(stages, np.inf)
-    peer_S = np.full(stages, -1, np.int64)
-    to_S = np.full(stages, -1, np.int64)
+    gain_SS, gain_S, nearest_S = np.empty((stages, stages)), np.empty(stages), np.empty(stages)
+    peer_S, to_S = np.empty(stages, np.int64), np.empty(stages, np.int64)
+    for stage in range(stages):
+        nearest_S[stage], gain_S[stage] = np.inf, -np.inf
+        peer_S[stage] = to_S[stage] = -1
+        for target in range(stages):
+            gain_SS[stage, target] = -np.inf
     for peer in range(stage_N.size):
         if locked_N[peer]:
             continue
@@ -201,8 +226,6 @@ def _gains(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags) -> tupl
         if gain_NS[peer, own] < nearest_S[own]:
             nearest_S[own] = gain_NS[peer, own]
             peer_S[own] = peer
-    gain_SS = np.full((stages, stages), -np.inf)
-    gain_S = np.full(stages, -np.inf)
     for stage in range(stages):
         if peer_S[stage] >= 0:
             for target in range(stages):

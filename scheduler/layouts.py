@@ -58,6 +58,29 @@ def blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator)
     return np.array([peer for stage in slots for peer in stage] + [peer for peers in left for peer in peers])
 
 
+def random_blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
+    """Such runs of random lengths, from regions in about their proportions: one draw of many, for long pipelines.
+
+    Where two runs have nearly the same regions, the joint between them needs few slow pairs, and only between near
+    regions.
+    """
+    left = [list(rng.permutation(np.flatnonzero(region_N == r))) for r in range(int(region_N.max()) + 1)]
+    noise = float(rng.choice([0.0, 0.5, 1.0, 2.0]))
+    slots: list[list[int]] = []
+    while len(slots) < stages:
+        longest = stages - len(slots)
+        while longest > 1 and sum(len(peers) // longest for peers in left) < replicas:
+            longest -= 1
+        length = int(rng.integers(1, longest + 1)) if rng.random() < 0.3 else -(-longest // int(rng.integers(1, 4)))
+        groups: list[list[int]] = []
+        for _ in range(replicas):
+            room = [len(peers) + noise * length * rng.random() if len(peers) >= length else -1.0 for peers in left]
+            largest = left[int(np.argmax(room))]
+            groups.append([largest.pop() for _ in range(length)])
+        slots += [[group[i] for group in groups] for i in range(length)]
+    return np.array([peer for stage in slots for peer in stage] + [peer for peers in left for peer in peers])
+
+
 STARTS: dict[str, Start] = {
     "region-pipeline": region_pipeline,
     "region-data": region_data,

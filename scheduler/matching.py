@@ -7,7 +7,7 @@ the matching of their devices whose slowest link is fastest, and the stages are 
 
 import numpy as np
 
-from decentral.scheduler.arrays import Floats, Ints, compiled
+from decentral.scheduler.arrays import Floats, Ints, compiled, inner
 
 EXACT_STAGES = 14  # up to here the stage order is exact: 14 * 14 * 2**14 steps are 10 ms
 
@@ -16,19 +16,29 @@ EXACT_STAGES = 14  # up to here the stage order is exact: 14 * 14 * 2**14 steps 
 def bottleneck_matching(cost_RR: Floats, limit: float, partner_R: Ints) -> float:
     """The least possible maximum over a perfect matching's edges; `partner_R[column]` becomes its row.
 
-    Returns inf as soon as the value is known to exceed `limit`. Each row that is not matched at the current
+    Returns inf as soon as the value is known to exceed `limit`.
+    """
+    return matching_above(cost_RR, _lower_bound(cost_RR), limit, partner_R)
+
+
+@inner
+def matching_above(cost_RR: Floats, bound: float, limit: float, partner_R: Ints) -> float:
+    """`bottleneck_matching`, where it is known to cost at least `bound`: each row's and column's cheapest entry.
+
+    Each row that is not matched at the current
     threshold grows an alternating tree by its cheapest edge (Dijkstra with max for +), so that the threshold
     rises exactly as far as Hall's condition demands. O(R^3), in practice near O(R^2).
     """
     size = cost_RR.shape[0]
-    value = _lower_bound(cost_RR)
+    value = bound
     if value > limit:
         return np.inf
     row_of = partner_R
-    row_of[:] = -1
     slack = np.empty(size)
     came_from = np.empty(size, np.int64)
-    column_of_row = np.full(size, -1, np.int64)
+    column_of_row = np.empty(size, np.int64)
+    for i in range(size):
+        row_of[i] = column_of_row[i] = -1
     for row in range(size):  # whatever fits the lower bound, greedily
         for column in range(size):
             if row_of[column] < 0 and cost_RR[row, column] <= value:
@@ -40,7 +50,8 @@ def bottleneck_matching(cost_RR: Floats, limit: float, partner_R: Ints) -> float
             continue
         done = np.zeros(size, np.bool_)
         row = root
-        slack[:] = np.inf
+        for column in range(size):
+            slack[column] = np.inf
         while True:
             best = -1
             for column in range(size):
@@ -68,7 +79,7 @@ def bottleneck_matching(cost_RR: Floats, limit: float, partner_R: Ints) -> float
     return value
 
 
-@compiled
+@inner
 def _lower_bound(cost_RR: Floats) -> float:
     """No perfect matching is cheaper than the dearest of all rows' and columns' cheapest entries."""
     size = cost_RR.shape[0]
@@ -140,7 +151,7 @@ def improved_path(edge_SS: Floats, order_S: Ints) -> Ints:
     return order
 
 
-@compiled
+@inner
 def _best_insertion(edge_SS: Floats, order: Ints, source: int) -> int:
     """Where the stage at `source` would sit best among the others; -1 if it sits there already."""
     count = order.size
@@ -154,7 +165,7 @@ def _best_insertion(edge_SS: Floats, order: Ints, source: int) -> int:
     return place
 
 
-@compiled
+@inner
 def _insertion_cost(edge_SS: Floats, rest: Ints, position: int, stage: int) -> float:
     """What inserting `stage` before rest[position] adds to the path."""
     added = 0.0

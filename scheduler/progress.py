@@ -29,6 +29,14 @@ class Budget:
         rounds = self.rounds if self.rounds == float("inf") else max(1, int(self.rounds * share))
         return Budget(self.seconds * share, rounds, self.clock, self.report)
 
+    def less(self, seconds: float) -> "Budget":
+        """What is left after that many seconds; at least a thousandth of it, so that a search begins."""
+        return Budget(max(self.seconds - seconds, 1e-3 * self.seconds), self.rounds, self.clock, self.report)
+
+    def silent(self) -> "Budget":
+        """The same without a listener: for a search with another measure."""
+        return Budget(self.seconds, self.rounds, self.clock)
+
 
 @dataclass(slots=True)
 class Progress:

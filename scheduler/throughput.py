@@ -19,6 +19,7 @@ from decentral.scheduler.topology import Topology
 from decentral.scheduler.work import Work
 
 RANDOM_DRAWS = 5
+GOSSIP_SHARE = 0.2  # of the seconds, for the partners
 SOLVERS = ("genetic", "exact", "flow", "random")
 
 
@@ -28,13 +29,15 @@ def throughput_plan(
     """Raises UserError if the swarm cannot hold the model, or the solver is unknown."""
     start = budget.clock()
     task = work.of(topology, config, holders)
-    chosen = solved(task, regions_of(topology), solver, seed, budget)
+    baseline = random_throughput(task, seed)
+    budget = budget.less(budget.clock() - start)
+    chosen = solved(task, regions_of(topology), solver, seed, budget.part(1 - GOSSIP_SHARE))
     if not task.valid(chosen):
         raise UserError(f"--holders {holders}: no spans found that give every layer its holders; add memory or peers")
     found = flow.maximum(task, chosen)
-    baseline = random_throughput(task, seed)
     bound = task.compute_bound()
-    partners = gossip.partners(topology, flow.held(task, chosen), task.snapshot_L * work.ROUND_S)
+    rest = budget.part(GOSSIP_SHARE).silent()
+    partners = gossip.partners(topology, flow.held(task, chosen), task.snapshot_L * work.ROUND_S, rest)
     return Plan(
         objective="throughput",
         solver=solver,

@@ -108,15 +108,15 @@ def topology_from_profiles(
     """A live swarm's topology from what its peers measured.
 
     `profiles`: peer id -> {region, device, memory_bytes, flops (FLOP/s), up, down (bytes/s), latency_s}; missing
-    entries get 0, or for `up` and `down` 12.5 MB/s and for `latency_s` 50 ms. `links`: (from, to) -> (one-way
-    delay s, bytes/s), as far as measured; an unmeasured link gets the sum of both latencies and the lesser of the
-    sender's `up` and the receiver's `down`.
+    entries, and zeros (not measured yet), get 0, or for `up` and `down` 12.5 MB/s and for `latency_s` 50 ms.
+    `links`: (from, to) -> (one-way delay s, bytes/s), as far as measured; an unmeasured link gets the sum of both
+    latencies and the lesser of the sender's `up` and the receiver's `down`.
     """
     ids = sorted(profiles)
     _require(len(ids) >= 2, f"a swarm of at least 2 peers; it has {len(ids)}")
     up = np.array([float(profiles[i].get("up") or 12.5e6) for i in ids])
     down = np.array([float(profiles[i].get("down") or 12.5e6) for i in ids])
-    latency = np.array([float(profiles[i].get("latency_s", 0.05)) for i in ids])
+    latency = np.array([float(profiles[i].get("latency_s") or 0.05) for i in ids])
     delay, bandwidth = np.add.outer(latency, latency), np.minimum.outer(up, down)
     index = {name: i for i, name in enumerate(ids)}
     for (sender, receiver), (delay_s, rate) in links.items():

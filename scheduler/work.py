@@ -103,6 +103,11 @@ def of(topology: Topology, config: Config, holders: int = 1) -> Work:
     return work
 
 
+def flops_per_token(config: Config) -> float:
+    """Of training this run's model, all layers: turns a measured rate of tokens into one of FLOPs."""
+    return float(_layers(config)[0].sum())
+
+
 def _layers(config: Config) -> tuple[Floats, Floats]:
     """Training FLOPs per token (three times forward) and parameters of embedding, blocks and head."""
     model = config.model

@@ -9,7 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("comm", "scheduler", "peers", "configs")
-PACKAGES = {"decentral", "decentral.core", "decentral.train", *(f"decentral.{name}" for name in LINKED)}
+PACKAGES = {
+    "decentral",
+    "decentral.core",
+    "decentral.train",
+    "decentral.sim",
+    *(f"decentral.{name}" for name in LINKED),
+}
 
 
 def setuptools() -> dict[str, Any]:

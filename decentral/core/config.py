@@ -114,7 +114,7 @@ class Gossip(Strict):
     momentum: Fraction = 0.0  # alpha
     step: PositiveFloat = 1.0  # beta
     consensus: Fraction = 1.0  # gamma
-    moment: Fraction = 1.0  # kappa: how far AdamW's first moment follows the merged step
+    moment: Fraction = 0.0  # kappa: how far AdamW's first moment follows the merged step
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of the bandwidth that gossip may use
     fragment_parameters: Positive = 65_536  # layers smaller than this share a fragment
     max_age_s: PositiveFloat = 60.0  # an older snapshot is not merged
@@ -130,6 +130,8 @@ class Routes(Strict):
 class Swarm(Strict):
     record_ttl_s: PositiveFloat = 60.0
     renew_s: PositiveFloat = 20.0
+    refresh_s: PositiveFloat = 4.0  # between two looks into the directory
+    shards: Positive = 1  # keys that the records are spread over; about one for every hundred peers
     checkpoint_every_s: PositiveFloat = 30.0
     max_peers: Positive = 4096
 

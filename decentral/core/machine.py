@@ -41,4 +41,8 @@ class Machine(Protocol):
 
 
 def earliest(times: Iterable[Seconds | None]) -> Seconds | None:
-    return min((time for time in times if time is not None), default=None)
+    first: Seconds | None = None
+    for time in times:
+        if time is not None and (first is None or time < first):
+            first = time
+    return first

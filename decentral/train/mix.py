@@ -104,8 +104,9 @@ class Pull:
         rho = outer.rho_of(live.steps - self.closed_at)
         outcome = outer.merge(self.slow, own, partners, self.constants, rho)
         self.slow = outcome.slow
-        shift = outer.moment_shift(own, outcome, live.moments(), rho * self.constants.kappa)
-        live.exp_avg += outer.limited(shift, torch.linalg.vector_norm(live.exp_avg))
+        if self.constants.kappa:
+            shift = outer.moment_shift(own, outcome, live.moments(), rho * self.constants.kappa)
+            live.exp_avg += outer.limited(shift, torch.linalg.vector_norm(live.exp_avg))
         return outcome.correction
 
     def check(self, vectors: Mapping[str, Tensor]) -> None: ...

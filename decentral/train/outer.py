@@ -1,7 +1,7 @@
 """The outer step of asynchronous gossip: pure functions from fp32 vectors to fp32 vectors.
 
 One-sided, token-weighted NoLoCo (arXiv 2506.10911) with the fragments of Streaming DiLoCo (2501.18512), quantised
-error feedback (arXiv 1901.09847), and the first moment of AdamW carried over from the merged step.
+error feedback (arXiv 1901.09847), and on request the first moment of AdamW carried over from the merged step.
 
     close:  d = b - theta;  b = theta;  a = e + d;  q = Q(a);  e = a - q       publish (phi, q, tokens, rates)
     merge:  g = sum_j w_j q_j               w_j = tokens_j / sum of tokens, ourselves included
@@ -41,7 +41,7 @@ class Constants:
     alpha: float = 0.0  # outer momentum
     beta: float = 1.0  # outer step
     gamma: float = 1.0  # pull towards the partners' slow weights
-    kappa: float = 1.0  # how far the first moment follows
+    kappa: float = 0.0  # how far the first moment follows
 
 
 @dataclass(frozen=True, slots=True)

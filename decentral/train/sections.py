@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from decentral.core.hollow import Hollow, joined
 from decentral.core.jobs import Layout, Section
 
 
@@ -16,7 +17,7 @@ class Codecs(Protocol):
 
     def encode(self, codec: str, values: Tensor) -> bytes: ...
 
-    def decode(self, codec: str, blob: memoryview, elements: int) -> Tensor: ...
+    def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor: ...
 
     def size(self, codec: str, elements: int) -> int: ...
 
@@ -33,16 +34,16 @@ class Packer:
         part = self.codecs.encode(codec, values)
         self.sections.append(Section(name, codec, values.numel(), len(part)))
         self.parts.append(part)
-        self.read[name] = self.codecs.decode(codec, memoryview(part), values.numel()).to(values.device)
+        self.read[name] = self.codecs.decode(codec, part, values.numel()).to(values.device)
         return self.read[name]
 
     def finish(self) -> tuple[Layout, bytes]:
-        return tuple(self.sections), b"".join(self.parts)
+        return tuple(self.sections), joined(self.parts)
 
 
 def unpack(codecs: Codecs, layout: Layout, blob: bytes) -> dict[str, Tensor]:
     """fp32 vectors on the CPU, by name. Raises ProtocolError for what the codecs refuse."""
-    view, start, values = memoryview(blob), 0, {}
+    view, start, values = blob if isinstance(blob, Hollow) else memoryview(blob), 0, {}
     for section in layout:
         values[section.name] = codecs.decode(section.codec, view[start : start + section.size], section.elements)
         start += section.size

@@ -2,7 +2,7 @@
 
 import pytest
 
-from decentral.comm.meter import DEADLINE_FLOOR_S, DEADLINE_TOP_S, Meter
+from decentral.comm.meter import DEADLINE_FLOOR_S, DEADLINE_TOP_S, MOST_LINKS, Meter
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB
 
@@ -79,7 +79,9 @@ def test_an_instant_transfer_divides_by_nothing() -> None:
     assert 0 < (meter.bandwidth(A) or 0) < 1e12
 
 
-def test_a_forgotten_link_is_unknown() -> None:
+def test_links_of_peers_that_are_long_gone_are_forgotten() -> None:
     meter = measured(0.1, 1.0, MiB)
-    meter.forget(A)
+    for number in range(MOST_LINKS):
+        meter.saw(PeerId(f"Q{number}"), 0.1, 10, 10)
     assert meter.bandwidth(A) is None
+    assert len(meter.links) == MOST_LINKS

@@ -1,10 +1,11 @@
-"""One suite holds every transport and directory to the same behaviour: loopback, and libp2p on 127.0.0.1."""
+"""One suite holds every transport and directory to the same behaviour: loopback, virtual time, libp2p on 127.0.0.1."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import closing
 from pathlib import Path
+from random import Random
 from typing import Any, Protocol, TypeVar
 
 import pytest
@@ -19,7 +20,11 @@ from decentral.comm.identity import Identity
 from decentral.comm.libp2p import PROTOCOL, Libp2p, SignedRecords
 from decentral.comm.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
 from decentral.comm.messages import VERSION, Message, Ping, Pong, Probe, Probed, Refused
+from decentral.comm.streams import MAX_STREAMS
 from decentral.comm.transport import Answer, AskError, Directory, Handler, Transport
+from decentral.comm.virtual import Network, VirtualTransport
+from decentral.comm.virtual_directory import Records, VirtualDirectory
+from decentral.core.agenda import Agenda
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 
@@ -29,6 +34,7 @@ KEYS = (f"{RUN}/peers", f"{RUN}/plan")
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 LONG_S = 30.0  # a deadline that is not what a test is about
 SHORT_S = 0.05
+TURNS = 20  # of the loop, in which everybody who is ready gets on, before virtual time does
 
 BothEnds = tuple[blobs.Reader, blobs.Writer]
 
@@ -126,10 +132,68 @@ class OverLibp2p:
         await asyncio.gather(self.a.close(), self.b.close())
 
 
+class InVirtualTime:
+    """Time passes when nobody is ready: a task runs the agenda while the others wait."""
+
+    a: VirtualTransport
+    b: VirtualTransport
+
+    async def start(self, folder: Path, handler: Handler) -> None:
+        self.agenda = Agenda()
+        self.network = Network(self.agenda, Near())
+        self.records = Records(self.agenda, Random(0))
+        self.a = VirtualTransport(self.network, Identity.load_or_create(folder / "a").peer)
+        self.b = VirtualTransport(self.network, Identity.load_or_create(folder / "b").peer)
+        await self.b.serve(handler, bound)
+        self._pumping = asyncio.create_task(self._pump())
+
+    async def _pump(self) -> None:
+        while True:
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            if self.agenda.next_at is not None:
+                self.agenda.run(self.agenda.next_at)
+
+    async def raw(self, use: Callable[[blobs.Reader, blobs.Writer], Awaitable[T]]) -> T:
+        pytest.skip("envelopes travel here, not bytes; tests/comm/test_virtual.py has what is damaged on its way")
+
+    async def gone(self, folder: Path) -> PeerId:
+        third = VirtualTransport(self.network, PeerId("QmThird"))
+        await third.serve(pong, bound)
+        await self.a.ask(third.peer, Envelope(Ping(1)), LONG_S, 0)
+        await third.close()
+        return third.peer
+
+    async def directories(self) -> tuple[Directory, Directory]:
+        self.records.epoch = time.time() - self.agenda.now
+        return VirtualDirectory(self.records, self.a.peer), VirtualDirectory(self.records, self.b.peer)
+
+    async def stop(self) -> None:
+        self._pumping.cancel()
+        await self.a.close()
+        await self.b.close()
+
+
+class Near:
+    """10 ms and 10 MB/s between everybody."""
+
+    def up(self, peer: PeerId) -> float:
+        return 1e7
+
+    def down(self, peer: PeerId) -> float:
+        return 1e7
+
+    def delay_s(self, source: PeerId, target: PeerId) -> float:
+        return 0.01
+
+    def bandwidth(self, source: PeerId, target: PeerId) -> float:
+        return float("inf")
+
+
 class Pair:
     """A world with its event loop, and the answer that `b` gives at the moment."""
 
-    def __init__(self, world: InMemory | OverLibp2p, folder: Path) -> None:
+    def __init__(self, world: InMemory | InVirtualTime | OverLibp2p, folder: Path) -> None:
         self.world: World = world
         self.folder = folder
         self.stop = world.stop
@@ -164,9 +228,12 @@ async def pong(sender: PeerId, question: Envelope) -> Envelope:
     return Envelope(Pong(question.message.nonce))
 
 
-@pytest.fixture(scope="module", params=["loopback", pytest.param("libp2p", marks=pytest.mark.swarm)])
+IN_PROCESS: dict[str, Callable[[], InMemory | InVirtualTime]] = {"loopback": InMemory, "virtual": InVirtualTime}
+
+
+@pytest.fixture(scope="module", params=[*IN_PROCESS, pytest.param("libp2p", marks=pytest.mark.swarm)])
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    world = InMemory() if request.param == "loopback" else OverLibp2p()
+    world = IN_PROCESS[request.param]() if request.param in IN_PROCESS else OverLibp2p()
     pair = Pair(world, tmp_path_factory.mktemp(request.param))
     yield pair
     pair.close()
@@ -277,6 +344,29 @@ def test_a_handler_that_breaks_is_a_cut_and_the_peer_goes_on(pair: Pair) -> None
     assert pair.failure(Envelope(Ping(0))) == "cut"
     pair.answers = pong
     assert pair.ask(Envelope(Ping(1))).envelope.message == Pong(1)
+
+
+def test_a_peer_answers_so_many_questions_at_a_time_and_says_that_it_is_busy_to_the_others(pair: Pair) -> None:
+    async def crowd() -> list[Message]:
+        release = asyncio.Event()
+
+        async def wait(sender: PeerId, question: Envelope) -> Envelope:
+            await release.wait()
+            return await pong(sender, question)
+
+        pair.answers = wait
+        a, b = pair.world.a, pair.world.b
+        asked = [asyncio.ensure_future(a.ask(b.peer, Envelope(Ping(7)), LONG_S, 0)) for _ in range(MAX_STREAMS + 10)]
+        waiting = set(asked)
+        while len(waiting) > MAX_STREAMS:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        release.set()
+        return [answer.envelope.message for answer in await asyncio.gather(*asked)]
+
+    messages = pair.do(crowd())
+    busy = [message for message in messages if message != Pong(7)]
+    assert {message.reason for message in busy if isinstance(message, Refused)} == {"busy"}
+    assert len(messages) - len(busy) <= MAX_STREAMS
 
 
 def test_a_peer_that_is_gone_is_unreachable(pair: Pair) -> None:

@@ -12,10 +12,9 @@ from decentral import audit
 from decentral.comm import route
 from decentral.comm.identity import Identity
 from decentral.comm.loopback import Loopback, LoopbackDirectory
-from decentral.core import jobs, journal
+from decentral.core import config, jobs, journal
 from decentral.core.ids import PeerId, RunId
 from decentral.core.units import Amount
-from decentral.peers import roster
 from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
 from decentral.peers.node import Node, Setup
@@ -27,6 +26,7 @@ from decentral.train.compute import Setup as ComputeSetup
 MakeSetup = Callable[..., ComputeSetup]
 ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
 RUN = RunId("words-3fa2c1")
+LOOKING_OFTEN = config.Swarm(refresh_s=0.05)  # into the directory: in memory it costs nothing
 LIMIT_S = 60.0  # of a whole test: a deadline against hanging, not a measurement
 
 
@@ -54,7 +54,7 @@ class Swarm:
         compute = self.computes[name] = Compute(setup)
         node = Node(
             Setup(
-                config=setup.config,
+                config=setup.config.model_copy(update={"swarm": LOOKING_OFTEN}),
                 run=RUN,
                 own=own,
                 fragments=compute.fragments,
@@ -121,11 +121,7 @@ class Swarm:
 
 
 @pytest.fixture
-def swarm_of(
-    setup_of: MakeSetup, identities: dict[str, Identity], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], Swarm]:
-    """Peers here look into the directory twenty times a second: in memory it costs nothing."""
-    monkeypatch.setattr(roster, "REFRESH_S", 0.05)
+def swarm_of(setup_of: MakeSetup, identities: dict[str, Identity]) -> Callable[[str], Swarm]:
     return lambda algorithm: Swarm(setup_of, identities, algorithm)
 
 

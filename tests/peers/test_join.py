@@ -1,6 +1,7 @@
 """A newcomer's start: from several donors, piece by piece, whatever becomes of some of them."""
 
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 
@@ -10,11 +11,12 @@ from decentral.comm.messages import PullState, Refused, StateChunk
 from decentral.comm.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
-from decentral.core.machine import Effect, Woke
-from decentral.peers.join import PIECE_BYTES, Join, State
+from decentral.core.machine import Effect, Log, Woke
+from decentral.peers.join import DONORS, PIECE_BYTES, Join, State
 
 RUN = RunId("gpt-3fa2c1")
 A, B = PeerId("A"), PeerId("B")
+MANY = tuple(PeerId(f"donor{number:02d}") for number in range(30))
 FRAGMENTS = (Fragment(0, 0, 1, 400_000), Fragment(1, 1, 2, 400_000))
 SIZE = 3 * PIECE_BYTES - 1000  # of each fragment's state: three pieces
 LAYOUT = (Section("theta", "fp32", SIZE // 4, SIZE),)
@@ -25,7 +27,7 @@ class Newcomer:
     """A Join with its donors, who answer when a test says so."""
 
     def __init__(self, donors: Sequence[PeerId] = (A, B), own_step: int = 0, restored: bool = False) -> None:
-        self.join = Join(RUN, FRAGMENTS, [LAYOUT] * len(FRAGMENTS), tuple(donors), own_step, restored)
+        self.join = Join(RUN, FRAGMENTS, [LAYOUT] * len(FRAGMENTS), tuple(donors), own_step, restored, Random(0))
         self.live, self.now = list(donors), 100.0
         self.asks: list[Ask] = []
         self.fetched: list[tuple[object, ...]] = []
@@ -60,6 +62,10 @@ class Newcomer:
         self.carry(
             self.join.handle(Answered(ask.tag, ask.to, Envelope(chunk, piece), 1.0, 10, 10), self.now, self.live)
         )
+
+    def refuse(self, ask: Ask, reason: str) -> None:
+        answer = Answered(ask.tag, ask.to, Envelope(Refused(reason)), 0.1, 10, 10)
+        self.carry(self.join.handle(answer, self.now, self.live))
 
     def fail(self, ask: Ask, reason: str = "unreachable") -> None:
         self.carry(self.join.handle(AskFailed(ask.tag, ask.to, reason, 1.0), self.now, self.live))
@@ -119,8 +125,11 @@ def test_a_piece_with_a_wrong_digest_is_asked_again() -> None:
 def test_a_donor_that_sends_bad_pieces_is_left_out(flaw: dict[str, object]) -> None:
     new = Newcomer()
     new.know_the_roster()
-    while any(ask.to == A for ask in new.asks):
-        new.answer(new.next_of(A), **flaw)
+    while A in new.join.donors:
+        if any(ask.to == A for ask in new.asks):
+            new.answer(new.next_of(A), **flaw)
+        else:
+            new.answer(new.next_of(B))
     assert new.join.donors == [B]
     new.finish()
     assert new.join.used == {B}
@@ -175,9 +184,7 @@ def test_a_donor_that_is_not_ready_yet_is_asked_again() -> None:
     new = Newcomer(donors=(A,))
     new.know_the_roster()
     while new.asks:
-        ask = new.asks.pop()
-        refused = Answered(ask.tag, ask.to, Envelope(Refused("not-ready")), 0.1, 10, 10)
-        new.carry(new.join.handle(refused, new.now, new.live))
+        new.refuse(new.asks.pop(), "not-ready")
     new.wake(2.0)
     new.wake(2.0)
     new.finish()
@@ -192,3 +199,53 @@ def test_a_state_that_our_model_refuses_is_asked_again_after_a_pause() -> None:
     assert not new.asks
     new.wake(2.0)
     assert new.asks
+
+
+def test_a_few_of_many_donors_are_asked_and_the_others_are_spared() -> None:
+    new = Newcomer(donors=MANY)
+    new.know_the_roster()
+    new.finish()
+    assert new.join.used <= set(new.join.donors)
+    assert len(new.join.donors) == DONORS
+
+
+def test_newcomers_do_not_all_ask_the_same_donors() -> None:
+    chosen = set()
+    for seed in range(20):
+        new = Newcomer(donors=MANY)
+        new.join.chance = Random(seed)
+        new.know_the_roster()
+        chosen |= {ask.to for ask in new.asks}
+    assert len(chosen) > 5 * DONORS
+
+
+def test_a_donor_that_died_is_replaced_by_one_that_was_spared() -> None:
+    new = Newcomer(donors=MANY)
+    new.know_the_roster()
+    first = new.join.donors[0]
+    while any(ask.to == first for ask in new.asks):
+        new.fail(new.next_of(first))
+    new.wake(2.0)
+    assert len(new.join.donors) == DONORS
+    assert first not in new.join.donors
+
+
+def test_a_busy_donor_is_spared_and_that_is_no_failure() -> None:
+    new = Newcomer(donors=MANY)
+    new.know_the_roster()
+    busy = new.join.donors[0]
+    new.refuse(new.next_of(busy), "busy")
+    assert busy not in new.join.donors
+    assert not [effect for effect in new.effects if isinstance(effect, Log)]
+    new.finish()
+
+
+def test_when_all_are_busy_they_are_asked_again_later() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    for _ in range(5):
+        while new.asks:
+            new.refuse(new.asks.pop(), "busy")
+        new.wake(2.0)
+    assert {ask.to for ask in new.asks} == {A, B}
+    new.finish()

@@ -1,14 +1,17 @@
 """The throughput objective: flows, spans, their exact optimum, gossip partners, and what is refused."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.scheduler import flow, gossip, milp, partition, spans, throughput, topology
-from decentral.scheduler.arrays import Ints
+from decentral.scheduler.arrays import Floats, Ints
 from decentral.scheduler.progress import Budget
 from decentral.scheduler.work import Work
 
@@ -143,7 +146,7 @@ def test_the_partition_of_a_chain_is_the_best_of_all_cuts() -> None:
 def test_gossip_partners_mix_at_least_as_fast_as_the_simple_rules() -> None:
     swarm = topology.load("eight-cities").subset(range(0, 64, 4))
     holds = np.ones((16, 1), dtype=bool)
-    found = gossip.partners(swarm, holds, np.array([1e8]))
+    found = gossip.partners(swarm, holds, np.array([1e8]), Budget(rounds=4))
     assert found.mixing_per_s >= max(found.uniform_per_s, found.bandwidth_per_s)
     np.testing.assert_allclose(found.weight_NN.sum(axis=1), 1.0)
     assert (np.diag(found.weight_NN) == 0).all()
@@ -151,6 +154,57 @@ def test_gossip_partners_mix_at_least_as_fast_as_the_simple_rules() -> None:
 
 def test_two_peers_gossip_with_each_other_for_their_share_of_the_time() -> None:
     seconds = np.array([[np.inf, 2.0], [2.0, np.inf]])
-    rate = gossip.fastest(seconds, [np.array([0, 1])])
+    slow = np.array([[0.0, 0.01], [0.01, 0.0]])
+    rate = gossip.fastest(seconds, [np.array([0, 1])], slow, Budget(rounds=3))
     assert rate[0, 1] == pytest.approx(gossip.LINK_SHARE / 2.0)
     assert gossip.slowest(rate, [np.array([0, 1])]) == pytest.approx(gossip.LINK_SHARE)
+
+
+@pytest.mark.parametrize("search", [gossip.ascended, gossip.fastest])
+def test_rates_fill_nobodys_links_and_mix_faster_than_where_they_began(search: Callable[..., Floats]) -> None:
+    swarm = topology.load("ten-cities")
+    seconds = swarm.delay_s + 1e8 / swarm.bandwidth
+    np.fill_diagonal(seconds, np.inf)
+    everyone = [np.arange(10)]
+    start = gossip.scaled(np.isfinite(seconds).astype(float), seconds)
+    rate = search(seconds, everyone, start, Budget(rounds=20))
+    assert gossip.slowest(rate, everyone) > 1.01 * gossip.slowest(start, everyone)
+    np.testing.assert_allclose(rate, rate.T)
+    busy = (rate * np.where(np.isfinite(seconds), seconds, 0.0)).sum(axis=1)
+    assert (busy <= gossip.LINK_SHARE * (1 + 1e-6)).all()
+
+
+def test_the_search_for_partners_ends_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0  # each takes a second
+    slope = gossip._slope
+
+    def slow(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:
+        nonlocal looks
+        looks += 1
+        return slope(rate, groups)
+
+    monkeypatch.setattr(gossip, "_slope", slow)
+    holds = np.ones((64, 1), dtype=bool)
+    gossip.partners(topology.load("eight-cities"), holds, np.array([1e8]), Budget(10.0, clock=lambda: float(looks)))
+    assert looks <= 11
+
+
+def test_a_layer_with_too_few_holders_is_not_valid() -> None:
+    task = replace(small(0, peers=2, layers=4), memory_N=np.array([9.0, 9.0]))
+    spans_N2 = np.array([[0, 4], [1, 4]])
+    assert task.valid(spans_N2)
+    assert not replace(task, holders=2).valid(spans_N2)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.integers(3, 7), st.integers(1, 2))
+def test_any_spans_found_fit_memory_and_cover_every_layer_with_its_holders(seed: int, peers: int, holders: int) -> None:
+    task = small(seed, peers)
+    task = replace(task, memory_N=task.memory_N + 5.0 / peers * holders, holders=holders)
+    found = spans.search(task, regions(task), Budget(rounds=2), np.random.default_rng(seed))
+    held = np.zeros(task.layers, np.int64)
+    for peer, (first, last) in enumerate(found):
+        assert 0 <= first <= last <= task.layers
+        assert task.state_L[first:last].sum() + task.activation_L[first:last].sum() <= task.memory_N[peer]
+        held[first:last] += 1
+    assert (held >= holders).all()

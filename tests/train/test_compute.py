@@ -299,7 +299,7 @@ def test_a_delta_a_thousand_times_too_long_moves_us_hardly_further_than_an_ordin
 
 
 def test_absurd_claims_of_a_partner_do_not_blow_up_the_first_moment(setup_of: MakeSetup) -> None:
-    ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
+    ours, theirs = trained(setup_of("A", moment=1.0)), trained(setup_of("B", moment=1.0))
     close(ours)
     first_moment = ours.mixing.fragments[0].live.exp_avg
     before = float(torch.linalg.vector_norm(first_moment))

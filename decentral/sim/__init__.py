@@ -1,0 +1,1 @@
+"""A whole swarm in virtual time: `python -m decentral.simulate`."""

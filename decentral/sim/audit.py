@@ -1,0 +1,326 @@
+"""What must hold whatever goes wrong, checked while it goes.
+
+    whole        what is merged is, byte for byte, what its partner published, or a whole section of it
+    once         nobody merges the same window of a partner twice, restarts from a checkpoint included
+    baseline     after a close the baseline is the live weights: no progress is left to be counted again
+    fresh        nothing is taken for a merge that was published longer ago than `max_age_s`, clocks aside
+    mass         push-sum: weights of all peers, and what is on its way, add up to those that joined
+    bounded      questions open at a peer, its own ones, its jobs and held answers have limits, and all end in time
+    never waits  a peer that trains is never longer without a step than its device needs
+    holds state  nobody starts from nothing while a peer that trains can be reached
+    together     after the last fault replicas come together again: no further apart than a few windows' noise
+    roster       some time after the last fault everybody knows exactly who is there (where the roster is not sharded)
+
+A violation names the seed, the time, and what the peers concerned did last.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decentral.comm.exchange import ENOUGH
+from decentral.comm.snapshots import MAX_HELD
+from decentral.comm.streams import ANSWER_S, MAX_STREAMS, READ_S, WRITE_S
+from decentral.core import jobs
+from decentral.core.ids import PeerId
+from decentral.core.machine import Effect, Log
+from decentral.core.units import Seconds
+from decentral.peers.virtual import VirtualHost
+from decentral.sim.storm import Storm
+from decentral.sim.swarm import Member, Swarm
+from decentral.train.mix import Pull as PullRule
+from decentral.train.mix import PushSum
+from decentral.train.sketch import NOISE
+
+CHECK_S = 1.0
+PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
+LATEST = 12  # events of a peer that a violation shows
+MOST_QUESTIONS = 64  # of a peer's own, under way
+MOST_JOBS = 256
+LONGEST_QUESTION_S = 75.0 + 60.0  # patience, and the longest deadline
+LONGEST_ANSWER_S = READ_S + ANSWER_S + WRITE_S + 1.0
+STALLED_S = 5.0  # beyond a step, its jobs and the reporting interval
+APART = 30.0  # windows' noise: replicas further apart than this have lost each other
+SLACK_S = 1.0
+
+
+Window = tuple[int, int]
+"""Which life of its peer it is of, and its number."""
+
+
+class Violation(Exception):
+    """Something that must hold did not."""
+
+    def __init__(self, rule: str, detail: str, at: Seconds, latest: Sequence[str]) -> None:
+        super().__init__(f"{rule}: {detail}, at {at:.2f} s of virtual time")
+        self.rule, self.detail, self.at, self.latest = rule, detail, at, list(latest)
+
+
+@dataclass(slots=True)
+class Account:
+    """What one member has merged, as its weights have it: a restart from a checkpoint goes back to the saved one."""
+
+    merged: dict[tuple[PeerId, int], Window] = field(default_factory=dict)  # newest by partner and fragment
+    absorbed: set[tuple[PeerId, int, Window]] = field(default_factory=set)
+    saved: "Account | None" = None
+    stepped_at: Seconds = 0.0
+    latest: deque[tuple[Seconds, object]] = field(default_factory=lambda: deque(maxlen=LATEST))
+
+
+@dataclass(slots=True)
+class Audit:
+    """A Watch. `swarm` and `storm` are set once they are there."""
+
+    max_age_s: Seconds
+    swarm: Swarm | None = None
+    storm: Storm | None = None
+    published: dict[tuple[PeerId, int], dict[bytes, tuple[Window, Seconds]]] = field(default_factory=dict)
+    accounts: dict[PeerId, Account] = field(default_factory=dict)
+    checks: int = 0
+    farthest: float = 0.0  # of the replicas at the end, in windows' noise
+    network_trouble_at: Seconds = -1e9  # last moment at which somebody could not be reached though alive
+
+    # Watch
+
+    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
+        account = self.accounts.setdefault(host.peer, Account())
+        if not isinstance(event, jobs.Stepped):
+            account.latest.append((host.agenda.now, event))
+        for effect in effects:
+            match effect:
+                case Log("joined"):
+                    self._joined(host, effect)
+                case jobs.Merge(fragment, _, contributions):
+                    self._to_be_merged(host, fragment, contributions)
+
+    def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
+        self.checks += 1
+        match job, outcome:
+            case jobs.CloseWindow(), jobs.WindowClosed():
+                self._closed(host, outcome)
+            case jobs.Merge(fragment, _, contributions), jobs.Merged(used=used):
+                for one in contributions:
+                    if one.peer in used:
+                        self._merged(host, fragment, one)
+            case jobs.Absorb(fragment, contribution), jobs.Absorbed(accepted=True):
+                self._absorbed(host, fragment, contribution)
+            case _, jobs.Saved():
+                account = self.accounts[host.peer]
+                account.saved = Account(dict(account.merged), set(account.absorbed))
+
+    # Rules, event by event
+
+    def _closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
+        held = self.published.setdefault((host.peer, closed.fragment), {})
+        for blob in _as_asked(closed):
+            held[_fingerprint(blob)] = ((self._life(host.peer), closed.seq), host.agenda.now)
+        while len(held) > PUBLISHED:
+            del held[next(iter(held))]
+        mixed = host.training.mixing.fragments[closed.fragment]
+        if isinstance(mixed.rule, PullRule) and not torch.equal(mixed.rule.slow.baseline, mixed.live.theta):
+            self._violated("baseline", "progress that was published is still in the baseline", host)
+
+    def _merged(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
+        found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))
+        if found is None:
+            if not self._has_forged(one.peer):
+                self._violated("whole", f"{one.peer} never published what was merged of fragment {fragment}", host)
+            return
+        window, _ = found
+        account = self.accounts[host.peer]
+        if window <= account.merged.get((one.peer, fragment), (0, 0)):
+            self._violated("once", f"window {window} of {one.peer}, fragment {fragment}, was merged again", host)
+        account.merged[one.peer, fragment] = window
+
+    def _to_be_merged(self, host: VirtualHost, fragment: int, contributions: Sequence[jobs.Contribution]) -> None:
+        """How old they are when they are taken; a process that is stopped after that cannot help what it finds."""
+        gossip = host.node.setup.config.gossip
+        if gossip.algorithm != "pull":
+            return  # a round is as old as its slowest peer, and the two sides of a swap merge it both or not at all
+        period_s = host.node.period_s(host.node.gossip[fragment].size)
+        limit_s = self.max_age_s + ENOUGH * period_s + self._skew_s() + SLACK_S + self._slowest_step_s(host)
+        for one in contributions:
+            found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))
+            if found is not None and host.agenda.now - found[1] > limit_s:
+                age_s = host.agenda.now - found[1]
+                self._violated("fresh", f"window {found[0]} of {one.peer} was {age_s:.0f} s old", host)
+
+    def _absorbed(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
+        found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))
+        if found is None:
+            if not self._has_forged(one.peer):
+                self._violated("whole", f"{one.peer} never pushed what was added to fragment {fragment}", host)
+            return
+        account, name = self.accounts[host.peer], (one.peer, fragment, found[0])
+        if name in account.absorbed:
+            self._violated("once", f"push {found[0]} of {one.peer} was added again", host)
+        account.absorbed.add(name)
+
+    def _joined(self, host: VirtualHost, line: Log) -> None:
+        assert self.swarm is not None
+        self.accounts[host.peer].stepped_at = host.agenda.now
+        restored = host.node.setup.restored_step is not None
+        if restored:
+            saved = self.accounts[host.peer].saved or Account()
+            self.accounts[host.peer].merged = {} if line.fields["donors"] else dict(saved.merged)
+        if line.fields["donors"] or restored or host.agenda.now < self.network_trouble_at + 60:
+            return
+        others = [one for one in self.swarm.members if one.training and one.peer != host.peer and not one.liar]
+        long_there = [one for one in others if one.host and (one.host.node.progress.joined_at or 0) < host.clock() - 60]
+        if long_there:
+            self._violated("holds state", f"started from nothing while {long_there[0].peer} trains", host)
+
+    # Rules, now and then
+
+    def check(self) -> None:
+        """Every CHECK_S of virtual time."""
+        assert self.swarm is not None
+        sky, now = self.swarm.sky, self.swarm.agenda.now
+        frozen = any(member.alive and member.port and member.port.frozen for member in self.swarm.members)
+        if sky.sides or sky.one_way or sky.loss or sky.dirty or self.swarm.records.late_s or frozen:
+            self.network_trouble_at = now
+        for member in self.swarm.living:
+            self._check_member(member, now)
+        if self.swarm.shape.config.gossip.algorithm == "push_sum":
+            self._check_mass()
+
+    def _check_member(self, member: Member, now: Seconds) -> None:
+        host, port = member.host, member.port
+        assert host is not None
+        assert port is not None
+        if port.frozen:
+            self.accounts[member.peer].stepped_at = now
+            return
+        if len(port.open) > MAX_STREAMS + 1 or len(port.asked) > MOST_QUESTIONS or len(host.engine.inbox) > MOST_JOBS:
+            sizes = f"{len(port.open)} open, {len(port.asked)} asked, {len(host.engine.inbox)} jobs"
+            self._violated("bounded", f"{member.peer}: {sizes}", host)
+        oldest = min(port.open.values(), default=now)
+        if now - oldest > LONGEST_ANSWER_S:
+            self._violated("bounded", f"a question has been open at {member.peer} for {now - oldest:.0f} s", host)
+        written = [now - question.writing for question in port.open if question.writing is not None]
+        if written and max(written) > WRITE_S + SLACK_S:
+            self._violated("bounded", f"{member.peer} has been writing an answer for {max(written):.0f} s", host)
+        asked = min((question.began for question in port.asked), default=now)
+        if now - asked > LONGEST_QUESTION_S:
+            self._violated("bounded", f"{member.peer} has waited {now - asked:.0f} s for an answer", host)
+        for exchange in host.node.gossip.values():
+            held = len(exchange.shelf.held) if hasattr(exchange, "shelf") else 0
+            if held > MAX_HELD:
+                self._violated("bounded", f"{held} answers are held at {member.peer}", host)
+        waits = self.swarm is not None and self.swarm.shape.config.gossip.algorithm == "allreduce"
+        longest = self._slowest_step_s(host) + host.engine.pace.report_s + STALLED_S
+        if member.training and not waits and now - self._stepped_at(member) > longest:
+            self._violated("never waits", f"{member.peer} has made no step for {longest:.0f} s", host)
+
+    def _stepped_at(self, member: Member) -> Seconds:
+        assert member.host is not None
+        account = self.accounts[member.peer]
+        if member.host.engine.last_stepped is not None:
+            account.stepped_at = max(account.stepped_at, member.host.engine.last_stepped)
+        return account.stepped_at
+
+    def _slowest_step_s(self, host: VirtualHost) -> Seconds:
+        engine = host.engine
+        return 2 * engine.pace.step_s * max(engine.stretched, engine.slowest)
+
+    def _check_mass(self) -> None:
+        assert self.swarm is not None
+        for member in self.swarm.living:
+            assert member.host is not None
+            for mixed in member.host.training.mixing.fragments:
+                weight = float(mixed.rule.weight) if isinstance(mixed.rule, PushSum) else 1.0
+                if not 0 < weight < len(self.swarm.members) + 1:
+                    self._violated("mass", f"{member.peer} weighs {weight:g}", member.host)
+
+    # Rules at the end
+
+    def finish(self, settled: bool) -> None:
+        """`settled`: long enough after the last fault."""
+        assert self.swarm is not None
+        self.check()
+        if not settled:
+            return
+        living = [member for member in self.swarm.living if member.training]
+        if self.swarm.shape.config.swarm.shards == 1:
+            self._check_rosters(living)
+        self._check_together(living)
+
+    def _check_rosters(self, living: Sequence[Member]) -> None:
+        there = {member.peer for member in living}
+        for member in living:
+            assert member.host is not None
+            known = set(member.host.node.roster.live)
+            if known != there - {member.peer}:
+                wrong = sorted(known ^ (there - {member.peer}))
+                self._violated("roster", f"{member.peer} is wrong about {', '.join(wrong)}", member.host)
+
+    def _check_together(self, living: Sequence[Member]) -> None:
+        for member, apart in distances(living).items():
+            assert self.swarm is not None
+            window_s = self.swarm.shape.config.gossip.window_s
+            steps = max(1.0, window_s / self.swarm.shape.pace.step_s)
+            noise = apart / (NOISE * steps**0.5)
+            self.farthest = max(self.farthest, noise)
+            if noise > APART and len(living) > 1:
+                peer = self.swarm.by_peer[member]
+                self._violated("together", f"{member} is {noise:.0f} windows' noise from the others", peer.host)
+
+    # Helpers
+
+    def _has_forged(self, peer: PeerId) -> bool:
+        """Whether it may have sent what it never published, under a digest that is right."""
+        lies = self.storm.liars.get(peer, set()) if self.storm is not None else set()
+        return bool(lies & {"nan", "scaled"})
+
+    def _life(self, peer: PeerId) -> int:
+        assert self.swarm is not None
+        return self.swarm.by_peer[peer].lives
+
+    def _skew_s(self) -> Seconds:
+        assert self.swarm is not None
+        return 2 * max(abs(member.skew_s) for member in self.swarm.members)
+
+    def _violated(self, rule: str, detail: str, host: VirtualHost | None) -> None:
+        assert self.swarm is not None
+        latest = self.accounts[host.peer].latest if host is not None else ()
+        lines = [f"{at:9.3f} {_short(event)}" for at, event in latest]
+        raise Violation(rule, detail, self.swarm.agenda.now, lines)
+
+
+def distances(living: Sequence[Member]) -> dict[PeerId, float]:
+    """Of each replica from the mean of all: root mean square over the numbers."""
+    weights = {}
+    for member in living:
+        if member.host is not None:
+            weights[member.peer] = weights_of(member.host)
+    if not weights:
+        return {}
+    mean = torch.stack(list(weights.values())).mean(dim=0)
+    return {peer: float((theta - mean).square().mean().sqrt()) for peer, theta in weights.items()}
+
+
+def weights_of(host: VirtualHost) -> Tensor:
+    return torch.cat([mixed.live.theta for mixed in host.training.mixing.fragments])
+
+
+def _fingerprint(blob: bytes) -> bytes:
+    """Not the protocol's own digest: the audit must not believe what it audits."""
+    return hashlib.sha256(memoryview(blob)).digest()
+
+
+def _as_asked(closed: jobs.WindowClosed) -> list[bytes]:
+    """The blob as a whole, and each of its sections: what a partner may get."""
+    parts, start = [closed.blob], 0
+    for section in closed.layout:
+        parts.append(closed.blob[start : start + section.size])
+        start += section.size
+    return parts
+
+
+def _short(event: object) -> str:
+    text = repr(event)
+    return text if len(text) < 160 else text[:157] + "..."

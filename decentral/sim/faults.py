@@ -1,0 +1,186 @@
+"""Faults: what goes wrong, when, for whom and for how long; written as text, drawn by chance, or read from a trace.
+
+    crash 2 at 20                 kill -9; `restart 2 at 30` brings it back with its disk, `wipe 2 at 30` without
+    crash all at 60; restart all at 65
+    freeze 1 at 10 for 5          the process is stopped, and goes on
+    slow 0 x5 at 10 for 20        its steps take 5 times as long
+    leave 3 at 40                 Ctrl-C
+    join 100 at 30                so many newcomers at once
+    part 0,1 at 20 for 15         peers 0 and 1 on one side, all others on the other
+    oneway 0>1 at 5 for 10        packets from 0 do not reach 1
+    degrade 0-1 x0.1 at 5 for 10  a tenth of the link's rate is left
+    skew 2 by -1.5 at 0           its clock is 1.5 s behind
+    nat 3 at 0                    others reach it through a relay only
+    lie 2 nan at 10 for 20        it sends snapshots that are: nan, scaled, stale, replayed or corrupted
+    loss 0.05 at 5 for 20         of all messages lose a packet
+    corrupt 0.02 at 5 for 20      of all messages; also truncate, duplicate, reorder
+    late 2 at 5 for 20            directory records are found so many seconds late, a fifth of the looks are stale
+
+Separated by semicolons or lines. `peers` are numbers, ranges such as 3-7, lists such as 0,2, or `all`.
+"""
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from decentral.core.errors import UserError
+from decentral.core.units import Seconds
+
+PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", "nat", "lie")
+PAIRS = {"oneway": ">", "degrade": "-"}
+SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
+LIES = ("nan", "scaled", "stale", "replayed", "corrupted")
+LASTING = ("freeze", "slow", "part", "oneway", "degrade", "lie", *SHARES)  # those that end by themselves
+ALL = -1
+LONG_FREEZE_S = 75.0  # longer than any deadline of those who wait
+
+_FORM = re.compile(
+    r"(?P<kind>[a-z]+)\s+(?P<whom>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z]+))?"
+    r"\s+at\s+(?P<at>\d+\.?\d*)(?:\s+for\s+(?P<lasts>\d+\.?\d*))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: str
+    at: Seconds
+    peers: tuple[int, ...] = ()  # (ALL,): all
+    value: float = 0.0  # factor, share, seconds or count
+    lasts: Seconds = 0.0
+    how: str = ""  # of a lie
+
+    def __str__(self) -> str:
+        whom = "all" if self.peers == (ALL,) else ",".join(map(str, self.peers))
+        if self.kind in PAIRS:
+            whom = PAIRS[self.kind].join(map(str, self.peers))
+        words = {"slow": f" x{self.value:g}", "degrade": f" x{self.value:g}", "skew": f" by {self.value:g}"}
+        if self.kind in (*SHARES, "join"):
+            whom = f"{self.value:g}"
+        middle = f" {self.how}" if self.kind == "lie" else words.get(self.kind, "")
+        return f"{self.kind} {whom}{middle} at {self.at:g}" + (f" for {self.lasts:g}" if self.lasts else "")
+
+
+def parse(text: str) -> list[Fault]:
+    """Raises UserError with the part that is no fault."""
+    parts = [part.strip() for part in re.split(r"[;\n]", text)]
+    return [_one(part) for part in parts if part and not part.startswith("#")]
+
+
+def _one(text: str) -> Fault:
+    found = _FORM.fullmatch(text)
+    if found is None:
+        raise UserError(f"--faults: {text!r} is no fault; expected such as 'crash 2 at 20' or 'slow 0 x5 at 10 for 20'")
+    kind, whom, value = found["kind"], found["whom"], found["value"]
+    at, lasts = float(found["at"]), float(found["lasts"] or 0)
+    try:
+        fault = _built(kind, whom, value, at, lasts)
+    except ValueError:
+        raise UserError(f"--faults: {text!r} is not complete; the forms stand in decentral/sim/faults.py") from None
+    if kind in LASTING and not lasts:
+        raise UserError(f"--faults: {text!r} must end: add 'for SECONDS'")
+    return fault
+
+
+def _built(kind: str, whom: str, value: str | None, at: Seconds, lasts: Seconds) -> Fault:
+    if kind in (*SHARES, "join"):
+        return Fault(kind, at, value=_number(whom), lasts=lasts)
+    if kind in PAIRS:
+        first, _, second = whom.partition(PAIRS[kind])
+        factor = _number(value) if kind == "degrade" else 0.0
+        return Fault(kind, at, (int(first), int(second)), factor, lasts)
+    if kind == "lie":
+        if value not in LIES:
+            raise UserError(f"--faults: a lie is one of {', '.join(LIES)}; got {value!r}")
+        return Fault(kind, at, _peers(whom), lasts=lasts, how=value)
+    if kind not in PEERS:
+        known = ", ".join([*PEERS, *PAIRS, *SHARES, "join"])
+        raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
+    size = _number(value, negative=kind == "skew") if kind in ("slow", "skew") else 0.0
+    return Fault(kind, at, _peers(whom), size, lasts)
+
+
+def _number(text: str | None, negative: bool = False) -> float:
+    """Raises ValueError for what is none, nothing, or less than nothing."""
+    number = float(text or "nan")
+    if not (number > 0 or (negative and number <= 0)):
+        raise ValueError(text)
+    return number
+
+
+def _peers(text: str) -> tuple[int, ...]:
+    if text == "all":
+        return (ALL,)
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    if not numbers:
+        raise ValueError(text)
+    return tuple(numbers)
+
+
+def trace(path: Path) -> list[Fault]:
+    """Churn from a CSV with the columns time (s), peer (number), up or down. Raises UserError."""
+    faults = []
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                kind = {"up": "restart", "down": "crash"}[(row.get("up/down") or row.get("state") or "").strip()]
+                faults.append(Fault(kind, float(row["time"]), (int(row["peer"]),)))
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise UserError(
+            f"--trace {path}: expected a CSV with the columns time, peer, up/down ({type(error).__name__})"
+        ) from None
+    return faults
+
+
+def draw(chance: Random, peers: int, until: Seconds, count: int) -> list[Fault]:
+    """So many faults by chance, of all kinds, all over by `until`. Who is crashed comes back, all but once."""
+    faults: list[Fault] = []
+    for _ in range(count):
+        faults += _drawn(chance, peers, until)
+    return sorted(faults, key=lambda fault: fault.at)
+
+
+def _drawn(chance: Random, peers: int, until: Seconds) -> Iterator[Fault]:
+    kind = chance.choice([*PEERS, *PAIRS, *SHARES, "join", "crash", "crash", "all", "freeze", "freeze", "lie"])
+    at = round(chance.uniform(0.1, 0.7) * until, 2)
+    lasts = round(chance.uniform(0.05, 0.25) * until, 2)
+    back = round(at + lasts, 2)
+    peer = chance.randrange(peers)
+    match kind:
+        case "crash" | "restart" | "wipe":
+            yield Fault("crash", at, (peer,))
+            yield Fault("wipe" if kind == "wipe" else "restart", back, (peer,))
+        case "all":
+            yield Fault("crash", at, (ALL,))
+            yield Fault("restart", back, (ALL,))
+        case "freeze":
+            yield Fault(kind, at, (peer,), lasts=LONG_FREEZE_S if chance.random() < 0.4 else lasts)
+        case "slow":
+            yield Fault(kind, at, (peer,), float(chance.choice([2, 5, 20])), lasts)
+        case "skew":
+            yield Fault(kind, at, (peer,), round(chance.uniform(-3, 3), 2))
+        case "part":
+            some = tuple(sorted(chance.sample(range(peers), chance.randint(1, max(1, peers // 2)))))
+            yield Fault(kind, at, some, lasts=lasts)
+        case "lie":
+            yield Fault(kind, at, (peer,), lasts=lasts, how=chance.choice(LIES))
+        case "oneway" | "degrade":
+            pair = tuple(chance.sample(range(peers), 2))
+            yield Fault(kind, at, pair, 0.1 if kind == "degrade" else 0.0, lasts)
+        case "join":
+            yield Fault(kind, at, value=chance.randint(1, 4))
+        case "late":
+            yield Fault(kind, at, value=2.0, lasts=lasts)
+        case _ if kind in SHARES:
+            yield Fault(kind, at, value=round(chance.uniform(0.01, 0.2), 3), lasts=lasts)
+        case _:
+            yield Fault(kind, at, (peer,), lasts=lasts if kind in LASTING else 0.0)
+
+
+def text_of(faults: Sequence[Fault]) -> str:
+    return "; ".join(map(str, faults))

@@ -1,0 +1,76 @@
+"""Where the simulated peers are: delays and rates of their wires, from a topology file or from a few numbers."""
+
+from dataclasses import dataclass, field
+
+from decentral.core import rng
+from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
+from decentral.scheduler.topology import Topology
+
+RELAY_DELAYS = 2.0  # a path through a relay is about this much longer
+RELAY_RATE = 1.25e6  # bytes/s: what a volunteer's relay gives away
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """Of peers of which nothing else is known. Rates in bytes/s."""
+
+    delay_s: Seconds = 0.03  # one way, of the typical link
+    up: float = 2.5e6
+    down: float = 12.5e6
+    spread: float = 0.5  # standard deviation of the logarithm, of each figure from peer to peer
+
+
+@dataclass(slots=True)
+class Earth:
+    """A Geography: per peer where each differs, per pair where a topology says so, and what faults do to them."""
+
+    seed: int
+    wires: Wires = field(default_factory=Wires)
+    topology: Topology | None = None
+    relayed: set[PeerId] = field(default_factory=set)  # behind a NAT: others reach them through a relay
+    degraded: dict[frozenset[PeerId], float] = field(default_factory=dict)  # share of a link's rate that is left
+    _places: dict[PeerId, int] = field(default_factory=dict)
+    _own: dict[PeerId, tuple[Seconds, float, float]] = field(default_factory=dict)
+
+    def place(self, peer: PeerId, number: int) -> None:
+        """Number `number` of the swarm: the topology's peers in turn."""
+        self._places[peer] = number
+        draw = rng.stream(self.seed, "wires", number)
+        half, up, down = self.wires.delay_s / 2, self.wires.up, self.wires.down
+        spread = self.wires.spread
+        self._own[peer] = (
+            half * draw.lognormvariate(0, spread),
+            up * draw.lognormvariate(0, spread),
+            down * draw.lognormvariate(0, spread),
+        )
+
+    def up(self, peer: PeerId) -> float:
+        return self._own[peer][1] if self.topology is None else float("inf")
+
+    def down(self, peer: PeerId) -> float:
+        return self._own[peer][2] if self.topology is None else float("inf")
+
+    def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
+        if self.topology is None:
+            delay_s = self._own[source][0] + self._own[target][0]
+        else:
+            delay_s = float(self.topology.delay_s[self._at(source), self._at(target)])
+        return delay_s * (RELAY_DELAYS if target in self.relayed or source in self.relayed else 1.0) + 1e-4
+
+    def bandwidth(self, source: PeerId, target: PeerId) -> float:
+        rate = float("inf")
+        if self.topology is not None:
+            rate = float(self.topology.bandwidth[self._at(source), self._at(target)])
+        if self.relayed and (target in self.relayed or source in self.relayed):
+            rate = min(rate, RELAY_RATE)
+        if not self.degraded:
+            return rate
+        return min(rate, self._finite(source, target)) * self.degraded.get(frozenset((source, target)), 1.0)
+
+    def _finite(self, source: PeerId, target: PeerId) -> float:
+        return min(self.up(source), self.down(target))
+
+    def _at(self, peer: PeerId) -> int:
+        assert self.topology is not None
+        return self._places[peer] % len(self.topology)

@@ -1,0 +1,70 @@
+"""Real gradients under a virtual clock: train/compute.py's Compute trains, only its seconds are the simulation's."""
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from decentral.comm import compress
+from decentral.core import jobs
+from decentral.core.ids import PeerId
+from decentral.peers.virtual import Training
+from decentral.sim.swarm import Member, Shape
+from decentral.train import data
+from decentral.train.compute import Compute, Setup
+from decentral.train.mixing import Mixing
+from decentral.train.step import Device
+
+
+@dataclass(slots=True)
+class Trained:
+    """A Compute that steps when it is told to."""
+
+    compute: Compute
+    restored: bool
+
+    @property
+    def holding(self) -> int | None:
+        return self.compute.holding
+
+    @property
+    def lr_step(self) -> int:
+        return self.compute.lr_step
+
+    @property
+    def mixing(self) -> Mixing:
+        return self.compute.mixing
+
+    def step(self, count: int) -> jobs.Stepped:
+        assert count == 1, "real steps are made one by one"
+        return self.compute.step()
+
+    def do(self, job: jobs.Job) -> jobs.Outcome:
+        outcome = self.compute.do(job)
+        # The seconds of this machine are none of the simulation's: two runs of a seed must not differ by them.
+        return replace(outcome, seconds=0.0) if isinstance(outcome, jobs.Evaluated) else outcome
+
+
+def real_gradients(shape: Shape) -> Shape:
+    """The same swarm, with the config's model trained on its data; checkpoints in a temporary folder."""
+    run = shape.config
+    corpus = data.load(run.data, run.model)
+    folder = Path(tempfile.mkdtemp(prefix="simulated-"))
+
+    def train(member: Member) -> Training:
+        place = folder / member.peer
+        place.mkdir(exist_ok=True)
+        compute = Compute(Setup(run, member.peer, corpus, compress, device, place))
+        return Trained(compute, compute.resume())
+
+    device = Device(torch.device("cpu"), torch.float32)
+    probe = Compute(Setup(run, PeerId("probe"), corpus, compress, device, folder))
+    return replace(
+        shape,
+        fragments=tuple(probe.fragments),
+        pace=replace(shape.pace, steps_at_once=1),
+        tokens_per_step=probe.micro_batch * run.model.context * run.train.accumulate,
+        gradients=train,
+        donated=tuple(probe.state_layouts()),
+    )

@@ -1,0 +1,315 @@
+"""The simulated swarm: real nodes on a virtual network, and everything that can be done to them.
+
+A member is a peer with its disk: it may live several times. Whatever chance decides comes from the seed.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgpack
+import torch
+
+from decentral.comm import compress
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import Message
+from decentral.comm.transport import Announce, Answer, Ask, AskError
+from decentral.comm.virtual import Network, Port
+from decentral.comm.virtual_directory import Records
+from decentral.core import jobs, rng
+from decentral.core.agenda import Agenda
+from decentral.core.config import Config
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.machine import Log
+from decentral.core.units import Seconds
+from decentral.peers.node import Node, Phase, Setup
+from decentral.peers.records import Profile
+from decentral.peers.virtual import Pace, Respond, Training, VirtualHost, Watch
+from decentral.sim.geography import Earth
+from decentral.sim.sky import Sky
+from decentral.train import gpt, mix
+from decentral.train.inner import cut
+from decentral.train.sketch import NUMBERS, Checkpoint, HollowCodecs, PlainCodecs, Sketch
+
+RUN = RunId("simulated-000000")
+EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
+SMALL = 20_000_000  # parameters of a model that is built to be counted
+DIRECTORY_DELAYS = 6  # a look into the DHT takes so many delays of a link
+MEET_AGAIN_S = 5.0  # a newcomer whose contact does not answer asks the next one after so long
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualSigner:
+    """Signs with a digest instead of RSA: a thousand times cheaper, and as hard to forge for a simulated fault."""
+
+    peer: PeerId
+
+    def seal(self, key: str, body: bytes, expires: float) -> bytes:
+        record: bytes = msgpack.packb([body, expires, _seal(key, self.peer, body, expires)])
+        return record
+
+    def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
+        try:
+            body, expires, seal = msgpack.unpackb(record)
+        except Exception as error:  # msgpack raises a dozen kinds for garbage
+            raise ProtocolError("garbage", type(error).__name__) from None
+        if seal != _seal(key, peer, body, expires):
+            raise ProtocolError("signature", "not the peer's")
+        if not now < expires:
+            raise ProtocolError("expired", f"{now - expires:.0f} s ago")
+        return body, expires
+
+
+def _seal(key: str, peer: PeerId, body: bytes, expires: float) -> bytes:
+    return hashlib.blake2b(body, digest_size=16, key=f"{key} {peer} {expires!r}".encode()[-64:]).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The swarm that is simulated."""
+
+    config: Config
+    fragments: tuple[jobs.Fragment, ...]
+    pace: Pace
+    throttles: tuple[float, ...] = (1.0,)  # of the peers, in turn
+    tokens_per_step: int = 1024
+    plain: bool = False  # nothing is quantised: for thousands of peers
+    gradients: Callable[["Member"], Training] | None = None  # real ones instead of a sketch
+    donated: tuple[jobs.Layout, ...] | None = None  # a fragment's state as newcomers get it, if it is a real one
+
+    @classmethod
+    def of(cls, config: Config, pace: Pace, throttles: Sequence[float], tokens_per_step: int) -> "Shape":
+        """With fragments as many, and together as large, as those of the run's model."""
+        model = config.model
+        small = model.layers is None and 12 * model.depth * model.d_model**2 < SMALL
+        with torch.device("cpu" if small else "meta"):  # the latter takes no memory, but loads torch's compiler, 5 s
+            layers = gpt.build(model, 0)
+        real = cut(layers, config.gossip.fragment_parameters)
+        mean = sum(one.parameters for one in real) // len(real)
+        even = tuple(replace(one, parameters=mean) for one in real)
+        return cls(config, even, pace, tuple(throttles), tokens_per_step)
+
+    def state_layouts(self) -> list[jobs.Layout]:
+        if self.donated is not None:
+            return list(self.donated)
+        rule = mix.rule(self.config.gossip, torch.zeros(NUMBERS), PeerId(""))
+        codecs = HollowCodecs(compress, self.fragments[0].parameters / NUMBERS)
+        return [mix.layout_of(rule.donated, NUMBERS, codecs) for _ in self.fragments]
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A peer, its disk, and its present life if it has one."""
+
+    number: int
+    peer: PeerId
+    host: VirtualHost | None = None
+    port: Port | None = None
+    disk: Checkpoint | None = None
+    has_run: bool = False  # its disk knows the run: a restart needs no contact
+    book: tuple[PeerId, ...] = ()
+    lives: int = 0
+    skew_s: Seconds = 0.0
+    liar: str = ""  # how it lies, if it does
+    stretched: float = 1.0
+
+    @property
+    def alive(self) -> bool:
+        return self.host is not None and self.host.ended is None
+
+    @property
+    def training(self) -> bool:
+        return self.alive and self.host is not None and self.host.node.phase is Phase.TRAINING
+
+
+Tamper = Callable[[Member, PeerId, Envelope], Envelope]
+
+
+class Swarm:
+    """Members by number, the network between them, and time."""
+
+    def __init__(self, shape: Shape, seed: int, earth: Earth, watch: Watch) -> None:
+        self.shape, self.seed, self.earth, self.watch = shape, seed, earth, watch
+        self.agenda = Agenda()
+        self.sky = Sky(self.agenda, rng.stream(seed, "sky"))
+        self.network = Network(self.agenda, earth, self.sky)
+        self.records = Records(self.agenda, rng.stream(seed, "records"), self.sky, epoch=EPOCH)
+        self.members: list[Member] = []
+        self.by_peer: dict[PeerId, Member] = {}
+        self.journal: Callable[[PeerId, Seconds, Log], None] = lambda peer, t, line: None
+        self.tamper: Tamper = lambda member, asker, envelope: envelope
+        self._state_layouts = shape.state_layouts()
+        self._chance = rng.stream(seed, "swarm")
+
+    # Lives
+
+    def add(self) -> Member:
+        """A new member, not yet alive."""
+        number = len(self.members)
+        member = Member(number, PeerId(f"sim{number:05d}"))
+        self.members.append(member)
+        self.by_peer[member.peer] = member
+        self.earth.place(member.peer, number)
+        return member
+
+    def start(self, member: Member) -> None:
+        """Starts or restarts it; a newcomer needs somebody to say hello to."""
+        if member.alive:
+            return
+        contacts = self._contacts(member)
+        if not contacts and not member.has_run and any(other.has_run for other in self.members if other is not member):
+            self.agenda.after(MEET_AGAIN_S, lambda: self.start(member))
+            return
+        member.has_run = True
+        member.lives += 1
+        training = self._training(member)
+        node = Node(self._setup(member, training, contacts))
+        member.port = self.network.plug(member.peer)
+        wire = MemberWire(self, member, member.port)
+        pace = self.shape.pace
+        throttle = self.shape.throttles[member.number % len(self.shape.throttles)]
+        pace = replace(pace, step_s=pace.step_s * throttle)
+        chance = rng.stream(self.seed, "steps", member.number, member.lives)
+        member.host = VirtualHost(
+            node, wire, training, pace, self.agenda, self.clock(member), chance, self.watch, self.journal
+        )
+        member.host.engine.stretched = member.stretched
+        member.host.start()
+
+    def crash(self, member: Member, keep_disk: bool = True) -> None:
+        """kill -9: nothing is told to anybody."""
+        if not member.alive or member.host is None:
+            return
+        self._keep(member, keep_disk)
+        member.host.end("crashed")
+        self.network.unplug(member.peer)
+
+    def leave(self, member: Member) -> None:
+        """Ctrl-C."""
+        if not member.alive or member.host is None:
+            return
+        member.host.stop("interrupted")
+        member.host.training.do(jobs.Save())
+        self._keep(member, True)
+        self.network.unplug(member.peer)
+
+    def replace_disk(self, member: Member) -> Member:
+        """Its disk is lost, and its identity with it: who comes back is a newcomer."""
+        return self.add()
+
+    def freeze(self, member: Member) -> None:
+        if member.alive and member.host is not None and member.port is not None:
+            member.port.frozen = True
+            member.host.freeze()
+
+    def thaw(self, member: Member) -> None:
+        if member.alive and member.host is not None and member.port is not None and member.port.frozen:
+            member.host.thaw()
+            self.network.thaw(member.port)
+
+    def slow_down(self, member: Member, times: float) -> None:
+        member.stretched = times
+        if member.alive and member.host is not None:
+            member.host.engine.set_speed(times)
+
+    def clock(self, member: Member) -> Callable[[], Seconds]:
+        return lambda: EPOCH + self.agenda.now + member.skew_s
+
+    @property
+    def living(self) -> list[Member]:
+        return [member for member in self.members if member.alive]
+
+    # Parts
+
+    def _contacts(self, member: Member) -> tuple[PeerId, ...]:
+        """Whom it can connect to now: those in its address book, or for a newcomer anybody that trains."""
+        cut_off_at = self.sky.cut_off_at
+        if member.has_run:
+            known = [self.by_peer[peer] for peer in member.book]
+        else:
+            there = [other for other in self.members if other.training]
+            known = [self._chance.choice(there)] if there else []
+        return tuple(
+            other.peer
+            for other in known
+            if other.alive and not (other.port and other.port.frozen)
+            if cut_off_at(member.peer, other.peer) is None and cut_off_at(other.peer, member.peer) is None
+        )
+
+    def _training(self, member: Member) -> Training:
+        if self.shape.gradients is not None:
+            return self.shape.gradients(member)
+        chance = rng.arrays(self.seed, "noise", member.number, member.lives)
+        shape = self.shape
+        codecs = PlainCodecs(compress) if shape.plain else compress
+        return Sketch(
+            shape.config, member.peer, shape.fragments, codecs, chance, shape.tokens_per_step, disk=member.disk
+        )
+
+    def _setup(self, member: Member, training: Training, contacts: tuple[PeerId, ...]) -> Setup:
+        config = self.shape.config
+        restored = training.lr_step if training.restored else None
+        profile = Profile("simulated", 1 << 34, 1e12, self.shape.tokens_per_step / self.shape.pace.step_s)
+        return Setup(
+            config=config,
+            run=RUN,
+            own=VirtualSigner(member.peer),
+            fragments=self.shape.fragments,
+            state_layouts=self._state_layouts,
+            layers=self.shape.fragments[-1].last,
+            profile=profile,
+            addresses=(),
+            contacts=contacts,
+            restored_step=restored,
+        )
+
+    def _keep(self, member: Member, keep_disk: bool) -> None:
+        assert member.host is not None
+        training = member.host.training
+        member.book = tuple(sorted(member.host.node.roster.live)) or member.book
+        if isinstance(training, Sketch):
+            member.disk = training.disk if keep_disk else None
+        if not keep_disk:
+            member.has_run = False
+
+
+@dataclass(slots=True)
+class MemberWire:
+    """A member's end of the network and of the directory."""
+
+    swarm: Swarm
+    member: Member
+    port: Port
+    _lookups: int = field(default=0)
+
+    def ask(self, ask: Ask, done: Callable[[Answer | AskError], None]) -> None:
+        self.swarm.network.ask(self.port, ask.to, ask.envelope, ask.deadline_s, ask.max_blob_bytes, done)
+
+    def serve(self, serve: Callable[[PeerId, Envelope, Respond], None], bound: Callable[[Message], int]) -> None:
+        def tampering(sender: PeerId, envelope: Envelope, respond: Respond) -> None:
+            if not self.member.liar:
+                serve(sender, envelope, respond)
+                return
+            serve(sender, envelope, lambda answer: respond(self.swarm.tamper(self.member, sender, answer)))
+
+        self.port.serve, self.port.bound = tampering, bound
+
+    def store(self, record: Announce) -> None:
+        """It is on its way, whatever becomes of the peer: the last word of one that leaves is heard."""
+        records, peer = self.swarm.records, self.member.peer
+
+        def arrive() -> None:
+            records.store(peer, record.key, record.subkey, record.value, record.expires)
+
+        self._later(arrive)
+
+    def fetch(self, key: str, done: Callable[[dict[str, bytes]], None]) -> None:
+        def look() -> None:
+            if self.member.port is self.port and self.member.alive:
+                done(self.swarm.records.fetch(self.member.peer, key))
+
+        self._later(look)
+
+    def _later(self, action: Callable[[], None]) -> None:
+        self.swarm.agenda.after(DIRECTORY_DELAYS * self.swarm.earth.wires.delay_s, action)

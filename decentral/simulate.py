@@ -1,0 +1,229 @@
+"""python -m decentral.simulate: what would this swarm do? The real peers, thousands if need be, in virtual time.
+
+    python -m decentral.simulate --peers 50 --seconds 600 --faults "crash 3 at 60; restart 3 at 90"
+    python -m decentral.simulate --peers 1000 --seconds 3600 --set gossip.window_s=60 --step-seconds 2
+    python -m decentral.simulate --sweep 300                      small swarms with faults by chance, all of them
+    python -m decentral.simulate --sweep 1 --seed 42 --shrink     one of them again, with as few faults as will do
+
+Nothing is trained, unless `--gradients` asks for it: a few numbers stand for the model, and their gossip is the real
+one. The audit watches all the while (decentral/sim/audit.py); a violation ends the run: exit 1, with the seed, the
+time, what the peer did last, and the line that replays it.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from decentral import command
+from decentral.core import config, rng
+from decentral.core.errors import UserError
+from decentral.core.units import readable_bytes
+from decentral.peers.virtual import Pace
+from decentral.scheduler import topology
+from decentral.sim import faults, plot, sweep
+from decentral.sim.audit import Violation
+from decentral.sim.geography import Wires
+from decentral.sim.gradients import real_gradients
+from decentral.sim.run import Report, Scenario, Tell, run, shrink
+from decentral.sim.swarm import Shape
+
+MANY = 200  # peers; from here on nothing is quantised and not every event is audited
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run(lambda: _main(parse(argv)))
+
+
+def _main(flags: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    if flags.sweep:
+        _sweep(flags)
+        return
+    scenario = scenario_of(flags)
+    report = _watched(flags, scenario)
+    if flags.plot:
+        plot.of(report, Path(flags.plot))
+    print(json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))
+
+
+def scenario_of(flags: argparse.Namespace) -> Scenario:
+    """What the flags describe. Raises UserError."""
+    run_config = config.load(flags.config, flags.set)
+    many = flags.peers > MANY
+    pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
+    shape = replace(Shape.of(run_config, pace, flags.throttle, flags.tokens_per_step), plain=many)
+    if flags.gradients:
+        shape = real_gradients(shape)
+    drawn = faults.parse(flags.faults) if flags.faults else []
+    drawn += faults.trace(Path(flags.trace)) if flags.trace else []
+    if flags.random_faults:
+        drawn += faults.draw(rng.stream(flags.seed, "faults"), flags.peers, flags.seconds, flags.random_faults)
+    wires = Wires(flags.delay_ms / 1e3, flags.up_mbps * 1e6 / 8, flags.down_mbps * 1e6 / 8)
+    where = topology.load(flags.topology) if flags.topology else None
+    audited = flags.peers <= MANY and not flags.gradients
+    return Scenario(shape, flags.peers, flags.seconds, flags.seed, tuple(drawn), wires, where, audited)
+
+
+def _watched(flags: argparse.Namespace, scenario: Scenario) -> Report:
+    try:
+        with _progress(scenario.seconds, quiet=flags.json) as tell:
+            return run(scenario, tell)
+    except Violation as violation:
+        _explain(violation.rule, str(violation), violation.latest, scenario, _again(flags))
+        if flags.shrink:
+            _shrink(scenario, violation.rule)
+        raise SystemExit(1) from None
+
+
+def _sweep(flags: argparse.Namespace) -> None:
+    """Seeds from --seed on; at the end one line that counts them. Exit 1 if any was violated."""
+    began, violated, checks, played = time.monotonic(), list[dict[str, Any]](), 0, 0
+
+    def account() -> dict[str, Any]:
+        seconds = round(time.monotonic() - began, 1)
+        return {"first_seed": flags.seed, "played": played, "checks": checks, "seconds": seconds, "violated": violated}
+
+    for outcome in sweep.sweep(range(flags.seed, flags.seed + flags.sweep), flags.processes):
+        checks, played = checks + outcome.checks, played + 1
+        if outcome.violated:
+            violated.append(_found(outcome, flags.shrink))
+            _leave(flags.report, account())
+        if flags.for_seconds and time.monotonic() > began + flags.for_seconds:
+            break
+    _leave(flags.report, account())
+    last, took_s = flags.seed + played - 1, time.monotonic() - began
+    print(f"seeds {flags.seed} to {last}: {len(violated)} violated, {checks} jobs checked, {took_s:.0f} s")
+    if flags.json:
+        print(json.dumps(account()))
+    if violated:
+        raise SystemExit(1)
+
+
+def _found(outcome: sweep.Outcome, shrunk: bool) -> dict[str, Any]:
+    """Tells of a seed that was violated, and gives what a report keeps of it."""
+    scenario = sweep.scenario_of(outcome.seed)
+    again = f"python -m decentral.simulate --sweep 1 --seed {outcome.seed}"
+    _explain(outcome.violated, outcome.said, outcome.latest, scenario, again)
+    if shrunk:
+        _shrink(scenario, outcome.violated)
+    kept = {"seed": outcome.seed, "rule": outcome.violated, "said": outcome.said, "faults": outcome.faults}
+    return kept | {"latest": outcome.latest, "again": again}
+
+
+def _leave(path: str | None, account: dict[str, Any]) -> None:
+    """The report as it stands: a sweep that is stopped leaves what it has found."""
+    if path is None:
+        return
+    try:
+        Path(path).write_text(json.dumps(account, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--report {path}: {error.strerror}; choose a place that can be written") from None
+
+
+def _explain(rule: str, said: str, latest: Sequence[str], scenario: Scenario, again: str) -> None:
+    print(f"violated: {said}", file=sys.stderr)
+    print(f"  seed {scenario.seed}, {scenario.peers} peers, faults: {faults.text_of(scenario.faults)}", file=sys.stderr)
+    for line in latest:
+        print(f"  {line}", file=sys.stderr)
+    print(f"  again: {again}", file=sys.stderr)
+
+
+def _shrink(scenario: Scenario, rule: str) -> None:
+    fewest = shrink(scenario, rule, lambda text: print(f"  {text}", file=sys.stderr))
+    print(f"  fewest faults: {faults.text_of(fewest) or 'none'}", file=sys.stderr)
+
+
+def _again(flags: argparse.Namespace) -> str:
+    return f"python -m decentral.simulate {shlex.join(flags.typed)}"
+
+
+def _show(report: Report, console: Console) -> None:
+    done, solo, failed = (report.exchanges.get(name, 0) for name in ("done", "solo", "failed"))
+    why = ", ".join(f"{reason} {count}" for reason, count in sorted(report.failures.items()))
+    console.print(
+        f"{report.peers} peers, {report.seconds:g} virtual seconds, seed {report.seed}: {report.events:,} events\n"
+        f"  {report.tokens_per_s:,.0f} tokens/s, least busy peer {report.busy_fraction:.3f}\n"
+        f"  exchanges {done}/{solo}/{failed} (done/solo/failed{': ' + why if why else ''}), "
+        f"{report.exchange_s:.3f} s each; sent {readable_bytes(report.sent_bytes)}, "
+        f"received {readable_bytes(report.received_bytes)}\n"
+        f"  spread {report.spread:.4f}, loss {report.loss:.4f}, roster error {report.roster_error:.3f}\n"
+        f"  {report.checks} jobs audited; digest {report.digest}",
+        soft_wrap=True,
+    )
+    for fault, seconds in report.recovery_s.items():
+        console.print(f"  {fault}: all well {'not again' if seconds is None else f'{seconds:.1f} s later'}")
+
+
+@contextmanager
+def _progress(seconds: float, quiet: bool) -> Iterator[Tell]:
+    console = Console(file=sys.stderr)
+    columns = (
+        TextColumn("{task.completed:.0f} of {task.total:.0f} virtual seconds"),
+        BarColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("", total=seconds)
+        yield lambda at: bar.update(task, completed=at)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.Parser(prog="python -m decentral.simulate", description="A swarm in virtual time.")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
+    parser.add_argument("--peers", type=int, default=8, metavar="N")
+    parser.add_argument("--seconds", type=float, default=600.0, metavar="S", help="of virtual time; default 600")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="all chance comes from it")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
+    parser.add_argument("--step-seconds", type=float, default=0.5, metavar="S", help="of a step of a peer; default 0.5")
+    parser.add_argument("--noise", type=float, default=0.05, metavar="F", help="of a step, as a part of it")
+    parser.add_argument("--throttle", type=_factors, default=(1.0,), metavar="F,F,...", help="slowness, peers in turn")
+    parser.add_argument("--tokens-per-step", type=int, default=1024, metavar="N")
+    parser.add_argument("--gradients", action="store_true", help="train the model of CONFIG for real; for small ones")
+    parser.add_argument("--topology", metavar="FILE", help="links as of decentral.plan, peers in turn")
+    parser.add_argument("--delay-ms", type=float, default=30.0, metavar="MS", help="one way; default 30")
+    parser.add_argument("--up-mbps", type=float, default=20.0, metavar="MBPS", help="of a peer; default 20")
+    parser.add_argument("--down-mbps", type=float, default=100.0, metavar="MBPS", help="of a peer; default 100")
+    parser.add_argument(
+        "--faults", metavar="SPEC", help="such as 'crash 2 at 20; restart 2 at 30': decentral/sim/faults.py"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="churn from a CSV with the columns time, peer, up/down")
+    parser.add_argument("--random-faults", type=int, default=0, metavar="N", help="so many by chance")
+    parser.add_argument("--sweep", type=int, default=0, metavar="N", help="so many small swarms with faults by chance")
+    parser.add_argument("--for-seconds", type=float, default=0.0, metavar="S", help="end a sweep after so long")
+    parser.add_argument("--report", metavar="FILE", help="JSON: what a sweep has played and found")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="of a sweep")
+    parser.add_argument("--shrink", action="store_true", help="of a violation, the fewest faults that still cause it")
+    parser.add_argument("--plot", metavar="FILE", help="PNG: tokens/s, spread and live peers over time")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    flags = parser.parse_args(argv)
+    flags.typed = list(sys.argv[1:] if argv is None else argv)
+    for name, least in (("peers", 1), ("seconds", 1.0), ("step_seconds", 1e-3), ("sweep", 0), ("processes", 1)):
+        if getattr(flags, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} expects at least {least:g}; got {getattr(flags, name):g}")
+    return flags
+
+
+def _factors(text: str) -> tuple[float, ...]:
+    try:
+        factors = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        factors = ()
+    if not factors or min(factors) <= 0:
+        raise argparse.ArgumentTypeError(f"expected factors such as 1,1,1,10; got {text!r}")
+    return factors
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Training without a model: a few numbers stand for each fragment, and their gossip is the real one.
+
+The numbers descend into a bowl, each peer with noise of its own, as replicas do that see different data; whatever
+happens to them at a window's end or in a merge is done by train/mixing.py, so what a simulation checks (progress is
+counted once, mass is conserved, replicas stay together) is checked on the code that trains. Blobs are hollow: they
+have the length that the real model's would have.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from decentral.core import config, jobs
+from decentral.core.errors import ProtocolError
+from decentral.core.hollow import Hollow
+from decentral.core.ids import PeerId
+from decentral.train.inner import Live
+from decentral.train.mixing import Mixing
+from decentral.train.sections import Codecs
+
+Numbers = NDArray[np.float32]
+
+NUMBERS = 8  # that stand for a fragment
+RATE = 0.02  # of the descent, per step
+NOISE = 0.01  # per step, in units of the distance to the optimum at the start
+
+
+@dataclass(frozen=True, slots=True)
+class HollowCodecs:
+    """Codecs whose sections have the size of a real fragment's, `times` as many numbers as they hold."""
+
+    codecs: Codecs
+    times: float
+
+    def encode(self, codec: str, values: Tensor) -> bytes:
+        return Hollow([(self.size(codec, values.numel()), self.codecs.encode(codec, values))])
+
+    def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
+        return self.codecs.decode(codec, memoryview(blob), elements)
+
+    def size(self, codec: str, elements: int) -> int:
+        few = elements == 1  # a weight, not weights
+        return self.codecs.size(codec, 1 if few else round(elements * self.times))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCodecs:
+    """fp32 by whatever name: for swarms of thousands, whose quantisation costs more time than their protocol."""
+
+    codecs: Codecs  # for the sizes
+
+    def encode(self, codec: str, values: Tensor) -> bytes:
+        return values.numpy().tobytes()
+
+    def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
+        values = np.frombuffer(blob, dtype=np.float32)
+        if len(values) != elements or not np.isfinite(values).all():
+            raise ProtocolError("nan", "numbers that are not finite, or not as many as there should be")
+        return torch.from_numpy(values.copy())
+
+    def size(self, codec: str, elements: int) -> int:
+        return self.codecs.size(codec, elements)
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What a peer's disk keeps."""
+
+    tensors: dict[str, Tensor]
+    windows: list[tuple[int, float]]
+    own_steps: int
+    lr_step: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class Sketch:
+    """Does the jobs of train/compute.py, and steps when it is told to."""
+
+    config: config.Config
+    peer: PeerId
+    fragments: Sequence[jobs.Fragment]  # the real model's
+    codecs: Codecs
+    chance: np.random.Generator
+    tokens_per_step: int
+    disk: Checkpoint | None = None
+    own_steps: int = 0
+    lr_step: int = 0
+    tokens: int = 0
+    holding: int | None = -1
+    mixing: Mixing = field(init=False)
+    _resumed: bool = False
+    _numbers: list[Numbers] = field(init=False)  # the weights of each fragment, as numpy sees them
+
+    def __post_init__(self) -> None:
+        mean = sum(fragment.parameters for fragment in self.fragments) / len(self.fragments)
+        lives = [_live(fragment, self.config.train) for fragment in self.fragments]
+        self.mixing = Mixing(lives, self.config.gossip, self.peer, HollowCodecs(self.codecs, mean / NUMBERS))
+        self._numbers = [live.theta.numpy() for live in lives]
+        if self.disk is not None:
+            self._load(self.disk)
+            self._resumed = True
+
+    @property
+    def restored(self) -> bool:
+        return self._resumed
+
+    def step(self, count: int) -> jobs.Stepped:
+        """So many steps at once: the descent and the noise of all of them."""
+        keep, rate = (1 - RATE) ** count, self.config.train.learning_rate
+        for mixed, numbers in zip(self.mixing.fragments, self._numbers, strict=True):
+            live = mixed.live
+            numbers *= keep
+            numbers += self.chance.normal(0.0, NOISE * count**0.5, NUMBERS)
+            live.tokens += count * self.tokens_per_step
+            live.rates += count * rate
+            live.steps += count
+        self.own_steps += count
+        self.lr_step += count
+        self.tokens += count * self.tokens_per_step
+        return jobs.Stepped(self.own_steps, self.lr_step, count * self.tokens_per_step, self.loss(), 0.0, count)
+
+    def loss(self) -> float:
+        """Mean square distance from the optimum, which is zero."""
+        squares = [float(numbers @ numbers) / NUMBERS for numbers in self._numbers]
+        return sum(squares) / len(squares)
+
+    def do(self, job: jobs.Job) -> jobs.Outcome:
+        match job:
+            case jobs.CloseWindow(fragment, seq, hold):
+                self.holding = fragment if hold else self.holding
+                return self.mixing.close(fragment, seq)
+            case jobs.Merge(fragment, seq, contributions):
+                self.holding = None if self.holding == fragment else self.holding
+                return self.mixing.merge(fragment, seq, contributions)
+            case jobs.Absorb(fragment, contribution):
+                return self.mixing.absorb(fragment, contribution)
+            case jobs.ExportState(fragment):
+                return self.mixing.export(fragment)
+            case jobs.ImportState(blobs, step):
+                imported = self.mixing.adopt(blobs)
+                self.lr_step = max(self.lr_step, step) if imported.accepted else self.lr_step
+                return imported
+            case jobs.SetClock(step):
+                self.lr_step = max(self.lr_step, step)
+                return jobs.ClockSet(self.lr_step)
+            case jobs.Evaluate():
+                return jobs.Evaluated(self.tokens, self.loss(), 0.0)
+            case jobs.Save():
+                return self._save()
+            case jobs.Start(newcomer):
+                self.holding = None
+                self.mixing.begin(newcomer)
+                return jobs.Started(self.lr_step)
+        raise AssertionError(f"no one does {job!r}")
+
+    def _save(self) -> jobs.Saved:
+        tensors = {name: tensor.clone() for name, tensor in self.mixing.tensors().items()}
+        self.disk = Checkpoint(tensors, self.mixing.windows(), self.own_steps, self.lr_step, self.tokens)
+        parameters = sum(fragment.parameters for fragment in self.fragments)
+        return jobs.Saved(self.own_steps, parameters * 4 * len(tensors) // len(self.fragments))
+
+    def _load(self, disk: Checkpoint) -> None:
+        self.mixing.load(disk.tensors, disk.windows, disk.own_steps)
+        self.own_steps, self.lr_step, self.tokens = disk.own_steps, disk.lr_step, disk.tokens
+
+
+class _Numbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.ones(NUMBERS, 1))
+
+
+def _live(fragment: jobs.Fragment, train: config.Train) -> Live:
+    few = jobs.Fragment(fragment.index, 0, 1, NUMBERS)
+    return Live(few, [_Numbers()], torch.device("cpu"), train)

@@ -1,0 +1,117 @@
+"""The language of faults: read, written, drawn by chance, and read from a trace."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decentral.core.errors import UserError
+from decentral.sim import faults
+from decentral.sim.faults import ALL, Fault
+
+EXAMPLES = {
+    "crash 2 at 20": Fault("crash", 20, (2,)),
+    "restart 2 at 30.5": Fault("restart", 30.5, (2,)),
+    "wipe 2 at 30": Fault("wipe", 30, (2,)),
+    "crash all at 60": Fault("crash", 60, (ALL,)),
+    "freeze 1 at 10 for 5": Fault("freeze", 10, (1,), lasts=5),
+    "slow 0 x5 at 10 for 20": Fault("slow", 10, (0,), 5, 20),
+    "leave 3 at 40": Fault("leave", 40, (3,)),
+    "join 100 at 30": Fault("join", 30, value=100),
+    "part 0,1 at 20 for 15": Fault("part", 20, (0, 1), lasts=15),
+    "oneway 0>1 at 5 for 10": Fault("oneway", 5, (0, 1), lasts=10),
+    "degrade 0-1 x0.1 at 5 for 10": Fault("degrade", 5, (0, 1), 0.1, 10),
+    "skew 2 by -1.5 at 0": Fault("skew", 0, (2,), -1.5),
+    "nat 3 at 0": Fault("nat", 0, (3,)),
+    "lie 2 nan at 10 for 20": Fault("lie", 10, (2,), lasts=20, how="nan"),
+    "loss 0.05 at 5 for 20": Fault("loss", 5, value=0.05, lasts=20),
+    "late 2 at 5 for 20": Fault("late", 5, value=2, lasts=20),
+}
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_each_form_is_read_and_written_back(text: str) -> None:
+    assert faults.parse(text) == [EXAMPLES[text]]
+    assert str(EXAMPLES[text]) == text
+
+
+@given(st.integers(0, 10**6), st.integers(2, 50), st.floats(10, 900), st.integers(1, 8))
+def test_whatever_is_drawn_can_be_written_and_read_again(seed: int, peers: int, until: float, count: int) -> None:
+    drawn = faults.draw(Random(seed), peers, until, count)
+    assert faults.parse(faults.text_of(drawn)) == drawn
+
+
+@given(st.integers(0, 10**6))
+def test_what_is_drawn_is_in_order_and_who_goes_down_comes_up(seed: int) -> None:
+    drawn = faults.draw(Random(seed), 5, 60.0, 5)
+    assert [fault.at for fault in drawn] == sorted(fault.at for fault in drawn)
+    for peer in range(5):
+        down = [fault.at for fault in drawn if fault.kind == "crash" and fault.peers in ((peer,), (ALL,))]
+        up = [fault.at for fault in drawn if fault.kind in ("restart", "wipe") and fault.peers in ((peer,), (ALL,))]
+        assert len(up) == len(down)
+        assert max(up, default=0) >= max(down, default=0)
+
+
+def test_every_kind_is_drawn_sooner_or_later() -> None:
+    kinds = {fault.kind for seed in range(200) for fault in faults.draw(Random(seed), 5, 60.0, 5)}
+    assert kinds == {*faults.PEERS, *faults.PAIRS, *faults.SHARES, "join"}
+
+
+def test_several_stand_on_lines_or_between_semicolons_and_comments_are_none() -> None:
+    text = "crash 0 at 1; restart 0 at 2\n# the night\nleave 1 at 3;\n"
+    assert [fault.kind for fault in faults.parse(text)] == ["crash", "restart", "leave"]
+
+
+def test_peers_are_numbers_ranges_and_lists() -> None:
+    (fault,) = faults.parse("crash 0,3-5,9 at 1")
+    assert fault.peers == (0, 3, 4, 5, 9)
+
+
+BAD = {
+    "crash": "is no fault",
+    "crash 2": "is no fault",
+    "crash 2 at noon": "is no fault",
+    "crash 2 at 1.2.3": "is no fault",
+    "explode 2 at 3": "unknown fault 'explode'",
+    "freeze 1 at 3": "must end",
+    "part 0,1 at 20": "must end",
+    "slow 0 at 3 for 4": "is not complete",
+    "slow 0 xfast at 3 for 4": "is not complete",
+    "slow 0 x0 at 3 for 4": "is not complete",
+    "degrade 0-1 at 3 for 4": "is not complete",
+    "oneway 0 at 3 for 2": "is not complete",
+    "crash 3-1 at 2": "is not complete",
+    "crash two at 2": "is not complete",
+    "loss nan at 3 for 2": "is not complete",
+    "lie 1 sideways at 3 for 4": "a lie is one of nan, scaled",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_no_fault_is_told_in_one_line(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        faults.parse(f"crash 0 at 1; {text}")
+    assert BAD[text] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# Traces
+
+
+def test_a_trace_is_churn(tmp_path: Path) -> None:
+    path = tmp_path / "spot.csv"
+    path.write_text("time,peer,up/down\n30,2,down\n45.5,2,up\n")
+    assert faults.trace(path) == [Fault("crash", 30, (2,)), Fault("restart", 45.5, (2,))]
+
+
+@pytest.mark.parametrize(
+    "text", ["time,peer\n1,2\n", "time,peer,up/down\nnoon,2,up\n", "time,peer,up/down\n1,2,sideways\n", None]
+)
+def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "spot.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match="expected a CSV with the columns time, peer, up/down"):
+        faults.trace(path)

@@ -1,0 +1,120 @@
+"""One run, from a scenario to a report: reproducible, honest about what it saw, and small when it fails."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from decentral.core import config
+from decentral.peers.virtual import Pace
+from decentral.sim import faults, sweep
+from decentral.sim import run as runs
+from decentral.sim.audit import Violation
+from decentral.sim.gradients import real_gradients
+from decentral.sim.run import Scenario, run, shrink
+from decentral.sim.swarm import Shape
+from decentral.train import outer
+
+
+def scenario(spec: str = "", seconds: float = 40.0, seed: int = 1, throttles: tuple[float, ...] = (1.0,)) -> Scenario:
+    shape = Shape.of(config.load(None, sweep.SETTINGS), Pace(0.4, 0.05, report_s=2.0), throttles, 1024)
+    return Scenario(shape, 3, seconds, seed, tuple(faults.parse(spec)))
+
+
+@pytest.fixture
+def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is counted again and again: the baseline stays where it was."""
+    close = outer.close
+
+    def broken(slow: outer.Slow, *rest: object) -> tuple[outer.Slow, object]:
+        after, sent = close(slow, *rest)  # type: ignore[arg-type]
+        return replace(after, baseline=slow.baseline), sent
+
+    monkeypatch.setattr(outer, "close", broken)
+
+
+def test_the_same_seed_gives_the_same_digest_and_another_seed_another() -> None:
+    spec = "crash 1 at 20; restart 1 at 25; loss 0.1 at 10 for 10; lie 2 scaled at 10 for 10"
+    first, again, other = (run(scenario(spec, seed=seed)) for seed in (1, 1, 2))
+    assert first.digest == again.digest != other.digest
+    assert first.to_json() == again.to_json()
+
+
+def test_whether_it_is_audited_changes_nothing() -> None:
+    assert run(scenario()).digest == run(replace(scenario(), audited=False)).digest
+
+
+def test_the_report_counts_what_was_done() -> None:
+    report = run(scenario(throttles=(1.0, 1.0, 4.0)))
+    tokens = [one["tokens"] for one in report.by_peer]
+    assert report.tokens == sum(tokens)
+    assert tokens[2] == pytest.approx(tokens[0] / 4, rel=0.15)
+    assert report.exchanges["done"] > 20
+    assert report.sent_bytes > 0
+    assert 0.9 < report.busy_fraction <= 1
+    assert report.checks > 100
+
+
+def test_samples_cover_the_run_and_see_who_is_there() -> None:
+    report = run(scenario("crash 1 at 20; restart 1 at 30"))
+    assert (len(report.samples), report.samples[-1].at) == (runs.SAMPLES, 40.0)
+    live = {round(one.at, 6): one.live for one in report.samples}
+    assert (live[19.0], live[25.0], live[35.0]) == (3, 2, 3)
+
+
+def test_recovery_is_timed_from_the_end_of_each_fault() -> None:
+    report = run(scenario("crash 1 at 20; restart 1 at 25; leave 2 at 39.9"))
+    assert set(report.recovery_s) == {"crash 1 at 20", "restart 1 at 25", "leave 2 at 39.9"}
+    after = report.recovery_s["restart 1 at 25"]
+    assert after is not None
+    assert 0 < after < 10
+
+
+def test_real_gradients_learn_and_are_reproducible(text: Path) -> None:
+    small = [
+        *("model.depth=1", "model.width=32", "model.context=16"),
+        *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
+        "gossip.fragment_parameters=1000",
+    ]
+    shape = Shape.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(0.5), (1.0,), 64)
+    reports = [run(Scenario(real_gradients(shape), 2, 20.0, 1, audited=False)) for _ in range(2)]
+    assert reports[0].digest == reports[1].digest
+    assert reports[0].exchanges["done"] > 0
+
+
+# A violation
+
+
+@pytest.mark.usefixtures("uncounted")
+def test_a_violation_names_the_rule_the_time_and_what_the_peer_did_last() -> None:
+    with pytest.raises(Violation) as caught:
+        run(scenario())
+    assert caught.value.rule == "baseline"
+    assert 0 < caught.value.at < 10
+    assert "s of virtual time" in str(caught.value)
+    assert caught.value.latest
+
+
+@pytest.mark.usefixtures("uncounted")
+def test_a_violation_that_needs_no_fault_shrinks_to_none() -> None:
+    noisy = scenario("loss 0.1 at 5 for 10; nat 1 at 2; crash 2 at 8; restart 2 at 9")
+    assert shrink(noisy, "baseline") == ()
+
+
+def test_shrinking_leaves_the_faults_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fragile(played: Scenario) -> None:
+        if {"crash", "join"} <= {fault.kind for fault in played.faults}:
+            raise Violation("roster", "", 1.0, [])
+
+    monkeypatch.setattr(runs, "run", fragile)
+    spec = "nat 0 at 1; crash 1 at 5; skew 0 by 1 at 6; loss 0.1 at 7 for 3; join 2 at 8; restart 1 at 9; leave 0 at 10"
+    fewest = shrink(scenario(spec), "roster")
+    assert [fault.kind for fault in fewest] == ["crash", "join"]
+
+
+def test_another_rule_s_violation_does_not_count_when_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fragile(played: Scenario) -> None:
+        raise Violation("roster" if len(played.faults) > 1 else "bounded", "", 1.0, [])
+
+    monkeypatch.setattr(runs, "run", fragile)
+    assert len(shrink(scenario("nat 0 at 1; nat 1 at 5; nat 2 at 6"), "roster")) == 2
