@@ -31,7 +31,7 @@ MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
 MAX_PATIENCE_S = 75.0  # below the time that a transport gives an answer
 
-MAX_HOLD_S = 150.0
+MAX_HOLD_S = 60.0  # a starter that never settles holds up others' steps for no longer
 MAX_HOPS = 64  # of a route
 MAX_LEGS = 256  # in one Settle
 

@@ -156,4 +156,4 @@ def budget_s(typical_s: Seconds | None) -> Seconds:
     """How long a starter tries to get one micro-batch through, retries included."""
     if typical_s is None or not math.isfinite(typical_s):
         return 2 * DEADLINE_TOP_S
-    return min(2 * DEADLINE_TOP_S, max(2 * DEADLINE_FLOOR_S, 2 * SLACK * typical_s))
+    return min(2 * DEADLINE_TOP_S, max(1.5 * DEADLINE_FLOOR_S, 2 * SLACK * typical_s))

@@ -63,7 +63,7 @@ RETRY_S = 0.25  # where nobody holds the next layer
 BUSY = ("busy", "not-ready", "moved")  # refusals that are nobody's fault
 LEAST_S = 0.05  # less patience than this is none
 SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
-GRACE_S = 2.0  # for a Settle that is on its way when its starter's time is over
+GRACE_S = 1.0  # for a Settle that is on its way when its starter's time is over
 SETTLE_S = 5.0  # deadline of a Settle
 SETTLES_KEPT = 4096  # legs that wait to be settled or released at one peer; older ones run out of time there
 

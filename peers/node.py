@@ -144,12 +144,13 @@ class Node:
         self._rng = rng.stream(run.seed, "node", setup.own.peer)
         chance = rng.stream(run.seed, "roster", setup.own.peer)
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose, chance)
+        own_step = setup.restored_step or 0
         self.join = Join(
             setup.run,
             setup.fragments,
             setup.state_layouts,
             setup.contacts,
-            setup.restored_step or 0,
+            own_step,
             restored,
             self._rng,
             self._donates,
@@ -247,7 +248,8 @@ class Node:
                 effects += exchange.handle(event, now)
         if self.routes:
             self._look_at_flows(now)
-            effects += self.routes.handle(event, now)
+            if _due(self.routes, now):
+                effects += self.routes.handle(event, now)
         self.donor.forget_old(now)
         if now >= self._traffic_at:
             self._traffic_at = now + TRAFFIC_S
@@ -509,7 +511,7 @@ class Node:
             self.sent_bytes += len(effect.envelope.blob)
 
 
-def _due(machine: Join | Prober | Gossip, now: Seconds) -> bool:
+def _due(machine: Join | Prober | Gossip | Routes, now: Seconds) -> bool:
     wake_at = machine.wake_at
     return wake_at is not None and now >= wake_at
 

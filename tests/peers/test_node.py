@@ -150,6 +150,7 @@ digests = st.just(blobs.digest(BLOB)) | st.binary(min_size=16, max_size=16)
 rates = st.floats(0, 1e12, exclude_max=True)
 snapshots = st.builds(Snapshot, runs(), fragments, numbers(), numbers(), rates, times, layouts, digests)
 patience = st.floats(0, MAX_PATIENCE_S)
+holds = st.floats(0, messages.MAX_HOLD_S)
 names = st.sampled_from([(), ("delta",), ("phi",)]) | st.lists(words(32), max_size=16).map(tuple)
 lengths = st.integers(1, messages.MAX_CHUNK_BYTES)
 hops = st.builds(messages.Hop, words(64), fragments, fragments)
@@ -172,7 +173,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
         messages.StateChunk, runs(), fragments, numbers(), numbers(), numbers(), layouts, digests
     ),
     messages.Carry: st.builds(
-        messages.Carry, runs(), words(64), numbers(), fragments, st.integers(1, 12), patience, patience, layouts
+        messages.Carry, runs(), words(64), numbers(), fragments, st.integers(1, 12), patience, holds, layouts
     ),
     messages.Returned: st.builds(
         messages.Returned, runs(), rates, numbers(), st.lists(hops, max_size=3).map(tuple), layouts

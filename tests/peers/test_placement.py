@@ -1,11 +1,13 @@
 """Which layers a newcomer takes: what nobody holds first, then what carries the most tokens."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decentral.comm.pace import Prior
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.peers import flows, placement
@@ -14,7 +16,7 @@ from decentral.peers.placement import Holder
 SIX = [Fragment(index, index, index + 1, 100) for index in range(6)]
 
 
-def reach_of(width: int) -> "placement.Callable[[int], int]":
+def reach_of(width: int) -> Callable[[int], int]:
     return lambda begin: min(begin + width, len(SIX))
 
 
@@ -90,4 +92,4 @@ def test_what_enters_a_peer_leaves_it_by_the_flow() -> None:
 def test_a_swarm_too_large_to_solve_goes_without_a_prior() -> None:
     fragments = [Fragment(i, i, i + 1, 1) for i in range(64)]
     places = [flows.Place(PeerId(f"P{i}"), 0, 64, 1.0) for i in range(20)]
-    assert flows.solve(fragments, places, PeerId("P0")) == flows.Prior()
+    assert flows.solve(fragments, places, PeerId("P0")) == Prior()
