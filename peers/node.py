@@ -144,20 +144,19 @@ class Node:
         self._rng = rng.stream(run.seed, "node", setup.own.peer)
         chance = rng.stream(run.seed, "roster", setup.own.peer)
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose, chance)
-        own_step = setup.restored_step or 0
+        step = setup.restored_step or 0
         self.join = Join(
             setup.run,
             setup.fragments,
             setup.state_layouts,
             setup.contacts,
-            own_step,
+            step,
             restored,
             self._rng,
             self._donates,
         )
         self.donor = Donor(setup.run, setup.fragments)
         self.prober = Prober(self.meter, self._rng, None)
-        step = setup.restored_step or 0
         self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
         self.routes = Routes(setup.routes, self) if setup.routes else None
 

@@ -54,7 +54,7 @@ def test_a_layer_without_a_holder_lets_nothing_through() -> None:
 
 spans = st.tuples(st.integers(0, 5), st.integers(1, 6)).filter(lambda pair: pair[0] < pair[1])
 holders = st.lists(
-    st.builds(lambda pair, speed: Holder(*pair, speed), spans, st.floats(0.1, 10)), min_size=1, max_size=5
+    st.builds(lambda pair, speed: Holder(pair[0], pair[1], speed), spans, st.floats(0.1, 10)), min_size=1, max_size=5
 )
 sizes = st.lists(st.integers(1, 9), min_size=6, max_size=6)
 
