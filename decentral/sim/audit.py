@@ -53,6 +53,9 @@ SLACK_S = 1.0
 Window = tuple[int, int]
 """Which life of its peer it is of, and its number."""
 
+Publication = tuple[Window, Seconds]
+"""A blob's window, and when it was closed. A peer that made no step publishes the same blob in several windows."""
+
 
 class Violation(Exception):
     """Something that must hold did not."""
@@ -82,7 +85,7 @@ class Audit:
     max_age_s: Seconds
     swarm: Swarm | None = None
     storm: Storm | None = None
-    published: dict[tuple[PeerId, int], dict[bytes, tuple[Window, Seconds]]] = field(default_factory=dict)
+    published: dict[tuple[PeerId, int], dict[bytes, list[Publication]]] = field(default_factory=dict)
     accounts: dict[PeerId, Account] = field(default_factory=dict)
     taken: dict[tuple[PeerId, int, Window], PeerId] = field(default_factory=dict)  # pushes, and who has their mass
     weighed_at: Seconds = 0.0
@@ -123,7 +126,7 @@ class Audit:
     def _closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
         held = self.published.setdefault((host.peer, closed.fragment), {})
         for blob in _as_asked(closed):
-            held[_fingerprint(blob)] = ((self._life(host.peer), closed.seq), host.agenda.now)
+            held.setdefault(_fingerprint(blob), []).append(((self._life(host.peer), closed.seq), host.agenda.now))
         while len(held) > PUBLISHED:
             del held[next(iter(held))]
         mixed = host.training.mixing.fragments[closed.fragment]
@@ -139,11 +142,12 @@ class Audit:
             if not self._has_forged(one.peer):
                 self._violated("whole", f"{one.peer} never published what was merged of fragment {fragment}", host)
             return
-        window, _ = found
         account = self.accounts[host.peer]
-        if window <= account.merged.get((one.peer, fragment), (0, 0)):
-            self._violated("once", f"window {window} of {one.peer}, fragment {fragment}, was merged again", host)
-        account.merged[one.peer, fragment] = window
+        last = account.merged.get((one.peer, fragment), (0, 0))
+        newer = [window for window, _ in found if window > last]
+        if not newer:
+            self._violated("once", f"window {found[-1][0]} of {one.peer}, fragment {fragment}, was merged again", host)
+        account.merged[one.peer, fragment] = newer[0]
 
     def _to_be_merged(self, host: VirtualHost, fragment: int, contributions: Sequence[jobs.Contribution]) -> None:
         """How old they are when they are taken; a process that is stopped after that cannot help what it finds."""
@@ -154,9 +158,9 @@ class Audit:
         limit_s = self.max_age_s + ENOUGH * period_s + self._skew_s() + SLACK_S + self._slowest_step_s(host)
         for one in contributions:
             found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))
-            if found is not None and host.agenda.now - found[1] > limit_s:
-                age_s = host.agenda.now - found[1]
-                self._violated("fresh", f"window {found[0]} of {one.peer} was {age_s:.0f} s old", host)
+            if found is not None and host.agenda.now - found[-1][1] > limit_s:
+                age_s = host.agenda.now - found[-1][1]
+                self._violated("fresh", f"window {found[-1][0]} of {one.peer} was {age_s:.0f} s old", host)
 
     def _absorbed(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
         found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))
@@ -164,13 +168,13 @@ class Audit:
             if not self._has_forged(one.peer):
                 self._violated("whole", f"{one.peer} never pushed what was added to fragment {fragment}", host)
             return
-        account, name = self.accounts[host.peer], (one.peer, fragment, found[0])
+        account, name = self.accounts[host.peer], (one.peer, fragment, found[-1][0])
         if name in account.absorbed:
-            self._violated("once", f"push {found[0]} of {one.peer} was added again", host)
+            self._violated("once", f"push {name[-1]} of {one.peer} was added again", host)
         account.absorbed.add(name)
-        owner = self.taken.setdefault((one.peer, fragment, found[0]), host.peer)
+        owner = self.taken.setdefault(name, host.peer)
         if owner != host.peer:
-            self._violated("mass", f"push {found[0]} of {one.peer} went to {owner} and to {host.peer}", host)
+            self._violated("mass", f"push {name[-1]} of {one.peer} went to {owner} and to {host.peer}", host)
         account.weights[fragment] = account.weights.get(fragment, 1.0) + _weight(one.layout, one.blob)
 
     def _joined(self, host: VirtualHost, line: Log) -> None:

@@ -22,7 +22,10 @@ FOUND = {
     249: "allreduce, all down at once: who came back was rounds apart from the others",
     256: "a freeze of 75 s: after it, answers were merged that had come before it",
     298: "the same",
+    401: "push-sum, lost answers: a second try was refused, and mass that had arrived was taken back as well",
+    404: "the same, with damaged messages",
     529: "a one-way link: the question arrived, its answer never could, and the asker's peers were thought dead",
+    657: "push-sum, as 401",
 }
 
 
