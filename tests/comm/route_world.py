@@ -6,7 +6,7 @@ wants real gradients gives peers a real one with the same `do`.
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from decentral.comm.messages import Settle
@@ -84,6 +84,7 @@ class Peer:
     seconds: float  # of a micro-batch through the whole model
     free_at: float = 0.0  # when its device has done all it was given
     busy_s: float = 0.0
+    since_step_s: float = 0.0  # computed since the last step was taken
     lines: list[dict[str, Any]] = field(default_factory=list)
     alive: bool = True
 
@@ -194,7 +195,11 @@ class World:
         took = share * part * peer.seconds
         peer.free_at = max(peer.free_at, self.now) + took
         peer.busy_s += took
-        self._at(peer.free_at, peer.name, peer.device.do(job))
+        peer.since_step_s += took
+        outcome = peer.device.do(job)
+        if isinstance(outcome, jobs.Stepped):
+            outcome, peer.since_step_s = replace(outcome, seconds=peer.since_step_s), 0.0
+        self._at(peer.free_at, peer.name, outcome)
 
     def _ask(self, peer: Peer, ask: Ask) -> None:
         self._order += 1

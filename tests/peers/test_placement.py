@@ -52,10 +52,12 @@ def test_a_layer_without_a_holder_lets_nothing_through() -> None:
     assert placement.flow(SIX, [Holder(0, 5, 7.0)]) == 0.0
 
 
+def placed(span: tuple[int, int], speed: float) -> Holder:
+    return Holder(span[0], span[1], speed)
+
+
 spans = st.tuples(st.integers(0, 5), st.integers(1, 6)).filter(lambda pair: pair[0] < pair[1])
-holders = st.lists(
-    st.builds(lambda pair, speed: Holder(pair[0], pair[1], speed), spans, st.floats(0.1, 10)), min_size=1, max_size=5
-)
+holders = st.lists(st.builds(placed, spans, st.floats(0.1, 10)), min_size=1, max_size=5)
 sizes = st.lists(st.integers(1, 9), min_size=6, max_size=6)
 
 
