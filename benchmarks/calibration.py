@@ -80,6 +80,8 @@ def _measure(setting: Setting, place: Path) -> Journals:
     """The journals of a real run. Raises RuntimeError, with the end of what it printed, if it fails."""
     folder, done = place / setting.name, place / setting.name / "done"
     if not done.exists():
+        if folder.exists():
+            raise RuntimeError(f"{folder} holds a run that was cut off; move it away, and it is run again")
         throttles = ",".join(f"{one:g}" for one in setting.throttles)
         command = [sys.executable, "-m", "decentral.local", "--peers", str(len(setting.throttles))]
         command += ["--throttle", throttles, "--stop-after", f"{STOP_AFTER_S:g}s", "--state-dir", str(folder)]
