@@ -27,6 +27,7 @@ from decentral.peers.records import PeerRecord
 
 SOON_S = 0.5
 PEERS_PER_REFRESH_S = 25  # a large swarm looks less often: its record is as large as it
+EXPIRY_STEP_S = 1e-3
 FORGET_TTLS = 10  # lifetimes of a record
 DEAD_AFTER = 2  # unanswered questions in a row
 SILENT = ("unreachable", "deadline", "cut")
@@ -58,6 +59,7 @@ class Roster:
     refused: Counter[str] = field(default_factory=Counter)
     _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time are of the dead peer
     _known: dict[PeerId, bytes] = field(default_factory=dict)  # the record that we read last, to read none twice
+    _expires: Seconds = 0.0  # of our last record: the directory keeps the one that expires later
     _renew_at: Seconds = 0.0
     _refresh_at: Seconds = 0.0
     _expiry_at: Seconds | None = None  # when to look for expired records; together, not one by one
@@ -98,7 +100,7 @@ class Roster:
         return [self._announce(now, leaving=False)]
 
     def _announce(self, now: Seconds, leaving: bool) -> Announce:
-        expires = now + self.limits.record_ttl_s
+        expires = self._expires = max(now + self.limits.record_ttl_s, self._expires + EXPIRY_STEP_S)
         body = records.pack(self.compose(now, leaving))
         key = key_of(self.run, self.own.peer, self.limits.shards)
         return Announce(key, self.own.peer, self.own.seal(key, body, expires), expires)

@@ -85,7 +85,7 @@ class Pace:
     """How fast a device is: seconds of a step with its noise, and of jobs by the bytes that they handle."""
 
     step_s: Seconds
-    noise: float = 0.0  # standard deviation of a step, in steps
+    noise: float = 0.0  # standard deviation of the steps between two edges, in steps
     job_s: Seconds = 0.001
     job_bytes: float = 1e9  # bytes/s of encoding, decoding, writing
     report_s: Seconds = 10.0  # steps are reported at least this often

@@ -246,6 +246,6 @@ def test_when_all_are_busy_they_are_asked_again_later() -> None:
     for _ in range(5):
         while new.asks:
             new.refuse(new.asks.pop(), "busy")
-        new.wake(2.0)
+        new.wake(RETRY_S * (1 + MOST_PATIENT))
     assert {ask.to for ask in new.asks} == {A, B}
     new.finish()

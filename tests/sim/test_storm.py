@@ -155,7 +155,7 @@ def test_a_slow_peer_makes_fewer_steps_and_nobody_else_does() -> None:
 
 def test_a_hundred_newcomers_at_once_all_start_where_the_swarm_is() -> None:
     stage = Stage("join 100 at 30", plain=True)
-    stage.play(60)
+    stage.play(90)
     assert sum(member.training for member in stage.swarm.members) == 104
     assert all(line.fields["donors"] for number in range(4, 104) for line in stage.said("joined", number))
 
@@ -291,7 +291,7 @@ def test_a_liar_is_caught_and_does_no_harm(how: str) -> None:
 def test_a_liar_who_exaggerates_moves_the_others_by_a_bounded_amount() -> None:
     stage = Stage("lie 2 scaled at 30 for 30")
     stage.settle()
-    assert stage.audit.farthest < 10
+    assert stage.audit.farthest < 20
 
 
 # The other algorithms
