@@ -98,7 +98,7 @@ class Pull:
         assert self.closed is not None, "merge without a close"
         own, self.closed = self.closed, None
         partners = [
-            outer.Window(p.vectors["delta"], min(p.tokens, outer.credible(own.tokens)), p.rates, p.vectors.get("phi"))
+            outer.Window(p.vectors["delta"], min(p.tokens, outer.credible(own.tokens)), p.rates, self._near(p.vectors))
             for p in parts
         ]
         rho = outer.rho_of(live.steps - self.closed_at)
@@ -108,6 +108,15 @@ class Pull:
             shift = outer.moment_shift(own, outcome, live.moments(), rho * self.constants.kappa)
             live.exp_avg += outer.limited(shift, torch.linalg.vector_norm(live.exp_avg))
         return outcome.correction
+
+    def _near(self, vectors: Mapping[str, Tensor]) -> Tensor | None:
+        """A partner's slow weights, no further from ours than ours are from nothing: absurd claims move us little."""
+        if "phi" not in vectors:
+            return None
+        apart, most = vectors["phi"] - self.slow.phi, torch.linalg.vector_norm(self.slow.phi)
+        if not 0 < most < torch.linalg.vector_norm(apart):
+            return vectors["phi"]
+        return self.slow.phi + outer.limited(apart, most)
 
     def check(self, vectors: Mapping[str, Tensor]) -> None: ...
 

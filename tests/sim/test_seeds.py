@@ -26,6 +26,9 @@ FOUND = {
     404: "the same, with damaged messages",
     529: "a one-way link: the question arrived, its answer never could, and the asker's peers were thought dead",
     657: "push-sum, as 401",
+    775: "a liar's slow weights, which nothing limited, threw newcomers far off, and they the others",
+    905: "the same",
+    909: "the audit's own: allreduce, the same blob published in two windows was taken for a replay",
 }
 
 

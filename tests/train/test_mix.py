@@ -290,3 +290,22 @@ def test_a_rule_goes_on_from_its_saved_state_bit_for_bit(algorithm: str) -> None
     assert ours.vectors.keys() == theirs.vectors.keys()
     for name, vector in ours.vectors.items():
         assert torch.equal(vector, theirs.vectors[name])
+
+
+def test_slow_weights_that_are_absurd_pull_us_no_further_than_ours_are_long() -> None:
+    ours, liar = replicas("pull", 2)
+    mine, theirs = ours.close(), liar.close()
+    theirs.vectors["phi"].mul_(1000)
+    before = ours.live.theta.clone()
+    ours.merge([theirs])
+    assert torch.linalg.vector_norm(ours.live.theta - before) <= torch.linalg.vector_norm(mine.vectors["phi"])
+
+
+def test_slow_weights_that_are_near_are_taken_as_they_are() -> None:
+    ours = Replica("pull", "A")
+    theirs = ours.close()
+    shifted = theirs.vectors["phi"] + 0.01
+    rule = ours.rule
+    assert isinstance(rule, mix.Pull)
+    assert rule._near({"phi": shifted}) is shifted
+    assert rule._near({}) is None
