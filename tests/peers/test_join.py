@@ -12,7 +12,7 @@ from decentral.comm.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
 from decentral.core.machine import Effect, Log, Woke
-from decentral.peers.join import DONORS, PIECE_BYTES, Join, State
+from decentral.peers.join import DONORS, MOST_PATIENT, PIECE_BYTES, RETRY_S, Join, State
 
 RUN = RunId("gpt-3fa2c1")
 A, B = PeerId("A"), PeerId("B")
