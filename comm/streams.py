@@ -20,6 +20,8 @@ MAX_STREAMS = 64  # questions answered at the same time; more are refused as bus
 READ_S = 30.0  # for a question to arrive whole
 ANSWER_S = 90.0  # for us to find the answer: an exact Pull waits for its round
 WRITE_S = 60.0  # for the answer to leave
+LINGER_S = 1.0  # for an asker who was refused to hang up
+LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # and what of its question is read until then
 
 
 async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope, max_blob_bytes: int) -> Answer:
@@ -46,16 +48,21 @@ class Server:
 
     async def answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
         self.open += 1
+        refused = False
         try:
-            await self._answer_on(sender, reader, writer)
+            refused = await self._answer_on(sender, reader, writer)
         except TimeoutError:
             self.refused["deadline"] += 1
         except (EOFError, ConnectionError, OSError):
             self.refused["cut"] += 1
         finally:
             self.open -= 1
+        if refused:
+            await _linger(reader)
 
-    async def _answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
+    async def _answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> bool:
+        """Whether it was refused, and so perhaps not read to its end."""
+        refused = False
         try:
             if self.open > MAX_STREAMS:
                 raise ProtocolError("busy", f"{MAX_STREAMS} streams are open")
@@ -65,7 +72,16 @@ class Server:
                 answer = await self.handler(sender, question)
         except ProtocolError as error:
             self.refused[error.reason] += 1
-            answer = Envelope(Refused(error.reason, str(error)[:200]))
+            refused, answer = True, Envelope(Refused(error.reason, str(error)[:200]))
         async with asyncio.timeout(WRITE_S):
             with suppress(ConnectionError):
                 await blobs.write(writer, answer)
+        return refused
+
+
+async def _linger(reader: blobs.Reader) -> None:
+    """Reads on until the asker hangs up: closing with unread bytes resets the stream, and the refusal may be lost."""
+    with suppress(EOFError, ConnectionError, OSError, TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            for _ in range(LINGER_CHUNKS):
+                await reader.readexactly(LINGER_BYTES)
