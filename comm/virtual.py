@@ -72,6 +72,26 @@ class Fair:
         return 1
 
 
+@dataclass(slots=True)
+class Limit:
+    """A time limit that many have: one timer for the oldest, instead of one for each. They look if it still matters."""
+
+    agenda: Agenda
+    lasts_s: Seconds
+    _due: deque[tuple[Seconds, Callable[[], None]]] = field(default_factory=deque)
+
+    def watch(self, over: Callable[[], None]) -> None:
+        self._due.append((self.agenda.now + self.lasts_s, over))
+        if len(self._due) == 1:
+            self.agenda.at(self._due[0][0], self._look)
+
+    def _look(self) -> None:
+        while self._due and self._due[0][0] <= self.agenda.now:
+            self._due.popleft()[1]()
+        if self._due:
+            self.agenda.at(self._due[0][0], self._look)
+
+
 Serve = Callable[[PeerId, Envelope, Respond], None]
 """Takes a question and how to answer it, once."""
 
@@ -101,7 +121,6 @@ class Question:
     sent_bytes: int = 0
     writing: Seconds | None = None  # since when the answer is on its way
     timers: list[Timer] = field(default_factory=list)  # the asker's
-    serving: list[Timer] = field(default_factory=list)  # the target's
     flow: Flow | None = None
 
 
@@ -114,6 +133,7 @@ class Network:
         self.flows = Flows(agenda, geography)
         self.ports: dict[PeerId, Port] = {}
         self.write_s: Seconds | None = WRITE_S
+        self._answers, self._writes = Limit(agenda, ANSWER_S), Limit(agenda, WRITE_S or 0.0)
         self._header_bytes: dict[type[Message], int] = {}
 
     def plug(self, peer: PeerId) -> Port:
@@ -206,7 +226,7 @@ class Network:
             respond(Envelope(Refused(error.reason, str(error)[:200])))
             return
         assert port.serve is not None, "nobody serves here"
-        question.serving.append(self.agenda.after(ANSWER_S, lambda: self._late(question, port, answered)))
+        self._answers.watch(lambda: self._late(question, port, answered))
         port.serve(question.source.peer, envelope, respond)
 
     def _late(self, question: Question, port: Port, answered: list[bool]) -> None:
@@ -224,7 +244,7 @@ class Network:
             return
         question.writing = self.agenda.now
         if self.write_s is not None:
-            question.serving.append(self.agenda.after(self.write_s, lambda: self._write_over(question, port)))
+            self._writes.watch(lambda: self._write_over(question, port))
         self._write(question, port, answer, RETRANSMIT_S)
 
     def _write(self, question: Question, port: Port, answer: Envelope, again_s: Seconds) -> None:
@@ -293,8 +313,6 @@ class Network:
 
     def _close(self, question: Question, port: Port) -> None:
         port.open.pop(question, None)
-        for timer in question.serving:
-            timer.cancel()
         self._stop_flow(question)
 
     def _stop_flow(self, question: Question) -> None:

@@ -7,6 +7,7 @@ counted and ignored.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import msgpack
@@ -54,11 +55,19 @@ class PeerRecord:
 
 
 _PEER = TypeAdapter(PeerRecord)
+_NAMES = [field.name for field in dataclasses.fields(PeerRecord)]
+_PROFILE_NAMES = [field.name for field in dataclasses.fields(Profile)]
+SMALL_BYTES = 2048  # records that are kept when they were read: several thousand of them are a few megabytes
 
 
 def pack(record: PeerRecord) -> bytes:
-    body: bytes = msgpack.packb(dataclasses.asdict(record))
+    fields = {name: getattr(record, name) for name in _NAMES} | {"profile": _plain(record.profile)}
+    body: bytes = msgpack.packb(fields)
     return body
+
+
+def _plain(profile: Profile) -> dict[str, Any]:
+    return {name: getattr(profile, name) for name in _PROFILE_NAMES}
 
 
 def of_run(values: Mapping[str, bytes], run: RunId, now: float) -> dict[PeerId, PeerRecord]:
@@ -77,6 +86,16 @@ def of_run(values: Mapping[str, bytes], run: RunId, now: float) -> dict[PeerId, 
 
 def unpack(body: bytes) -> PeerRecord:
     """Raises ProtocolError for anything that is not a PeerRecord."""
+    return _unpack_again(body) if len(body) <= SMALL_BYTES else _unpack(body)
+
+
+@lru_cache(maxsize=1 << 14)
+def _unpack_again(body: bytes) -> PeerRecord:
+    """A record is frozen, so whoever reads the same bytes may have the same one."""
+    return _unpack(body)
+
+
+def _unpack(body: bytes) -> PeerRecord:
     try:
         fields: Any = msgpack.unpackb(body, use_list=False, strict_map_key=True)
         return _PEER.validate_python(fields)

@@ -35,6 +35,7 @@ from decentral.peers.node import Node, Phase, Stop
 from decentral.peers.roster import Learn
 from decentral.train.mixing import Mixing
 
+EARLY_S = 1e-6  # what adding and taking away the epoch of the clock costs
 Respond = Callable[[Envelope], None]
 
 
@@ -225,7 +226,7 @@ class VirtualHost:
         self._requests: dict[int, Respond] = {}
         self._last_request = 0
         self._timer: Timer | None = None
-        self._wake_at: Seconds | None = None  # of the timer
+        self._wake_at: Seconds = 0.0  # of the timer
         self._frozen: deque[object] | None = None  # events that came while the process was stopped
 
     def start(self) -> None:
@@ -278,7 +279,11 @@ class VirtualHost:
 
     def _wake(self) -> None:
         self._timer = None
-        self.deliver(Woke())
+        wake_at = self.node.wake_at
+        if wake_at is not None and wake_at <= self.clock() + EARLY_S:
+            self.deliver(Woke())
+        else:
+            self._arm()
 
     # Effects
 
@@ -325,8 +330,8 @@ class VirtualHost:
     def _arm(self) -> None:
         """One timer, for the node's next wish."""
         wake_at = None if self.ended is not None or self._frozen is not None else self.node.wake_at
-        if wake_at == self._wake_at and self._timer is not None:
-            return
+        if wake_at is not None and self._timer is not None and self._wake_at <= wake_at:
+            return  # it wakes early, and looks again: cheaper than a new timer after every event
         self._disarm()
         if wake_at is not None:
             self._wake_at = wake_at

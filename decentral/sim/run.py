@@ -25,6 +25,7 @@ from decentral.sim.storm import Storm
 from decentral.sim.swarm import Member, Shape, Swarm
 
 SAMPLES = 200
+MANY = 1000
 SAMPLED = 256  # peers that a sample looks at closely
 SETTLE_S = 30.0  # beyond a record's lifetime, until everybody must know who is there
 ALL_AT_ONCE_S = 0.2  # between two starts of a small swarm
@@ -136,7 +137,8 @@ def _starting(swarm: Swarm, member: Member) -> Callable[[], None]:
 def _moments(scenario: Scenario) -> Iterator[tuple[Seconds, bool]]:
     """When to look, and whether to take a sample then: samples, and the audit's checks where they are asked for."""
     seconds = scenario.seconds
-    samples = {seconds * number / SAMPLES for number in range(1, SAMPLES + 1)}
+    count = SAMPLES if scenario.peers <= MANY else SAMPLES // 4  # each looks at all peers
+    samples = {seconds * number / count for number in range(1, count + 1)}
     checks = {CHECK_S * number for number in range(1, int(seconds / CHECK_S) + 1)} if scenario.audited else set()
     yield from ((moment, moment in samples) for moment in sorted(samples | checks))
 
