@@ -9,6 +9,7 @@
     never waits  a peer that trains is never longer without a step than its device needs
     holds state  nobody starts from nothing while a peer that trains can be reached
     together     after the last fault replicas come together again: no further apart than a few windows' noise
+    drift        pull: all corrections together have moved the mean of the replicas by a bounded amount
     roster       some time after the last fault everybody knows exactly who is there (where the roster is not sharded)
 
 A violation names the seed, the time, and what the peers concerned did last.
@@ -46,6 +47,7 @@ LONGEST_QUESTION_S = 75.0 + 60.0  # patience, and the longest deadline
 LONGEST_ANSWER_S = READ_S + ANSWER_S + WRITE_S + 1.0
 STALLED_S = 5.0  # beyond a step, its jobs and the reporting interval
 MASS_ERROR = 1e-3  # of a weight, from rounding
+DRIFT = 1.0  # distances from the optimum at the start; 0.4 was the most in 70 seeds, where slow peers are carried along
 APART = 30.0  # windows' noise: replicas further apart than this have lost each other
 SLACK_S = 1.0
 
@@ -74,6 +76,7 @@ class Account:
     saved: "Account | None" = None
     stepped_at: Seconds = 0.0
     latest: deque[tuple[Seconds, object]] = field(default_factory=lambda: deque(maxlen=LATEST))
+    closed: dict[int, Tensor] = field(default_factory=dict)  # pull: each fragment's baseline at its last close
     weights: dict[int, float] = field(default_factory=dict)  # push-sum: what each fragment has to weigh
     wrong: dict[int, float] = field(default_factory=dict)  # what fragments had to weigh that did not, last time
 
@@ -91,6 +94,7 @@ class Audit:
     weighed_at: Seconds = 0.0
     checks: int = 0
     farthest: float = 0.0  # of the replicas at the end, in windows' noise
+    drift: dict[int, Tensor] = field(default_factory=dict)  # sum of all corrections, by fragment
     network_trouble_at: Seconds = -1e9  # last moment at which somebody could not be reached though alive
 
     # Watch
@@ -115,6 +119,7 @@ class Audit:
                 for one in contributions:
                     if one.peer in used:
                         self._merged(host, fragment, one)
+                self._corrected(host, fragment)
             case jobs.Absorb(fragment, contribution), jobs.Absorbed(accepted=True):
                 self._absorbed(host, fragment, contribution)
             case _, jobs.Saved():
@@ -135,6 +140,16 @@ class Audit:
             weights[closed.fragment] = weights.get(closed.fragment, 1.0) - _weight(closed.layout, closed.blob)
         if isinstance(mixed.rule, PullRule) and not torch.equal(mixed.rule.slow.baseline, mixed.live.theta):
             self._violated("baseline", "progress that was published is still in the baseline", host)
+        if isinstance(mixed.rule, PullRule):
+            self.accounts[host.peer].closed[closed.fragment] = mixed.rule.slow.baseline.clone()
+
+    def _corrected(self, host: VirtualHost, fragment: int) -> None:
+        """What a merge moved, and so what it moved the mean of all: the baseline has it, and nothing else since."""
+        closed = self.accounts[host.peer].closed.pop(fragment, None)
+        rule = host.training.mixing.fragments[fragment].rule
+        if closed is not None and isinstance(rule, PullRule):
+            moved = rule.slow.baseline - closed
+            self.drift[fragment] = self.drift.get(fragment, torch.zeros_like(moved)) + moved
 
     def _merged(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
         found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))
@@ -280,6 +295,19 @@ class Audit:
         if self.swarm.shape.config.swarm.shards == 1:
             self._check_rosters(living)
         self._check_together(living)
+        self._check_drift(living)
+
+    def mean_drift(self, living: int) -> float:
+        """How far all corrections together have moved the mean, in distances from the optimum at the start."""
+        moved = [float(drift.square().mean().sqrt()) / max(1, living) for drift in self.drift.values()]
+        return max(moved, default=0.0)
+
+    def _check_drift(self, living: Sequence[Member]) -> None:
+        drift = self.mean_drift(len(living))
+        if drift > DRIFT:
+            self._violated(
+                "drift", f"corrections have moved the mean by {drift:.2f}", living[0].host if living else None
+            )
 
     def _check_rosters(self, living: Sequence[Member]) -> None:
         there = {member.peer for member in living}
