@@ -42,6 +42,7 @@ CHECK_S = 1.0
 PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
 LATEST = 12  # events of a peer that a violation shows
 MOST_QUESTIONS = 64  # of a peer's own, under way
+MOST_OPEN = 2 * MAX_STREAMS  # those that are being refused as busy are open for a moment too
 MOST_JOBS = 256
 LONGEST_QUESTION_S = 75.0 + 60.0  # patience, and the longest deadline
 LONGEST_ANSWER_S = READ_S + ANSWER_S + WRITE_S + 1.0
@@ -235,7 +236,7 @@ class Audit:
         if port.frozen:
             self.accounts[member.peer].stepped_at = now
             return
-        if len(port.open) > MAX_STREAMS + 1 or len(port.asked) > MOST_QUESTIONS or len(host.engine.inbox) > MOST_JOBS:
+        if len(port.open) > MOST_OPEN or len(port.asked) > MOST_QUESTIONS or len(host.engine.inbox) > MOST_JOBS:
             sizes = f"{len(port.open)} open, {len(port.asked)} asked, {len(host.engine.inbox)} jobs"
             self._violated("bounded", f"{member.peer}: {sizes}", host)
         oldest = min(port.open.values(), default=now)
