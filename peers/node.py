@@ -320,7 +320,7 @@ class Node:
 
     def _started(self, step: int, now: Seconds) -> list[Effect]:
         self.phase = Phase.TRAINING
-        self.progress.begin(now, step)
+        self.progress.begin(now, step, fetched=bool(self.join.used))
         self.prober.wake_at = now + PROBE_AFTER_S
         self.gossip = {fragment.index: self._exchange(fragment, now) for fragment in self.setup.fragments}
         self.roster.renew_soon(now)

@@ -44,10 +44,12 @@ class Progress:
     _eval_at: Seconds | None = None
     _save_at: Seconds | None = None
 
-    def begin(self, now: Seconds, lr_step: int) -> None:
+    def begin(self, now: Seconds, lr_step: int, fetched: bool = False) -> None:
+        """`fetched`: the state came from the swarm, and the disk has none or an older one: it is saved at once."""
         self.joined_at = self._line_at = now
         self.lr_step = max(self.lr_step, lr_step)
-        self._eval_at, self._save_at = now if self.evaluates else None, now + self.limits.checkpoint_every_s
+        self._eval_at = now if self.evaluates else None
+        self._save_at = now if fetched else now + self.limits.checkpoint_every_s
 
     @property
     def wake_at(self) -> Seconds | None:

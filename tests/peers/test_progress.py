@@ -118,3 +118,9 @@ def test_what_is_not_yet_in_a_line_is_flushed() -> None:
     (line,) = progress.flush(100.4)
     assert isinstance(line, Log)
     assert line.fields["tokens"] == 64
+
+
+def test_a_state_that_came_from_the_swarm_is_saved_at_once() -> None:
+    progress = Progress(Train(), Swarm(), None)
+    progress.begin(100.0, lr_step=7, fetched=True)
+    assert Save() in progress.handle(Woke(), 100.0)
