@@ -167,7 +167,6 @@ class Routes:
     speed: float = 0.0  # tokens/s of the whole model, if we computed without a pause; 0: not measured yet
     ledger: Ledger = field(init=False)
     quota: int | None = None  # micro-batches that we may still begin; None: as many as the window has room for
-    abandoned: int = 0
     completed: int = 0
     _by_id: dict[LegId, int] = field(default_factory=dict)
     _ready: list[tuple[int, int, Job]] = field(default_factory=list)  # heap: backward first, then the older
@@ -439,7 +438,6 @@ class Routes:
         if leg.request is not None:
             effects.append(Reply(leg.request, Envelope(Refused(reason))))
         if leg.own:
-            self.abandoned += 1
             effects.append(log("abandoned", number=leg.id.number, reason=reason, tries=len(leg.tried)))
         if leg.stage is Stage.HELD:
             effects += self.ledger.void(leg.token)

@@ -8,15 +8,13 @@ write    config.json, model.safetensors, and a tokenizer of bytes
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from decentral import command, peer, state
+from decentral import command, state
 from decentral.comm import compress
 from decentral.comm.codec import Envelope
-from decentral.comm.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.messages import MAX_CHUNK_BYTES, PullState, Refused, StateChunk
 from decentral.comm.transport import AskError, Transport
 from decentral.core import config
@@ -27,8 +25,10 @@ from decentral.peers import records
 from decentral.peers.join import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
 from decentral.peers.records import PeerRecord
 from decentral.train import huggingface, mix, replicas
+from decentral.train.inner import fragments_of
 from decentral.train.replicas import Weights
 from decentral.train.sections import unpack
+from decentral.visit import Visit, visit
 
 MOST_HOLDERS = 16  # of a layer, who are asked for it: more would change the average by little
 LOOKS = 10  # into the DHT, until some peer's record is there
@@ -81,31 +81,23 @@ def _state_folders(path: Path) -> list[Path]:
 
 async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]:
     """What live peers give a newcomer. Raises UserError if nobody answers or a layer has no holder."""
-    with tempfile.TemporaryDirectory() as folder:
-        transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [])
-        try:
-            contacts, welcome = await peer.greet(join, transport, RunId(""))
-            assert welcome is not None, "greet raises where nobody lets us in"
-            run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
-            directory = await transport.directory([f"{run}/peers"], contacts)
-            live = await look(directory, run, contacts)
-            for holder, record in live.items():
-                transport.learn(holder, record.addresses)
-            return settings, await gather(transport, run, settings, live)
-        finally:
-            await transport.close()
+    async with visit(join) as swarm:
+        live = await look(swarm)
+        for holder, record in live.items():
+            swarm.transport.learn(holder, record.addresses)
+        return swarm.config, await gather(swarm.transport, swarm.run, swarm.config, live)
 
 
-async def look(directory: HivemindDirectory, run: RunId, contacts: Sequence[PeerId]) -> dict[PeerId, PeerRecord]:
+async def look(swarm: Visit) -> dict[PeerId, PeerRecord]:
     """The peers that train, by the DHT. Raises UserError if there are none."""
     for _ in range(LOOKS):
-        found = records.of_run(await directory.fetch(f"{run}/peers"), run, time.time())
+        found = await records.look(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
         live = {holder: record for holder, record in found.items() if record.phase == "training"}
-        if live and all(contact in live for contact in contacts):
+        if live and all(contact in live for contact in swarm.contacts):
             return live
         await asyncio.sleep(LOOK_S)
     if not live:
-        raise UserError(f"run {run} has no peers that train")
+        raise UserError(f"run {swarm.run} has no peers that train")
     return live
 
 
@@ -153,7 +145,7 @@ async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Inc
 
 def donated_layouts(settings: config.Config) -> list[tuple[Fragment, Layout]]:
     donated = mix.donated(settings.gossip)
-    return [(one, mix.layout_of(donated, one.parameters, compress)) for one in replicas.fragments_of(settings)]
+    return [(one, mix.layout_of(donated, one.parameters, compress)) for one in fragments_of(settings)]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -17,17 +17,15 @@ from dataclasses import dataclass
 
 from decentral import __version__, command, state, view
 from decentral.comm import compress, route
-from decentral.comm.codec import Envelope
 from decentral.comm.identity import Identity
 from decentral.comm.libp2p import HivemindDirectory, Libp2p
-from decentral.comm.messages import VERSION, Hello, Refused, Welcome
 from decentral.comm.transport import AskError
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import Journal
 from decentral.core.units import Amount
-from decentral.peers import roster
+from decentral.peers import records
 from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
 from decentral.peers.node import Node, Setup
@@ -36,8 +34,8 @@ from decentral.place import Placed, choose_place
 from decentral.train import checkpoint, data, measure
 from decentral.train.compute import Compute
 from decentral.train.compute import Setup as ComputeSetup
+from decentral.visit import greet
 
-HELLO_S = 15.0
 MEET_AGAIN_S = 10.0  # a peer that has met nobody tries its old addresses this often
 
 
@@ -87,30 +85,8 @@ async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2
     folder.write_run(run, settings)
     addresses = await transport.addresses()
     folder.write_listen(addresses)
-    directory = await transport.directory([*roster.keys(run, settings.swarm.shards), f"{run}/plan"], contacts)
+    directory = await transport.directory([*records.keys(run, settings.swarm.shards), f"{run}/plan"], contacts)
     return Met(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
-
-
-async def greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
-    """Says hello at every --join address. Raises UserError if nobody there lets us in."""
-    contacts, welcome, trouble = [], None, ""
-    for address in join:
-        try:
-            peer = await transport.connect(address)
-            answer = await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)
-        except AskError as error:
-            trouble = f"--join {address}: {error}"
-            continue
-        message = answer.envelope.message
-        if isinstance(message, Welcome):
-            contacts.append(peer)
-            welcome = welcome or message
-        else:
-            reason = message.detail if isinstance(message, Refused) else "it gave no welcome"
-            trouble = f"--join {address}: refused: {reason} (this peer speaks protocol {VERSION})"
-    if join and not contacts:
-        raise UserError(f"{trouble}; check the address, that the peer there runs, and its port")
-    return contacts, welcome
 
 
 async def _old_acquaintances(folder: state.Folder, transport: Libp2p) -> list[PeerId]:

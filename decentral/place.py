@@ -52,15 +52,18 @@ async def choose_place(
     memory.check(needs, memory_bytes)
     reach = memory.reach(needs, memory_bytes)
     chosen, claimed_at = None, float("inf")
+    key = records.key_of(name, own.peer, run.swarm.shards)
     for _ in range(ROUNDS):
-        found = records.of_run(await directory.fetch(f"{name}/peers"), name, time.time())
+        found = await records.look(directory, name, run.swarm.shards, time.time())
         others = _holders(needs, found, own.peer, claimed_at)
         typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
         choice = placement.choose(needs.fragments, others, typical, reach)
         if choice == chosen:
             break
         chosen, claimed_at = choice, time.time()
-        await _claim(directory, name, own, addresses, needs.span(choice.begin, choice.end), claimed_at)
+        claim = _claim(name, addresses, needs.span(choice.begin, choice.end), claimed_at)
+        expires = claimed_at + HOLDS_S
+        await directory.store(key, own.peer, own.seal(key, records.pack(claim), expires), expires)
         await asyncio.sleep(CLAIM_S)
     assert chosen is not None
     span = needs.span(chosen.begin, chosen.end)
@@ -97,10 +100,5 @@ def _mean(values: Iterable[float]) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-async def _claim(
-    directory: Directory, name: RunId, own: Identity, addresses: tuple[str, ...], span: tuple[int, int], now: float
-) -> None:
-    profile = Profile("", 0, 0.0, 0.0)
-    record = PeerRecord(name, now, addresses, profile, span[0], span[1], 0, 0, 0)
-    expires, key = now + HOLDS_S, f"{name}/peers"
-    await directory.store(key, own.peer, own.seal(key, records.pack(record), expires), expires)
+def _claim(name: RunId, addresses: tuple[str, ...], span: tuple[int, int], now: float) -> PeerRecord:
+    return PeerRecord(name, now, addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)

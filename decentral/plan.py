@@ -14,11 +14,9 @@ import asyncio
 import dataclasses
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,15 +24,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from decentral import command
-from decentral.comm import identity
-from decentral.comm.codec import Envelope
-from decentral.comm.messages import VERSION, Hello, Refused, Welcome
-from decentral.comm.transport import AskError, Transport
-from decentral.core.config import Config, from_canonical
+from decentral.core.config import Config
 from decentral.core.config import load as load_config
-from decentral.core.errors import ProtocolError, UserError
+from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.peers import records
+from decentral.peers.records import PeerRecord
 from decentral.scheduler import plan as planning
 from decentral.scheduler import topology as topologies
 from decentral.scheduler import work as works
@@ -43,7 +38,6 @@ from decentral.scheduler.progress import Budget, Report
 from decentral.scheduler.topology import Topology
 
 ROWS = 32  # of a table on the terminal
-HELLO_S = 15.0
 LOOKS = 4  # at the swarm's records: what is far away in the DHT may take a second look
 PAUSE_S = 0.5
 
@@ -134,56 +128,22 @@ def _plan(topology: Topology, config: Config | None, options: argparse.Namespace
 
 async def _live(address: str) -> tuple[dict[str, dict[str, Any]], Config]:
     """What the swarm's peers say of themselves, signed, and its config. Raises UserError if nobody is there."""
-    from decentral.comm.libp2p import Libp2p
+    from decentral.visit import visit
 
-    with tempfile.TemporaryDirectory() as folder:
-        key = Path(folder) / "identity.key"
-        identity.Identity.load_or_create(key)
-        transport = await Libp2p.start(key, ["/ip4/127.0.0.1/tcp/0"], [])
-        try:
-            try:
-                peer = await transport.connect(address)
-                welcome = await _greet(transport, peer)
-            except AskError as error:
-                reason = f"--join {address}: {error}; check the address, that the peer there runs, and its port"
-                raise UserError(reason) from None
-            config, name = from_canonical(welcome.config), f"{welcome.run}/peers"
-            directory = await transport.directory([name], [peer])
-            profiles: dict[str, dict[str, Any]] = {}
-            for _ in range(LOOKS):
-                profiles |= _profiles(name, await directory.fetch(name), config, time.time())
-                if len(profiles) > 1:
-                    break
-                await asyncio.sleep(PAUSE_S)
-            return profiles, config
-        finally:
-            await transport.close()
+    async with visit([address]) as swarm:
+        known: dict[PeerId, PeerRecord] = {}
+        for _ in range(LOOKS):
+            known |= await records.look(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
+            if len(known) > 1:
+                break
+            await asyncio.sleep(PAUSE_S)
+        return {peer: _profile(record, swarm.config) for peer, record in known.items()}, swarm.config
 
 
-async def _greet(transport: Transport, peer: PeerId) -> Welcome:
-    """Learns the run and its config. Raises AskError."""
-    answer = await transport.ask(peer, Envelope(Hello()), HELLO_S, 0)
-    match answer.envelope.message:
-        case Welcome() as welcome:
-            return welcome
-        case Refused(detail=detail):
-            raise AskError("refused", f"{detail} (this planner speaks protocol {VERSION})")
-    raise AskError("refused", "it gave no welcome")
-
-
-def _profiles(name: str, found: Mapping[str, bytes], config: Config, now: float) -> dict[str, dict[str, Any]]:
-    """Peer -> profile, of records that their peers signed. FLOP/s as the run's own model reached them."""
-    profiles = {}
-    for peer, sealed in found.items():
-        try:
-            record = records.unpack(identity.open_sealed(name, PeerId(peer), sealed, now)[0])
-        except ProtocolError:
-            continue  # another peer's bytes
-        if record.phase != "leaving" and f"{record.run}/peers" == name:
-            profile = dataclasses.asdict(record.profile)
-            reached = record.profile.tokens_per_s * works.flops_per_token(config)
-            profiles[peer] = profile | {"flops": reached or record.profile.flops}
-    return profiles
+def _profile(record: PeerRecord, config: Config) -> dict[str, Any]:
+    """FLOP/s as the run's own model reached them."""
+    reached = record.profile.tokens_per_s * works.flops_per_token(config)
+    return dataclasses.asdict(record.profile) | {"flops": reached or record.profile.flops}
 
 
 def _compare(topology: Topology, options: argparse.Namespace) -> int:

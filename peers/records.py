@@ -5,9 +5,8 @@ counted and ignored.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal
 
 import msgpack
@@ -15,6 +14,8 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from decentral.comm import identity
 from decentral.comm.messages import Count, Run
+from decentral.comm.transport import Directory
+from decentral.core import rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 
@@ -70,17 +71,30 @@ def _plain(profile: Profile) -> dict[str, Any]:
     return {name: getattr(profile, name) for name in _PROFILE_NAMES}
 
 
-def of_run(values: Mapping[str, bytes], run: RunId, now: float) -> dict[PeerId, PeerRecord]:
-    """What a look into the DHT found of a run's peers; what is no valid record is left out."""
+@cache
+def keys(run: RunId, shards: int) -> tuple[str, ...]:
+    """Where the records of a run are in the DHT."""
+    return (f"{run}/peers",) if shards == 1 else tuple(f"{run}/peers/{shard}" for shard in range(shards))
+
+
+@cache
+def key_of(run: RunId, peer: PeerId, shards: int) -> str:
+    """Where this peer's record is."""
+    return keys(run, shards)[rng.seed_of(0, "shard", peer) % shards]
+
+
+async def look(directory: Directory, run: RunId, shards: int, now: float) -> dict[PeerId, PeerRecord]:
+    """All of a run's peers that the DHT knows; what is no valid record is left out."""
     found = {}
-    for subkey, value in values.items():
-        try:
-            body, _ = identity.open_sealed(f"{run}/peers", PeerId(subkey), value, now)
-            record = unpack(body)
-        except ProtocolError:
-            continue
-        if record.run == run and record.phase != "leaving":
-            found[PeerId(subkey)] = record
+    for key in keys(run, shards):
+        for subkey, value in (await directory.fetch(key)).items():
+            try:
+                body, _ = identity.open_sealed(key, PeerId(subkey), value, now)
+                record = unpack(body)
+            except ProtocolError:
+                continue
+            if record.run == run and record.phase != "leaving":
+                found[PeerId(subkey)] = record
     return found
 
 

@@ -16,7 +16,6 @@ from random import Random
 
 from decentral.comm.identity import Signer
 from decentral.comm.transport import Announce, Answered, AskFailed, Found, Lookup
-from decentral.core import rng
 from decentral.core.config import Swarm
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
@@ -102,15 +101,17 @@ class Roster:
     def _announce(self, now: Seconds, leaving: bool) -> Announce:
         expires = self._expires = max(now + self.limits.record_ttl_s, self._expires + EXPIRY_STEP_S)
         body = records.pack(self.compose(now, leaving))
-        key = key_of(self.run, self.own.peer, self.limits.shards)
+        key = records.key_of(self.run, self.own.peer, self.limits.shards)
         return Announce(key, self.own.peer, self.own.seal(key, body, expires), expires)
 
     def _refresh(self, now: Seconds) -> list[Effect]:
         if now < self._refresh_at:
             return []
         self._refresh_at = now + max(self.limits.refresh_s, len(self.live) / PEERS_PER_REFRESH_S)
-        own = key_of(self.run, self.own.peer, self.limits.shards)
-        looks = [own] if self.limits.shards == 1 else [own, self.chance.choice(keys(self.run, self.limits.shards))]
+        own = records.key_of(self.run, self.own.peer, self.limits.shards)
+        looks = (
+            [own] if self.limits.shards == 1 else [own, self.chance.choice(records.keys(self.run, self.limits.shards))]
+        )
         self._forget(now)
         return [Lookup(key) for key in dict.fromkeys(looks)]
 
@@ -179,16 +180,5 @@ class Roster:
 
 
 @cache
-def keys(run: RunId, shards: int) -> tuple[str, ...]:
-    """Where the records of a run are in the DHT."""
-    return (f"{run}/peers",) if shards == 1 else tuple(f"{run}/peers/{shard}" for shard in range(shards))
-
-
-@cache
 def _known_keys(run: RunId, shards: int) -> frozenset[str]:
-    return frozenset(keys(run, shards))
-
-
-@cache
-def key_of(run: RunId, peer: PeerId, shards: int) -> str:
-    return keys(run, shards)[rng.seed_of(0, "shard", peer) % shards]
+    return frozenset(records.keys(run, shards))

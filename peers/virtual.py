@@ -12,7 +12,6 @@ from random import Random
 from typing import Protocol
 
 from decentral.comm.codec import Envelope
-from decentral.comm.identity import Signer
 from decentral.comm.messages import Message
 from decentral.comm.transport import (
     Announce,
@@ -31,7 +30,7 @@ from decentral.core.agenda import Agenda, Timer
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.units import Seconds
-from decentral.peers.node import Node, Phase, Stop
+from decentral.peers.node import Node, Stop
 from decentral.peers.roster import Learn
 from decentral.train.mixing import Mixing
 
@@ -106,7 +105,6 @@ class Engine:
     busy_s: Seconds = 0.0
     began: Seconds | None = None  # of the steps under way; None: idle
     stretched: float = 1.0  # how much slower than its pace it is at present
-    longest_inbox: int = 0
     frozen: bool = False
     last_stepped: Seconds | None = None
     slowest: float = 1.0  # the largest `stretched` so far
@@ -115,7 +113,6 @@ class Engine:
 
     def put(self, job: jobs.Job) -> None:
         self.inbox.append(job)
-        self.longest_inbox = max(self.longest_inbox, len(self.inbox))
         if len(self.inbox) > 1 or self.frozen:
             return
         if self.began is None:
@@ -357,6 +354,3 @@ def _weight(job: jobs.Job, outcome: jobs.Outcome) -> int:
         case _, jobs.Saved(bytes=size):
             return size
     return 0
-
-
-__all__ = ["Engine", "Pace", "Phase", "Signer", "VirtualHost"]

@@ -8,7 +8,6 @@ judged by its flow (flow.py). Small swarms are then solved exactly (mixed-intege
 """
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 
@@ -211,6 +210,3 @@ def equal_random(work: Work, rng: np.random.Generator) -> Ints:
         if not work.fits(peer, *map(int, spans[peer])):
             spans[peer] = 0
     return spans
-
-
-SpanSolver = Callable[[Work, Ints, Budget, np.random.Generator], Ints]

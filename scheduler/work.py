@@ -113,12 +113,11 @@ def _layers(config: Config) -> tuple[Floats, Floats]:
     model = config.model
     if model.layers is not None:
         raise UserError("--model: a model given as model.layers has no known costs; plan with depth and width")
-    width, keys = model.d_model, model.d_model // model.n_heads * model.n_kv_heads
-    block = 2 * width * width + 2 * width * keys + 3 * width * model.d_hidden + 2 * width
-    attention = 2 * model.context * width  # causal: half of scores and half of values
-    table = model.vocabulary * width
-    flops = np.array([2.0 * width] + [2.0 * block + attention] * model.depth + [2.0 * table])
-    return 3 * flops, np.array([table] + [block] * model.depth + [table], dtype=np.float64)
+    parameters_L = np.array(model.layer_parameters, dtype=np.float64)
+    flops_L = 2 * parameters_L
+    flops_L[0] = 2 * model.d_model  # a table is read, not multiplied
+    flops_L[1:-1] += 2 * model.context * model.d_model  # causal attention: half of scores and half of values
+    return 3 * flops_L, parameters_L
 
 
 def _check_memory(work: Work, topology: Topology) -> None:

@@ -69,6 +69,14 @@ class Model(Strict):
     def d_hidden(self) -> int:
         return self.hidden or -(-8 * self.d_model // (3 * 32)) * 32
 
+    @property
+    def layer_parameters(self) -> list[int]:
+        """Of embedding, blocks and head; not of a user's own `layers`."""
+        width, keys = self.d_model, self.d_model // self.n_heads * self.n_kv_heads
+        block = 2 * width * width + 2 * width * keys + 3 * width * self.d_hidden + 2 * width
+        table = self.vocabulary * width
+        return [table, *([block] * self.depth), width + table]
+
 
 class Data(Strict):
     kind: Literal["python-stdlib", "text", "tokens"] = "python-stdlib"

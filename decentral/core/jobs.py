@@ -191,7 +191,8 @@ class Drop:
 
 
 Hopping = Draw | Forward | Backward | Forget | Seal | Apply | Drop
-Job = CloseWindow | Merge | Absorb | ExportState | ImportState | SetClock | Evaluate | Save | Start | Finish | Hopping
+Mix = CloseWindow | Merge | Absorb | ExportState
+Job = Mix | ImportState | SetClock | Evaluate | Save | Start | Finish | Hopping
 
 # Outcomes
 

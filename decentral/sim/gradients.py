@@ -26,7 +26,7 @@ class Trained:
 
     @property
     def holding(self) -> int | None:
-        return self.compute.holding
+        return self.compute.mixing.holding
 
     @property
     def lr_step(self) -> int:

@@ -5,7 +5,6 @@ scenario -> swarm, storm and audit -> samples on the way -> report
 
 import gc
 import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -292,7 +291,3 @@ def _violates(scenario: Scenario, faults: Sequence[Fault], rule: str) -> bool:
     except Violation as violation:
         return violation.rule == rule
     return False
-
-
-def as_json(report: Report) -> str:
-    return json.dumps(report.to_json())

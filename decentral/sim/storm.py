@@ -16,7 +16,6 @@ from decentral.sim.swarm import Member, Swarm
 Key = TypeVar("Key")
 
 STALE = 0.2  # how often a look into the directory is stale while records come late
-SCALED = 64.0
 
 
 @dataclass(slots=True)
@@ -171,7 +170,7 @@ def _changed(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
 
 
 def _scaled(content: bytes) -> bytes:
-    """The first scale of a block, bf16, with a larger exponent: about SCALED times as large."""
+    """The first scale of a block, bf16, with a larger exponent: 64 times as large."""
     if len(content) < 2:
         return content
     number = int.from_bytes(content[:2], "little")

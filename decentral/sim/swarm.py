@@ -28,14 +28,13 @@ from decentral.peers.records import Profile
 from decentral.peers.virtual import Pace, Respond, Training, VirtualHost, Watch
 from decentral.sim.geography import Earth
 from decentral.sim.sky import Sky
-from decentral.train import gpt, mix
-from decentral.train.inner import cut
+from decentral.train import mix
+from decentral.train.inner import fragments_of
 from decentral.train.sketch import NUMBERS, Checkpoint, HollowCodecs, PlainCodecs, Sketch
 
 RUN = RunId("simulated-000000")
 EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
 GUESSES = 20
-SMALL = 20_000_000  # parameters of a model that is built to be counted
 DIRECTORY_DELAYS = 6  # a look into the DHT takes so many delays of a link
 MEET_AGAIN_S = 5.0  # a newcomer whose contact does not answer asks the next one after so long
 
@@ -82,11 +81,7 @@ class Shape:
     @classmethod
     def of(cls, config: Config, pace: Pace, throttles: Sequence[float], tokens_per_step: int) -> "Shape":
         """With fragments as many, and together as large, as those of the run's model."""
-        model = config.model
-        small = model.layers is None and 12 * model.depth * model.d_model**2 < SMALL
-        with torch.device("cpu" if small else "meta"):  # the latter takes no memory, but loads torch's compiler, 5 s
-            layers = gpt.build(model, 0)
-        real = cut(layers, config.gossip.fragment_parameters)
+        real = fragments_of(config)
         mean = sum(one.parameters for one in real) // len(real)
         even = tuple(replace(one, parameters=mean) for one in real)
         return cls(config, even, pace, tuple(throttles), tokens_per_step)
@@ -197,10 +192,6 @@ class Swarm:
         member.host.training.do(jobs.Save())
         self._keep(member, True)
         self.network.unplug(member.peer)
-
-    def replace_disk(self, member: Member) -> Member:
-        """Its disk is lost, and its identity with it: who comes back is a newcomer."""
-        return self.add()
 
     def freeze(self, member: Member) -> None:
         if member.alive and member.host is not None and member.port is not None:

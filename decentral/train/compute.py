@@ -20,12 +20,11 @@ from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
 from decentral.train import checkpoint, data, gpt, hops, measure
 from decentral.train.hops import Hops
-from decentral.train.inner import Inner, Live, fragments
+from decentral.train.inner import Inner, Live, fragments_of
 from decentral.train.mixing import Mixing
 from decentral.train.sections import Codecs
 from decentral.train.step import Device, Forward, chain, held_out_loss, train_step
 
-BEFORE_START = -1
 RESERVED = 1024  # micro-batch numbers given out for one write to the disk
 
 
@@ -75,7 +74,7 @@ class Compute:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         run, device = setup.config, setup.device.device
-        self.cuts = tuple(fragments(gpt.parameters(run.model), run.gossip.fragment_parameters))  # of the whole model
+        self.cuts = tuple(fragments_of(run))  # of the whole model
         self.model_layers = self.cuts[-1].last
         first, last = setup.span or (0, self.model_layers)
         self.whole = (first, last) == (0, self.model_layers)
@@ -95,7 +94,6 @@ class Compute:
         self._position = Position.of(setup.folder)
         size = run.train.micro_batch
         self.micro_batch = size if size != "auto" else measure.micro_batch(self.forward, run.model, setup.device)
-        self.holding: int | None = BEFORE_START  # the fragment whose merge we wait for
         self._busy_s = 0.0
 
     @property
@@ -114,7 +112,7 @@ class Compute:
         """Until Finish comes. Waiting for jobs is the only thing that does not count as computing."""
         while True:
             try:
-                waits = self.holding is not None or not self.whole
+                waits = self.mixing.holding is not None or not self.whole
                 job = inbox.get() if waits else inbox.get_nowait()
             except queue.Empty:
                 report(self.step())
@@ -146,16 +144,8 @@ class Compute:
 
     def _do(self, job: jobs.Job) -> jobs.Outcome:
         match job:
-            case jobs.CloseWindow(fragment, seq, hold):
-                self.holding = fragment if hold else self.holding
-                return self.mixing.close(fragment, seq)
-            case jobs.Merge(fragment, seq, contributions):
-                self.holding = None if self.holding == fragment else self.holding
-                return self.mixing.merge(fragment, seq, contributions)
-            case jobs.Absorb(fragment, contribution):
-                return self.mixing.absorb(fragment, contribution)
-            case jobs.ExportState(fragment):
-                return self.mixing.export(fragment)
+            case jobs.CloseWindow() | jobs.Merge() | jobs.Absorb() | jobs.ExportState():
+                return self.mixing.do(job)
             case jobs.ImportState(blobs, step):
                 return self._adopted(self.mixing.adopt(blobs, complete=self.whole), step)
             case jobs.SetClock(step):
@@ -166,7 +156,6 @@ class Compute:
             case jobs.Save():
                 return jobs.Saved(self.own_steps, self.save())
             case jobs.Start(newcomer):
-                self.holding = None
                 self.mixing.begin(newcomer)
                 return jobs.Started(self.lr_step)
             case jobs.Finish():

@@ -35,19 +35,21 @@ def build(model: config.Model, seed: int, first: int = 0, last: int | None = Non
 
 def parameters(model: config.Model) -> list[int]:
     """How many each layer has; no weights are made."""
+    if model.layers is None:
+        return model.layer_parameters
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        layers = dict(enumerate(_users_layers(model)) if model.layers is not None else _ours(model))
-        return [sum(p.numel() for p in layers[index].parameters()) for index in sorted(layers)]
+        return [sum(p.numel() for p in layer.parameters()) for layer in _users_layers(model)]
 
 
 def widths(model: config.Model) -> list[int]:
     """Numbers a token that enter each layer; tokens themselves enter the first one."""
+    if model.layers is None:
+        return [1] + [model.d_model] * (model.depth + 1)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        layers = dict(enumerate(_users_layers(model)) if model.layers is not None else _ours(model))
         entering, found = torch.zeros(1, model.context, dtype=torch.int64), []
-        for index in sorted(layers):
+        for layer in _users_layers(model):
             found.append(entering.numel() // model.context)
-            entering = layers[index](entering)
+            entering = layer(entering)
     return found
 
 

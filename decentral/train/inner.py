@@ -14,11 +14,13 @@ from torch.optim.adamw import adamw
 
 from decentral.core import config
 from decentral.core.jobs import Fragment
+from decentral.train import gpt
 from decentral.train.outer import Moments
 
 
-def cut(layers: Sequence[nn.Module], at_least: int) -> list[Fragment]:
-    return fragments([sum(parameter.numel() for parameter in layer.parameters()) for layer in layers], at_least)
+def fragments_of(run: config.Config) -> list[Fragment]:
+    """How the run's model is cut for gossip."""
+    return fragments(gpt.parameters(run.model), run.gossip.fragment_parameters)
 
 
 def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:

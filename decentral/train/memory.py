@@ -19,7 +19,7 @@ from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.jobs import Fragment
 from decentral.train import gpt
-from decentral.train.inner import fragments
+from decentral.train.inner import fragments_of
 
 TRAINING_BYTES = 20
 GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12}
@@ -56,7 +56,7 @@ class Needs:
 def needs(run: config.Config) -> Needs:
     """Of this run's model, in fp32 (bf16 keeps less)."""
     model = run.model
-    cut = tuple(fragments(gpt.parameters(model), run.gossip.fragment_parameters))
+    cut = tuple(fragments_of(run))
     state = [one.parameters * (TRAINING_BYTES + GOSSIP_BYTES[run.gossip.algorithm]) for one in cut]
     sequences = run.train.micro_batch if isinstance(run.train.micro_batch, int) else 1
     layers = kept(model)

@@ -22,6 +22,7 @@ from decentral.train.sections import Codecs, Packer, unpack
 
 CLIP_TO_MEDIAN = 2.0  # a partner's delta is no longer than this many times the median of recent ones
 RECENT = 16
+BEFORE_START = -1
 
 
 @dataclass(slots=True)
@@ -55,9 +56,24 @@ class Mixing:
     def __init__(self, lives: Sequence[Live], gossip: config.Gossip, peer: PeerId, codecs: Codecs) -> None:
         self.codecs = codecs
         self.fragments = [Mixed.of(live, mix.rule(gossip, live.theta, peer), codecs) for live in lives]
+        self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
         self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
 
+    def do(self, job: jobs.Mix) -> jobs.Outcome:
+        match job:
+            case jobs.CloseWindow(fragment, seq, hold):
+                self.holding = fragment if hold else self.holding
+                return self.close(fragment, seq)
+            case jobs.Merge(fragment, seq, contributions):
+                self.holding = None if self.holding == fragment else self.holding
+                return self.merge(fragment, seq, contributions)
+            case jobs.Absorb(fragment, contribution):
+                return self.absorb(fragment, contribution)
+            case jobs.ExportState(fragment):
+                return self.export(fragment)
+
     def begin(self, newcomer: bool) -> None:
+        self.holding = None
         for mixed in self.fragments:
             mixed.newcomer = newcomer
 

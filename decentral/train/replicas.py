@@ -15,7 +15,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.train import checkpoint, data, gpt
 from decentral.train.compute import Compute, Setup
-from decentral.train.inner import Live, fragments
+from decentral.train.inner import Live, fragments_of
 from decentral.train.sections import Codecs
 from decentral.train.step import Device
 
@@ -53,10 +53,6 @@ def spread(replicas: Sequence[Weights]) -> float:
 def missing(run: config.Config, weights: Weights) -> list[jobs.Fragment]:
     """The fragments of the run's model that nobody holds."""
     return [fragment for fragment in fragments_of(run) if fragment.index not in weights]
-
-
-def fragments_of(run: config.Config) -> list[jobs.Fragment]:
-    return fragments(gpt.parameters(run.model), run.gossip.fragment_parameters)
 
 
 def layers_with(run: config.Config, weights: Weights) -> list[nn.Module]:

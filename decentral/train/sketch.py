@@ -91,7 +91,6 @@ class Sketch:
     own_steps: int = 0
     lr_step: int = 0
     tokens: int = 0
-    holding: int | None = -1
     mixing: Mixing = field(init=False)
     _resumed: bool = False
     _numbers: list[Numbers] = field(init=False)  # the weights of each fragment, as numpy sees them
@@ -104,6 +103,10 @@ class Sketch:
         if self.disk is not None:
             self._load(self.disk)
             self._resumed = True
+
+    @property
+    def holding(self) -> int | None:
+        return self.mixing.holding
 
     @property
     def restored(self) -> bool:
@@ -131,16 +134,8 @@ class Sketch:
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         match job:
-            case jobs.CloseWindow(fragment, seq, hold):
-                self.holding = fragment if hold else self.holding
-                return self.mixing.close(fragment, seq)
-            case jobs.Merge(fragment, seq, contributions):
-                self.holding = None if self.holding == fragment else self.holding
-                return self.mixing.merge(fragment, seq, contributions)
-            case jobs.Absorb(fragment, contribution):
-                return self.mixing.absorb(fragment, contribution)
-            case jobs.ExportState(fragment):
-                return self.mixing.export(fragment)
+            case jobs.CloseWindow() | jobs.Merge() | jobs.Absorb() | jobs.ExportState():
+                return self.mixing.do(job)
             case jobs.ImportState(blobs, step):
                 imported = self.mixing.adopt(blobs)
                 self.lr_step = max(self.lr_step, step) if imported.accepted else self.lr_step
@@ -153,7 +148,6 @@ class Sketch:
             case jobs.Save():
                 return self._save()
             case jobs.Start(newcomer):
-                self.holding = None
                 self.mixing.begin(newcomer)
                 return jobs.Started(self.lr_step)
         raise AssertionError(f"no one does {job!r}")

@@ -18,7 +18,6 @@ from decentral.core.config import Swarm
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Effect, Log, Woke
 from decentral.peers import records
-from decentral.peers import roster as rosters
 from decentral.peers.records import PeerRecord, Profile
 from decentral.peers.roster import Learn, Roster
 
@@ -218,42 +217,42 @@ def test_leaving_is_announced(roster: Roster) -> None:
 
 def test_records_spread_evenly_over_the_shards() -> None:
     peers = [PeerId(f"peer{number}") for number in range(800)]
-    counts = Counter(rosters.key_of(RUN, peer, SHARDS) for peer in peers)
-    assert set(counts) == set(rosters.keys(RUN, SHARDS))
+    counts = Counter(records.key_of(RUN, peer, SHARDS) for peer in peers)
+    assert set(counts) == set(records.keys(RUN, SHARDS))
     assert max(counts.values()) < 2 * min(counts.values())
 
 
 def test_a_single_shard_is_the_key_that_it_always_was() -> None:
-    assert rosters.keys(RUN, 1) == (KEY,)
-    assert rosters.key_of(RUN, other(), 1) == KEY
+    assert records.keys(RUN, 1) == (KEY,)
+    assert records.key_of(RUN, other(), 1) == KEY
 
 
 def test_our_record_goes_to_our_own_shard(sharded: Roster) -> None:
     (announced,) = (one for one in sharded.handle(Woke(), NOW) if isinstance(one, Announce))
-    assert announced.key == rosters.key_of(RUN, sharded.own.peer, SHARDS)
+    assert announced.key == records.key_of(RUN, sharded.own.peer, SHARDS)
     assert open_sealed(announced.key, sharded.own.peer, announced.value, NOW)[1] == NOW + TTL
 
 
 def test_a_look_goes_to_our_own_shard_and_to_one_more_and_in_time_to_all(sharded: Roster) -> None:
-    own, seen = rosters.key_of(RUN, sharded.own.peer, SHARDS), set[str]()
+    own, seen = records.key_of(RUN, sharded.own.peer, SHARDS), set[str]()
     for look in range(60):
         keys = [one.key for one in sharded.handle(Woke(), NOW + 4 * look) if isinstance(one, Lookup)]
         assert own in keys
         assert len(keys) == len(set(keys)) <= 2
         seen |= set(keys)
-    assert seen == set(rosters.keys(RUN, SHARDS))
+    assert seen == set(records.keys(RUN, SHARDS))
 
 
 def test_a_record_of_any_shard_is_read(sharded: Roster) -> None:
-    key = rosters.key_of(RUN, other(), SHARDS)
+    key = records.key_of(RUN, other(), SHARDS)
     value = identity("other").seal(key, records.pack(RECORD), NOW + TTL)
     sharded.handle(Found(key, {other(): value}), NOW)
     assert list(sharded.live) == [other()]
 
 
 def test_a_record_under_the_wrong_shard_is_forged(sharded: Roster) -> None:
-    right = rosters.key_of(RUN, other(), SHARDS)
-    wrong = next(key for key in rosters.keys(RUN, SHARDS) if key != right)
+    right = records.key_of(RUN, other(), SHARDS)
+    wrong = next(key for key in records.keys(RUN, SHARDS) if key != right)
     value = identity("other").seal(right, records.pack(RECORD), NOW + TTL)
     sharded.handle(Found(wrong, {other(): value}), NOW)
     assert (dict(sharded.refused), dict(sharded.live)) == ({"signature": 1}, {})

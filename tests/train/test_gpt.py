@@ -102,6 +102,11 @@ def test_a_missing_weight_is_named() -> None:
 
 
 @pytest.mark.parametrize("model", [PLAIN, GROUPED], ids=["multi-head", "grouped-query"])
+def test_parameters_are_counted_without_building_the_model(model: config.Model) -> None:
+    assert gpt.parameters(model) == [sum(p.numel() for p in layer.parameters()) for layer in gpt.build(model, 0)]
+
+
+@pytest.mark.parametrize("model", [PLAIN, GROUPED], ids=["multi-head", "grouped-query"])
 def test_transformers_llama_with_our_weights_gives_our_logits(model: config.Model) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install transformers")
     layers = gpt.build(model, 3)

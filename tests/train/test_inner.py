@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from decentral.core import config
-from decentral.core.jobs import Fragment
 from decentral.train import gpt
-from decentral.train.inner import Inner, Live, cut, rate_at
+from decentral.train.inner import Inner, Live, fragments, rate_at
 from decentral.train.step import Device, chain, train_step
 
 MODEL = config.Model(depth=1, width=32, context=16)
@@ -25,8 +24,12 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def counts(layers: Sequence[nn.Module]) -> list[int]:
+    return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+
+
 def flat(layers: Sequence[nn.Module], train: config.Train = TRAIN) -> Inner:
-    return Inner([Live(fragment, layers, CPU.device, train) for fragment in cut(layers, 1000)], train)
+    return Inner([Live(fragment, layers, CPU.device, train) for fragment in fragments(counts(layers), 1000)], train)
 
 
 def whole(inner: Inner) -> Tensor:
@@ -121,13 +124,8 @@ def test_micro_batches_that_accumulate_make_one_step_of_their_mean() -> None:
 # Cutting into fragments
 
 
-def sized(sizes: Sequence[int]) -> list[nn.Module]:
-    """Layers of as many parameters as asked for."""
-    return [nn.Linear(size, 1, bias=False) for size in sizes]
-
-
 def spans(sizes: Sequence[int], at_least: int) -> list[tuple[int, int]]:
-    return [(fragment.first, fragment.last) for fragment in cut(sized(sizes), at_least)]
+    return [(fragment.first, fragment.last) for fragment in fragments(sizes, at_least)]
 
 
 def test_large_layers_are_fragments_of_their_own() -> None:
@@ -148,14 +146,14 @@ def test_a_model_smaller_than_a_fragment_is_one() -> None:
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12), at_least=st.integers(1, 80))
 def test_fragments_cover_all_layers_in_order_and_are_large_enough(sizes: list[int], at_least: int) -> None:
-    fragments: list[Fragment] = cut(sized(sizes), at_least)
-    assert [fragment.index for fragment in fragments] == list(range(len(fragments)))
-    assert fragments[0].first == 0
-    assert fragments[-1].last == len(sizes)
-    assert all(one.last == other.first for one, other in pairwise(fragments))
-    for fragment in fragments:
+    found = fragments(sizes, at_least)
+    assert [fragment.index for fragment in found] == list(range(len(found)))
+    assert found[0].first == 0
+    assert found[-1].last == len(sizes)
+    assert all(one.last == other.first for one, other in pairwise(found))
+    for fragment in found:
         assert fragment.parameters == sum(sizes[fragment.first : fragment.last])
-        assert fragment.parameters >= at_least or len(fragments) == 1
+        assert fragment.parameters >= at_least or len(found) == 1
 
 
 # Learning rate

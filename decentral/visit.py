@@ -1,0 +1,65 @@
+"""How a command comes to a live swarm: it says hello; to look only, it does so under a key that it throws away."""
+
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from decentral import state
+from decentral.comm.codec import Envelope
+from decentral.comm.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.messages import VERSION, Hello, Refused, Welcome
+from decentral.comm.transport import AskError
+from decentral.core import config
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, RunId
+from decentral.peers import records
+
+HELLO_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    transport: Libp2p
+    run: RunId
+    config: config.Config
+    contacts: list[PeerId]
+    directory: HivemindDirectory
+
+
+async def greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
+    """Says hello at every --join address. Raises UserError if nobody there lets us in."""
+    contacts, welcome, trouble = [], None, ""
+    for address in join:
+        try:
+            peer = await transport.connect(address)
+            answer = await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)
+        except AskError as error:
+            trouble = f"--join {address}: {error}"
+            continue
+        message = answer.envelope.message
+        if isinstance(message, Welcome):
+            contacts.append(peer)
+            welcome = welcome or message
+        else:
+            reason = message.detail if isinstance(message, Refused) else "it gave no welcome"
+            trouble = f"--join {address}: refused: {reason} (this peer speaks protocol {VERSION})"
+    if join and not contacts:
+        raise UserError(f"{trouble}; check the address, that the peer there runs, and its port")
+    return contacts, welcome
+
+
+@asynccontextmanager
+async def visit(join: Sequence[str]) -> AsyncIterator[Visit]:
+    """For as long as the swarm is looked at. Raises UserError if nobody at these addresses lets us in."""
+    with tempfile.TemporaryDirectory() as folder:
+        transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [])
+        try:
+            contacts, welcome = await greet(join, transport, RunId(""))
+            assert welcome is not None, "greet raises where nobody lets us in"
+            run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
+            directory = await transport.directory(records.keys(run, settings.swarm.shards), contacts)
+            yield Visit(transport, run, settings, contacts, directory)
+        finally:
+            await transport.close()
