@@ -79,12 +79,10 @@ class Flows:
 
     def _set_rate(self, flow: Flow) -> None:
         wires, sent, received = self.geography, self.sending[flow.source], self.receiving[flow.target]
-        both = sum(1 for other in sent if other.target == flow.target) if len(sent) > 1 else 1
-        rate = min(
-            wires.up(flow.source) / len(sent),
-            wires.down(flow.target) / len(received),
-            wires.bandwidth(flow.source, flow.target) / both,
-        )
+        rate = min(wires.up(flow.source) / len(sent), wires.down(flow.target) / len(received))
+        link = wires.bandwidth(flow.source, flow.target)
+        if link < rate * len(sent):  # else its shares are no less than the sender's
+            rate = min(rate, link / sum(1 for other in sent if other.target == flow.target))
         if rate == flow.rate:
             return
         now = self.agenda.now

@@ -31,16 +31,19 @@ class Link:
 @dataclass(slots=True)
 class Meter:
     links: dict[PeerId, Link] = field(default_factory=dict)
+    _typical: tuple[float | None, float | None] | None = None  # down and up, until something new is seen
 
     def saw(self, peer: PeerId, seconds: Seconds, sent: int, received: int) -> None:
         """A question took `seconds` with so many bytes each way."""
         link = self.links[peer] = self.links.pop(peer, Link())  # the latest last
         while len(self.links) > MOST_LINKS:
             del self.links[next(iter(self.links))]
+            self._typical = None
         large = max(sent, received)
         if large < LARGE:
             link.latency_s = _mixed(link.latency_s, seconds)
             return
+        self._typical = None
         rate = large / max(1e-4, seconds - min(link.latency_s or 0.0, seconds / 2))
         if received >= sent:
             link.down = _mixed(link.down, rate)
@@ -56,10 +59,16 @@ class Meter:
         return self.links.get(peer, Link()).down
 
     def typical_down(self) -> float | None:
-        return _median(link.down for link in self.links.values())
+        return self._medians()[0]
 
     def typical_up(self) -> float | None:
-        return _median(link.up for link in self.links.values())
+        return self._medians()[1]
+
+    def _medians(self) -> tuple[float | None, float | None]:
+        if self._typical is None:
+            links = self.links.values()
+            self._typical = _median(link.down for link in links), _median(link.up for link in links)
+        return self._typical
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """When to give up on `size` bytes from there: patient with slow links, done with dead ones."""

@@ -72,23 +72,44 @@ class Fair:
         return 1
 
 
+class Limited(Protocol):
+    @property
+    def done(self) -> bool:
+        """Whether the limit no longer matters."""
+        ...
+
+    def late(self) -> None: ...
+
+
 @dataclass(slots=True)
 class Limit:
-    """A time limit that many have: one timer for the oldest, instead of one for each. They look if it still matters."""
+    """A time limit that many have: one timer for the oldest that is not done, instead of one for each."""
 
     agenda: Agenda
     lasts_s: Seconds
-    _due: deque[tuple[Seconds, Callable[[], None]]] = field(default_factory=deque)
+    _due: deque[tuple[Seconds, Limited]] = field(default_factory=deque)
+    _armed: bool = False
 
-    def watch(self, over: Callable[[], None]) -> None:
-        self._due.append((self.agenda.now + self.lasts_s, over))
-        if len(self._due) == 1:
-            self.agenda.at(self._due[0][0], self._look)
+    def watch(self, limited: Limited) -> None:
+        self._due.append((self.agenda.now + self.lasts_s, limited))
+        self._drop_done()
+        self._arm()
 
     def _look(self) -> None:
+        self._armed = False
+        self._drop_done()
         while self._due and self._due[0][0] <= self.agenda.now:
-            self._due.popleft()[1]()
-        if self._due:
+            self._due.popleft()[1].late()
+            self._drop_done()
+        self._arm()
+
+    def _drop_done(self) -> None:
+        while self._due and self._due[0][1].done:
+            self._due.popleft()
+
+    def _arm(self) -> None:
+        if self._due and not self._armed:
+            self._armed = True
             self.agenda.at(self._due[0][0], self._look)
 
 
@@ -124,6 +145,54 @@ class Question:
     flow: Flow | None = None
 
 
+@dataclass(slots=True)
+class Serving:
+    """A question that is being answered at its target. It holds on to nothing once that is done."""
+
+    network: "Network"
+    port: Port
+    question: Question | None
+
+    @property
+    def done(self) -> bool:
+        return self.question is None
+
+    def respond(self, answer: Envelope | None) -> None:
+        """The first answer counts."""
+        question, self.question = self.question, None
+        if question is None:
+            return
+        if answer is not None:
+            self.network.answer(question, self.port, answer)
+        elif self.network.ports.get(self.port.peer) is self.port:
+            self.port.refused["cut"] += 1
+            self.network.cut(question, self.port.peer)
+
+    def late(self) -> None:
+        question, self.question = self.question, None
+        if question is not None and question in self.port.open:
+            self.port.refused["deadline"] += 1
+            self.network.cut(question, self.port.peer)
+
+
+@dataclass(slots=True)
+class Writing:
+    """An answer on its way."""
+
+    network: "Network"
+    port: Port
+    question: Question
+
+    @property
+    def done(self) -> bool:
+        return self.question not in self.port.open
+
+    def late(self) -> None:
+        if not self.done:
+            self.port.refused["deadline"] += 1
+            self.network.cut(self.question, self.port.peer)
+
+
 class Network:
     """All ports, and what is on the wire between them."""
 
@@ -148,7 +217,7 @@ class Network:
         for question in list(port.asked):
             self._end(question)
         for question in list(port.open):
-            self._cut(question, peer)
+            self.cut(question, peer)
 
     def thaw(self, port: Port) -> None:
         """What came, or was to leave, while it was frozen goes on in order."""
@@ -191,7 +260,7 @@ class Network:
         """At the target's door, in virtual time after the question has crossed the wire."""
         port = self.ports.get(question.target)
         if port is None:
-            self._cut(question, question.target)
+            self.cut(question, question.target)
         elif port.frozen:
             port.waiting.append(lambda: self._arrive(question, envelope))
         else:
@@ -200,18 +269,7 @@ class Network:
     def _serve(self, question: Question, port: Port, envelope: Envelope | ProtocolError) -> None:
         if question not in port.open:
             port.open[question] = self.agenda.now
-        answered: list[bool] = []
-
-        def respond(answer: Envelope | None) -> None:
-            if answered:
-                return
-            answered.append(True)
-            if answer is not None:
-                self._answer(question, port, answer)
-            elif self.ports.get(port.peer) is port:
-                port.refused["cut"] += 1
-                self._cut(question, port.peer)
-
+        serving = Serving(self, port, question)
         try:
             if isinstance(envelope, ProtocolError):
                 raise envelope
@@ -223,28 +281,22 @@ class Network:
                 )
         except ProtocolError as error:
             port.refused[error.reason] += 1
-            respond(Envelope(Refused(error.reason, str(error)[:200])))
+            serving.respond(Envelope(Refused(error.reason, str(error)[:200])))
             return
         assert port.serve is not None, "nobody serves here"
-        self._answers.watch(lambda: self._late(question, port, answered))
-        port.serve(question.source.peer, envelope, respond)
+        self._answers.watch(serving)
+        port.serve(question.source.peer, envelope, serving.respond)
 
-    def _late(self, question: Question, port: Port, answered: list[bool]) -> None:
-        if question in port.open and not answered:
-            answered.append(True)
-            port.refused["deadline"] += 1
-            self._cut(question, port.peer)
-
-    def _answer(self, question: Question, port: Port, answer: Envelope) -> None:
+    def answer(self, question: Question, port: Port, answer: Envelope) -> None:
         if port.frozen:
-            port.waiting.append(lambda: self._answer(question, port, answer))
+            port.waiting.append(lambda: self.answer(question, port, answer))
             return
         if self.ports.get(port.peer) is not port or question.done is None:
             self._close(question, port)  # one of the two is gone
             return
         question.writing = self.agenda.now
         if self.write_s is not None:
-            self._writes.watch(lambda: self._write_over(question, port))
+            self._writes.watch(Writing(self, port, question))
         self._write(question, port, answer, RETRANSMIT_S)
 
     def _write(self, question: Question, port: Port, answer: Envelope, again_s: Seconds) -> None:
@@ -255,11 +307,6 @@ class Network:
             self._travel(question, port.peer, asker, answer, self._answered)
         else:
             self.agenda.after(again_s, lambda: self._write(question, port, answer, 2 * again_s))
-
-    def _write_over(self, question: Question, port: Port) -> None:
-        if question in port.open:
-            port.refused["deadline"] += 1
-            self._cut(question, port.peer)
 
     def _answered(self, question: Question, answer: Envelope | ProtocolError) -> None:
         source = question.source
@@ -292,7 +339,7 @@ class Network:
     def _fail_later(self, question: Question, reason: str, delay_s: Seconds) -> None:
         question.timers.append(self.agenda.after(delay_s, lambda: self._fail(question, reason)))
 
-    def _cut(self, question: Question, at: PeerId) -> None:
+    def cut(self, question: Question, at: PeerId) -> None:
         """The stream ends at the target; the asker hears of it if packets still pass."""
         port = self.ports.get(at)
         if port is not None:
@@ -435,12 +482,12 @@ class VirtualTransport:
 
     async def serve(self, handler: Handler, bound: BlobBound) -> None:
         def serve(sender: PeerId, envelope: Envelope, respond: Respond) -> None:
-            answering = asyncio.ensure_future(self._answer(handler(sender, envelope)))
+            answering = asyncio.ensure_future(self.answer(handler(sender, envelope)))
             answering.add_done_callback(lambda done: respond(done.result()))
 
         self._port.serve, self._port.bound = serve, bound
 
-    async def _answer(self, work: Awaitable[Envelope]) -> Envelope | None:
+    async def answer(self, work: Awaitable[Envelope]) -> Envelope | None:
         try:
             return await work
         except ProtocolError as error:

@@ -169,6 +169,8 @@ class Join:
     def _ask_more(self, now: Seconds) -> list[Effect]:
         """Gives each donor, in turn, pieces to send."""
         effects: list[Effect] = []
+        if all(one.wanted() is None for one in self._incoming.values()):
+            return effects  # all is here, or on its way
         for _ in range(IN_FLIGHT):
             for position, donor in enumerate(self.donors):
                 if self._in_flight[donor] < IN_FLIGHT:

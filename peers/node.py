@@ -75,6 +75,7 @@ PROBE_AFTER_S = 2.0
 FLOWS_S = 2.0  # how often to look whether the flow through the swarm has changed
 TRAFFIC_S = 10.0  # a `traffic` line, with the totals, for about this much time
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
+COUNTED = frozenset((Log, Reply))
 BLOB_BYTES_PER_PARAMETER = 8  # no algorithm's snapshot is larger
 
 QUESTIONS: dict[str, tuple[type[Message], ...]] = {
@@ -168,11 +169,13 @@ class Node:
     def wake_at(self) -> Seconds | None:
         if self.phase is Phase.LEFT:
             return None
-        machines = (self.roster, self.join, self.prober, self.progress, *self.gossip.values())
-        routes = self.routes.wake_at if self.routes else None
-        if self.routes and self.routes.active and not self.setup.whole:
-            routes = earliest((routes, self._flows_at))
-        return earliest((routes, *(machine.wake_at for machine in machines)))
+        times = [self.roster.wake_at, self.join.wake_at, self.prober.wake_at, self.progress.wake_at]
+        times += [gossip.wake_at for gossip in self.gossip.values()]
+        if self.routes:
+            times.append(self.routes.wake_at)
+            if self.routes.active and not self.setup.whole:
+                times.append(self._flows_at)
+        return earliest(times)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         if self.phase is Phase.LEFT:
@@ -183,7 +186,8 @@ class Node:
                 self.roster.look_soon(now)
         effects = self._route(event, now)
         for effect in effects:
-            self._count(effect)
+            if type(effect) in COUNTED:
+                self._count(effect)
         return effects
 
     def leave(self, reason: str, now: Seconds) -> list[Effect]:
@@ -377,12 +381,12 @@ class Node:
         gossip = self.setup.config.gossip
         early = self.progress.lr_step < gossip.start_steps
         window_s = min(gossip.window_s, gossip.start_window_s) if early else gossip.window_s
+        rates = [rate for rate in (self.meter.typical_down(), self.meter.typical_up()) if rate]
+        if not rates or not size:
+            return window_s
         parameters = sum(fragment.parameters for fragment in self.setup.fragments)
         largest = max(fragment.parameters for fragment in self.setup.fragments)
         round_bytes = size / largest * parameters * gossip.partners
-        rates = [rate for rate in (self.meter.typical_down(), self.meter.typical_up()) if rate]
-        if not rates:
-            return window_s
         windows = -(-round_bytes // (gossip.link_share * min(rates) * window_s))
         return window_s * max(1.0, windows)
 

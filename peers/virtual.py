@@ -7,7 +7,7 @@ nothing happens are made together, so that a peer which only trains costs nothin
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
@@ -55,7 +55,9 @@ class Training(Protocol):
     @property
     def mixing(self) -> Mixing: ...
 
-    def step(self, count: int) -> jobs.Stepped: ...
+    def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
+        """So many steps at once, which have taken so long, other jobs included."""
+        ...
 
     def do(self, job: jobs.Job) -> jobs.Outcome: ...
 
@@ -188,7 +190,7 @@ class Engine:
             self.last_stepped = now
             seconds = count * self._step_s + self.busy_s
             self.began, self.busy_s = self.began + count * self._step_s, 0.0
-            self.report(None, replace(self.training.step(count), seconds=seconds))
+            self.report(None, self.training.step(count, seconds))
 
     def _at(self, when: Seconds, action: Callable[[], None]) -> None:
         self._cancel()

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from decentral.core.units import Seconds
 
+NEAR_S = 0.25  # at a time is sorted; what is further ahead waits unsorted, in bundles of as much
+
 Action = Callable[[], None]
 
 
@@ -21,18 +23,39 @@ class Timer:
         self.action = None
 
 
+Entry = tuple[Seconds, int, Timer]
+
+
 @dataclass(slots=True)
 class Agenda:
+    """A heap of what comes next, small enough for the processor's cache, and bundles of what comes later.
+
+    Of the timers that ten thousand peers set, most are called off; those in a bundle are never sorted in.
+    """
+
     now: Seconds = 0.0
     events: int = 0  # that have happened
-    _heap: list[tuple[Seconds, int, Timer]] = field(default_factory=list)
+    _near: list[Entry] = field(default_factory=list)  # heap, up to `_horizon`
+    _horizon: Seconds = 0.0
+    _later: dict[int, list[Entry]] = field(default_factory=dict)  # by NEAR_S
+    _order: list[int] = field(default_factory=list)  # heap of the bundles
     _asked: int = 0
 
     def at(self, when: Seconds, action: Action) -> Timer:
         """At `when`, or now if that is over."""
         self._asked += 1
         timer = Timer(action)
-        heapq.heappush(self._heap, (max(when, self.now), self._asked, timer))
+        entry = (max(when, self.now), self._asked, timer)
+        if entry[0] < self._horizon:
+            heapq.heappush(self._near, entry)
+            return timer
+        number = int(entry[0] / NEAR_S)
+        bundle = self._later.get(number)
+        if bundle is None:
+            self._later[number] = [entry]
+            heapq.heappush(self._order, number)
+        else:
+            bundle.append(entry)
         return timer
 
     def after(self, delay_s: Seconds, action: Action) -> Timer:
@@ -41,17 +64,31 @@ class Agenda:
     @property
     def next_at(self) -> Seconds | None:
         """When the next thing happens; None if nothing will."""
-        while self._heap and self._heap[0][2].action is None:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        while self._more(float("inf")):
+            if self._near[0][2].action is not None:
+                return self._near[0][0]
+            heapq.heappop(self._near)
+        return None
 
     def run(self, until: Seconds) -> None:
         """Lets everything happen up to `until`, and makes it that late."""
-        heap = self._heap
-        while heap and heap[0][0] <= until:
-            when, _, timer = heapq.heappop(heap)
-            if timer.action is not None:
-                self.now = when
-                self.events += 1
-                timer.action()
+        while self._more(until):
+            near = self._near
+            while near and near[0][0] <= until:
+                when, _, timer = heapq.heappop(near)
+                if timer.action is not None:
+                    self.now = when
+                    self.events += 1
+                    timer.action()
+            if near:
+                break
         self.now = max(self.now, until)
+
+    def _more(self, until: Seconds) -> bool:
+        """Whether something is on the heap; opens the next bundles if need be, as far as `until`."""
+        while not self._near and self._order and self._order[0] * NEAR_S <= until:
+            number = heapq.heappop(self._order)
+            self._near = [entry for entry in self._later.pop(number) if entry[2].action is not None]
+            heapq.heapify(self._near)
+            self._horizon = (number + 1) * NEAR_S
+        return bool(self._near)

@@ -9,6 +9,7 @@ import torch
 from decentral.comm import compress
 from decentral.core import jobs
 from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
 from decentral.peers.virtual import Training
 from decentral.sim.swarm import Member, Shape
 from decentral.train import data
@@ -36,9 +37,9 @@ class Trained:
     def mixing(self) -> Mixing:
         return self.compute.mixing
 
-    def step(self, count: int) -> jobs.Stepped:
+    def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
         assert count == 1, "real steps are made one by one"
-        return self.compute.step()
+        return replace(self.compute.step(), seconds=seconds)
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         outcome = self.compute.do(job)

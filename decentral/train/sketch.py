@@ -18,6 +18,7 @@ from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.hollow import Hollow
 from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
 from decentral.train.inner import Live
 from decentral.train.mixing import Mixing
 from decentral.train.sections import Codecs
@@ -112,7 +113,7 @@ class Sketch:
     def restored(self) -> bool:
         return self._resumed
 
-    def step(self, count: int) -> jobs.Stepped:
+    def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
         """So many steps at once: the descent and the noise of all of them."""
         keep, rate = (1 - RATE) ** count, self.config.train.learning_rate
         for mixed, numbers in zip(self.mixing.fragments, self._numbers, strict=True):
@@ -125,7 +126,7 @@ class Sketch:
         self.own_steps += count
         self.lr_step += count
         self.tokens += count * self.tokens_per_step
-        return jobs.Stepped(self.own_steps, self.lr_step, count * self.tokens_per_step, self.loss(), 0.0, count)
+        return jobs.Stepped(self.own_steps, self.lr_step, count * self.tokens_per_step, self.loss(), seconds, count)
 
     def loss(self) -> float:
         """Mean square distance from the optimum, which is zero."""
