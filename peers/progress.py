@@ -53,7 +53,7 @@ class Progress:
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest((self._eval_at, self._save_at, self._stop_at()))
+        return earliest((self._eval_at, self._save_at, self._stop_at() if self.stop_after else None))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from decentral.core.units import Seconds
 
@@ -11,19 +12,13 @@ NEAR_S = 0.25  # at a time is sorted; what is further ahead waits unsorted, in b
 Action = Callable[[], None]
 
 
-class Timer:
-    """Something that is to happen, and may be called off."""
+class Timer(list[Any]):
+    """[when, number, action]: something that is to happen, and may be called off. Lists are compared fast."""
 
-    __slots__ = ("action",)
-
-    def __init__(self, action: Action) -> None:
-        self.action: Action | None = action
+    __slots__ = ()
 
     def cancel(self) -> None:
-        self.action = None
-
-
-Entry = tuple[Seconds, int, Timer]
+        self[2] = None
 
 
 @dataclass(slots=True)
@@ -35,27 +30,28 @@ class Agenda:
 
     now: Seconds = 0.0
     events: int = 0  # that have happened
-    _near: list[Entry] = field(default_factory=list)  # heap, up to `_horizon`
+    _near: list[Timer] = field(default_factory=list)  # heap, up to `_horizon`
     _horizon: Seconds = 0.0
-    _later: dict[int, list[Entry]] = field(default_factory=dict)  # by NEAR_S
+    _later: dict[int, list[Timer]] = field(default_factory=dict)  # by NEAR_S
     _order: list[int] = field(default_factory=list)  # heap of the bundles
     _asked: int = 0
 
     def at(self, when: Seconds, action: Action) -> Timer:
         """At `when`, or now if that is over."""
         self._asked += 1
-        timer = Timer(action)
-        entry = (max(when, self.now), self._asked, timer)
-        if entry[0] < self._horizon:
-            heapq.heappush(self._near, entry)
+        if when < self.now:
+            when = self.now
+        timer = Timer((when, self._asked, action))
+        if when < self._horizon:
+            heapq.heappush(self._near, timer)
             return timer
-        number = int(entry[0] / NEAR_S)
+        number = int(when / NEAR_S)
         bundle = self._later.get(number)
         if bundle is None:
-            self._later[number] = [entry]
+            self._later[number] = [timer]
             heapq.heappush(self._order, number)
         else:
-            bundle.append(entry)
+            bundle.append(timer)
         return timer
 
     def after(self, delay_s: Seconds, action: Action) -> Timer:
@@ -65,8 +61,9 @@ class Agenda:
     def next_at(self) -> Seconds | None:
         """When the next thing happens; None if nothing will."""
         while self._more(float("inf")):
-            if self._near[0][2].action is not None:
-                return self._near[0][0]
+            when, _, action = self._near[0]
+            if action is not None:
+                return float(when)
             heapq.heappop(self._near)
         return None
 
@@ -75,11 +72,11 @@ class Agenda:
         while self._more(until):
             near = self._near
             while near and near[0][0] <= until:
-                when, _, timer = heapq.heappop(near)
-                if timer.action is not None:
+                when, _, action = heapq.heappop(near)
+                if action is not None:
                     self.now = when
                     self.events += 1
-                    timer.action()
+                    action()
             if near:
                 break
         self.now = max(self.now, until)
@@ -88,7 +85,7 @@ class Agenda:
         """Whether something is on the heap; opens the next bundles if need be, as far as `until`."""
         while not self._near and self._order and self._order[0] * NEAR_S <= until:
             number = heapq.heappop(self._order)
-            self._near = [entry for entry in self._later.pop(number) if entry[2].action is not None]
+            self._near = [timer for timer in self._later.pop(number) if timer[2] is not None]
             heapq.heapify(self._near)
             self._horizon = (number + 1) * NEAR_S
         return bool(self._near)

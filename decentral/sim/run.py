@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgpack
 import torch
 
 from decentral.core.ids import PeerId
@@ -170,7 +171,7 @@ class Ledger:
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
         fields = log.fields
-        self._hash.update(f"{peer} {t:.6f} {log.event} {fields}\n".encode())
+        self._hash.update(msgpack.packb((peer, round(t, 6), log.event, fields)))
         match log.event:
             case "step":
                 self.tokens[peer] += fields["tokens"]

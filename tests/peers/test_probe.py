@@ -38,6 +38,16 @@ def test_a_peer_is_asked_for_delay_twice_then_download_then_upload() -> None:
     assert len(asks[3].envelope.blob) == PROBE_BYTES
 
 
+def test_what_a_donor_has_sent_us_is_not_measured_again() -> None:
+    probing = prober()
+    probing.meter.saw(A, 1.0, 10, 1 << 20)
+    effects, asks = probing.handle(Woke(), 10.0, [A]), []
+    while effects:
+        asks.append(only_ask(effects))
+        effects = answered(probing, asks[-1])
+    assert [ask.tag for ask in asks] == [("probe", "ping"), ("probe", "ping"), ("probe", "up")]
+
+
 def test_a_peer_that_does_not_answer_is_left_out_and_the_next_one_is_probed() -> None:
     probing = prober()
     first = only_ask(probing.handle(Woke(), 10.0, [A, B]))
