@@ -11,6 +11,7 @@
     PullState     -               StateChunk    a piece of it         a newcomer's start
     Carry         hidden, targets Returned      gradient of hidden    a micro-batch through layers `first` and on
     Settle        -               Done          -                     count these gradients; forget those
+    Unsettled     -               Settle        -                     the starter is asked what became of these legs
     any           -               Refused       -                     why not, in one word
 
 Every field has a bound, and is checked against it before anything else looks at the message (comm/codec.py).
@@ -213,6 +214,14 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsettled:
+    """What of these legs, which the asker holds? Those that the answer does not name are still under way."""
+
+    run: Run
+    legs: Annotated[tuple[LegId, ...], Field(max_length=MAX_LEGS)]
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     reason: Word
     detail: Annotated[str, Strict(), Field(max_length=200)] = ""
@@ -236,6 +245,7 @@ Message = (
     | Carry
     | Returned
     | Settle
+    | Unsettled
     | Refused
 )
 

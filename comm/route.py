@@ -22,6 +22,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from decentral.comm.codec import Envelope
+from decentral.comm.doubt import Completed, Doubts
 from decentral.comm.ledger import Entry, Ledger, Mark, reaches_the_end
 from decentral.comm.messages import (
     MAX_HOLD_S,
@@ -35,6 +36,7 @@ from decentral.comm.messages import (
     Refused,
     Returned,
     Settle,
+    Unsettled,
 )
 from decentral.comm.pace import FULL, LEAN, NEWEST, Prior, Stride, Turns, Window, budget_s
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
@@ -168,6 +170,8 @@ class Routes:
     ledger: Ledger = field(init=False)
     quota: int | None = None  # micro-batches that we may still begin; None: as many as the window has room for
     completed: int = 0
+    doubts: Doubts = field(init=False)
+    _settled: Completed = field(default_factory=Completed)
     _by_id: dict[LegId, int] = field(default_factory=dict)
     _ready: list[tuple[int, int, Job]] = field(default_factory=list)  # heap: backward first, then the older
     _running: set[int] = field(default_factory=set)
@@ -180,6 +184,7 @@ class Routes:
     def __post_init__(self) -> None:
         self.window = Window(self.terms.capacity, FULL if self.terms.overlap else LEAN)
         self.ledger = Ledger(self.terms.at_least)
+        self.doubts = Doubts(self.terms.run)
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -187,7 +192,7 @@ class Routes:
             return None
         retries = (leg.retry_at for leg in self.legs.values())
         waiting = (leg.deadline() for leg in self.legs.values() if leg.stage is not Stage.GONE)
-        return earliest((self._look_at, *retries, *waiting))
+        return earliest((self._look_at, self.doubts.wake_at, *retries, *waiting))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         self.ledger.quiet = self._quiet()
@@ -198,11 +203,20 @@ class Routes:
     def _react(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
-                return self._overdue(now)
+                return self._overdue(now) + list(self.doubts.ask(now))
             case Asked(envelope=Envelope(Carry() as carry)):
                 return self._asked(event, carry, now)
             case Asked(request, sender, Envelope(Settle() as told)):
                 return [*self._told(sender, told), Reply(request, Envelope(Done()))]
+            case Asked(request, sender, Envelope(Unsettled(legs=legs))):
+                return [Reply(request, Envelope(self._what_became(sender, legs)))]
+            case Answered(tag=("doubt",), peer=peer, envelope=Envelope(Settle() as told)):
+                return self._told(peer, self._only(told, self.doubts.answered(peer)))
+            case Answered(tag=("doubt",), peer=peer):
+                self.doubts.answered(peer)
+            case AskFailed(tag=("doubt",), peer=peer):
+                self.doubts.answered(peer)
+                return self._told(peer, Settle(self.terms.run, (), tuple(self.doubts.of(peer))))
             case Answered(tag=("route", int() as token, int() as attempt)):
                 return self._answered(event, self._awaited(token, attempt), now)
             case AskFailed(tag=("route", int() as token, int() as attempt), peer=peer):
@@ -291,6 +305,17 @@ class Routes:
             if leg is not None and sender in (name.starter, leg.asker):
                 effects += self._give_up(leg, "moved")
         return effects
+
+    def _what_became(self, asker: PeerId, legs: Sequence[LegId]) -> Settle:
+        ours = [leg for leg in legs if leg.starter == self.terms.peer]
+        under_way = frozenset(leg.id.number for leg in self.legs.values() if leg.own)
+        return self._settled.answer(self.terms.run, asker, ours, under_way)
+
+    def _only(self, told: Settle, asked: Sequence[LegId]) -> Settle:
+        """Of an answer, what the question was about."""
+        known = set(asked)
+        count, release = (tuple(leg for leg in legs if leg in known) for legs in (told.count, told.release))
+        return Settle(told.run, count, release)
 
     # The way on
 
@@ -394,6 +419,7 @@ class Routes:
         if leg.own:
             return self._complete(leg, entry, now)
         leg.stage, leg.payload = Stage.HELD, b""
+        self.doubts.hold(leg.id, now)
         hops = (Hop(self.terms.peer, leg.id.first, leg.last), *leg.hops)
         leg.answer = Envelope(Returned(self.terms.run, loss, done.tokens, hops, done.layout), done.blob)
         effects = self.ledger.add(leg.token, entry, Mark.HELD)
@@ -408,6 +434,7 @@ class Routes:
             self._outbox(PeerId(hop.peer)).count.append(LegId(leg.id.starter, leg.id.number, hop.first))
         self.window.done(now - leg.began, tuple(PeerId(hop.peer) for hop in leg.hops))
         self.completed += 1
+        self._settled.add(leg.id.number, leg.hops)
         self._remove(leg)
         return self.ledger.add(leg.token, entry, Mark.SETTLED)
 
@@ -460,6 +487,7 @@ class Routes:
         return [Forget((leg.token,))]
 
     def _remove(self, leg: Leg) -> None:
+        self.doubts.forget(leg.id)
         self.legs.pop(leg.token)
         self._by_id.pop(leg.id, None)
 

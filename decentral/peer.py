@@ -9,11 +9,15 @@ train    until Ctrl-C or --stop-after; save; leave
 import argparse
 import asyncio
 import dataclasses
+import os
 import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
+    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
 
 from decentral import __version__, command, state, view
 from decentral.comm import compress, route
@@ -40,6 +44,7 @@ MEET_AGAIN_S = 10.0  # a peer that has met nobody tries its old addresses this o
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return command.run(lambda: asyncio.run(_main(parse(argv))))
 
 

@@ -150,8 +150,10 @@ class Join:
         if not live and self._only_strangers(known) and now < self.began + GIVE_UP_S:
             self.wake_at = now + RETRY_S  # they answered our Hello; what they hold their records will tell
             return []
-        if not self._leave_out_what_nobody_holds(known):
+        if not self._leave_out_what_nobody_holds(known, now):
             return self._done("checkpoint" if self.restored else "alone", now)
+        if self._complete():
+            return self._import()  # the last piece that was missing was of what nobody holds any more
         self.state, self.wake_at = State.FETCHING, now + RETRY_S * (1 + min(self._busy, MOST_PATIENT))
         return self._ask_more(now)
 
@@ -159,12 +161,24 @@ class Join:
         incoming = self._incoming.values()
         return bool(known) and not any(self.holds(peer, one.fragment) for peer in known for one in incoming)
 
-    def _leave_out_what_nobody_holds(self, known: Sequence[PeerId]) -> bool:
-        """Layers without another holder keep our checkpoint's, or the initial weights. Whether any is left to fetch."""
+    def _leave_out_what_nobody_holds(self, known: Sequence[PeerId], now: Seconds) -> bool:
+        """Layers without another holder keep our checkpoint's, or the initial weights. Whether any is left to fetch.
+
+        A holder that is gone in the middle of it may come back, and is waited for by who has nothing to go on from.
+        """
         for index, one in list(self._incoming.items()):
-            if not one.pieces and not any(self.holds(peer, one.fragment) for peer in known):
+            waits = one.pieces and not self.restored and now <= self._last_piece + GIVE_UP_S
+            if not one.complete() and not waits and not any(self.holds(peer, one.fragment) for peer in known):
                 del self._incoming[index]
         return bool(self._incoming)
+
+    def _complete(self) -> bool:
+        return all(one.complete() for one in self._incoming.values())
+
+    def _import(self) -> list[Effect]:
+        self.state, self.wake_at = State.IMPORTING, None
+        parts = [(index, one.layout, one.blob()) for index, one in sorted(self._incoming.items())]
+        return [ImportState(tuple(parts), self._step)]
 
     def _ask_more(self, now: Seconds) -> list[Effect]:
         """Gives each donor, in turn, pieces to send."""
@@ -205,11 +219,7 @@ class Join:
         self._in_flight[event.peer] -= 1
         self._last_piece, self._step = now, max(self._step, message.step)
         self.used.add(event.peer)
-        if not all(one.complete() for one in self._incoming.values()):
-            return self._ask_more(now)
-        self.state, self.wake_at = State.IMPORTING, None
-        parts = [(index, one.layout, one.blob()) for index, one in sorted(self._incoming.items())]
-        return [ImportState(tuple(parts), self._step)]
+        return self._import() if self._complete() else self._ask_more(now)
 
     def _donor_failed(self, donor: PeerId, reason: str, now: Seconds) -> list[Effect]:
         self._in_flight[donor] -= 1

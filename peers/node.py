@@ -31,6 +31,7 @@ from decentral.comm.messages import (
     Refused,
     Settle,
     Swap,
+    Unsettled,
     Welcome,
 )
 from decentral.comm.meter import Meter
@@ -274,9 +275,9 @@ class Node:
                 return self._gossip(event, run, index, now)
             case Swap(offered) | Push(offered):
                 return self._gossip(event, offered.run, offered.fragment, now)
-            case Carry(run=run) | Settle(run=run) if run == self.setup.run and self.routes:
+            case Carry(run=run) | Settle(run=run) | Unsettled(run=run) if run == self.setup.run and self.routes:
                 return self.routes.handle(event, now)
-            case PullState(run=run) | Carry(run=run) | Settle(run=run) if run != self.setup.run:
+            case PullState(run=run) | Carry(run=run) | Settle(run=run) | Unsettled(run=run) if run != self.setup.run:
                 return [self._reply(event, self._other_run(run))]
         return [self._reply(event, Refused("unexpected"))]
 
@@ -308,7 +309,7 @@ class Node:
                 effects += self.prober.handle(event, now, self._live())
             case ("exchange", int() as index, *_):
                 effects += self.gossip[index].handle(event, now)
-            case ("route" | "settle", *_) if self.routes:
+            case ("route" | "settle" | "doubt", *_) if self.routes:
                 effects += self.routes.handle(event, now)
         return effects
 

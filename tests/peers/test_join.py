@@ -12,7 +12,7 @@ from decentral.comm.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
 from decentral.core.machine import Effect, Log, Woke
-from decentral.peers.join import DONORS, MOST_PATIENT, PIECE_BYTES, RETRY_S, Join, State
+from decentral.peers.join import DONORS, GIVE_UP_S, MOST_PATIENT, PIECE_BYTES, RETRY_S, Join, State
 
 RUN = RunId("gpt-3fa2c1")
 A, B = PeerId("A"), PeerId("B")
@@ -249,3 +249,34 @@ def test_when_all_are_busy_they_are_asked_again_later() -> None:
         new.wake(RETRY_S * (1 + MOST_PATIENT))
     assert {ask.to for ask in new.asks} == {A, B}
     new.finish()
+
+
+def b_is_gone(new: Newcomer) -> None:
+    """And A gives all that it has."""
+    while new.asks:
+        ask = new.asks.pop()
+        new.fail(ask) if ask.to == B else new.answer(ask)
+    new.live.remove(B)
+
+
+def test_what_only_a_dead_donor_held_is_not_waited_for_when_all_else_is_here() -> None:
+    new = Newcomer(restored=True, own_step=10)
+    new.join.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
+    new.know_the_roster()
+    b_is_gone(new)
+    new.wake(RETRY_S)
+    (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
+    assert [index for index, _, _ in imported.blobs] == [0]
+
+
+def test_half_a_fragment_whose_only_donor_is_gone_is_given_up_in_the_end() -> None:
+    new = Newcomer()
+    new.join.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
+    new.know_the_roster()
+    new.answer(next(ask for ask in new.asks if ask.to == B and ask.tag[1] == 1))
+    b_is_gone(new)
+    new.wake(RETRY_S)
+    assert not [effect for effect in new.effects if isinstance(effect, ImportState)]
+    new.wake(GIVE_UP_S)
+    (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
+    assert [index for index, _, _ in imported.blobs] == [0]
