@@ -12,6 +12,7 @@
     Carry         hidden, targets Returned      gradient of hidden    a micro-batch through layers `first` and on
     Settle        -               Done          -                     count these gradients; forget those
     Unsettled     -               Settle        -                     the starter is asked what became of these legs
+    Stay          -               Done          -                     a promise to go on holding a fragment for a while
     any           -               Refused       -                     why not, in one word
 
 Every field has a bound, and is checked against it before anything else looks at the message (comm/codec.py).
@@ -143,6 +144,7 @@ class PullState:
     fragment: Index
     offset: Count
     length: Annotated[int, Strict(), Field(gt=0, le=MAX_CHUNK_BYTES)]
+    kept: Annotated[bool, Strict()] = False  # not of what trains, but of what was kept when the layers were given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,14 @@ class Unsettled:
 
 
 @dataclass(frozen=True, slots=True)
+class Stay:
+    """Will you hold this fragment for the next minute? The asker is about to give it up."""
+
+    run: Run
+    fragment: Index
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     reason: Word
     detail: Annotated[str, Strict(), Field(max_length=200)] = ""
@@ -246,6 +256,7 @@ Message = (
     | Returned
     | Settle
     | Unsettled
+    | Stay
     | Refused
 )
 

@@ -62,7 +62,7 @@ BACKWARD, FORWARD = 0, 1  # in this order
 AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
 MAX_TRIES = 6  # of one leg, at whichever peers
 RETRY_S = 0.25  # where nobody holds the next layer
-BUSY = ("busy", "not-ready", "moved")  # refusals that are nobody's fault
+BUSY = ("busy", "not-ready", "moved", "span")  # refusals that are nobody's fault; a record may be older than a span
 LEAST_S = 0.05  # less patience than this is none
 SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
 GRACE_S = 1.0  # for a Settle that is on its way when its starter's time is over
@@ -162,6 +162,7 @@ class Routes:
     terms: Terms
     view: View
     active: bool = False  # from Started on
+    draining: bool = False  # no new legs: those that are here are brought to their end
     legs: dict[int, Leg] = field(default_factory=dict)
     window: Window = field(init=False)
     turns: Turns = field(default_factory=Turns)
@@ -193,6 +194,21 @@ class Routes:
         retries = (leg.retry_at for leg in self.legs.values())
         waiting = (leg.deadline() for leg in self.legs.values() if leg.stage is not Stage.GONE)
         return earliest((self._look_at, self.doubts.wake_at, *retries, *waiting))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no leg is here, and no gradient waits for a step."""
+        return not self.legs and not self.ledger.entries and not self.ledger.sealing
+
+    def drain(self) -> None:
+        """Takes no more legs; gradients need not wait for more of them before a step."""
+        self.draining, self.ledger.at_least = True, 1
+
+    def hold(self, terms: Terms) -> None:
+        """This peer's place from now on; legs are taken again."""
+        self.terms, self.draining, self.ledger.at_least = terms, False, terms.at_least
+        self.window.most, self.prior = terms.capacity, Prior()
+        self._ends.clear()
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         self.ledger.quiet = self._quiet()
@@ -275,7 +291,7 @@ class Routes:
             return "shape"
         if carry.patience_s < LEAST_S:
             return "late"
-        return "busy" if len(self.legs) >= terms.capacity else ""
+        return "busy" if len(self.legs) >= terms.capacity or self.draining else ""
 
     def _asked_again(self, leg: Leg, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
         """Whoever asked before has been given up, or is gone: the new asker gets the answer."""
@@ -518,7 +534,7 @@ class Routes:
         """Our own micro-batches, as many as the window has room for, while the compute thread has nothing better."""
         jobs: list[Effect] = []
         self._look_at = None
-        if not self.active or self.terms.first > 0 or self.terms.last == self.terms.layers:
+        if not self.active or self.draining or self.terms.first > 0 or self.terms.last == self.terms.layers:
             return jobs
         own = sum(leg.own for leg in self.legs.values())
         while self._has_room(own):

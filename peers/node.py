@@ -19,6 +19,7 @@ from decentral.comm.messages import (
     MAX_PROBE_BYTES,
     Carry,
     Commit,
+    Done,
     Hello,
     Message,
     Ping,
@@ -30,6 +31,7 @@ from decentral.comm.messages import (
     Push,
     Refused,
     Settle,
+    Stay,
     Swap,
     Unsettled,
     Welcome,
@@ -52,8 +54,12 @@ from decentral.core.jobs import (
     Fragment,
     HopFailed,
     JobFailed,
+    Kept,
+    KeptExported,
     Layout,
     Merged,
+    Move,
+    Moved,
     Saved,
     Sealed,
     Started,
@@ -67,11 +73,14 @@ from decentral.core.units import Amount, Seconds
 from decentral.peers import flows
 from decentral.peers.join import Donor, Join
 from decentral.peers.join import State as JoinState
+from decentral.peers.move import Drained, Hold, Moves, Room
+from decentral.peers.move import State as MoveState
 from decentral.peers.probe import Prober, zeros
 from decentral.peers.progress import Progress, Stop
 from decentral.peers.records import PeerRecord, Profile
 from decentral.peers.roster import Roster
 
+OF_NONE = -1
 PROBE_AFTER_S = 2.0
 FLOWS_S = 2.0  # how often to look whether the flow through the swarm has changed
 TRAFFIC_S = 10.0  # a `traffic` line, with the totals, for about this much time
@@ -110,6 +119,8 @@ class Setup:
     restored_step: int | None = None  # of our checkpoint
     stop_after: Amount | None = None
     routes: RouteTerms | None = None  # None: takes part in no routes
+    room: Room | None = None  # None: never changes its layers
+    kept: Kept = ()  # that the disk keeps of layers that were given up
 
     @property
     def whole(self) -> bool:
@@ -132,12 +143,13 @@ class Node:
     progress: Progress = field(init=False)
     gossip: dict[int, Gossip] = field(default_factory=dict)  # by fragment
     routes: Routes | None = field(init=False)
+    moves: Moves | None = None
     _rng: Random = field(init=False)
     _traffic_at: Seconds = 0.0
     _flows_at: Seconds = 0.0
     _known_places: list[flows.Place] = field(default_factory=list)
     _advertised: float = 0.0  # tokens/s in our last record
-    _unanswered: set[int] = field(default_factory=set)  # no more than the transport's streams
+    _unanswered: dict[int, int] = field(default_factory=dict)  # of which fragment a question is, or OF_NONE
 
     def __post_init__(self) -> None:
         setup, run = self.setup, self.setup.config
@@ -156,10 +168,14 @@ class Node:
             self._rng,
             self._donates,
         )
-        self.donor = Donor(setup.run, setup.fragments)
+        self.donor = Donor(setup.run, setup.fragments, setup.kept)
         self.prober = Prober(self.meter, self._rng, None)
         self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
         self.routes = Routes(setup.routes, self) if setup.routes else None
+        if setup.routes and setup.room and not setup.whole:
+            held = range(setup.fragments[0].index, setup.fragments[-1].index + 1)
+            chance = rng.stream(run.seed, "moves", setup.own.peer)
+            self.moves = Moves(setup.run, setup.own.peer, setup.room, self, chance, run.routes.holders, held)
 
     def begin(self, now: Seconds) -> list[Effect]:
         self.join.begin(now)
@@ -173,16 +189,17 @@ class Node:
         routes = self.routes.wake_at if self.routes else None
         if self.routes and self.routes.active and not self.setup.whole:
             routes = earliest((routes, self._flows_at))
-        return earliest((routes, *(machine.wake_at for machine in machines)))
+        moves = self.moves.wake_at if self.moves else None
+        return earliest((routes, moves, *(machine.wake_at for machine in machines)))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         if self.phase is Phase.LEFT:
             return self._left(event, now)
         if isinstance(event, Asked):
-            self._unanswered.add(event.request)
+            self._unanswered[event.request] = OF_NONE
             if event.sender not in self.roster.live:
                 self.roster.look_soon(now)
-        effects = self._route(event, now)
+        effects = self._follow(self._route(event, now), now)
         for effect in effects:
             self._count(effect)
         return effects
@@ -192,6 +209,11 @@ class Node:
         self.phase = Phase.LEFT
         held = [Reply(request, Envelope(Refused("leaving"))) for request in sorted(self._unanswered)]
         return [*held, *self.progress.flush(now), self._traffic(), *self.roster.leave(now)]
+
+    def move(self, goal: range, why: str, now: Seconds) -> list[Effect]:
+        """Sets out to hold these fragments instead; see peers/move.py for what may keep us from it."""
+        effects = self.moves.begin(goal, why, now) if self.moves and self.phase is Phase.TRAINING else []
+        return self._follow(effects, now)
 
     def blob_bound(self, message: Message) -> int:
         """How large a blob may come with a question; everything else carries none."""
@@ -220,8 +242,13 @@ class Node:
             case Found():
                 return self._found(event, now)
             case WindowClosed(fragment=index) | Merged(fragment=index) | Absorbed(fragment=index):
-                return self.gossip[index].handle(event, now)
-            case StateExported():
+                return self.gossip[index].handle(event, now) if index in self.gossip else []
+            case Moved(accepted=True, kept=kept):
+                self.donor.kept = kept
+                return self.moves.handle(event, now) if self.moves else []
+            case Moved() if self.moves:
+                return self.moves.handle(event, now)
+            case StateExported() | KeptExported():
                 return self.donor.exported(event, self.progress.lr_step, now)
             case StateImported():
                 return self.join.handle(event, now, self._donors())
@@ -250,6 +277,8 @@ class Node:
             self._look_at_flows(now)
             if _due(self.routes, now):
                 effects += self.routes.handle(event, now)
+        if self.moves and _due(self.moves, now):
+            effects += self.moves.handle(event, now)
         self.donor.forget_old(now)
         if now >= self._traffic_at:
             self._traffic_at = now + TRAFFIC_S
@@ -267,6 +296,10 @@ class Node:
             case Probe(download_bytes):
                 probed = Probed(len(event.envelope.blob))
                 return [Reply(event.request, Envelope(probed, zeros(download_bytes)))]
+            case Stay(run=run, fragment=index) if run == self.setup.run and self.phase is Phase.TRAINING:
+                if self.moves:
+                    return self.moves.handle(event, now)
+                return [self._reply(event, Done() if self._holds(index) else Refused("fragment"))]
             case PullState(run=run) as pull if run == self.setup.run:
                 if self.phase is Phase.JOINING and self.setup.restored_step is None:
                     return [self._reply(event, Refused("not-ready"))]
@@ -285,11 +318,11 @@ class Node:
         if run != self.setup.run:
             return [self._reply(event, self._other_run(run))]
         if index not in self.gossip:
-            known = any(fragment.index == index for fragment in self.setup.fragments)
-            return [self._reply(event, Refused("not-ready" if known else "fragment"))]
+            return [self._reply(event, Refused("not-ready" if self._holds(index) else "fragment"))]
         algorithm = self.setup.config.gossip.algorithm
         if not isinstance(event.envelope.message, QUESTIONS[algorithm]):
             return [self._reply(event, Refused("algorithm", f"this run gossips by {algorithm}"))]
+        self._unanswered[event.request] = index
         return self.gossip[index].handle(event, now)
 
     def _heard_back(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
@@ -307,10 +340,12 @@ class Node:
                 effects += self.join.handle(event, now, self._donors())
             case ("probe", *_):
                 effects += self.prober.handle(event, now, self._live())
-            case ("exchange", int() as index, *_):
+            case ("exchange", int() as index, *_) if index in self.gossip:
                 effects += self.gossip[index].handle(event, now)
             case ("route" | "settle" | "doubt", *_) if self.routes:
                 effects += self.routes.handle(event, now)
+            case ("move" | "stay", *_) if self.moves:
+                effects += self.moves.handle(event, now)
         return effects
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
@@ -339,7 +374,7 @@ class Node:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
         gossip = self.setup.config.gossip
         synchronous = gossip.algorithm == "allreduce"
-        phase = (fragment.index + 1) / len(self.setup.fragments)
+        phase = (fragment.index + 1) / self._fragments_in_all()
         if not synchronous and gossip.algorithm != "pull":
             phase = self._rng.random()  # peers that ask each other at the same time only get in each other's way
         terms = Terms(self.setup.run, self.setup.own.peer, fragment.index, phase, gossip.max_age_s)
@@ -359,12 +394,7 @@ class Node:
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """Whom to exchange with: drawn by the bandwidth of the links, none of them never."""
         gossip = self.setup.config.gossip
-        (span,) = (one for one in self.setup.fragments if one.index == fragment)
-        holders = [
-            peer
-            for peer, entry in sorted(self.roster.live.items())
-            if entry.record.phase == "training" and entry.record.first <= span.first and span.last <= entry.record.last
-        ]
+        holders = self.holders(fragment)
         if gossip.algorithm == "allreduce":
             return holders
         count = gossip.partners if gossip.algorithm == "pull" else 1
@@ -397,6 +427,85 @@ class Node:
             left = [peer for peer in peers if peer not in drawn]
             drawn += self._rng.choices(left, [weights[peer] for peer in left])
         return drawn
+
+    # What moves ask of the swarm, and do to us: peers/move.py
+
+    def holders(self, fragment: int) -> list[PeerId]:
+        """Who else holds it, and trains."""
+        cut = self._cut(fragment)
+        return [
+            peer
+            for peer, entry in sorted(self.roster.live.items())
+            if entry.record.phase == "training" and entry.record.first <= cut.first and cut.last <= entry.record.last
+        ]
+
+    def keepers(self, fragment: int) -> list[PeerId]:
+        """Who else keeps the newest state of it that anybody keeps."""
+        found = {peer: dict(entry.record.kept).get(fragment) for peer, entry in sorted(self.roster.live.items())}
+        newest = max((step for step in found.values() if step is not None), default=None)
+        return [] if newest is None else [peer for peer, step in found.items() if step == newest]
+
+    def _follow(self, effects: list[Effect], now: Seconds) -> list[Effect]:
+        """What a move wants of the other machines."""
+        if self.moves is None or self.routes is None:
+            return effects
+        done: list[Effect] = []
+        for effect in effects:
+            match effect:
+                case Hold(fragments):
+                    done += self._hold(fragments, now)
+                case Move():
+                    done += [*self._part_with(self.moves.lost), effect]
+                case _:
+                    done.append(effect)
+        if self.moves.drains and not self.routes.draining:
+            self.routes.drain()
+            done += self.routes.handle(Woke(), now)
+        if self.moves.state is MoveState.DRAINING and self.routes.idle:
+            done += self._follow(self.moves.handle(Drained(), now), now)
+        return done
+
+    def _part_with(self, lost: Sequence[int]) -> list[Effect]:
+        """Whoever waits for something of these fragments is told that it does not come."""
+        self.donor.fragments = [fragment for fragment in self.setup.fragments if fragment.index not in lost]
+        for index in lost:
+            self.gossip.pop(index, None)
+        asked = [request for request, index in self._unanswered.items() if index in lost]
+        return [Reply(request, Envelope(Refused("fragment"))) for request in asked]
+
+    def _hold(self, held: range, now: Seconds) -> list[Effect]:
+        """These fragments are ours from now on."""
+        room, terms = self.setup.room, self.setup.routes
+        assert room is not None
+        assert terms is not None
+        assert self.routes is not None
+        fragments = room.needs.fragments[held.start : held.stop]
+        moved = list(fragments) != list(self.setup.fragments)
+        capacity = room.needs.capacity(held.start, held.stop, room.memory_bytes)
+        terms = replace(terms, first=fragments[0].first, last=fragments[-1].last, capacity=capacity)
+        layouts = room.layouts[held.start : held.stop]
+        self.setup = replace(self.setup, fragments=fragments, state_layouts=layouts, routes=terms)
+        self.donor.fragments = fragments
+        self.routes.hold(terms)
+        for fragment in fragments:
+            if fragment.index not in self.gossip:
+                self.gossip[fragment.index] = self._exchange(fragment, now)
+        if moved:
+            self.roster.renew_soon(now)
+            self.progress.save_soon(now)
+        self._known_places, self._flows_at = [], now
+        self._look_at_flows(now)
+        return self.routes.handle(Woke(), now)
+
+    def _cut(self, index: int) -> Fragment:
+        cuts = self.setup.routes.cuts if self.setup.routes else self.setup.fragments
+        return next(cut for cut in cuts if cut.index == index)
+
+    def _fragments_in_all(self) -> int:
+        return len(self.setup.routes.cuts if self.setup.routes else self.setup.fragments)
+
+    def _holds(self, index: int) -> bool:
+        return any(fragment.index == index for fragment in self.setup.fragments)
 
     # What routes ask of the swarm: comm/route.View
 
@@ -481,6 +590,7 @@ class Node:
             tokens=progress.tokens,
             round=rounds,
             phase="leaving" if leaving else "training" if self.phase is Phase.TRAINING else "joining",
+            kept=self.donor.kept,
         )
 
     def _tokens_per_s(self) -> float:
@@ -507,11 +617,11 @@ class Node:
         if isinstance(effect, Log) and effect.event == "exchange":
             self.exchanges[effect.fields["outcome"]] += 1
         elif isinstance(effect, Reply):
-            self._unanswered.discard(effect.request)
+            self._unanswered.pop(effect.request, None)
             self.sent_bytes += len(effect.envelope.blob)
 
 
-def _due(machine: Join | Prober | Gossip | Routes, now: Seconds) -> bool:
+def _due(machine: Join | Prober | Gossip | Routes | Moves, now: Seconds) -> bool:
     wake_at = machine.wake_at
     return wake_at is not None and now >= wake_at
 

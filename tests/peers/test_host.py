@@ -17,9 +17,10 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.units import Amount
 from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
+from decentral.peers.move import Room
 from decentral.peers.node import Node, Setup
 from decentral.peers.records import Profile
-from decentral.train import replicas
+from decentral.train import memory, replicas
 from decentral.train.compute import Compute
 from decentral.train.compute import Setup as ComputeSetup
 
@@ -65,6 +66,7 @@ class Swarm:
                 contacts=tuple(self.identities[contact].peer for contact in contacts),
                 stop_after=stop_after,
                 routes=self.routes(own.peer, compute),
+                room=Room(memory.needs(setup.config), 1 << 30, compute.layouts()),
             )
         )
         lines = journal.Journal(setup.folder / "journal.jsonl", clock())
@@ -303,6 +305,56 @@ def test_the_others_go_on_without_a_holder_that_is_gone(swarm_of: Callable[[str]
 
     swarm.play(gone())
     assert not [line for name in "AB" for line in swarm.journal(name, "error")]
+
+
+def move(swarm: Swarm, name: str, goal: range) -> None:
+    host = swarm.hosts[name]
+    host._carry_all(host.node.move(goal, "test", host.now()))
+
+
+def moved(swarm: Swarm, name: str) -> list[str]:
+    return [line["outcome"] for line in swarm.journal(name, "move")]
+
+
+def test_a_peer_changes_its_layers_while_all_train_and_no_micro_batch_is_lost(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    def begun_by_c() -> int:
+        routes = swarm.hosts["C"].node.routes
+        return routes.completed if routes else 0
+
+    async def changed() -> None:
+        running = await in_parts(swarm, 30)
+        move(swarm, "C", range(0, 2))
+        await swarm.until(lambda: begun_by_c() >= 30)
+        for host in swarm.hosts.values():
+            host.stop("enough")
+        await asyncio.gather(*running)
+
+    swarm.play(changed())
+    assert moved(swarm, "C") == ["done"]
+    found = audit.audit([journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"], 3)
+    assert found.sound
+    assert found.everywhere >= 55
+    assert not [line for name in "ABC" for line in swarm.journal(name, "abandoned") + swarm.journal(name, "error")]
+    held = replicas.read(swarm.folder("C"))
+    assert held is not None
+    assert sorted(held) == [0, 1]
+    assert [exchange["fragment"] for exchange in swarm.journal("C", "exchange")][-1] in (0, 1)
+
+
+def test_the_last_holder_of_a_layer_stays_and_trains_on(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def refused() -> None:
+        await in_parts(swarm, 20)
+        move(swarm, "A", range(1, 3))
+        await swarm.until(lambda: bool(moved(swarm, "A")))
+        before = completed(swarm)
+        await swarm.until(lambda: completed(swarm) > before + 20)
+
+    swarm.play(refused())
+    assert [line["reason"] for line in swarm.journal("A", "move")] == ["needed"]
 
 
 def test_a_whole_model_peer_carries_for_those_that_hold_a_part_and_trains_on(swarm_of: Callable[[str], Swarm]) -> None:

@@ -12,7 +12,8 @@ from decentral.comm.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
 from decentral.core.machine import Effect, Log, Woke
-from decentral.peers.join import DONORS, GIVE_UP_S, MOST_PATIENT, PIECE_BYTES, RETRY_S, Join, State
+from decentral.peers.fetch import DONORS, PIECE_BYTES
+from decentral.peers.join import GIVE_UP_S, MOST_PATIENT, RETRY_S, Join, State
 
 RUN = RunId("gpt-3fa2c1")
 A, B = PeerId("A"), PeerId("B")
@@ -213,7 +214,7 @@ def test_newcomers_do_not_all_ask_the_same_donors() -> None:
     chosen = set()
     for seed in range(20):
         new = Newcomer(donors=MANY)
-        new.join.chance = Random(seed)
+        new.join.fetch.chance = Random(seed)
         new.know_the_roster()
         chosen |= {ask.to for ask in new.asks}
     assert len(chosen) > 5 * DONORS
