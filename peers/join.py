@@ -57,13 +57,14 @@ class Join:
     restored: bool  # whether there is one
     chance: Random
     holds: Callable[[PeerId, Fragment], bool] = lambda peer, fragment: True
+    kept: Callable[[int], tuple[int, Sequence[PeerId]]] = lambda index: (-1, ())  # the newest that others keep
     state: State = State.WAITING
     wake_at: Seconds | None = 0.0
     began: Seconds = 0.0
     fetch: Fetch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fetch = Fetch(self.run, "join", self.chance, lambda peer, fragment: self.holds(peer, fragment))
+        self.fetch = Fetch(self.run, "join", self.chance, self._has)
 
     @property
     def donors(self) -> list[PeerId]:
@@ -98,35 +99,56 @@ class Join:
     def _look(self, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
         """Finds donors, or starts from what we have where there are none."""
         known = sorted({*live, *self.contacts})
-        self.fetch.choose(known)
+        self._take_what_is_kept(known)
+        wanted = [one.fragment for one in self.fetch.incoming.values() if not one.complete()]
+        self.fetch.choose([peer for peer in known if any(self._has(peer, fragment) for fragment in wanted)])
         if not self.donors and (not known or now > self.fetch.last_piece + GIVE_UP_S):
-            return self._done("checkpoint" if self.restored else "alone", now)
+            self.fetch.incoming = {index: one for index, one in self.fetch.incoming.items() if one.complete()}
+            return self._go_on(now)
         if not self.donors:
             self.fetch.failures.clear()
         if not live and self._only_strangers(known) and now < self.began + GIVE_UP_S:
             self.wake_at = now + RETRY_S  # they answered our Hello; what they hold their records will tell
             return []
-        if not self._leave_out_what_nobody_holds(known, now):
-            return self._done("checkpoint" if self.restored else "alone", now)
+        self._leave_out_what_nobody_holds(known, now)
         if self.fetch.complete:
-            return self._import()  # the last piece that was missing was of what nobody holds any more
+            return self._go_on(now)
         self.state, self.wake_at = State.FETCHING, now + RETRY_S * (1 + min(self.fetch.busy, MOST_PATIENT))
         return self.fetch.ask()
 
+    def _take_what_is_kept(self, known: Sequence[PeerId]) -> None:
+        """Of layers without a holder somebody may keep a state, and it may be newer than ours."""
+        for index, one in self.fetch.incoming.items():
+            if not one.pieces:
+                step, keepers = self.kept(index)
+                held = any(self.holds(peer, one.fragment) for peer in known)
+                one.kept = not held and bool(keepers) and (not self.restored or step > self.own_step)
+
+    def _go_on(self, now: Seconds) -> list[Effect]:
+        """With what was fetched, if anything."""
+        if self.fetch.incoming:
+            return self._import()
+        return self._done("checkpoint" if self.restored else "alone", now)
+
     def _only_strangers(self, known: Sequence[PeerId]) -> bool:
         incoming = self.fetch.incoming.values()
-        return bool(known) and not any(self.holds(peer, one.fragment) for peer in known for one in incoming)
+        return bool(known) and not any(self._has(peer, one.fragment) for peer in known for one in incoming)
 
-    def _leave_out_what_nobody_holds(self, known: Sequence[PeerId], now: Seconds) -> bool:
-        """Layers without another holder keep our checkpoint's, or the initial weights. Whether any is left to fetch.
+    def _has(self, peer: PeerId, fragment: Fragment) -> bool:
+        """Whether it holds the fragment, or, where we take what was kept, whether it keeps the newest."""
+        incoming = self.fetch.incoming.get(fragment.index)
+        kept = incoming is not None and incoming.kept
+        return peer in self.kept(fragment.index)[1] if kept else self.holds(peer, fragment)
+
+    def _leave_out_what_nobody_holds(self, known: Sequence[PeerId], now: Seconds) -> None:
+        """Layers without another holder keep our checkpoint's, or the initial weights.
 
         A holder that is gone in the middle of it may come back, and is waited for by who has nothing to go on from.
         """
         for index, one in list(self.fetch.incoming.items()):
             waits = one.pieces and not self.restored and now <= self.fetch.last_piece + GIVE_UP_S
-            if not one.complete() and not waits and not any(self.holds(peer, one.fragment) for peer in known):
+            if not one.complete() and not waits and not any(self._has(peer, one.fragment) for peer in known):
                 del self.fetch.incoming[index]
-        return bool(self.fetch.incoming)
 
     def _heard(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         match event:

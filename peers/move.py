@@ -53,7 +53,8 @@ class Room:
     layouts: tuple[Layout, ...]
 
     def fits(self, begin: int, end: int) -> bool:
-        return begin < end and self.needs.of(begin, end) <= self.memory_bytes
+        """Whoever has a part of the model never changes to the whole: it would have to train in another way."""
+        return 0 < end - begin < len(self.needs.fragments) and self.needs.of(begin, end) <= self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,11 @@ class View(Protocol):
         ...
 
     def keepers(self, fragment: int) -> Sequence[PeerId]:
-        """Who else keeps a checkpoint of it: those with the newest."""
+        """Who else keeps the newest state of it, if that is newer than what we keep."""
+        ...
+
+    def keeps(self, fragment: int) -> bool:
+        """Whether we keep a state of it ourselves."""
         ...
 
 
@@ -132,10 +137,10 @@ class Moves:
         if any(now < self.promised.get(index, 0.0) for index in self.lost):
             return self._fail("promised", now)
         self.fetch = self._new_fetch()
-        incoming = [one for one in map(self._incoming, self.gained) if one is not None]
-        if len(incoming) < len(self.gained) and not alone:
+        incoming = {index: self._incoming(index) for index in self.gained}
+        if not alone and any(one is None and not self.view.keeps(index) for index, one in incoming.items()):
             return self._fail("donors", now)
-        self.fetch.begin(incoming, now)
+        self.fetch.begin((one for one in incoming.values() if one is not None), now)
         return self._look(now)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
@@ -251,7 +256,7 @@ class Moves:
         return Fetch(self.run, "move", self.chance, lambda peer, fragment: peer in self._donors(fragment.index))
 
     def _incoming(self, index: int) -> Incoming | None:
-        """What to fetch; None if nobody has it."""
+        """What to fetch; None if nobody else has it, or nothing newer than our disk."""
         fragment, layout = self.room.needs.fragments[index], self.room.layouts[index]
         held = bool(self.view.holders(index))
         return Incoming(fragment, layout, not held) if held or self.view.keepers(index) else None

@@ -71,6 +71,7 @@ from decentral.core.jobs import (
 from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Amount, Seconds
 from decentral.peers import flows
+from decentral.peers.cover import Cover, Member
 from decentral.peers.join import Donor, Join
 from decentral.peers.join import State as JoinState
 from decentral.peers.move import Drained, Hold, Moves, Room
@@ -81,6 +82,7 @@ from decentral.peers.records import PeerRecord, Profile
 from decentral.peers.roster import Roster
 
 OF_NONE = -1
+NEVER = -1  # a step
 PROBE_AFTER_S = 2.0
 FLOWS_S = 2.0  # how often to look whether the flow through the swarm has changed
 TRAFFIC_S = 10.0  # a `traffic` line, with the totals, for about this much time
@@ -144,6 +146,7 @@ class Node:
     gossip: dict[int, Gossip] = field(default_factory=dict)  # by fragment
     routes: Routes | None = field(init=False)
     moves: Moves | None = None
+    cover: Cover | None = None
     _rng: Random = field(init=False)
     _traffic_at: Seconds = 0.0
     _flows_at: Seconds = 0.0
@@ -167,6 +170,7 @@ class Node:
             restored,
             self._rng,
             self._donates,
+            self._newest_kept,
         )
         self.donor = Donor(setup.run, setup.fragments, setup.kept)
         self.prober = Prober(self.meter, self._rng, None)
@@ -176,6 +180,7 @@ class Node:
             held = range(setup.fragments[0].index, setup.fragments[-1].index + 1)
             chance = rng.stream(run.seed, "moves", setup.own.peer)
             self.moves = Moves(setup.run, setup.own.peer, setup.room, self, chance, run.routes.holders, held)
+            self.cover = Cover(setup.own.peer, setup.room.needs, rng.stream(run.seed, "cover", setup.own.peer))
 
     def begin(self, now: Seconds) -> list[Effect]:
         self.join.begin(now)
@@ -274,7 +279,7 @@ class Node:
             if _due(exchange, now):
                 effects += exchange.handle(event, now)
         if self.routes:
-            self._look_at_flows(now)
+            effects += self._look_at_flows(now)
             if _due(self.routes, now):
                 effects += self.routes.handle(event, now)
         if self.moves and _due(self.moves, now):
@@ -440,10 +445,48 @@ class Node:
         ]
 
     def keepers(self, fragment: int) -> list[PeerId]:
-        """Who else keeps the newest state of it that anybody keeps."""
-        found = {peer: dict(entry.record.kept).get(fragment) for peer, entry in sorted(self.roster.live.items())}
-        newest = max((step for step in found.values() if step is not None), default=None)
-        return [] if newest is None else [peer for peer, step in found.items() if step == newest]
+        """Who else keeps the newest state of it that anybody keeps, if that is newer than what we keep."""
+        step, peers = self._newest_kept(fragment)
+        return peers if step > dict(self.donor.kept).get(fragment, NEVER) else []
+
+    def keeps(self, fragment: int) -> bool:
+        """Whether we keep a state of it ourselves."""
+        return fragment in dict(self.donor.kept)
+
+    def _newest_kept(self, fragment: int) -> tuple[int, list[PeerId]]:
+        """Of what others keep: the learning-rate step, or NEVER, and who keeps it."""
+        found = {peer: dict(entry.record.kept).get(fragment, NEVER) for peer, entry in sorted(self.roster.live.items())}
+        newest = max(found.values(), default=NEVER)
+        return newest, [peer for peer, step in found.items() if step == newest > NEVER]
+
+    def _recover(self, now: Seconds) -> list[Effect]:
+        """Takes layers that nobody holds any more, if it is our turn."""
+        if self.moves is None or self.cover is None or self.moves.state is not MoveState.SETTLED:
+            return []
+        members, coming = self._members()
+        known = lambda index: self.keeps(index) or bool(self.keepers(index))  # noqa: E731
+        goal = self.cover.look(members, coming, now, known)
+        return [] if goal is None else self.moves.begin(goal[0], "lost", now, alone=goal[1])
+
+    def _members(self) -> tuple[dict[PeerId, Member], list[range]]:
+        """Who trains, ourselves included; the spans of those who are joining."""
+        setup = self.setup
+        spans = {peer: self._span(entry.record) for peer, entry in self.roster.live.items()}
+        members = {
+            peer: Member(spans[peer], entry.record.profile.memory_bytes, entry.record.profile.tokens_per_s)
+            for peer, entry in self.roster.live.items()
+            if entry.record.phase == "training"
+        }
+        own = range(setup.fragments[0].index, setup.fragments[-1].index + 1)
+        memory_bytes = setup.room.memory_bytes if setup.room else setup.profile.memory_bytes
+        members[setup.own.peer] = Member(own, memory_bytes, self._tokens_per_s())
+        return members, [span for peer, span in spans.items() if peer not in members]
+
+    def _span(self, record: PeerRecord) -> range:
+        """The whole fragments that it holds."""
+        cuts = self.setup.routes.cuts if self.setup.routes else self.setup.fragments
+        inside = [cut.index for cut in cuts if record.first <= cut.first and cut.last <= record.last]
+        return range(inside[0], inside[-1] + 1) if inside else range(0)
 
     def _follow(self, effects: list[Effect], now: Seconds) -> list[Effect]:
         """What a move wants of the other machines."""
@@ -517,11 +560,11 @@ class Node:
             if entry.record.phase == "training" and entry.record.first <= layer < entry.record.last
         ]
 
-    def _look_at_flows(self, now: Seconds) -> None:
+    def _look_at_flows(self, now: Seconds) -> list[Effect]:
         """Now and then, if the roster or its speeds have changed; and others are told when our own speed has."""
         assert self.routes is not None
         if self.setup.whole or self.phase is not Phase.TRAINING or now < self._flows_at:
-            return
+            return []
         self._flows_at = now + FLOWS_S
         if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
             self.roster.renew_soon(now)
@@ -529,6 +572,7 @@ class Node:
         if places != self._known_places:
             self._known_places = places
             self.routes.prior = flows.solve(self.routes.terms.cuts, places, self.setup.own.peer)
+        return self._recover(now)
 
     def _places(self) -> list[flows.Place]:
         """Who holds what, ourselves included. Speeds to two digits: a flow is not worth a new one for less."""

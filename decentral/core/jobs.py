@@ -196,8 +196,9 @@ class Drop:
 class Move:
     """Hold layers [first, last) from now on, while no leg is here.
 
-    `blobs`: the state of those fragments that we do not hold yet; one that is not among them begins with its initial
-    weights. What we hold and shall not is kept on the disk. `step` is the donors' learning-rate step.
+    `blobs`: the state of those fragments that we do not hold yet; one that is not among them begins with what the disk
+    keeps of it, else with its initial weights. What we hold and shall not is kept on the disk. `step` is the donors'
+    learning-rate step.
     """
 
     first: int

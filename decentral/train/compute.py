@@ -250,8 +250,14 @@ class Compute:
         span = held[0].first, held[-1].last
         gained = [cut.index for cut in self.cuts if job.first <= cut.first < job.last and cut not in held]
         lost = [cut.index for cut in held if not job.first <= cut.first < job.last]
+        given = {fragment: (fragment, layout, blob) for fragment, layout, blob in job.blobs}
+        for index in gained:
+            found = None if index in given else self.kept.read(index)
+            if found is not None and found[1] == layouts[index]:
+                given[index] = index, found[1], found[2]
         try:
-            donated = unpacked(self.setup.codecs, job.blobs, {index: layouts[index] for index in gained})
+            blobs = [given[index] for index in sorted(given)]
+            donated = unpacked(self.setup.codecs, blobs, {index: layouts[index] for index in gained})
         except ProtocolError as error:
             return jobs.Moved(False, error.reason)
         given_up = [(out.fragment, out.layout, out.blob) for out in map(self.mixing.export, lost)]

@@ -281,3 +281,30 @@ def test_half_a_fragment_whose_only_donor_is_gone_is_given_up_in_the_end() -> No
     new.wake(GIVE_UP_S)
     (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
     assert [index for index, _, _ in imported.blobs] == [0]
+
+
+def test_what_nobody_holds_is_taken_from_whoever_keeps_it() -> None:
+    new = Newcomer()
+    new.join.holds = lambda peer, fragment: fragment.index == 0
+    new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.know_the_roster()
+    assert {ask.to for ask in new.asks if ask.tag[1] == 1} == {B}
+    assert {ask.envelope.message.kept for ask in new.asks if ask.tag[1] == 1} == {True}  # type: ignore[union-attr]
+    assert [index for index, _, _ in new.finish().blobs] == [0, 1]
+
+
+@pytest.mark.parametrize(("own_step", "taken"), [(39, [0, 1]), (40, [0])])
+def test_a_kept_state_is_taken_only_if_it_is_newer_than_our_checkpoint(own_step: int, taken: list[int]) -> None:
+    new = Newcomer(restored=True, own_step=own_step)
+    new.join.holds = lambda peer, fragment: fragment.index == 0
+    new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.know_the_roster()
+    assert [index for index, _, _ in new.finish().blobs] == taken
+
+
+def test_only_those_are_asked_who_hold_something_of_ours() -> None:
+    new = Newcomer(donors=MANY)
+    new.join.holds = lambda peer, fragment: peer == MANY[-1]
+    new.know_the_roster()
+    assert new.join.donors == [MANY[-1]]
+    new.finish()

@@ -97,7 +97,10 @@ class Seen:
         return [name for name, span in self.swarm.spans.items() if name != self.own and fragment in span]
 
     def keepers(self, fragment: int) -> list[PeerId]:
-        return self.swarm.kept.get(fragment, [])
+        return [name for name in self.swarm.kept.get(fragment, []) if not self.keeps(fragment)]
+
+    def keeps(self, fragment: int) -> bool:
+        return self.own in self.swarm.kept.get(fragment, [])
 
 
 def test_what_comes_is_fetched_before_others_are_asked_to_stay_and_both_before_the_switch() -> None:
@@ -227,6 +230,14 @@ def test_what_nobody_holds_but_somebody_keeps_comes_from_there() -> None:
     assert (ask.to, ask.envelope.message) == ("A", PullState(RUN, 2, 0, 1 << 20, kept=True))
     swarm.deliver_all()
     assert [index for index, _, _ in swarm.job("B").blobs] == [2]
+
+
+def test_what_only_our_own_disk_keeps_needs_no_donor() -> None:
+    swarm = Swarm(A=range(0, 2), B=range(0, 2))
+    swarm.kept[2] = [PeerId("B")]
+    swarm.begin("B", range(1, 3))
+    swarm.deliver_all()
+    assert swarm.job("B").blobs == ()
 
 
 def test_who_does_not_hold_a_fragment_promises_nothing() -> None:
