@@ -3,9 +3,9 @@
     python -m benchmarks.routes [--kills 10] [--seconds 4] [--json FILE]
 
 Six real peers on loopback, as `decentral.local --memory` starts them. One after another is killed, drawn at random, and
-restarted after `--seconds`. Printed for each kill: the longest time in which no micro-batch was counted anywhere, from
-the kill to the restart and a while after. At the end the journals are audited: exit status 1 if a layer has counted a
-micro-batch twice, if a layer was lost, or if a journal tells of an error.
+restarted after `--seconds`; the next kill comes when it trains again. Printed for each kill: the longest time in which
+no micro-batch was counted anywhere, from the kill until then and a while after. At the end the journals are audited:
+exit status 1 if a layer has counted a micro-batch twice, if a layer was lost, or if a journal tells of an error.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.kill import _kill, _of, _trouble
+from benchmarks.kill import _kill, _of, _restart, _trouble
 from decentral.audit import audit
 from decentral.comm.pace import DEADLINE_FLOOR_S
 from decentral.core.journal import read
@@ -58,7 +58,7 @@ def kill_one(swarm: Swarm, victim: int, seconds: float) -> dict[str, Any]:
     killed_at = time.time()
     _kill(swarm, victim)
     time.sleep(seconds)
-    swarm.launch(victim, None)
+    back = _restart(swarm, [victim], time.time())[0]["t"]
     time.sleep(seconds)
     moments = [t for t in counted(swarm) if t >= killed_at - 5]
     before = max((t for t in moments if t < killed_at), default=killed_at)
@@ -67,6 +67,7 @@ def kill_one(swarm: Swarm, victim: int, seconds: float) -> dict[str, Any]:
         "victim": victim,
         "longest_gap_s": round(max(late - early for early, late in pairwise(after)), 2),
         "two_deadlines_s": 2 * DEADLINE_FLOOR_S,
+        "back_after_s": round(back - killed_at, 1),
         "counted": len(after) - 2,
     }
     print(json.dumps(row), flush=True)

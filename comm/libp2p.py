@@ -92,9 +92,13 @@ class Libp2p:
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         try:
+            name = PeerID.from_base58(to)
+        except ValueError:  # peers tell us whom to ask about micro-batches: a name proves nothing
+            raise AskError("unreachable", "not a peer's name") from None
+        try:
             async with asyncio.timeout(deadline_s):
                 await self._reach(to)
-                _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(to), PROTOCOL)
+                _, reader, writer = await self._p2p.call_binary_stream_handler(name, PROTOCOL)
                 with closing(writer):
                     return await ask_on(reader, writer, envelope, max_blob_bytes)
         except TimeoutError:

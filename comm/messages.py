@@ -11,6 +11,8 @@
     PullState     -               StateChunk    a piece of it         a newcomer's start
     Carry         hidden, targets Returned      gradient of hidden    a micro-batch through layers `first` and on
     Settle        -               Done          -                     count these gradients; forget those
+    Unsettled     -               Settle        -                     the starter is asked what became of these legs
+    Stay          -               Done          -                     a promise to go on holding a fragment for a while
     any           -               Refused       -                     why not, in one word
 
 Every field has a bound, and is checked against it before anything else looks at the message (comm/codec.py).
@@ -142,6 +144,7 @@ class PullState:
     fragment: Index
     offset: Count
     length: Annotated[int, Strict(), Field(gt=0, le=MAX_CHUNK_BYTES)]
+    kept: Annotated[bool, Strict()] = False  # not of what trains, but of what was kept when the layers were given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,22 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsettled:
+    """What of these legs, which the asker holds? Those that the answer does not name are still under way."""
+
+    run: Run
+    legs: Annotated[tuple[LegId, ...], Field(max_length=MAX_LEGS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Will you hold this fragment for the next minute? The asker is about to give it up."""
+
+    run: Run
+    fragment: Index
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     reason: Word
     detail: Annotated[str, Strict(), Field(max_length=200)] = ""
@@ -236,6 +255,8 @@ Message = (
     | Carry
     | Returned
     | Settle
+    | Unsettled
+    | Stay
     | Refused
 )
 

@@ -22,6 +22,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from decentral.comm.codec import Envelope
+from decentral.comm.doubt import Completed, Doubts
 from decentral.comm.ledger import Entry, Ledger, Mark, reaches_the_end
 from decentral.comm.messages import (
     MAX_HOLD_S,
@@ -35,6 +36,7 @@ from decentral.comm.messages import (
     Refused,
     Returned,
     Settle,
+    Unsettled,
 )
 from decentral.comm.pace import FULL, LEAN, NEWEST, Prior, Stride, Turns, Window, budget_s
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
@@ -60,7 +62,7 @@ BACKWARD, FORWARD = 0, 1  # in this order
 AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
 MAX_TRIES = 6  # of one leg, at whichever peers
 RETRY_S = 0.25  # where nobody holds the next layer
-BUSY = ("busy", "not-ready", "moved")  # refusals that are nobody's fault
+BUSY = ("busy", "not-ready", "moved", "span")  # refusals that are nobody's fault; a record may be older than a span
 LEAST_S = 0.05  # less patience than this is none
 SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
 GRACE_S = 1.0  # for a Settle that is on its way when its starter's time is over
@@ -160,6 +162,7 @@ class Routes:
     terms: Terms
     view: View
     active: bool = False  # from Started on
+    draining: bool = False  # no new legs: those that are here are brought to their end
     legs: dict[int, Leg] = field(default_factory=dict)
     window: Window = field(init=False)
     turns: Turns = field(default_factory=Turns)
@@ -168,6 +171,8 @@ class Routes:
     ledger: Ledger = field(init=False)
     quota: int | None = None  # micro-batches that we may still begin; None: as many as the window has room for
     completed: int = 0
+    doubts: Doubts = field(init=False)
+    _settled: Completed = field(default_factory=Completed)
     _by_id: dict[LegId, int] = field(default_factory=dict)
     _ready: list[tuple[int, int, Job]] = field(default_factory=list)  # heap: backward first, then the older
     _running: set[int] = field(default_factory=set)
@@ -180,6 +185,7 @@ class Routes:
     def __post_init__(self) -> None:
         self.window = Window(self.terms.capacity, FULL if self.terms.overlap else LEAN)
         self.ledger = Ledger(self.terms.at_least)
+        self.doubts = Doubts(self.terms.run)
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -187,7 +193,22 @@ class Routes:
             return None
         retries = (leg.retry_at for leg in self.legs.values())
         waiting = (leg.deadline() for leg in self.legs.values() if leg.stage is not Stage.GONE)
-        return earliest((self._look_at, *retries, *waiting))
+        return earliest((self._look_at, self.doubts.wake_at, *retries, *waiting))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no leg is here, and no gradient waits for a step."""
+        return not self.legs and not self.ledger.entries and not self.ledger.sealing
+
+    def drain(self) -> None:
+        """Takes no more legs; gradients need not wait for more of them before a step."""
+        self.draining, self.ledger.at_least = True, 1
+
+    def hold(self, terms: Terms) -> None:
+        """This peer's place from now on; legs are taken again."""
+        self.terms, self.draining, self.ledger.at_least = terms, False, terms.at_least
+        self.window.most, self.prior = terms.capacity, Prior()
+        self._ends.clear()
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         self.ledger.quiet = self._quiet()
@@ -198,11 +219,20 @@ class Routes:
     def _react(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
-                return self._overdue(now)
+                return self._overdue(now) + list(self.doubts.ask(now))
             case Asked(envelope=Envelope(Carry() as carry)):
                 return self._asked(event, carry, now)
             case Asked(request, sender, Envelope(Settle() as told)):
                 return [*self._told(sender, told), Reply(request, Envelope(Done()))]
+            case Asked(request, sender, Envelope(Unsettled(legs=legs))):
+                return [Reply(request, Envelope(self._what_became(sender, legs)))]
+            case Answered(tag=("doubt",), peer=peer, envelope=Envelope(Settle() as told)):
+                return self._told(peer, self._only(told, self.doubts.answered(peer)))
+            case Answered(tag=("doubt",), peer=peer):
+                self.doubts.answered(peer)
+            case AskFailed(tag=("doubt",), peer=peer):
+                self.doubts.answered(peer)
+                return self._told(peer, Settle(self.terms.run, (), tuple(self.doubts.of(peer))))
             case Answered(tag=("route", int() as token, int() as attempt)):
                 return self._answered(event, self._awaited(token, attempt), now)
             case AskFailed(tag=("route", int() as token, int() as attempt), peer=peer):
@@ -261,7 +291,7 @@ class Routes:
             return "shape"
         if carry.patience_s < LEAST_S:
             return "late"
-        return "busy" if len(self.legs) >= terms.capacity else ""
+        return "busy" if len(self.legs) >= terms.capacity or self.draining else ""
 
     def _asked_again(self, leg: Leg, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
         """Whoever asked before has been given up, or is gone: the new asker gets the answer."""
@@ -291,6 +321,17 @@ class Routes:
             if leg is not None and sender in (name.starter, leg.asker):
                 effects += self._give_up(leg, "moved")
         return effects
+
+    def _what_became(self, asker: PeerId, legs: Sequence[LegId]) -> Settle:
+        ours = [leg for leg in legs if leg.starter == self.terms.peer]
+        under_way = frozenset(leg.id.number for leg in self.legs.values() if leg.own)
+        return self._settled.answer(self.terms.run, asker, ours, under_way)
+
+    def _only(self, told: Settle, asked: Sequence[LegId]) -> Settle:
+        """Of an answer, what the question was about."""
+        known = set(asked)
+        count, release = (tuple(leg for leg in legs if leg in known) for legs in (told.count, told.release))
+        return Settle(told.run, count, release)
 
     # The way on
 
@@ -394,6 +435,7 @@ class Routes:
         if leg.own:
             return self._complete(leg, entry, now)
         leg.stage, leg.payload = Stage.HELD, b""
+        self.doubts.hold(leg.id, now)
         hops = (Hop(self.terms.peer, leg.id.first, leg.last), *leg.hops)
         leg.answer = Envelope(Returned(self.terms.run, loss, done.tokens, hops, done.layout), done.blob)
         effects = self.ledger.add(leg.token, entry, Mark.HELD)
@@ -408,6 +450,7 @@ class Routes:
             self._outbox(PeerId(hop.peer)).count.append(LegId(leg.id.starter, leg.id.number, hop.first))
         self.window.done(now - leg.began, tuple(PeerId(hop.peer) for hop in leg.hops))
         self.completed += 1
+        self._settled.add(leg.id.number, leg.hops)
         self._remove(leg)
         return self.ledger.add(leg.token, entry, Mark.SETTLED)
 
@@ -460,6 +503,7 @@ class Routes:
         return [Forget((leg.token,))]
 
     def _remove(self, leg: Leg) -> None:
+        self.doubts.forget(leg.id)
         self.legs.pop(leg.token)
         self._by_id.pop(leg.id, None)
 
@@ -490,7 +534,7 @@ class Routes:
         """Our own micro-batches, as many as the window has room for, while the compute thread has nothing better."""
         jobs: list[Effect] = []
         self._look_at = None
-        if not self.active or self.terms.first > 0 or self.terms.last == self.terms.layers:
+        if not self.active or self.draining or self.terms.first > 0 or self.terms.last == self.terms.layers:
             return jobs
         own = sum(leg.own for leg in self.legs.values())
         while self._has_room(own):

@@ -22,7 +22,7 @@ from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout
 from decentral.peers import records
-from decentral.peers.join import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
+from decentral.peers.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
 from decentral.peers.records import PeerRecord
 from decentral.train import huggingface, mix, replicas
 from decentral.train.inner import fragments_of

@@ -9,11 +9,15 @@ train    until Ctrl-C or --stop-after; save; leave
 import argparse
 import asyncio
 import dataclasses
+import os
 import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
+    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
 
 from decentral import __version__, command, state, view
 from decentral.comm import compress, route
@@ -28,10 +32,11 @@ from decentral.core.units import Amount
 from decentral.peers import records
 from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
+from decentral.peers.move import Room
 from decentral.peers.node import Node, Setup
 from decentral.peers.records import Profile
 from decentral.place import Placed, choose_place
-from decentral.train import checkpoint, data, measure
+from decentral.train import checkpoint, data, measure, memory
 from decentral.train.compute import Compute
 from decentral.train.compute import Setup as ComputeSetup
 from decentral.visit import greet
@@ -40,6 +45,7 @@ MEET_AGAIN_S = 10.0  # a peer that has met nobody tries its old addresses this o
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return command.run(lambda: asyncio.run(_main(parse(argv))))
 
 
@@ -128,12 +134,14 @@ async def prepare(
         fragments=compute.fragments,
         state_layouts=compute.state_layouts(),
         layers=compute.model_layers,
-        profile=_profile(flags, folder, compute),
+        profile=_profile(flags, folder, compute, placed.memory_bytes),
         addresses=met.addresses,
         contacts=met.contacts,
         restored_step=compute.lr_step if restored else None,
         stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
         routes=_routes(met, own, compute, placed.capacity),
+        room=Room(memory.needs(run), placed.memory_bytes, compute.layouts()),
+        kept=compute.kept.kept(cut.index for cut in compute.cuts),
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
@@ -158,7 +166,7 @@ def _routes(met: Met, own: Identity, compute: Compute, capacity: int) -> route.T
     )
 
 
-def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute) -> Profile:
+def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute, memory_bytes: int) -> Profile:
     """Measured once for this device, model and version; then read from the state folder."""
     device = compute.setup.device
     key = f"{__version__} {device} {compute.setup.config.digest()}" + (f" {compute.share}" if compute.share < 1 else "")
@@ -167,7 +175,8 @@ def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute) 
         model = compute.setup.config.model
         measured = measure.measure(compute.forward, model, device, compute.micro_batch, compute.share)
         folder.write_profile(key, measured)
-    return Profile(**dataclasses.asdict(measured), region=flags.region, software=f"decentral {__version__}")
+    found = Profile(**dataclasses.asdict(measured), region=flags.region, software=f"decentral {__version__}")
+    return dataclasses.replace(found, memory_bytes=memory_bytes)  # no more than --memory is for the model
 
 
 async def train(flags: argparse.Namespace, folder: state.Folder, host: Host) -> None:

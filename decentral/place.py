@@ -31,6 +31,7 @@ class Placed:
 
     span: tuple[int, int] | None
     capacity: int
+    memory_bytes: int
 
 
 async def choose_place(
@@ -48,7 +49,7 @@ async def choose_place(
     if kept is not None:
         return _keep(needs, kept, memory_bytes)
     if needs.of(0, count) <= memory_bytes:
-        return Placed(None, needs.capacity(0, count, memory_bytes))
+        return Placed(None, needs.capacity(0, count, memory_bytes), memory_bytes)
     memory.check(needs, memory_bytes)
     reach = memory.reach(needs, memory_bytes)
     chosen, claimed_at = None, float("inf")
@@ -67,7 +68,7 @@ async def choose_place(
         await asyncio.sleep(CLAIM_S)
     assert chosen is not None
     span = needs.span(chosen.begin, chosen.end)
-    return Placed(span, needs.capacity(chosen.begin, chosen.end, memory_bytes))
+    return Placed(span, needs.capacity(chosen.begin, chosen.end, memory_bytes), memory_bytes)
 
 
 def _keep(needs: memory.Needs, kept: tuple[int, int], memory_bytes: int) -> Placed:
@@ -78,7 +79,7 @@ def _keep(needs: memory.Needs, kept: tuple[int, int], memory_bytes: int) -> Plac
             f"{needs.of(held.begin, held.end)} bytes; give as much, or use another --state-dir"
         )
     whole = (held.begin, held.end) == (0, len(needs.fragments))
-    return Placed(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes))
+    return Placed(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)
 
 
 def _holders(needs: memory.Needs, found: dict[PeerId, PeerRecord], own: PeerId, claimed_at: float) -> list[Holder]:

@@ -1,16 +1,12 @@
-"""A newcomer's start: the state of every fragment, from two or more donors at once, piece by piece.
+"""A newcomer's start: the state of every fragment, from two or more donors at once (peers/fetch.py).
 
     WAITING --roster known--> FETCHING --all pieces here--> IMPORTING --StateImported--> DONE
 
-Each piece carries its digest. A donor that fails twice is left out; its pieces go to the others, and what is already
-here stays. Pieces of one fragment may come from several donors: replicas differ by little, and the numbers of a piece
-stand for themselves (no block of a codec crosses a piece). A peer with a checkpoint that is ahead of its donors
-keeps its own state; so does a whole swarm that starts again.
+A peer with a checkpoint that is ahead of its donors keeps its own state; so does a whole swarm that starts again.
 
 Donor serves the other side: the fragment's state, encoded every few seconds at most and given out in pieces.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -18,32 +14,29 @@ from random import Random
 
 from decentral.comm import blobs
 from decentral.comm.codec import Envelope
-from decentral.comm.messages import MAX_CHUNK_BYTES, PullState, Refused, StateChunk
-from decentral.comm.transport import Answered, Ask, AskFailed, Reply
-from decentral.core.errors import ProtocolError
-from decentral.core.hollow import joined
+from decentral.comm.messages import PullState, Refused, StateChunk
+from decentral.comm.transport import Answered, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import (
+    ExportKept,
     ExportState,
     Fragment,
     ImportState,
+    Kept,
+    KeptExported,
     Layout,
     Start,
     StateExported,
     StateImported,
 )
 from decentral.core.machine import Effect, Woke, log
-from decentral.core.units import MiB, Seconds
+from decentral.core.units import Seconds
+from decentral.peers.fetch import Fetch, Incoming
 
-PIECE_BYTES = 1 * MiB
-DONORS = 4  # asked at a time; the others are spared
-IN_FLIGHT = 2  # pieces asked of one donor at a time
-FAILURES = 2  # then a donor is left out
 ROSTER_S = 4.0  # how long to wait for the roster
 RETRY_S = 2.0
 MOST_PATIENT = 2  # more times that, where all donors are busy with newcomers
 GIVE_UP_S = 12.0  # without any donor that answers, after which we start from what we have
-PIECE_DEADLINE_S = 30.0
 EXPORT_KEPT_S = 5.0  # longer, and a newcomer would start where the swarm was
 
 
@@ -52,39 +45,6 @@ class State(Enum):
     FETCHING = auto()
     IMPORTING = auto()
     DONE = auto()
-
-
-@dataclass(slots=True)
-class Incoming:
-    """One fragment's state, as far as it is here."""
-
-    fragment: Fragment
-    layout: Layout  # what a donor's state of it has to look like
-    total: int | None = None
-    pieces: dict[int, bytes] = field(default_factory=dict)
-    asked: set[int] = field(default_factory=set)
-
-    def wanted(self) -> int | None:
-        """An offset that is neither here nor asked for. The first piece tells how many there are."""
-        offsets = [0] if self.total is None else range(0, self.total, PIECE_BYTES)
-        return next((at for at in offsets if at not in self.pieces and at not in self.asked), None)
-
-    def complete(self) -> bool:
-        return self.total is not None and sum(map(len, self.pieces.values())) == self.total
-
-    def take(self, chunk: StateChunk, blob: bytes) -> None:
-        """Raises ProtocolError for a piece that does not fit what is here."""
-        if blobs.digest(blob) != chunk.digest:
-            raise ProtocolError("digest", "a piece of state")
-        if chunk.layout != self.layout or chunk.total != sum(section.size for section in self.layout):
-            raise ProtocolError("shape", "its sections are not this fragment's")
-        if len(blob) != min(PIECE_BYTES, chunk.total - chunk.offset):
-            raise ProtocolError("shape", "a piece of another length")
-        self.total = chunk.total
-        self.pieces[chunk.offset] = blob
-
-    def blob(self) -> bytes:
-        return joined(self.pieces[at] for at in sorted(self.pieces))
 
 
 @dataclass(slots=True)
@@ -97,38 +57,38 @@ class Join:
     restored: bool  # whether there is one
     chance: Random
     holds: Callable[[PeerId, Fragment], bool] = lambda peer, fragment: True
+    kept: Callable[[int], tuple[int, Sequence[PeerId]]] = lambda index: (-1, ())  # the newest that others keep
     state: State = State.WAITING
-    donors: list[PeerId] = field(default_factory=list)
-    used: set[PeerId] = field(default_factory=set)
     wake_at: Seconds | None = 0.0
     began: Seconds = 0.0
-    _incoming: dict[int, Incoming] = field(default_factory=dict)
-    _failures: Counter[PeerId] = field(default_factory=Counter)
-    _in_flight: Counter[PeerId] = field(default_factory=Counter)
-    _busy: int = 0  # times that a donor had no time for us
-    _last_piece: Seconds = 0.0
-    _step: int = 0
+    fetch: Fetch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fetch = Fetch(self.run, "join", self.chance, self._has)
+
+    @property
+    def donors(self) -> list[PeerId]:
+        return self.fetch.donors
+
+    @property
+    def used(self) -> set[PeerId]:
+        """Who gave us something."""
+        return self.fetch.used
 
     def begin(self, now: Seconds) -> None:
-        self.began = self._last_piece = now
+        self.began = now
         self.wake_at = now + ROSTER_S if self.contacts else now
-        self._incoming = self._nothing_yet()
+        self.fetch.begin(self._nothing_yet(), now)
 
     def handle(self, event: object, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 return self._look(now, live)
-            case Answered(tag=("join", int() as index, int() as offset)) if self._fetches(index):
-                return self._answered(event, self._incoming[index], offset, now)
-            case AskFailed(tag=("join", int() as index, int() as offset)) if self._fetches(index):
-                self._incoming[index].asked.discard(offset)
-                return self._donor_failed(event.peer, event.reason, now)
+            case Answered(tag=("join", *_)) | AskFailed(tag=("join", *_)) if self.state is State.FETCHING:
+                return self._heard(event, now)
             case StateImported(accepted, reason) if self.state is State.IMPORTING:
                 return self._done("swarm", now) if accepted else self._start_over(reason, now)
         return []
-
-    def _fetches(self, index: int) -> bool:
-        return self.state is State.FETCHING and index in self._incoming
 
     def roster_known(self, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
         """The first look into the DHT is done: no need to wait longer."""
@@ -139,103 +99,77 @@ class Join:
     def _look(self, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
         """Finds donors, or starts from what we have where there are none."""
         known = sorted({*live, *self.contacts})
-        willing = [peer for peer in known if self._failures[peer] < FAILURES]
-        kept = [peer for peer in self.donors if peer in willing]
-        others = [peer for peer in willing if peer not in kept]
-        self.donors = kept + self.chance.sample(others, min(len(others), DONORS - len(kept)))
-        if not self.donors and (not known or now > self._last_piece + GIVE_UP_S):
-            return self._done("checkpoint" if self.restored else "alone", now)
+        self._take_what_is_kept(known)
+        wanted = [one.fragment for one in self.fetch.incoming.values() if not one.complete()]
+        self.fetch.choose([peer for peer in known if any(self._has(peer, fragment) for fragment in wanted)])
+        if not self.donors and (not known or now > self.fetch.last_piece + GIVE_UP_S):
+            self.fetch.incoming = {index: one for index, one in self.fetch.incoming.items() if one.complete()}
+            return self._go_on(now)
         if not self.donors:
-            self._failures.clear()
+            self.fetch.failures.clear()
         if not live and self._only_strangers(known) and now < self.began + GIVE_UP_S:
             self.wake_at = now + RETRY_S  # they answered our Hello; what they hold their records will tell
             return []
-        if not self._leave_out_what_nobody_holds(known):
-            return self._done("checkpoint" if self.restored else "alone", now)
-        self.state, self.wake_at = State.FETCHING, now + RETRY_S * (1 + min(self._busy, MOST_PATIENT))
-        return self._ask_more(now)
+        self._leave_out_what_nobody_holds(known, now)
+        if self.fetch.complete:
+            return self._go_on(now)
+        self.state, self.wake_at = State.FETCHING, now + RETRY_S * (1 + min(self.fetch.busy, MOST_PATIENT))
+        return self.fetch.ask()
+
+    def _take_what_is_kept(self, known: Sequence[PeerId]) -> None:
+        """Of layers without a holder somebody may keep a state, and it may be newer than ours."""
+        for index, one in self.fetch.incoming.items():
+            if not one.pieces:
+                step, keepers = self.kept(index)
+                held = any(self.holds(peer, one.fragment) for peer in known)
+                one.kept = not held and bool(keepers) and (not self.restored or step > self.own_step)
+
+    def _go_on(self, now: Seconds) -> list[Effect]:
+        """With what was fetched, if anything."""
+        if self.fetch.incoming:
+            return self._import()
+        return self._done("checkpoint" if self.restored else "alone", now)
 
     def _only_strangers(self, known: Sequence[PeerId]) -> bool:
-        incoming = self._incoming.values()
-        return bool(known) and not any(self.holds(peer, one.fragment) for peer in known for one in incoming)
+        incoming = self.fetch.incoming.values()
+        return bool(known) and not any(self._has(peer, one.fragment) for peer in known for one in incoming)
 
-    def _leave_out_what_nobody_holds(self, known: Sequence[PeerId]) -> bool:
-        """Layers without another holder keep our checkpoint's, or the initial weights. Whether any is left to fetch."""
-        for index, one in list(self._incoming.items()):
-            if not one.pieces and not any(self.holds(peer, one.fragment) for peer in known):
-                del self._incoming[index]
-        return bool(self._incoming)
+    def _has(self, peer: PeerId, fragment: Fragment) -> bool:
+        """Whether it holds the fragment, or, where we take what was kept, whether it keeps the newest."""
+        incoming = self.fetch.incoming.get(fragment.index)
+        kept = incoming is not None and incoming.kept
+        return peer in self.kept(fragment.index)[1] if kept else self.holds(peer, fragment)
 
-    def _ask_more(self, now: Seconds) -> list[Effect]:
-        """Gives each donor, in turn, pieces to send."""
-        effects: list[Effect] = []
-        if all(one.wanted() is None for one in self._incoming.values()):
-            return effects  # all is here, or on its way
-        for _ in range(IN_FLIGHT):
-            for position, donor in enumerate(self.donors):
-                if self._in_flight[donor] < IN_FLIGHT:
-                    effects += self._ask_one(donor, position)
-        return effects
+    def _leave_out_what_nobody_holds(self, known: Sequence[PeerId], now: Seconds) -> None:
+        """Layers without another holder keep our checkpoint's, or the initial weights.
 
-    def _ask_one(self, donor: PeerId, position: int) -> list[Effect]:
-        """Different donors start at different fragments."""
-        held = [one for _, one in sorted(self._incoming.items()) if self.holds(donor, one.fragment)]
-        count = len(held)
-        order = [held[(position + shift) % count] for shift in range(count)]
-        for incoming in order:
-            offset = incoming.wanted()
-            if offset is not None:
-                incoming.asked.add(offset)
-                self._in_flight[donor] += 1
-                index = incoming.fragment.index
-                question = Envelope(PullState(self.run, index, offset, PIECE_BYTES))
-                return [Ask(("join", index, offset), donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)]
-        return []
+        A holder that is gone in the middle of it may come back, and is waited for by who has nothing to go on from.
+        """
+        for index, one in list(self.fetch.incoming.items()):
+            waits = one.pieces and not self.restored and now <= self.fetch.last_piece + GIVE_UP_S
+            if not one.complete() and not waits and not any(self._has(peer, one.fragment) for peer in known):
+                del self.fetch.incoming[index]
 
-    def _answered(self, event: Answered, incoming: Incoming, offset: int, now: Seconds) -> list[Effect]:
-        incoming.asked.discard(offset)
-        message = event.envelope.message
-        if not isinstance(message, StateChunk) or message.offset != offset:
-            reason = message.reason if isinstance(message, Refused) else "unexpected"
-            return self._donor_failed(event.peer, reason, now)
-        if self.restored and message.step < self.own_step:
-            return self._done("checkpoint", now)  # the swarm is behind us: gossip will reconcile
-        try:
-            incoming.take(message, event.envelope.blob)
-        except ProtocolError as error:
-            return self._donor_failed(event.peer, error.reason, now)
-        self._in_flight[event.peer] -= 1
-        self._last_piece, self._step = now, max(self._step, message.step)
-        self.used.add(event.peer)
-        if not all(one.complete() for one in self._incoming.values()):
-            return self._ask_more(now)
+    def _heard(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
+        match event:
+            case Answered(envelope=Envelope(StateChunk(step=step))) if self.restored and step < self.own_step:
+                return self._done("checkpoint", now)  # the swarm is behind us: gossip will reconcile
+        effects = self.fetch.handle(event, now)
+        return self._import() if self.fetch.complete else effects
+
+    def _import(self) -> list[Effect]:
         self.state, self.wake_at = State.IMPORTING, None
-        parts = [(index, one.layout, one.blob()) for index, one in sorted(self._incoming.items())]
-        return [ImportState(tuple(parts), self._step)]
-
-    def _donor_failed(self, donor: PeerId, reason: str, now: Seconds) -> list[Effect]:
-        self._in_flight[donor] -= 1
-        if reason == "busy":  # it has enough newcomers: others are asked, and it perhaps later
-            self.donors = [peer for peer in self.donors if peer != donor]
-            self._busy += 1
-            return self._ask_more(now)
-        self._failures[donor] += 1
-        lines: list[Effect] = []
-        if self._failures[donor] == FAILURES:
-            self.donors = [peer for peer in self.donors if peer != donor]
-            lines.append(log("donor_failed", peer=donor, reason=reason))
-        return lines + self._ask_more(now)
+        return [ImportState(self.fetch.donated(), self.fetch.step)]
 
     def _start_over(self, reason: str, now: Seconds) -> list[Effect]:
         """What the donors sent is not a state of this model: ask again, after a pause."""
         self.state, self.wake_at = State.WAITING, now + RETRY_S
-        self._failures.update(dict.fromkeys(self.used, 1))
-        self._incoming = self._nothing_yet()
+        self.fetch.failures.update(dict.fromkeys(self.used, 1))
+        self.fetch.begin(self._nothing_yet(), self.fetch.last_piece)
         return [log("error", reason=f"the donated state was refused: {reason}")]
 
-    def _nothing_yet(self) -> dict[int, Incoming]:
-        pairs = zip(self.fragments, self.layouts, strict=True)
-        return {fragment.index: Incoming(fragment, layout) for fragment, layout in pairs}
+    def _nothing_yet(self) -> list[Incoming]:
+        return [Incoming(fragment, layout) for fragment, layout in zip(self.fragments, self.layouts, strict=True)]
 
     def _done(self, source: str, now: Seconds) -> list[Effect]:
         self.state, self.wake_at = State.DONE, None
@@ -244,6 +178,7 @@ class Join:
 
 @dataclass(slots=True)
 class Export:
+    step: int | None  # at which it was kept; None: it trains
     layout: Layout
     blob: bytes
     kept_until: Seconds
@@ -255,31 +190,39 @@ class Donor:
 
     run: RunId
     fragments: Sequence[Fragment]  # that we hold
-    exports: dict[int, Export] = field(default_factory=dict)
-    _waiting: dict[int, list[tuple[int, PullState]]] = field(default_factory=dict)
+    kept: Kept = ()  # that the disk keeps
+    exports: dict[tuple[int, bool], Export] = field(default_factory=dict)  # by fragment, and whether it is a kept one
+    _waiting: dict[tuple[int, bool], list[tuple[int, PullState]]] = field(default_factory=dict)
 
     def asked(self, request: int, pull: PullState, step: int, now: Seconds) -> list[Effect]:
-        if pull.fragment not in {fragment.index for fragment in self.fragments}:
+        there = (index for index, _ in self.kept) if pull.kept else (fragment.index for fragment in self.fragments)
+        if pull.fragment not in there:
             return [Reply(request, Envelope(Refused("fragment")))]
-        export = self.exports.get(pull.fragment)
+        name = (pull.fragment, pull.kept)
+        export = self.exports.get(name)
         if export is not None and now < export.kept_until:
             return [self._piece(request, pull, export, step)]
-        self._waiting.setdefault(pull.fragment, []).append((request, pull))
-        return [ExportState(pull.fragment)] if len(self._waiting[pull.fragment]) == 1 else []
+        self._waiting.setdefault(name, []).append((request, pull))
+        job = ExportKept(pull.fragment) if pull.kept else ExportState(pull.fragment)
+        return [job] if len(self._waiting[name]) == 1 else []
 
-    def exported(self, done: StateExported, step: int, now: Seconds) -> list[Effect]:
-        export = Export(done.layout, done.blob, now + EXPORT_KEPT_S)
-        self.exports[done.fragment] = export
-        waiting = self._waiting.pop(done.fragment, [])
+    def exported(self, done: StateExported | KeptExported, step: int, now: Seconds) -> list[Effect]:
+        kept_at = done.step if isinstance(done, KeptExported) else None
+        name = (done.fragment, kept_at is not None)
+        waiting = self._waiting.pop(name, [])
+        if not done.layout:
+            return [Reply(request, Envelope(Refused("fragment"))) for request, _ in waiting]
+        export = self.exports[name] = Export(kept_at, done.layout, done.blob, now + EXPORT_KEPT_S)
         return [self._piece(request, pull, export, step) for request, pull in waiting]
 
     def forget_old(self, now: Seconds) -> None:
-        self.exports = {index: one for index, one in self.exports.items() if now < one.kept_until}
+        self.exports = {name: one for name, one in self.exports.items() if now < one.kept_until}
 
     def _piece(self, request: int, pull: PullState, export: Export, step: int) -> Reply:
         piece = export.blob[pull.offset : pull.offset + pull.length]
         if not piece:
             return Reply(request, Envelope(Refused("offset")))
         digest, total = blobs.digest(piece), len(export.blob)
+        step = step if export.step is None else export.step
         chunk = StateChunk(self.run, pull.fragment, pull.offset, total, step, export.layout, digest)
         return Reply(request, Envelope(chunk, piece))

@@ -19,6 +19,7 @@ from decentral.comm.messages import (
     MAX_PROBE_BYTES,
     Carry,
     Commit,
+    Done,
     Hello,
     Message,
     Ping,
@@ -30,7 +31,9 @@ from decentral.comm.messages import (
     Push,
     Refused,
     Settle,
+    Stay,
     Swap,
+    Unsettled,
     Welcome,
 )
 from decentral.comm.meter import Meter
@@ -51,8 +54,12 @@ from decentral.core.jobs import (
     Fragment,
     HopFailed,
     JobFailed,
+    Kept,
+    KeptExported,
     Layout,
     Merged,
+    Move,
+    Moved,
     Saved,
     Sealed,
     Started,
@@ -64,13 +71,18 @@ from decentral.core.jobs import (
 from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Amount, Seconds
 from decentral.peers import flows
+from decentral.peers.cover import Cover, Member
 from decentral.peers.join import Donor, Join
 from decentral.peers.join import State as JoinState
+from decentral.peers.move import Drained, Hold, Moves, Room
+from decentral.peers.move import State as MoveState
 from decentral.peers.probe import Prober, zeros
 from decentral.peers.progress import Progress, Stop
 from decentral.peers.records import PeerRecord, Profile
 from decentral.peers.roster import Roster
 
+OF_NONE = -1
+NEVER = -1  # a step
 PROBE_AFTER_S = 2.0
 FLOWS_S = 2.0  # how often to look whether the flow through the swarm has changed
 TRAFFIC_S = 10.0  # a `traffic` line, with the totals, for about this much time
@@ -110,6 +122,8 @@ class Setup:
     restored_step: int | None = None  # of our checkpoint
     stop_after: Amount | None = None
     routes: RouteTerms | None = None  # None: takes part in no routes
+    room: Room | None = None  # None: never changes its layers
+    kept: Kept = ()  # that the disk keeps of layers that were given up
 
     @property
     def whole(self) -> bool:
@@ -132,12 +146,14 @@ class Node:
     progress: Progress = field(init=False)
     gossip: dict[int, Gossip] = field(default_factory=dict)  # by fragment
     routes: Routes | None = field(init=False)
+    moves: Moves | None = None
+    cover: Cover | None = None
     _rng: Random = field(init=False)
     _traffic_at: Seconds = 0.0
     _flows_at: Seconds = 0.0
     _known_places: list[flows.Place] = field(default_factory=list)
     _advertised: float = 0.0  # tokens/s in our last record
-    _unanswered: set[int] = field(default_factory=set)  # no more than the transport's streams
+    _unanswered: dict[int, int] = field(default_factory=dict)  # of which fragment a question is, or OF_NONE
 
     def __post_init__(self) -> None:
         setup, run = self.setup, self.setup.config
@@ -155,11 +171,17 @@ class Node:
             restored,
             self._rng,
             self._donates,
+            self._newest_kept,
         )
-        self.donor = Donor(setup.run, setup.fragments)
+        self.donor = Donor(setup.run, setup.fragments, setup.kept)
         self.prober = Prober(self.meter, self._rng, None)
         self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
         self.routes = Routes(setup.routes, self) if setup.routes else None
+        if setup.routes and setup.room and not setup.whole:
+            held = range(setup.fragments[0].index, setup.fragments[-1].index + 1)
+            chance = rng.stream(run.seed, "moves", setup.own.peer)
+            self.moves = Moves(setup.run, setup.own.peer, setup.room, self, chance, run.routes.holders, held)
+            self.cover = Cover(setup.own.peer, setup.room.needs, rng.stream(run.seed, "cover", setup.own.peer))
 
     def begin(self, now: Seconds) -> list[Effect]:
         self.join.begin(now)
@@ -171,6 +193,8 @@ class Node:
             return None
         times = [self.roster.wake_at, self.join.wake_at, self.prober.wake_at, self.progress.wake_at]
         times += [gossip.wake_at for gossip in self.gossip.values()]
+        if self.moves:
+            times.append(self.moves.wake_at)
         if self.routes:
             times.append(self.routes.wake_at)
             if self.routes.active and not self.setup.whole:
@@ -181,10 +205,10 @@ class Node:
         if self.phase is Phase.LEFT:
             return self._left(event, now)
         if isinstance(event, Asked):
-            self._unanswered.add(event.request)
+            self._unanswered[event.request] = OF_NONE
             if event.sender not in self.roster.live:
                 self.roster.look_soon(now)
-        effects = self._route(event, now)
+        effects = self._follow(self._route(event, now), now)
         for effect in effects:
             if type(effect) in COUNTED:
                 self._count(effect)
@@ -195,6 +219,11 @@ class Node:
         self.phase = Phase.LEFT
         held = [Reply(request, Envelope(Refused("leaving"))) for request in sorted(self._unanswered)]
         return [*held, *self.progress.flush(now), self._traffic(), *self.roster.leave(now)]
+
+    def move(self, goal: range, why: str, now: Seconds) -> list[Effect]:
+        """Sets out to hold these fragments instead; see peers/move.py for what may keep us from it."""
+        effects = self.moves.begin(goal, why, now) if self.moves and self.phase is Phase.TRAINING else []
+        return self._follow(effects, now)
 
     def blob_bound(self, message: Message) -> int:
         """How large a blob may come with a question; everything else carries none."""
@@ -223,8 +252,13 @@ class Node:
             case Found():
                 return self._found(event, now)
             case WindowClosed(fragment=index) | Merged(fragment=index) | Absorbed(fragment=index):
-                return self.gossip[index].handle(event, now)
-            case StateExported():
+                return self.gossip[index].handle(event, now) if index in self.gossip else []
+            case Moved(accepted=True, kept=kept):
+                self.donor.kept = kept
+                return self.moves.handle(event, now) if self.moves else []
+            case Moved() if self.moves:
+                return self.moves.handle(event, now)
+            case StateExported() | KeptExported():
                 return self.donor.exported(event, self.progress.lr_step, now)
             case StateImported():
                 return self.join.handle(event, now, self._donors())
@@ -250,9 +284,11 @@ class Node:
             if _due(exchange, now):
                 effects += exchange.handle(event, now)
         if self.routes:
-            self._look_at_flows(now)
+            effects += self._look_at_flows(now)
             if _due(self.routes, now):
                 effects += self.routes.handle(event, now)
+        if self.moves and _due(self.moves, now):
+            effects += self.moves.handle(event, now)
         self.donor.forget_old(now)
         if now >= self._traffic_at:
             self._traffic_at = now + TRAFFIC_S
@@ -270,6 +306,10 @@ class Node:
             case Probe(download_bytes):
                 probed = Probed(len(event.envelope.blob))
                 return [Reply(event.request, Envelope(probed, zeros(download_bytes)))]
+            case Stay(run=run, fragment=index) if run == self.setup.run and self.phase is Phase.TRAINING:
+                if self.moves:
+                    return self.moves.handle(event, now)
+                return [self._reply(event, Done() if self._holds(index) else Refused("fragment"))]
             case PullState(run=run) as pull if run == self.setup.run:
                 if self.phase is Phase.JOINING and self.setup.restored_step is None:
                     return [self._reply(event, Refused("not-ready"))]
@@ -278,9 +318,9 @@ class Node:
                 return self._gossip(event, run, index, now)
             case Swap(offered) | Push(offered):
                 return self._gossip(event, offered.run, offered.fragment, now)
-            case Carry(run=run) | Settle(run=run) if run == self.setup.run and self.routes:
+            case Carry(run=run) | Settle(run=run) | Unsettled(run=run) if run == self.setup.run and self.routes:
                 return self.routes.handle(event, now)
-            case PullState(run=run) | Carry(run=run) | Settle(run=run) if run != self.setup.run:
+            case PullState(run=run) | Carry(run=run) | Settle(run=run) | Unsettled(run=run) if run != self.setup.run:
                 return [self._reply(event, self._other_run(run))]
         return [self._reply(event, Refused("unexpected"))]
 
@@ -288,11 +328,11 @@ class Node:
         if run != self.setup.run:
             return [self._reply(event, self._other_run(run))]
         if index not in self.gossip:
-            known = any(fragment.index == index for fragment in self.setup.fragments)
-            return [self._reply(event, Refused("not-ready" if known else "fragment"))]
+            return [self._reply(event, Refused("not-ready" if self._holds(index) else "fragment"))]
         algorithm = self.setup.config.gossip.algorithm
         if not isinstance(event.envelope.message, QUESTIONS[algorithm]):
             return [self._reply(event, Refused("algorithm", f"this run gossips by {algorithm}"))]
+        self._unanswered[event.request] = index
         return self.gossip[index].handle(event, now)
 
     def _heard_back(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
@@ -310,10 +350,12 @@ class Node:
                 effects += self.join.handle(event, now, self._donors())
             case ("probe", *_):
                 effects += self.prober.handle(event, now, self._live())
-            case ("exchange", int() as index, *_):
+            case ("exchange", int() as index, *_) if index in self.gossip:
                 effects += self.gossip[index].handle(event, now)
-            case ("route" | "settle", *_) if self.routes:
+            case ("route" | "settle" | "doubt", *_) if self.routes:
                 effects += self.routes.handle(event, now)
+            case ("move" | "stay", *_) if self.moves:
+                effects += self.moves.handle(event, now)
         return effects
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
@@ -342,7 +384,7 @@ class Node:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
         gossip = self.setup.config.gossip
         synchronous = gossip.algorithm == "allreduce"
-        phase = (fragment.index + 1) / len(self.setup.fragments)
+        phase = (fragment.index + 1) / self._fragments_in_all()
         if not synchronous and gossip.algorithm != "pull":
             phase = self._rng.random()  # peers that ask each other at the same time only get in each other's way
         terms = Terms(self.setup.run, self.setup.own.peer, fragment.index, phase, gossip.max_age_s)
@@ -362,12 +404,7 @@ class Node:
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """Whom to exchange with: drawn by the bandwidth of the links, none of them never."""
         gossip = self.setup.config.gossip
-        (span,) = (one for one in self.setup.fragments if one.index == fragment)
-        holders = [
-            peer
-            for peer, entry in sorted(self.roster.live.items())
-            if entry.record.phase == "training" and entry.record.first <= span.first and span.last <= entry.record.last
-        ]
+        holders = self.holders(fragment)
         if gossip.algorithm == "allreduce":
             return holders
         count = gossip.partners if gossip.algorithm == "pull" else 1
@@ -401,6 +438,123 @@ class Node:
             drawn += self._rng.choices(left, [weights[peer] for peer in left])
         return drawn
 
+    # What moves ask of the swarm, and do to us: peers/move.py
+
+    def holders(self, fragment: int) -> list[PeerId]:
+        """Who else holds it, and trains."""
+        cut = self._cut(fragment)
+        return [
+            peer
+            for peer, entry in sorted(self.roster.live.items())
+            if entry.record.phase == "training" and entry.record.first <= cut.first and cut.last <= entry.record.last
+        ]
+
+    def keepers(self, fragment: int) -> list[PeerId]:
+        """Who else keeps the newest state of it that anybody keeps, if that is newer than what we keep."""
+        step, peers = self._newest_kept(fragment)
+        return peers if step > dict(self.donor.kept).get(fragment, NEVER) else []
+
+    def keeps(self, fragment: int) -> bool:
+        """Whether we keep a state of it ourselves."""
+        return fragment in dict(self.donor.kept)
+
+    def _newest_kept(self, fragment: int) -> tuple[int, list[PeerId]]:
+        """Of what others keep: the learning-rate step, or NEVER, and who keeps it."""
+        found = {peer: dict(entry.record.kept).get(fragment, NEVER) for peer, entry in sorted(self.roster.live.items())}
+        newest = max(found.values(), default=NEVER)
+        return newest, [peer for peer, step in found.items() if step == newest > NEVER]
+
+    def _recover(self, now: Seconds) -> list[Effect]:
+        """Takes layers that nobody holds any more, if it is our turn."""
+        if self.moves is None or self.cover is None or self.moves.state is not MoveState.SETTLED:
+            return []
+        members, coming = self._members()
+        known = lambda index: self.keeps(index) or bool(self.keepers(index))  # noqa: E731
+        goal = self.cover.look(members, coming, now, known)
+        return [] if goal is None else self.moves.begin(goal[0], "lost", now, alone=goal[1])
+
+    def _members(self) -> tuple[dict[PeerId, Member], list[range]]:
+        """Who trains, ourselves included; the spans of those who are joining."""
+        setup = self.setup
+        spans = {peer: self._span(entry.record) for peer, entry in self.roster.live.items()}
+        members = {
+            peer: Member(spans[peer], entry.record.profile.memory_bytes, entry.record.profile.tokens_per_s)
+            for peer, entry in self.roster.live.items()
+            if entry.record.phase == "training"
+        }
+        own = range(setup.fragments[0].index, setup.fragments[-1].index + 1)
+        memory_bytes = setup.room.memory_bytes if setup.room else setup.profile.memory_bytes
+        members[setup.own.peer] = Member(own, memory_bytes, self._tokens_per_s())
+        return members, [span for peer, span in spans.items() if peer not in members]
+
+    def _span(self, record: PeerRecord) -> range:
+        """The whole fragments that it holds."""
+        cuts = self.setup.routes.cuts if self.setup.routes else self.setup.fragments
+        inside = [cut.index for cut in cuts if record.first <= cut.first and cut.last <= record.last]
+        return range(inside[0], inside[-1] + 1) if inside else range(0)
+
+    def _follow(self, effects: list[Effect], now: Seconds) -> list[Effect]:
+        """What a move wants of the other machines."""
+        if self.moves is None or self.routes is None:
+            return effects
+        done: list[Effect] = []
+        for effect in effects:
+            match effect:
+                case Hold(fragments):
+                    done += self._hold(fragments, now)
+                case Move():
+                    done += [*self._part_with(self.moves.lost), effect]
+                case _:
+                    done.append(effect)
+        if self.moves.drains and not self.routes.draining:
+            self.routes.drain()
+            done += self.routes.handle(Woke(), now)
+        if self.moves.state is MoveState.DRAINING and self.routes.idle:
+            done += self._follow(self.moves.handle(Drained(), now), now)
+        return done
+
+    def _part_with(self, lost: Sequence[int]) -> list[Effect]:
+        """Whoever waits for something of these fragments is told that it does not come."""
+        self.donor.fragments = [fragment for fragment in self.setup.fragments if fragment.index not in lost]
+        for index in lost:
+            self.gossip.pop(index, None)
+        asked = [request for request, index in self._unanswered.items() if index in lost]
+        return [Reply(request, Envelope(Refused("fragment"))) for request in asked]
+
+    def _hold(self, held: range, now: Seconds) -> list[Effect]:
+        """These fragments are ours from now on."""
+        room, terms = self.setup.room, self.setup.routes
+        assert room is not None
+        assert terms is not None
+        assert self.routes is not None
+        fragments = room.needs.fragments[held.start : held.stop]
+        moved = list(fragments) != list(self.setup.fragments)
+        capacity = room.needs.capacity(held.start, held.stop, room.memory_bytes)
+        terms = replace(terms, first=fragments[0].first, last=fragments[-1].last, capacity=capacity)
+        layouts = room.layouts[held.start : held.stop]
+        self.setup = replace(self.setup, fragments=fragments, state_layouts=layouts, routes=terms)
+        self.donor.fragments = fragments
+        self.routes.hold(terms)
+        for fragment in fragments:
+            if fragment.index not in self.gossip:
+                self.gossip[fragment.index] = self._exchange(fragment, now)
+        if moved:
+            self.roster.renew_soon(now)
+            self.progress.save_soon(now)
+        self._known_places, self._flows_at = [], now
+        self._look_at_flows(now)
+        return self.routes.handle(Woke(), now)
+
+    def _cut(self, index: int) -> Fragment:
+        cuts = self.setup.routes.cuts if self.setup.routes else self.setup.fragments
+        return next(cut for cut in cuts if cut.index == index)
+
+    def _fragments_in_all(self) -> int:
+        return len(self.setup.routes.cuts if self.setup.routes else self.setup.fragments)
+
+    def _holds(self, index: int) -> bool:
+        return any(fragment.index == index for fragment in self.setup.fragments)
+
     # What routes ask of the swarm: comm/route.View
 
     def successors(self, layer: int) -> Sequence[PeerId]:
@@ -411,11 +565,11 @@ class Node:
             if entry.record.phase == "training" and entry.record.first <= layer < entry.record.last
         ]
 
-    def _look_at_flows(self, now: Seconds) -> None:
+    def _look_at_flows(self, now: Seconds) -> list[Effect]:
         """Now and then, if the roster or its speeds have changed; and others are told when our own speed has."""
         assert self.routes is not None
         if self.setup.whole or self.phase is not Phase.TRAINING or now < self._flows_at:
-            return
+            return []
         self._flows_at = now + FLOWS_S
         if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
             self.roster.renew_soon(now)
@@ -423,6 +577,7 @@ class Node:
         if places != self._known_places:
             self._known_places = places
             self.routes.prior = flows.solve(self.routes.terms.cuts, places, self.setup.own.peer)
+        return self._recover(now)
 
     def _places(self) -> list[flows.Place]:
         """Who holds what, ourselves included. Speeds to two digits: a flow is not worth a new one for less."""
@@ -484,6 +639,7 @@ class Node:
             tokens=progress.tokens,
             round=rounds,
             phase="leaving" if leaving else "training" if self.phase is Phase.TRAINING else "joining",
+            kept=self.donor.kept,
         )
 
     def _tokens_per_s(self) -> float:
@@ -510,11 +666,11 @@ class Node:
         if isinstance(effect, Log) and effect.event == "exchange":
             self.exchanges[effect.fields["outcome"]] += 1
         elif isinstance(effect, Reply):
-            self._unanswered.discard(effect.request)
+            self._unanswered.pop(effect.request, None)
             self.sent_bytes += len(effect.envelope.blob)
 
 
-def _due(machine: Join | Prober | Gossip | Routes, now: Seconds) -> bool:
+def _due(machine: Join | Prober | Gossip | Routes | Moves, now: Seconds) -> bool:
     wake_at = machine.wake_at
     return wake_at is not None and now >= wake_at
 

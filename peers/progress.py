@@ -51,6 +51,10 @@ class Progress:
         self._eval_at = now if self.evaluates else None
         self._save_at = now if fetched else now + self.limits.checkpoint_every_s
 
+    def save_soon(self, now: Seconds) -> None:
+        """The disk has something else than what we hold now."""
+        self._save_at = now
+
     @property
     def wake_at(self) -> Seconds | None:
         return earliest((self._eval_at, self._save_at, self._stop_at() if self.stop_after else None))

@@ -18,6 +18,7 @@ from decentral.comm.transport import Directory
 from decentral.core import rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Kept
 
 Label = Annotated[str, Strict(), Field(max_length=128)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
@@ -53,6 +54,7 @@ class PeerRecord:
     tokens: Count
     round: Count = 0  # of allreduce
     phase: Phase = "joining"
+    kept: Annotated[Kept, Field(max_length=256)] = ()  # states of fragments that it does not hold any more
 
 
 _PEER = TypeAdapter(PeerRecord)

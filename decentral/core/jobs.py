@@ -36,6 +36,8 @@ class Section:
 
 
 Layout = tuple[Section, ...]
+Donated = tuple[int, Layout, bytes]
+"""A fragment's state, as its holder gives it to others: which fragment, its sections, and the blob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class ExportState:
 class ImportState:
     """Start from a donor's state: one blob per fragment; `step` is the swarm's learning-rate step."""
 
-    blobs: tuple[tuple[int, Layout, bytes], ...]
+    blobs: tuple[Donated, ...]
     step: int
 
 
@@ -190,9 +192,32 @@ class Drop:
     """Throw the sealed sum away: not all of it may be counted."""
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Hold layers [first, last) from now on, while no leg is here.
+
+    `blobs`: the state of those fragments that we do not hold yet; one that is not among them begins with what the disk
+    keeps of it, else with its initial weights. What we hold and shall not is kept on the disk. `step` is the donors'
+    learning-rate step.
+    """
+
+    first: int
+    last: int
+    blobs: tuple[Donated, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportKept:
+    """Read what was kept of a fragment when its layers were given up."""
+
+    fragment: int
+
+
 Hopping = Draw | Forward | Backward | Forget | Seal | Apply | Drop
 Mix = CloseWindow | Merge | Absorb | ExportState
-Job = Mix | ImportState | SetClock | Evaluate | Save | Start | Finish | Hopping
+Shifting = Move | ExportKept
+Job = Mix | Shifting | ImportState | SetClock | Evaluate | Save | Start | Finish | Hopping
 
 # Outcomes
 
@@ -326,8 +351,34 @@ class Forgotten:
     """Of Forget and Drop."""
 
 
+Number = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
+Kept = tuple[tuple[Number, Number], ...]
+"""Fragments of which the disk keeps a state, each with its learning-rate step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Not accepted: all is as it was, for this one-word reason."""
+
+    accepted: bool
+    reason: str = ""
+    kept: Kept = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptExported:
+    """No layout: nothing that can be read is there."""
+
+    fragment: int
+    step: int
+    layout: Layout
+    blob: bytes
+
+
 Outcome = (
-    Forwarded
+    Moved
+    | KeptExported
+    | Forwarded
     | Backed
     | HopFailed
     | Sealed

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
-from decentral.train import checkpoint, data, gpt, hops, measure
+from decentral.train import checkpoint, data, gpt, hops, measure, mix
 from decentral.train.hops import Hops
 from decentral.train.inner import Inner, Live, fragments_of
-from decentral.train.mixing import Mixing
+from decentral.train.kept import Shelf
+from decentral.train.mixing import Mixing, unpacked
 from decentral.train.sections import Codecs
 from decentral.train.step import Device, Forward, chain, held_out_loss, train_step
 
@@ -73,28 +74,50 @@ class Compute:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        run, device = setup.config, setup.device.device
+        run = setup.config
         self.cuts = tuple(fragments_of(run))  # of the whole model
         self.model_layers = self.cuts[-1].last
         first, last = setup.span or (0, self.model_layers)
         self.whole = (first, last) == (0, self.model_layers)
-        self.layers = [layer.to(device) for layer in gpt.build(run.model, run.seed, first, last)]
-        self.fragments = [fragment for fragment in self.cuts if first <= fragment.first and fragment.last <= last]
-        assert (self.fragments[0].first, self.fragments[-1].last) == (first, last), "a span is whole fragments"
-        lives = [Live(fragment, self.layers, device, run.train, first) for fragment in self.fragments]
-        self.mixing = Mixing(lives, run.gossip, setup.peer, setup.codecs)
-        self.inner = Inner(lives, run.train)
-        self.forward = chain(self.layers, run.train.compile and device.type == "cuda")
         self._widths = gpt.widths(run.model)
+        self.layers: list[nn.Module] = []
+        self.fragments: list[jobs.Fragment] = []
+        self.mixing = Mixing([], run.gossip, setup.peer, setup.codecs)
         self.hops: Hops | None = None
-        if not self.whole:
-            self.hops, self.forward = self._hops(alone=True), self._span_alone(self.forward, first)
+        self.kept = Shelf(setup.folder, run.digest())
+        self._occupy(first, last)
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
         self.own_steps, self.lr_step, self.micro_batches, self.tokens = 0, 0, 0, 0
         self._position = Position.of(setup.folder)
         size = run.train.micro_batch
         self.micro_batch = size if size != "auto" else measure.micro_batch(self.forward, run.model, setup.device)
         self._busy_s = 0.0
+
+    def _occupy(self, first: int, last: int) -> None:
+        """Holds layers [first, last): those that are here as they are, the others with their initial weights.
+
+        What is not wanted any more is let go of first, so that both never need the device's memory. No leg may be here.
+        """
+        run, device = self.setup.config, self.setup.device.device
+        wanted = [fragment for fragment in self.cuts if first <= fragment.first and fragment.last <= last]
+        assert (wanted[0].first, wanted[-1].last) == (first, last), "a span is whole fragments"
+        lives = {mixed.live.fragment: mixed.live for mixed in self.mixing.fragments if mixed.live.fragment in wanted}
+        start = self.fragments[0].first if self.fragments else 0
+        layers = {start + at: layer for at, layer in enumerate(self.layers) if first <= start + at < last}
+        self.layers, self.fragments = [], []
+        self.hops = None
+        self.mixing.hold(list(lives.values()))
+        for begin, end in _gaps(layers, first, last):
+            new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
+            layers |= dict(enumerate(new, begin))
+            lives |= {one: Live(one, new, device, run.train, begin) for one in wanted if begin <= one.first < end}
+        self.layers, self.fragments = [layers[at] for at in range(first, last)], wanted
+        ordered = [lives[fragment] for fragment in wanted]
+        self.mixing.hold(ordered)
+        self.inner = Inner(ordered, run.train)
+        self.forward = chain(self.layers, run.train.compile and device.type == "cuda")
+        if not self.whole:
+            self.hops, self.forward = self._hops(alone=True), self._span_alone(self.forward, first)
 
     @property
     def share(self) -> float:
@@ -148,6 +171,10 @@ class Compute:
                 return self.mixing.do(job)
             case jobs.ImportState(blobs, step):
                 return self._adopted(self.mixing.adopt(blobs, complete=self.whole), step)
+            case jobs.Move():
+                return self._move(job)
+            case jobs.ExportKept(fragment):
+                return jobs.KeptExported(fragment, *(self.kept.read(fragment) or (0, (), b"")))
             case jobs.SetClock(step):
                 self.lr_step = max(self.lr_step, step)
                 return jobs.ClockSet(self.lr_step)
@@ -210,6 +237,45 @@ class Compute:
         setup, lives = self.setup, self.inner.lives
         return Hops(setup.config, self.layers, lives, self._widths, setup.device, setup.codecs, alone)
 
+    # Other layers
+
+    def layouts(self) -> tuple[jobs.Layout, ...]:
+        """Of each fragment's state as a newcomer gets it, of the whole model."""
+        donated = mix.donated(self.setup.config.gossip)
+        return tuple(mix.layout_of(donated, cut.parameters, self.setup.codecs) for cut in self.cuts)
+
+    def _move(self, job: jobs.Move) -> jobs.Moved:
+        """All is checked, and what we give up is on the disk, before anything changes; and it can be changed back."""
+        held, layouts = self.fragments, self.layouts()
+        span = held[0].first, held[-1].last
+        gained = [cut.index for cut in self.cuts if job.first <= cut.first < job.last and cut not in held]
+        lost = [cut.index for cut in held if not job.first <= cut.first < job.last]
+        given = {fragment: (fragment, layout, blob) for fragment, layout, blob in job.blobs}
+        for index in gained:
+            found = None if index in given else self.kept.read(index)
+            if found is not None and found[1] == layouts[index]:
+                given[index] = index, found[1], found[2]
+        try:
+            blobs = [given[index] for index in sorted(given)]
+            donated = unpacked(self.setup.codecs, blobs, {index: layouts[index] for index in gained})
+        except ProtocolError as error:
+            return jobs.Moved(False, error.reason)
+        given_up = [(out.fragment, out.layout, out.blob) for out in map(self.mixing.export, lost)]
+        try:
+            for state in given_up:
+                self.kept.write(state, self.lr_step)
+            self._occupy(job.first, job.last)
+        except (OSError, RuntimeError) as error:  # a full disk, a device out of memory
+            if self.fragments != held:
+                self._occupy(*span)
+                self.mixing.start(unpacked(self.setup.codecs, given_up, {index: layouts[index] for index in lost}))
+            return jobs.Moved(False, "disk" if isinstance(error, OSError) else "memory")
+        self.mixing.start(donated)
+        self.mixing.begin_anew(gained)
+        self.kept.forget(gained)
+        self.lr_step = max(self.lr_step, job.step)
+        return jobs.Moved(True, kept=self.kept.kept(cut.index for cut in self.cuts))
+
     # State
 
     def state_layouts(self) -> list[jobs.Layout]:
@@ -268,3 +334,10 @@ class Compute:
         began = time.perf_counter()
         loss = held_out_loss(self.forward, self.held_out, self.setup.device, max(8, self.micro_batch))
         return jobs.Evaluated(self.tokens, loss, time.perf_counter() - began)
+
+
+def _gaps(layers: Mapping[int, nn.Module], first: int, last: int) -> list[tuple[int, int]]:
+    """The stretches [begin, end) of [first, last) that are not among these layers."""
+    missing = [at for at in range(first, last) if at not in layers]
+    begins = [at for at in missing if at - 1 not in missing]
+    return [(begin, next(at for at in range(begin, last + 1) if at not in missing)) for begin in begins]

@@ -6,7 +6,7 @@ anything; the numerics are in train/mix.py.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -50,12 +50,25 @@ class Mixed:
             raise ProtocolError("shape", "its sections do not add up to its blob")
 
 
+def unpacked(
+    codecs: Codecs, blobs: Sequence[jobs.Donated], expected: Mapping[int, jobs.Layout]
+) -> dict[int, dict[str, Tensor]]:
+    """Donated states as fp32 vectors on the CPU, by fragment. Raises ProtocolError unless each is as expected."""
+    given = [fragment for fragment, _, _ in blobs]
+    if given != sorted(set(given)) or not set(given) <= set(expected):
+        raise ProtocolError("fragment", f"states of {given}; expected {sorted(expected)}")
+    for fragment, layout, _ in blobs:
+        if layout != expected[fragment]:
+            raise ProtocolError("shape", f"fragment {fragment} has another layout")
+    return {fragment: unpack(codecs, layout, blob) for fragment, layout, blob in blobs}
+
+
 class Mixing:
     """A peer's fragments and their rules. Not thread-safe: whoever owns the weights calls it."""
 
     def __init__(self, lives: Sequence[Live], gossip: config.Gossip, peer: PeerId, codecs: Codecs) -> None:
-        self.codecs = codecs
-        self.fragments = [Mixed.of(live, mix.rule(gossip, live.theta, peer), codecs) for live in lives]
+        self.codecs, self.gossip, self.peer = codecs, gossip, peer
+        self.fragments = [self._new(live) for live in lives]
         self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
         self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
 
@@ -74,8 +87,12 @@ class Mixing:
 
     def begin(self, newcomer: bool) -> None:
         self.holding = None
+        self.begin_anew(self._by_index if newcomer else ())
+
+    def begin_anew(self, newcomers: Collection[int]) -> None:
+        """The first window of these fragments counts for nothing."""
         for mixed in self.fragments:
-            mixed.newcomer = newcomer
+            mixed.newcomer = mixed.live.fragment.index in newcomers
 
     # Windows
 
@@ -120,22 +137,33 @@ class Mixing:
 
     def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]], complete: bool = True) -> jobs.StateImported:
         """All of these or none: decoded and checked first, then adopted. `complete`: they must be all that we hold."""
-        donated = []
         expected = dict(zip(self._by_index, self.state_layouts(), strict=True))
-        given = [fragment for fragment, _, _ in blobs]
-        if given != sorted(set(given)) or not set(given) <= set(expected) or (complete and len(given) < len(expected)):
+        if complete and len(blobs) < len(expected):
             return jobs.StateImported(False, "fragment")
         try:
-            for fragment, layout, blob in blobs:
-                if layout != expected[fragment]:
-                    raise ProtocolError("shape", f"fragment {fragment} has another layout")
-                donated.append((self._by_index[fragment], unpack(self.codecs, layout, blob)))
+            donated = unpacked(self.codecs, blobs, expected)
         except ProtocolError as error:
             return jobs.StateImported(False, error.reason)
-        for mixed, vectors in donated:
+        self.start(donated)
+        return jobs.StateImported(True)
+
+    def start(self, donated: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """These fragments begin anew from what a donor gave."""
+        for index, vectors in donated.items():
+            mixed = self._by_index[index]
             device = mixed.live.theta.device
             mixed.rule.adopt(mixed.live, {name: vector.to(device) for name, vector in vectors.items()})
-        return jobs.StateImported(True)
+
+    def hold(self, lives: Sequence[Live]) -> None:
+        """These fragments from now on: those that are here as they are, others from their weights."""
+        known = {id(mixed.live): mixed for mixed in self.fragments}
+        self.fragments = [known.get(id(live)) or self._new(live) for live in lives]
+        self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
+        if self.holding != BEFORE_START and self.holding not in self._by_index:
+            self.holding = None
+
+    def _new(self, live: Live) -> Mixed:
+        return Mixed.of(live, mix.rule(self.gossip, live.theta, self.peer), self.codecs)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint must keep, by fragment and name."""

@@ -44,6 +44,8 @@ EXAMPLES: list[Message] = [
     messages.Carry("gpt-3fa2c1", "QmA", 7, 2, 8, 3.0, 20.0, (Section("hidden", "bf16", 100, 200),)),
     messages.Returned("gpt-3fa2c1", 5.5, 64, (messages.Hop("QmB", 2, 4),), (Section("hidden", "bf16", 100, 200),)),
     messages.Settle("gpt-3fa2c1", (messages.LegId("QmA", 7, 2),), ()),
+    messages.Stay("gpt-3fa2c1", 3),
+    messages.Unsettled("gpt-3fa2c1", (messages.LegId("QmA", 7, 2),)),
     messages.Refused("busy", "64 streams are open"),
 ]
 PULL = {"run": "gpt-3fa2c1", "fragment": 0, "after": 16, "since": 1.7e9, "patience_s": 2.5}

@@ -1,12 +1,14 @@
 """Routes in virtual time: what is lost, late, killed or asked twice, each layer counts a micro-batch once at most."""
 
+from itertools import pairwise
 from random import Random
 
 import pytest
 
 from decentral import audit
 from decentral.comm.codec import Envelope
-from decentral.comm.messages import Carry, Hop, LegId, Refused, Returned, Settle
+from decentral.comm.messages import Carry, Hop, LegId, Refused, Returned, Settle, Unsettled
+from decentral.comm.pace import DEADLINE_FLOOR_S
 from decentral.comm.transport import Answered, Ask, Asked, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
@@ -91,11 +93,30 @@ def test_whatever_is_lost_or_killed_nothing_counts_twice(seed: int) -> None:
         assert not peer.device.held  # type: ignore[attr-defined]
 
 
-def test_a_settle_that_never_arrives_leaves_the_layer_uncounted_and_stops_nothing() -> None:
+def lost(ask: Ask) -> bool:
+    """What a starter says of held gradients, of itself or when it is asked."""
+    return isinstance(ask.envelope.message, Settle | Unsettled)
+
+
+def test_a_settle_that_is_lost_is_asked_for() -> None:
     world = World(CUTS)
     world.add("A", 0, 2)
     world.add("C", 2, 4)
-    world.loses = lambda now, ask: is_settle(ask) and now < 1.0
+    world.loses = lambda now, ask: is_settle(ask)
+    world.start()
+    world.run(60.0)
+    settled_down(world)
+    found = result(world)
+    assert found.sound
+    assert found.in_part == found.dropped == 0
+    assert found.everywhere > 100
+
+
+def test_without_a_word_of_its_starter_a_layer_stays_uncounted_and_nothing_stops() -> None:
+    world = World(CUTS)
+    world.add("A", 0, 2)
+    world.add("C", 2, 4)
+    world.loses = lambda now, ask: lost(ask) and now < 2.0
     world.start()
     world.run(120.0)
     settled_down(world)
@@ -103,6 +124,50 @@ def test_a_settle_that_never_arrives_leaves_the_layer_uncounted_and_stops_nothin
     assert found.sound
     assert found.in_part > 0
     assert found.everywhere > 100
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_of_a_starter_that_was_killed_hold_up_the_others_for_less_than_two_deadlines(overlap: bool) -> None:
+    world = World(CUTS)
+    for name, first, last in (("A", 0, 2), ("B", 0, 2), ("C", 2, 4), ("D", 2, 4)):
+        world.add(name, first, last, seconds=2.0, overlap=overlap)  # slow, so that legs are held for long
+    world.start()
+    world.run(20.0)
+    world.kill("B")
+    killed_at = world.now
+    starter = world.peers[PeerId("A")]
+    before, steps = starter.routes.ledger.counted, []
+    while world.now < killed_at + 20.0:
+        world.run(0.1)
+        if starter.routes.ledger.counted > before:
+            before = starter.routes.ledger.counted
+            steps.append(world.now)
+    gaps = [late - early for early, late in pairwise([killed_at, *steps, world.now])]
+    assert max(gaps) < 2 * DEADLINE_FLOOR_S
+    settled_down(world)
+    assert result(world).sound
+
+
+def test_a_restarted_starter_does_not_know_its_old_routes_and_says_so() -> None:
+    world = World(CUTS)
+    starter = world.add("A", 0, 2)
+    world.start()
+    legs = (LegId("A", 7, 2), LegId("B", 8, 2))
+    effects = starter.routes.handle(Asked(1, PeerId("C"), Envelope(Unsettled(RUN, legs))), 1.0)
+    assert [one for one in effects if isinstance(one, Reply)] == [Reply(1, Envelope(Settle(RUN, (), legs[:1])))]
+
+
+def test_a_hop_that_the_route_left_aside_is_told_so_when_it_asks() -> None:
+    world = World(CUTS)
+    starter = world.add("A", 0, 2)
+    world.add("C", 2, 4)
+    world.start()
+    world.run(5.0)
+    (number,) = list(starter.routes._settled._routes)[-1:]
+    leg = LegId("A", number, 2)
+    for asker, answer in (("C", Settle(RUN, (leg,), ())), ("D", Settle(RUN, (), (leg,)))):
+        effects = starter.routes.handle(Asked(9, PeerId(asker), Envelope(Unsettled(RUN, (leg,)))), world.now)
+        assert Reply(9, Envelope(answer)) in effects
 
 
 def test_a_leg_that_is_asked_for_again_is_carried_once_and_its_gradient_sent_again() -> None:
@@ -121,7 +186,7 @@ def test_a_leg_that_is_asked_for_again_is_carried_once_and_its_gradient_sent_aga
     world._carry = watched  # type: ignore[method-assign]
     for number, asker in ((1, "M"), (2, "N")):
         world._handle(last, Asked(number, PeerId(asker), Envelope(carry, bytes(20))))
-        world.run(1.0)
+        world.run(0.2)  # before it doubts S, who is not there
     assert [reply.request for reply in seen] == [1, 2]
     assert seen[0].envelope == seen[1].envelope
     assert isinstance(seen[0].envelope.message, Returned)
@@ -129,11 +194,11 @@ def test_a_leg_that_is_asked_for_again_is_carried_once_and_its_gradient_sent_aga
     assert last.device.legs == [] or len(last.device.legs) == 1  # type: ignore[attr-defined]
     settle = Settle(RUN, (LegId("S", 7, 2),), ())
     world._handle(last, Asked(3, PeerId("X"), Envelope(settle)))  # not its starter
-    world.run(1.0)
+    world.run(0.2)
     assert not [line for line in last.lines if line["event"] == "counted"]
     world._handle(last, Asked(4, PeerId("S"), Envelope(settle)))
     world._handle(last, Asked(5, PeerId("S"), Envelope(settle)))
-    world.run(1.0)
+    world.run(0.2)
     assert [line["of"] for line in last.lines if line["event"] == "counted"] == [[["S", 7, 2, 4, 8]]]
 
 

@@ -378,6 +378,13 @@ def test_a_peer_that_is_gone_is_unreachable(pair: Pair) -> None:
     assert caught.value.reason == "unreachable"
 
 
+@pytest.mark.parametrize("name", ["", "nobody", "Qm0OIl", "x" * 64])
+def test_whoever_has_no_peers_name_is_unreachable(pair: Pair, name: str) -> None:
+    with pytest.raises(AskError) as caught:
+        pair.do(pair.world.a.ask(PeerId(name), Envelope(Ping(0)), LONG_S, 0))
+    assert caught.value.reason == "unreachable"
+
+
 # What breaks the format
 
 

@@ -1,6 +1,7 @@
 """python -m decentral.peer as a user gets it wrong: exit 2, one line on stderr that says what to do, no traceback."""
 
 import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from decentral.core import config
 from decentral.core.ids import RunId
 from decentral.state import Folder
 
+ROOT = Path(__file__).parent.parent.parent
 LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 
 
@@ -183,3 +185,12 @@ def test_the_process_exits_2_with_one_line(folder: Path) -> None:
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line == "error: config: unknown key modle; did you mean model?"
+
+
+def test_ctrl_c_while_the_libraries_load_ends_it_quietly(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(
+        [sys.executable, "-m", "decentral.peer"], capture_output=True, env=environment, cwd=ROOT, check=False
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")

@@ -17,9 +17,10 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.units import Amount
 from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
+from decentral.peers.move import Room
 from decentral.peers.node import Node, Setup
 from decentral.peers.records import Profile
-from decentral.train import replicas
+from decentral.train import memory, replicas
 from decentral.train.compute import Compute
 from decentral.train.compute import Setup as ComputeSetup
 
@@ -60,11 +61,12 @@ class Swarm:
                 fragments=compute.fragments,
                 state_layouts=compute.state_layouts(),
                 layers=compute.model_layers,
-                profile=Profile("cpu", 1 << 30, 1e9, 1e4),
+                profile=Profile("cpu", self.room(compute).memory_bytes, 1e9, 1e4),
                 addresses=(),
                 contacts=tuple(self.identities[contact].peer for contact in contacts),
                 stop_after=stop_after,
                 routes=self.routes(own.peer, compute),
+                room=self.room(compute),
             )
         )
         lines = journal.Journal(setup.folder / "journal.jsonl", clock())
@@ -76,6 +78,11 @@ class Swarm:
     def routes(self, peer: PeerId, compute: Compute) -> route.Terms:
         held = compute.fragments
         return route.Terms(RUN, peer, held[0].first, held[-1].last, compute.cuts, 4, 8, 1, compute.layout)
+
+    def room(self, compute: Compute) -> Room:
+        """For two of the three fragments."""
+        needs = memory.needs(compute.setup.config)
+        return Room(needs, max(needs.of(0, 2), needs.of(1, 3)), compute.layouts())
 
     def folder(self, name: str) -> Path:
         return self.computes[name].setup.folder
@@ -238,9 +245,14 @@ async def in_parts(swarm: Swarm, micro_batches: int) -> list["asyncio.Task[str]"
     return running
 
 
-def completed(swarm: Swarm) -> int:
-    routes = swarm.hosts["A"].node.routes
+def begun(swarm: Swarm, name: str) -> int:
+    """Micro-batches that this peer has begun and that came back."""
+    routes = swarm.hosts[name].node.routes
     return routes.completed if routes else 0
+
+
+def completed(swarm: Swarm) -> int:
+    return begun(swarm, "A")
 
 
 def test_three_peers_of_whom_none_holds_the_model_train_it(swarm_of: Callable[[str], Swarm]) -> None:
@@ -303,6 +315,76 @@ def test_the_others_go_on_without_a_holder_that_is_gone(swarm_of: Callable[[str]
 
     swarm.play(gone())
     assert not [line for name in "AB" for line in swarm.journal(name, "error")]
+
+
+def move(swarm: Swarm, name: str, goal: range) -> None:
+    host = swarm.hosts[name]
+    host._carry_all(host.node.move(goal, "test", host.now()))
+
+
+def moved(swarm: Swarm, name: str) -> list[str]:
+    return [line["outcome"] for line in swarm.journal(name, "move")]
+
+
+def test_a_peer_changes_its_layers_while_all_train_and_no_micro_batch_is_lost(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def changed() -> None:
+        running = await in_parts(swarm, 30)
+        move(swarm, "C", range(0, 2))
+        await swarm.until(lambda: begun(swarm, "C") >= 30)
+        for host in swarm.hosts.values():
+            host.stop("enough")
+        await asyncio.gather(*running)
+
+    swarm.play(changed())
+    assert moved(swarm, "C") == ["done"]
+    found = audit.audit([journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"], 3)
+    assert found.sound
+    assert found.everywhere >= 55
+    assert not [line for name in "ABC" for line in swarm.journal(name, "abandoned") + swarm.journal(name, "error")]
+    held = replicas.read(swarm.folder("C"))
+    assert held is not None
+    assert sorted(held) == [0, 1]
+    assert [exchange["fragment"] for exchange in swarm.journal("C", "exchange")][-1] in (0, 1)
+
+
+def test_the_last_holder_of_a_layer_stays_and_trains_on(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def refused() -> None:
+        await in_parts(swarm, 20)
+        move(swarm, "A", range(1, 3))
+        await swarm.until(lambda: bool(moved(swarm, "A")))
+        before = completed(swarm)
+        await swarm.until(lambda: completed(swarm) > before + 20)
+
+    swarm.play(refused())
+    assert [line["reason"] for line in swarm.journal("A", "move")] == ["needed"]
+
+
+def test_a_layer_whose_last_holder_is_gone_is_taken_from_who_kept_it(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def lost() -> None:
+        await swarm.join("A", "", (0, 2))
+        await swarm.join("B", "A", (1, 3))
+        await swarm.join("C", "AB", (1, 3))
+        await swarm.until(lambda: completed(swarm) >= 20)
+        move(swarm, "C", range(0, 2))
+        await swarm.until(lambda: moved(swarm, "C") == ["done"])
+        before = completed(swarm)
+        await swarm.until(lambda: completed(swarm) > before + 20)
+        swarm.network.unplug(swarm.identities["B"].peer)
+        await swarm.until(lambda: "lost" in [line["why"] for name in "AC" for line in swarm.journal(name, "move")])
+        before = begun(swarm, "A") + begun(swarm, "C")
+        await swarm.until(lambda: begun(swarm, "A") + begun(swarm, "C") > before + 20)
+
+    swarm.play(lost())
+    taken = [line for name in "AC" for line in swarm.journal(name, "move") if line["why"] == "lost"]
+    assert [(line["first"], line["last"]) for line in taken if line["outcome"] == "done"] == [(1, 3)]
+    found = audit.audit([journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"], 3)
+    assert found.sound
 
 
 def test_a_whole_model_peer_carries_for_those_that_hold_a_part_and_trains_on(swarm_of: Callable[[str], Swarm]) -> None:

@@ -12,7 +12,8 @@ from decentral.comm.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
 from decentral.core.machine import Effect, Log, Woke
-from decentral.peers.join import DONORS, MOST_PATIENT, PIECE_BYTES, RETRY_S, Join, State
+from decentral.peers.fetch import DONORS, PIECE_BYTES
+from decentral.peers.join import GIVE_UP_S, MOST_PATIENT, RETRY_S, Join, State
 
 RUN = RunId("gpt-3fa2c1")
 A, B = PeerId("A"), PeerId("B")
@@ -213,7 +214,7 @@ def test_newcomers_do_not_all_ask_the_same_donors() -> None:
     chosen = set()
     for seed in range(20):
         new = Newcomer(donors=MANY)
-        new.join.chance = Random(seed)
+        new.join.fetch.chance = Random(seed)
         new.know_the_roster()
         chosen |= {ask.to for ask in new.asks}
     assert len(chosen) > 5 * DONORS
@@ -248,4 +249,62 @@ def test_when_all_are_busy_they_are_asked_again_later() -> None:
             new.refuse(new.asks.pop(), "busy")
         new.wake(RETRY_S * (1 + MOST_PATIENT))
     assert {ask.to for ask in new.asks} == {A, B}
+    new.finish()
+
+
+def b_is_gone(new: Newcomer) -> None:
+    """And A gives all that it has."""
+    while new.asks:
+        ask = new.asks.pop()
+        new.fail(ask) if ask.to == B else new.answer(ask)
+    new.live.remove(B)
+
+
+def test_what_only_a_dead_donor_held_is_not_waited_for_when_all_else_is_here() -> None:
+    new = Newcomer(restored=True, own_step=10)
+    new.join.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
+    new.know_the_roster()
+    b_is_gone(new)
+    new.wake(RETRY_S)
+    (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
+    assert [index for index, _, _ in imported.blobs] == [0]
+
+
+def test_half_a_fragment_whose_only_donor_is_gone_is_given_up_in_the_end() -> None:
+    new = Newcomer()
+    new.join.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
+    new.know_the_roster()
+    new.answer(next(ask for ask in new.asks if ask.to == B and ask.tag[1] == 1))
+    b_is_gone(new)
+    new.wake(RETRY_S)
+    assert not [effect for effect in new.effects if isinstance(effect, ImportState)]
+    new.wake(GIVE_UP_S)
+    (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
+    assert [index for index, _, _ in imported.blobs] == [0]
+
+
+def test_what_nobody_holds_is_taken_from_whoever_keeps_it() -> None:
+    new = Newcomer()
+    new.join.holds = lambda peer, fragment: fragment.index == 0
+    new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.know_the_roster()
+    assert {ask.to for ask in new.asks if ask.tag[1] == 1} == {B}
+    assert {ask.envelope.message.kept for ask in new.asks if ask.tag[1] == 1} == {True}  # type: ignore[union-attr]
+    assert [index for index, _, _ in new.finish().blobs] == [0, 1]
+
+
+@pytest.mark.parametrize(("own_step", "taken"), [(39, [0, 1]), (40, [0])])
+def test_a_kept_state_is_taken_only_if_it_is_newer_than_our_checkpoint(own_step: int, taken: list[int]) -> None:
+    new = Newcomer(restored=True, own_step=own_step)
+    new.join.holds = lambda peer, fragment: fragment.index == 0
+    new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.know_the_roster()
+    assert [index for index, _, _ in new.finish().blobs] == taken
+
+
+def test_only_those_are_asked_who_hold_something_of_ours() -> None:
+    new = Newcomer(donors=MANY)
+    new.join.holds = lambda peer, fragment: peer == MANY[-1]
+    new.know_the_roster()
+    assert new.join.donors == [MANY[-1]]
     new.finish()

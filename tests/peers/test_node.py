@@ -168,7 +168,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     messages.Commit: st.builds(messages.Commit, runs(), fragments, numbers()),
     messages.Push: st.builds(messages.Push, snapshots),
     messages.Done: st.just(messages.Done()),
-    messages.PullState: st.builds(messages.PullState, runs(), fragments, numbers(), lengths),
+    messages.PullState: st.builds(messages.PullState, runs(), fragments, numbers(), lengths, st.booleans()),
     messages.StateChunk: st.builds(
         messages.StateChunk, runs(), fragments, numbers(), numbers(), numbers(), layouts, digests
     ),
@@ -181,6 +181,8 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     messages.Settle: st.builds(
         messages.Settle, runs(), st.lists(legs, max_size=3).map(tuple), legs.map(lambda one: (one,))
     ),
+    messages.Unsettled: st.builds(messages.Unsettled, runs(), st.lists(legs, max_size=3).map(tuple)),
+    messages.Stay: st.builds(messages.Stay, runs(), fragments),
     messages.Refused: st.builds(Refused, words(32) | st.just("nothing-newer"), words(200) | numbers().map(str)),
 }
 any_message = st.one_of(*MESSAGES.values())

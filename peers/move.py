@@ -1,0 +1,270 @@
+"""A peer changes its layers while it trains, and no layer loses its last holder by that.
+
+    SETTLED --begin--> FETCHING --state here--> ASKING --promises--> DRAINING --no leg here--> SWITCHING --Moved-->
+
+The state of the layers to come is fetched while the old ones serve on. Layers that are given up have to stay with
+`holders` others, who promise it: a record may be old, a promise is not. Who has promised a layer does not give it up
+for PROMISE_S. Of two that want to give up the same layer the lower id yields: it stays, and promises. Then no new legs
+are taken until those under way are done, and between two optimizer steps the compute thread changes the layers.
+
+Whatever fails before that leaves the old span serving. The state of what was given up is kept on the disk
+(train/kept.py), for the case that its last holder is lost.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from random import Random
+from typing import Protocol
+
+from decentral.comm.codec import Envelope
+from decentral.comm.messages import Done, Refused, Stay
+from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Layout, Move, Moved
+from decentral.core.machine import Effect, Woke, log
+from decentral.core.units import Seconds
+from decentral.peers.fetch import Fetch, Incoming
+from decentral.train.memory import Needs
+
+RETRY_S = 2.0
+STALLED_S = 20.0  # without a piece, after which the fetching is given up
+STAY_S = 5.0  # deadline of the question
+DRAIN_S = 30.0  # for the legs under way
+PROMISE_S = 90.0  # more than all that a move does after it was promised something
+ASKED = 4  # holders that are asked to stay, where so many are there
+
+
+class State(Enum):
+    SETTLED = auto()
+    FETCHING = auto()
+    ASKING = auto()
+    DRAINING = auto()
+    SWITCHING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What this peer's device takes. `layouts`: of each fragment's state, of the whole model."""
+
+    needs: Needs
+    memory_bytes: int
+    layouts: tuple[Layout, ...]
+
+    def fits(self, begin: int, end: int) -> bool:
+        """Whoever has a part of the model never changes to the whole: it would have to train in another way."""
+        return 0 < end - begin < len(self.needs.fragments) and self.needs.of(begin, end) <= self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Effect for the node: from now on this peer holds these fragments, and takes legs for them."""
+
+    fragments: range
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Event: no leg is here any more."""
+
+
+class View(Protocol):
+    """What a move needs to know of the swarm; peers/node.py has it from the roster."""
+
+    def holders(self, fragment: int) -> Sequence[PeerId]:
+        """Who else holds this fragment, and trains."""
+        ...
+
+    def keepers(self, fragment: int) -> Sequence[PeerId]:
+        """Who else keeps the newest state of it, if that is newer than what we keep."""
+        ...
+
+    def keeps(self, fragment: int) -> bool:
+        """Whether we keep a state of it ourselves."""
+        ...
+
+
+@dataclass(slots=True)
+class Moves:
+    run: RunId
+    own: PeerId
+    room: Room
+    view: View
+    chance: Random
+    wanted: int  # other holders that a layer must keep when we give it up
+    held: range  # fragments
+    state: State = State.SETTLED
+    goal: range = range(0)
+    why: str = ""
+    wake_at: Seconds | None = None
+    fetch: Fetch = field(init=False)
+    promised: dict[int, Seconds] = field(default_factory=dict)  # fragments that others rely on us for, and until when
+    failed: int = 0  # moves in a row
+    _began: Seconds = 0.0
+    _until: Seconds = 0.0  # then legs under way have kept us too long
+    _promises: Counter[int] = field(default_factory=Counter)  # by fragment: others that promised to stay
+    _waiting: int = 0  # questions whose answers are not here
+    _asked: int = 0  # the number of the present questions; answers to older ones say nothing
+
+    def __post_init__(self) -> None:
+        self.fetch = self._new_fetch()
+
+    @property
+    def drains(self) -> bool:
+        """Whether no new legs should be taken."""
+        return self.state in (State.DRAINING, State.SWITCHING)
+
+    @property
+    def lost(self) -> list[int]:
+        """Fragments that the move under way gives up."""
+        return [] if self.state is State.SETTLED else [index for index in self.held if index not in self.goal]
+
+    @property
+    def gained(self) -> list[int]:
+        return [] if self.state is State.SETTLED else [index for index in self.goal if index not in self.held]
+
+    def begin(self, goal: range, why: str, now: Seconds, alone: bool = False) -> list[Effect]:
+        """Sets out for these fragments, unless we are on our way or have arrived.
+
+        `alone`: what nobody holds and nobody keeps is begun with its initial weights; else it ends the move.
+        """
+        if self.state is not State.SETTLED or goal == self.held:
+            return []
+        self.state, self.goal, self.why, self._began = State.FETCHING, goal, why, now
+        if not self.room.fits(goal.start, goal.stop):
+            return self._fail("memory", now)
+        if any(now < self.promised.get(index, 0.0) for index in self.lost):
+            return self._fail("promised", now)
+        self.fetch = self._new_fetch()
+        incoming = {index: self._incoming(index) for index in self.gained}
+        if not alone and any(one is None and not self.view.keeps(index) for index, one in incoming.items()):
+            return self._fail("donors", now)
+        self.fetch.begin((one for one in incoming.values() if one is not None), now)
+        return self._look(now)
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]:
+        match event:
+            case Woke() if self.wake_at is not None and now >= self.wake_at:
+                return self._look(now)
+            case Answered(tag=("move", *_)) | AskFailed(tag=("move", *_)) if self.state is State.FETCHING:
+                effects = self.fetch.handle(event, now)
+                return effects + self._look(now) if self.fetch.complete else effects
+            case Answered(tag=("stay", int() as index, int() as asked), envelope=Envelope(Done())):
+                return self._heard(index, asked, 1, now)
+            case Answered(tag=("stay", int() as index, int() as asked)):
+                return self._heard(index, asked, 0, now)
+            case AskFailed(tag=("stay", int() as index, int() as asked)):
+                return self._heard(index, asked, 0, now)
+            case Asked(request, sender, Envelope(Stay(fragment=index))):
+                return self._asked_to_stay(request, sender, index, now)
+            case Drained() if self.state is State.DRAINING:
+                self.state, self.wake_at = State.SWITCHING, None
+                cuts = self.room.needs.fragments[self.goal.start : self.goal.stop]
+                return [Move(cuts[0].first, cuts[-1].last, self.fetch.donated(), self.fetch.step)]
+            case Moved(accepted, reason) if self.state is State.SWITCHING:
+                return self._arrive(now) if accepted else self._fail(reason, now)
+        return []
+
+    # On the way
+
+    def _look(self, now: Seconds) -> list[Effect]:
+        self.wake_at = now + RETRY_S
+        if self.state is State.DRAINING and now >= self._until:
+            return self._fail("legs", now)
+        if self.state is not State.FETCHING:
+            return []
+        if self.fetch.complete:
+            return self._ask_others_to_stay(now)
+        if now > self.fetch.last_piece + STALLED_S:
+            return self._fail("donors", now)
+        self.fetch.choose(sorted({peer for index in self.fetch.incoming for peer in self._donors(index)}))
+        if not self.fetch.donors:
+            self.fetch.failures.clear()
+        return self.fetch.ask()
+
+    def _ask_others_to_stay(self, now: Seconds) -> list[Effect]:
+        self.state, self._promises = State.ASKING, Counter()
+        self._asked += 1
+        asks: list[Effect] = []
+        for index in self.lost:
+            holders = list(self.view.holders(index))
+            for peer in self.chance.sample(holders, min(ASKED + self.wanted, len(holders))):
+                asks.append(Ask(("stay", index, self._asked), peer, Envelope(Stay(self.run, index)), STAY_S))
+        self._waiting = len(asks)
+        return asks or self._have_they_promised(now)
+
+    def _heard(self, index: int, asked: int, promises: int, now: Seconds) -> list[Effect]:
+        if self.state is not State.ASKING or asked != self._asked:
+            return []
+        self._waiting -= 1
+        self._promises[index] += promises
+        return [] if self._waiting else self._have_they_promised(now)
+
+    def _have_they_promised(self, now: Seconds) -> list[Effect]:
+        if any(self._promises[index] < self.wanted for index in self.lost):
+            return self._fail("needed", now)
+        self.state, self._until = State.DRAINING, now + DRAIN_S
+        self.wake_at = now + RETRY_S
+        return []
+
+    def _arrive(self, now: Seconds) -> list[Effect]:
+        line = self._line("done", "", now)
+        self.held, self.failed = self.goal, 0
+        return [line, self._settle()]
+
+    def _fail(self, reason: str, now: Seconds) -> list[Effect]:
+        line = self._line("failed", reason, now)
+        self.failed += 1
+        return [line, self._settle()]
+
+    def _settle(self) -> Hold:
+        self.state, self.goal, self.wake_at = State.SETTLED, range(0), None
+        self.fetch = self._new_fetch()  # what was fetched is let go of
+        return Hold(self.held)
+
+    def _line(self, outcome: str, reason: str, now: Seconds) -> Effect:
+        cuts, goal = self.room.needs.fragments, self.goal
+        return log(
+            "move",
+            outcome=outcome,
+            reason=reason,
+            why=self.why,
+            first=cuts[goal.start].first,
+            last=cuts[goal.stop - 1].last,
+            donors=sorted(self.fetch.used),
+            seconds=round(now - self._began, 3),
+        )
+
+    # What others want
+
+    def _asked_to_stay(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[Effect]:
+        """Promises, or says why not."""
+        if index not in self.held:
+            return [Reply(request, Envelope(Refused("fragment")))]
+        effects: list[Effect] = []
+        if index in self.lost:
+            if self.state is State.SWITCHING or self.own > sender:
+                return [Reply(request, Envelope(Refused("moving")))]
+            effects = self._fail("yielded", now)
+        self.promised[index] = now + PROMISE_S
+        return [*effects, Reply(request, Envelope(Done()))]
+
+    # Helpers
+
+    def _new_fetch(self) -> Fetch:
+        return Fetch(self.run, "move", self.chance, lambda peer, fragment: peer in self._donors(fragment.index))
+
+    def _incoming(self, index: int) -> Incoming | None:
+        """What to fetch; None if nobody else has it, or nothing newer than our disk."""
+        fragment, layout = self.room.needs.fragments[index], self.room.layouts[index]
+        held = bool(self.view.holders(index))
+        return Incoming(fragment, layout, not held) if held or self.view.keepers(index) else None
+
+    def _donors(self, index: int) -> Sequence[PeerId]:
+        """Of a fragment: who trains it, or, where we asked for what was kept, who keeps the newest."""
+        incoming = self.fetch.incoming.get(index)
+        return self.view.keepers(index) if incoming is not None and incoming.kept else self.view.holders(index)
+
+
+__all__ = ["Drained", "Hold", "Moves", "Room", "State", "View"]

@@ -1,0 +1,152 @@
+"""The compute thread changes its layers: what stays is untouched, what comes is as it was given, what goes is kept."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from decentral.core import config, jobs
+from decentral.train import gpt
+from decentral.train.compute import Compute, Setup
+from decentral.train.sections import unpack
+
+MakeSetup = Callable[..., Setup]
+LAST = (1, 3)  # layers; the model has an embedding, a block and a head, a fragment each
+FIRST = (0, 2)
+
+
+def peer(setup_of: MakeSetup, name: str, span: tuple[int, int]) -> Compute:
+    """It has trained a little, so that its weights and moments are its own."""
+    compute = Compute(replace(setup_of(name), span=span))
+    for mixed in compute.mixing.fragments:
+        mixed.live.theta += 0.01 * torch.randn(
+            len(mixed.live.theta), generator=torch.Generator().manual_seed(len(name))
+        )
+        mixed.live.exp_avg.fill_(0.5)
+        mixed.live.steps = 9
+    return compute
+
+
+def state_of(compute: Compute, fragment: int) -> jobs.Donated:
+    exported = compute.do(jobs.ExportState(fragment))
+    assert isinstance(exported, jobs.StateExported)
+    return exported.fragment, exported.layout, exported.blob
+
+
+def held(compute: Compute) -> dict[int, torch.Tensor]:
+    return {mixed.live.fragment.index: mixed.live.theta.clone() for mixed in compute.mixing.fragments}
+
+
+def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_of: MakeSetup) -> None:
+    compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
+    before = compute.mixing.fragments[0].live
+    state = state_of(donor, 0)
+    assert compute.do(jobs.Move(*FIRST, (state,), 40)) == jobs.Moved(True, kept=((2, 0),))
+    assert [fragment.index for fragment in compute.fragments] == [0, 1]
+    came, stayed = (mixed.live for mixed in compute.mixing.fragments)
+    assert stayed is before
+    assert stayed.steps == 9
+    phi = unpack(compute.setup.codecs, state[1], state[2])["phi"]
+    assert torch.equal(came.theta, phi)
+    assert not came.exp_avg.any()
+    assert compute.lr_step == 40
+    layer = compute.layers[1]
+    assert next(layer.parameters()).data_ptr() in range(
+        stayed.theta.data_ptr(), stayed.theta.data_ptr() + 4 * len(stayed.theta)
+    )
+
+
+def test_it_carries_micro_batches_through_its_new_layers(setup_of: MakeSetup) -> None:
+    compute, last, donor = peer(setup_of, "A", LAST), peer(setup_of, "D", LAST), peer(setup_of, "BB", FIRST)
+    compute.do(jobs.Move(*FIRST, (state_of(donor, 0),), 0))
+    begun = compute.do(jobs.Draw(1, 2))
+    assert isinstance(begun, jobs.Forwarded)
+    backed = last.do(jobs.Forward(1, 2, 3, begun.sequences, begun.layout, begun.blob))
+    assert isinstance(backed, jobs.Backed)
+    assert isinstance(compute.do(jobs.Backward(1, backed.layout, backed.blob)), jobs.Backed)
+    before = held(compute)
+    compute.do(jobs.Seal())
+    assert isinstance(compute.do(jobs.Apply(begun.tokens, 1, backed.loss)), jobs.Stepped)
+    assert all(not torch.equal(theta, before[index]) for index, theta in held(compute).items())
+
+
+def test_what_was_given_up_can_be_had_again_from_the_disk(setup_of: MakeSetup) -> None:
+    compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
+    compute.lr_step = 30
+    given_up = state_of(compute, 2)
+    compute.do(jobs.Move(*FIRST, (state_of(donor, 0),), 0))
+    found = Compute(replace(setup_of("A"), span=FIRST))  # after a restart
+    assert found.kept.kept(range(3)) == ((2, 30),)
+    assert found.do(jobs.ExportKept(2)) == jobs.KeptExported(2, 30, *given_up[1:])
+    assert found.do(jobs.Move(*LAST, (given_up,), 30)) == jobs.Moved(True, kept=((0, 0),))
+
+
+def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSetup) -> None:
+    compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
+    compute.do(jobs.Move(*FIRST, (state_of(donor, 0),), 0))
+    compute.do(jobs.Save())
+    found = Compute(replace(setup_of("A"), span=FIRST))
+    assert found.resume()
+    for index, theta in held(compute).items():
+        assert torch.equal(held(found)[index], theta)
+    assert [mixed.live.steps for mixed in found.mixing.fragments] == [0, 9]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda state: (1, *state[1:]), "fragment"),
+        (lambda state: (0, state[1][:1], state[2]), "shape"),
+        (lambda state: (0, state[1], b"\xff" * len(state[2])), "nan"),
+    ],
+)
+def test_a_state_that_is_none_changes_nothing(
+    setup_of: MakeSetup, spoil: Callable[[jobs.Donated], jobs.Donated], reason: str
+) -> None:
+    compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
+    before = held(compute)
+    assert compute.do(jobs.Move(*FIRST, (spoil(state_of(donor, 0)),), 40)) == jobs.Moved(False, reason)
+    assert all(torch.equal(theta, before[index]) for index, theta in held(compute).items())
+    assert compute.lr_step == 0
+    assert compute.kept.kept(range(3)) == ()
+
+
+def test_a_device_whose_memory_is_full_goes_back_to_its_old_layers(
+    setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
+    build = gpt.build
+
+    def full(model: config.Model, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
+        if first == 0:
+            raise torch.OutOfMemoryError("no memory for layer 0")
+        return build(model, seed, first, last)
+
+    state = state_of(donor, 0)
+    monkeypatch.setattr(gpt, "build", full)
+    compute.do(jobs.CloseWindow(2, 1))
+    before = state_of(compute, 2)
+    assert compute.do(jobs.Move(*FIRST, (state,), 40)) == jobs.Moved(False, "memory")
+    assert state_of(compute, 2) == before
+    assert [fragment.index for fragment in compute.fragments] == [1, 2]
+
+
+def test_a_full_disk_changes_nothing(setup_of: MakeSetup) -> None:
+    compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
+    before = held(compute)
+    (compute.setup.folder / "kept-2.safetensors.new").mkdir()
+    assert compute.do(jobs.Move(*FIRST, (state_of(donor, 0),), 40)) == jobs.Moved(False, "disk")
+    assert all(torch.equal(theta, before[index]) for index, theta in held(compute).items())
+
+
+def test_a_kept_state_that_is_damaged_or_of_another_run_is_none(setup_of: MakeSetup) -> None:
+    compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
+    compute.do(jobs.Move(*FIRST, (state_of(donor, 0),), 0))
+    other = replace(compute.kept, run="another")
+    assert other.kept(range(3)) == ()
+    path = compute.setup.folder / "kept-2.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert compute.kept.kept(range(3)) == ()
+    assert compute.do(jobs.ExportKept(2)) == jobs.KeptExported(2, 0, (), b"")
