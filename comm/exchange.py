@@ -62,7 +62,7 @@ class Exchange:
     @property
     def wake_at(self) -> Seconds | None:
         own = self.close_at if self.state is State.OPEN else self._enough_at if self._may_be_enough() else None
-        return earliest((self.shelf.wake_at, own))
+        return earliest((self.shelf.wake_at, own)) if self.shelf.held else own
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
