@@ -124,6 +124,8 @@ async def prepare(
 ) -> Host:
     run = met.config
     device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
+    if placed.span is not None:
+        memory.give_back_what_is_freed()
     corpus = data.load(run.data, run.model)
     compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, placed.span))
     restored = compute.resume()

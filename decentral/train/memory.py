@@ -9,9 +9,10 @@
                             the tensors that autograd keeps for the backward pass (`kept`), and what travels
 
 The process around it (torch, libp2p, the data) is not in here. tests/train/test_memory.py holds the figures against
-what torch really keeps.
+what torch really keeps, and benchmarks/memory.py against what a process takes.
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ PASSING_BYTES = 16
 UNDER_WAY = 4  # micro-batches that a span must have room for: with fewer its device waits for the links
 MOST_UNDER_WAY = 32
 MOST_SEQUENCES = 512  # of a micro-batch whose size is `auto`
+M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
+RETURNED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +106,14 @@ def check(found: Needs, memory_bytes: int) -> None:
             f"--memory {memory_bytes}: the smallest part of this model takes {least} bytes; give more, or lower "
             f"gossip.fragment_parameters or train.micro_batch"
         )
+
+
+def give_back_what_is_freed() -> None:
+    """Of tensors above RETURNED_BYTES on the CPU, at once. A process whose memory is counted needs that.
+
+    glibc raises that threshold with every tensor that is freed, up to 32 MiB, and keeps what is below: after some
+    micro-batches a span had taken 1.4 times its bytes. Another C library decides for itself.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)

@@ -1,7 +1,9 @@
 """The memory model against what torch really keeps."""
 
 import dataclasses
+import resource
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,3 +79,18 @@ def test_room_for_more_micro_batches_is_used_up_to_a_limit() -> None:
     needs = memory.needs(config.Config(model=config.Model(depth=4, width=128)))
     assert needs.capacity(0, 2, needs.of(0, 2)) == memory.UNDER_WAY
     assert needs.capacity(0, 2, 1 << 50) == memory.MOST_UNDER_WAY
+
+
+def test_a_freed_tensor_goes_back_to_the_machine() -> None:
+    memory.give_back_what_is_freed()
+    before = resident()
+    for size in (4, 8, 12, 16):  # each that is freed would raise glibc's threshold above the next
+        torch.ones(size << 18)
+    held = [torch.ones(12 << 18) for _ in range(8)]
+    del held
+    assert resident() < before + (4 << 20)
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

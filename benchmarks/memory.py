@@ -1,0 +1,128 @@
+"""What a span really takes of a process against what `--memory` counts: `python -m benchmarks.memory`.
+
+Each case is a fresh process that builds its layers and does what a peer does with them: UNDER_WAY micro-batches go
+forward before the first comes back, a step is taken, every fragment closes a window, merges three partners' snapshots,
+and is given to a newcomer. Its peak of resident memory, less what it had before it built anything (torch, data, and one
+round with a tiny model), is held against train/memory.py's bytes for the same span.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from decentral.comm import compress
+from decentral.core import config, jobs
+from decentral.core.ids import PeerId
+from decentral.train import data, memory
+from decentral.train.compute import Compute, Setup
+from decentral.train.step import Device
+
+MB = 1e6
+CASES = {  # overrides, and the span in fragments
+    "narrow, front half": (["model.depth=6", "model.width=256", "model.context=128"], (0, 4)),
+    "narrow, back half": (["model.depth=6", "model.width=256", "model.context=128"], (4, 8)),
+    "wide, front half": (["model.depth=4", "model.width=768", "model.context=128"], (0, 3)),
+    "wide, middle": (["model.depth=4", "model.width=768", "model.context=128"], (2, 4)),
+    "wide, back half": (["model.depth=4", "model.width=768", "model.context=128"], (3, 6)),
+    "long context": (["model.depth=4", "model.width=256", "model.context=1024"], (0, 3)),
+    "large vocabulary": (["model.depth=2", "model.width=256", "model.context=128", "model.vocabulary=32000"], (2, 4)),
+    "large micro-batch": (["model.depth=4", "model.width=256", "train.micro_batch=64"], (1, 3)),
+}
+FIXED = ["train.micro_batch=8", "gossip.fragment_parameters=10000"]
+TINY = ["model.depth=2", "model.width=64", "model.context=16"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, help="this process measures it, and prints one line of JSON")
+    chosen = parser.parse_args().case
+    if chosen:
+        print(json.dumps(measured(*CASES[chosen])))
+        return
+    print(f"{'case':<22} {'parameters':>12} {'said, MB':>10} {'taken, MB':>10} {'taken/said':>11}")
+    for name in CASES:
+        command = [sys.executable, "-m", "benchmarks.memory", "--case", name]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        said, taken, parameters = json.loads(done.stdout)
+        print(f"{name:<22} {parameters:>12,} {said / MB:>10.1f} {taken / MB:>10.1f} {taken / said:>11.2f}", flush=True)
+
+
+def measured(overrides: list[str], span: tuple[int, int]) -> tuple[int, int, int]:
+    """Bytes that the memory model counts, bytes that the process took at most, and the span's parameters."""
+    torch.set_num_threads(1)
+    memory.give_back_what_is_freed()
+    with tempfile.TemporaryDirectory() as folder:
+        work(config.load(None, [*FIXED, *TINY]), (0, 1), Path(folder) / "tiny")
+        run = config.load(None, [*FIXED, *overrides])
+        setup_of(run, (0, 1), Path(folder) / "data")  # the text is in memory now
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident
+        before = resident("VmRSS")
+        work(run, span, Path(folder) / "real")
+        needs = memory.needs(run)
+        parameters = sum(one.parameters for one in needs.fragments[span[0] : span[1]])
+        return needs.of(*span), resident("VmHWM") - before, parameters
+
+
+def resident(what: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) * 1024
+
+
+def setup_of(run: config.Config, span: tuple[int, int], folder: Path) -> Setup:
+    folder.mkdir(exist_ok=True)
+    device = Device(torch.device("cpu"), torch.float32)
+    layers = memory.needs(run).span(*span)
+    return Setup(run, PeerId("A"), data.load(run.data, run.model), compress, device, folder, layers)
+
+
+def work(run: config.Config, span: tuple[int, int], folder: Path) -> None:
+    compute = Compute(setup_of(run, span, folder))
+    first, last = compute.fragments[0].first, compute.fragments[-1].last
+    for number in range(2 * memory.UNDER_WAY):
+        forward(compute, run, number, first, last)
+        if number >= memory.UNDER_WAY - 1:
+            backward(compute, run, number - memory.UNDER_WAY + 1, last)
+    legs = compute.do(jobs.Seal())
+    assert isinstance(legs, jobs.Sealed)
+    compute.do(jobs.Apply(1, 1, 0.0))
+    for fragment in compute.fragments:
+        closed = compute.do(jobs.CloseWindow(fragment.index, 1))
+        assert isinstance(closed, jobs.WindowClosed)
+        partners = [jobs.Contribution(PeerId(n), 1, closed.rates, closed.layout, closed.blob) for n in "BCD"]
+        merged = compute.do(jobs.Merge(fragment.index, 1, tuple(partners)))
+        assert isinstance(merged, jobs.Merged), merged
+        compute.do(jobs.ExportState(fragment.index))
+
+
+def forward(compute: Compute, run: config.Config, number: int, first: int, last: int) -> None:
+    if first == 0:
+        done = compute.do(jobs.Draw(number, last))
+    else:
+        sequences = run.train.micro_batch
+        assert isinstance(sequences, int)
+        expected = compute.layout(first, sequences)
+        hidden = compress.encode(expected[0].codec, 0.1 * torch.randn(expected[0].elements))
+        blob = hidden + bytes(expected[1].size)
+        done = compute.do(jobs.Forward(number, first, last, sequences, expected, blob))
+    assert isinstance(done, jobs.Forwarded | jobs.Backed), done
+
+
+def backward(compute: Compute, run: config.Config, number: int, last: int) -> None:
+    """The last peer's backward pass is done with its forward pass."""
+    if last == compute.model_layers:
+        return
+    sequences = run.train.micro_batch
+    assert isinstance(sequences, int)
+    (section, _) = compute.layout(last, sequences)
+    blob = compress.encode(section.codec, 1e-3 * torch.randn(section.elements))
+    done = compute.do(jobs.Backward(number, (section,), blob))
+    assert isinstance(done, jobs.Backed), done
+
+
+if __name__ == "__main__":
+    main()
