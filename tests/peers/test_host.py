@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -266,7 +267,7 @@ def test_three_peers_of_whom_none_holds_the_model_train_it(swarm_of: Callable[[s
 
     swarm.play(trained())
     losses = [line["loss"] for line in swarm.journal("A", "step")]
-    assert losses[-1] < losses[0] - 0.5
+    assert mean(losses[-20:]) < losses[0] - 0.5  # one micro-batch is too few to tell
     journals = [journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"]
     found = audit.audit(journals, 3)
     assert found.sound
