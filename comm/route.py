@@ -52,6 +52,7 @@ from decentral.core.jobs import (
     Layout,
     Sealed,
     Stepped,
+    share,
 )
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.units import Seconds
@@ -97,8 +98,7 @@ class Terms:
 
     def share(self, first: int, last: int) -> float:
         """The part of the model's parameters in layers [first, last)."""
-        inside = sum(cut.parameters for cut in self.cuts if first <= cut.first and cut.last <= last)
-        return inside / sum(cut.parameters for cut in self.cuts)
+        return share(self.cuts, first, last)
 
     def size(self, carry: Carry) -> int:
         """Bytes that may come with it; none, if it is not for us."""

@@ -43,6 +43,7 @@ ROSTER_S = 4.0  # how long to wait for the roster
 RETRY_S = 2.0
 MOST_PATIENT = 2  # more times that, where all donors are busy with newcomers
 GIVE_UP_S = 12.0  # without any donor that answers, after which we start from what we have
+LOOKS = 5  # for a new record of a layer's holder whose last one is over: after a pause all are
 PIECE_DEADLINE_S = 30.0
 EXPORT_KEPT_S = 5.0  # longer, and a newcomer would start where the swarm was
 
@@ -63,6 +64,8 @@ class Incoming:
     total: int | None = None
     pieces: dict[int, bytes] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
+    held: bool = False  # by somebody, when we looked
+    looks: int = 0  # in which nobody held it any more
 
     def wanted(self) -> int | None:
         """An offset that is neither here nor asked for. The first piece tells how many there are."""
@@ -142,7 +145,8 @@ class Join:
         willing = [peer for peer in known if self._failures[peer] < FAILURES]
         kept = [peer for peer in self.donors if peer in willing]
         others = [peer for peer in willing if peer not in kept]
-        self.donors = kept + self.chance.sample(others, min(len(others), DONORS - len(kept)))
+        self.donors = kept + self.chance.sample(others, max(0, min(len(others), DONORS - len(kept))))
+        self.donors += self._holders_of_the_rest(willing)
         if not self.donors and (not known or now > self._last_piece + GIVE_UP_S):
             return self._done("checkpoint" if self.restored else "alone", now)
         if not self.donors:
@@ -152,8 +156,27 @@ class Join:
             return []
         if not self._leave_out_what_nobody_holds(known):
             return self._done("checkpoint" if self.restored else "alone", now)
+        if self._all_here():
+            return self._import()  # of what was missing the last holder has gone
         self.state, self.wake_at = State.FETCHING, now + RETRY_S * (1 + min(self._busy, MOST_PATIENT))
         return self._ask_more(now)
+
+    def _all_here(self) -> bool:
+        return all(one.complete() for one in self._incoming.values())
+
+    def _import(self) -> list[Effect]:
+        self.state, self.wake_at = State.IMPORTING, None
+        parts = [(index, one.layout, one.blob()) for index, one in sorted(self._incoming.items())]
+        return [ImportState(tuple(parts), self._step)]
+
+    def _holders_of_the_rest(self, willing: Sequence[PeerId]) -> list[PeerId]:
+        """One more donor for each fragment that is not here yet, and that none of the donors holds."""
+        found: list[PeerId] = []
+        for one in self._incoming.values():
+            holders = [peer for peer in willing if self.holds(peer, one.fragment)]
+            if holders and not one.complete() and not {*holders} & {*self.donors, *found}:
+                found.append(self.chance.choice(holders))
+        return found
 
     def _only_strangers(self, known: Sequence[PeerId]) -> bool:
         incoming = self._incoming.values()
@@ -162,7 +185,11 @@ class Join:
     def _leave_out_what_nobody_holds(self, known: Sequence[PeerId]) -> bool:
         """Layers without another holder keep our checkpoint's, or the initial weights. Whether any is left to fetch."""
         for index, one in list(self._incoming.items()):
-            if not one.pieces and not any(self.holds(peer, one.fragment) for peer in known):
+            if any(self.holds(peer, one.fragment) for peer in known):
+                one.held, one.looks = True, 0
+                continue
+            one.looks += one.held
+            if not one.complete() and (not one.held or one.looks > LOOKS):
                 del self._incoming[index]
         return bool(self._incoming)
 
@@ -205,11 +232,7 @@ class Join:
         self._in_flight[event.peer] -= 1
         self._last_piece, self._step = now, max(self._step, message.step)
         self.used.add(event.peer)
-        if not all(one.complete() for one in self._incoming.values()):
-            return self._ask_more(now)
-        self.state, self.wake_at = State.IMPORTING, None
-        parts = [(index, one.layout, one.blob()) for index, one in sorted(self._incoming.items())]
-        return [ImportState(tuple(parts), self._step)]
+        return self._import() if self._all_here() else self._ask_more(now)
 
     def _donor_failed(self, donor: PeerId, reason: str, now: Seconds) -> list[Effect]:
         self._in_flight[donor] -= 1

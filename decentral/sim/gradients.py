@@ -11,7 +11,7 @@ from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.peers.virtual import Training
 from decentral.sim.swarm import Member, Shape
-from decentral.train import data
+from decentral.train import data, hopping
 from decentral.train.compute import Compute, Setup
 from decentral.train.mixing import Mixing
 from decentral.train.step import Device
@@ -25,8 +25,8 @@ class Trained:
     restored: bool
 
     @property
-    def holding(self) -> int | None:
-        return self.compute.mixing.holding
+    def waits(self) -> bool:
+        return self.compute.waits
 
     @property
     def lr_step(self) -> int:
@@ -39,6 +39,10 @@ class Trained:
     def step(self, count: int) -> jobs.Stepped:
         assert count == 1, "real steps are made one by one"
         return self.compute.step()
+
+    def work(self, job: jobs.Job) -> float:
+        hops = self.compute.hops
+        return hopping.work(job, self.compute.cuts, hops.held if hops else {})
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         outcome = self.compute.do(job)
@@ -55,7 +59,7 @@ def real_gradients(shape: Shape) -> Shape:
     def train(member: Member) -> Training:
         place = folder / member.peer
         place.mkdir(exist_ok=True)
-        compute = Compute(Setup(run, member.peer, corpus, compress, device, place))
+        compute = Compute(Setup(run, member.peer, corpus, compress, device, place, member.span))
         return Trained(compute, compute.resume())
 
     device = Device(torch.device("cpu"), torch.float32)

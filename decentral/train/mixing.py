@@ -59,6 +59,9 @@ class Mixing:
         self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
         self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
 
+    def of(self, fragment: int) -> Mixed:
+        return self._by_index[fragment]
+
     def do(self, job: jobs.Mix) -> jobs.Outcome:
         match job:
             case jobs.CloseWindow(fragment, seq, hold):
@@ -118,12 +121,12 @@ class Mixing:
             mix.layout_of(mixed.rule.donated, mixed.live.fragment.parameters, self.codecs) for mixed in self.fragments
         ]
 
-    def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]], complete: bool = True) -> jobs.StateImported:
-        """All of these or none: decoded and checked first, then adopted. `complete`: they must be all that we hold."""
+    def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]]) -> jobs.StateImported:
+        """All of these or none: decoded and checked first, then adopted. What nobody trains is not among them."""
         donated = []
         expected = dict(zip(self._by_index, self.state_layouts(), strict=True))
         given = [fragment for fragment, _, _ in blobs]
-        if given != sorted(set(given)) or not set(given) <= set(expected) or (complete and len(given) < len(expected)):
+        if given != sorted(set(given)) or not set(given) <= set(expected):
             return jobs.StateImported(False, "fragment")
         try:
             for fragment, layout, blob in blobs:

@@ -18,7 +18,10 @@ FOUND = {
     30: "the same, with a writer cut off behind the partition",
     45: "the same",
     46: "the same",
-    68: "the same",
+    39: "spans: a peer with room for all layers joined while some had no holder, and refused a state without them",
+    51: "spans: of a newcomer's donors none held a layer that somebody else held, and it waited for ever",
+    68: "as 28",
+    75: "spans: the last holder of a layer died while a newcomer fetched it, and it waited for ever",
     249: "allreduce, all down at once: who came back was rounds apart from the others",
     256: "a freeze of 75 s: after it, answers were merged that had come before it",
     298: "the same",
@@ -26,8 +29,7 @@ FOUND = {
     404: "the same, with damaged messages",
     529: "a one-way link: the question arrived, its answer never could, and the asker's peers were thought dead",
     657: "push-sum, as 401",
-    775: "a liar's slow weights, which nothing limited, threw newcomers far off, and they the others",
-    905: "the same",
+    905: "a liar's slow weights, which nothing limited, threw newcomers far off, and they the others",
     909: "the audit's own: allreduce, the same blob published in two windows was taken for a replay",
 }
 
