@@ -78,6 +78,7 @@ class Shape:
     throttles: tuple[float, ...] = (1.0,)  # of the peers, in turn
     tokens_per_step: int = 1024
     memory: tuple[int, ...] = ()  # bytes for the model, of the peers in turn; (): each takes all of it
+    spans: tuple[tuple[int, int], ...] = ()  # layers of the peers in turn, instead of those that they would choose
     plain: bool = False  # nothing is quantised: for thousands of peers
     gradients: Callable[["Member"], Training] | None = None  # real ones instead of a sketch
     donated: tuple[jobs.Layout, ...] | None = None  # a fragment's state as newcomers get it, if it is a real one
@@ -202,7 +203,8 @@ class Swarm:
 
     def _wish(self, member: Member) -> place.Wish:
         room = self.shape.memory[member.number % len(self.shape.memory)]
-        kept = member.span if member.disk is not None else None
+        spans = self.shape.spans
+        kept = member.span if member.disk is not None else spans[member.number % len(spans)] if spans else None
         return place.Wish(self.shape.config, RUN, VirtualSigner(member.peer), (), room, kept)
 
     def _live(self, member: Member, contacts: tuple[PeerId, ...], placed: place.Placed | None) -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from decentral.comm import blobs, exchange, snapshots, virtual
+from decentral.comm import blobs, exchange, ledger, snapshots, virtual
 from decentral.core.units import Seconds
 from decentral.sim import sweep
-from decentral.train import outer
+from decentral.train import outer, position
 
 FOUND = {
     28: "a partition: all waited for one silent partner, and the good answers grew old",
@@ -95,12 +95,24 @@ def no_staleness_limit(off: Switch) -> None:
     off.setattr(exchange.Exchange, "_merge", merge_all)
 
 
+def no_void_marks(off: Switch) -> None:
+    """What must not count counts: a leg whose starter went another way, or gave up."""
+    off.setattr(ledger.Ledger, "void", ledger.Ledger.settle)
+
+
+def no_reserved_numbers(off: Switch) -> None:
+    """A peer that starts again from an old checkpoint gives numbers out again."""
+    off.setattr(position.Position, "take", lambda own, wished: wished)
+
+
 DEFENCES = {  # how to switch it off, the rule that is violated then, and the seed that found it first
     "count-once baseline": (no_baseline, "baseline", 0),
     "digest check": (no_digests, "whole", 10),
     "staleness limit": (no_staleness_limit, "fresh", 24),
-    "write deadline": (no_write_deadline, "bounded", 30),
+    "write deadline": (no_write_deadline, "bounded", 0),
     "replay check": (no_replay_check, "once", 35),
+    "void marks": (no_void_marks, "counted", 11),
+    "reserved numbers": (no_reserved_numbers, "counted", 67),
 }
 LOOK = 200  # seeds, in which each must be found
 
