@@ -22,10 +22,11 @@ from decentral.core.units import Seconds
 Choice = TypeVar("Choice", int, PeerId)
 
 FULL = (2.0, 4.0)  # micro-batches of ours that wait somewhere, at least and at most: no device on the way idles
-LEAN = (0.25, 1.0)  # where each step waits for all that is under way: more of them make a larger batch, not more steps
+LEAN = (0.25, 1.0)  # where each step waits for all that is under way: more of them make a larger batch than was asked
 RECENT = 32  # micro-batches along one route
 FADES = 0.002  # of the distance to what is seen now, for each micro-batch
 SLOWER = 2.0
+MOST_KNOWN = 256  # next peers whose seconds are known
 MOST_ROUTES = 64  # whose bases are known; the longest unused is forgotten
 NEWEST = 0.2  # weight of the newest in a running average
 LEAST_PART = 0.02  # of the best one's turns, for a peer that the prior leaves out
@@ -129,16 +130,21 @@ class Turns:
         """One of these. `rates`: the prior's; a peer that is not in it is asked now and then, to know what it does."""
         top = max((rates.get(peer, 0.0) for peer in peers), default=0.0)
         part = {peer: max(LEAST_PART, rates.get(peer, 0.0) / top) if top else 1.0 for peer in peers}
-        costs = {peer: self.expected_s(peer) / part[peer] for peer in peers}
+        typical = self._typical_s()
+        costs = {peer: self.seconds.get(peer, typical) / part[peer] for peer in peers}
         return self._strides.setdefault(layer, Stride()).choose(costs)
 
     def expected_s(self, peer: PeerId) -> Seconds:
-        others = list(self.seconds.values())
-        return self.seconds.get(peer, median(others) if others else 1.0)
+        return self.seconds.get(peer) or self._typical_s()
+
+    def _typical_s(self) -> Seconds:
+        return median(self.seconds.values()) if self.seconds else 1.0
 
     def served(self, peer: PeerId, seconds: Seconds) -> None:
-        known = self.seconds.get(peer)
+        known = self.seconds.pop(peer, None)
         self.seconds[peer] = seconds if known is None else (1 - NEWEST) * known + NEWEST * seconds
+        if len(self.seconds) > MOST_KNOWN:
+            del self.seconds[next(iter(self.seconds))]  # not heard of for longest
 
     def missed(self, peer: PeerId) -> None:
         others = [seconds for other, seconds in self.seconds.items() if other != peer]

@@ -54,6 +54,7 @@ from decentral.core.jobs import (
     Layout,
     Sealed,
     Stepped,
+    share,
 )
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.units import Seconds
@@ -99,8 +100,7 @@ class Terms:
 
     def share(self, first: int, last: int) -> float:
         """The part of the model's parameters in layers [first, last)."""
-        inside = sum(cut.parameters for cut in self.cuts if first <= cut.first and cut.last <= last)
-        return inside / sum(cut.parameters for cut in self.cuts)
+        return share(self.cuts, first, last)
 
     def size(self, carry: Carry) -> int:
         """Bytes that may come with it; none, if it is not for us."""
@@ -183,7 +183,8 @@ class Routes:
     _worked: float = 0.0  # tokens through our share of the model, since the last step
 
     def __post_init__(self) -> None:
-        self.window = Window(self.terms.capacity, FULL if self.terms.overlap else LEAN)
+        full = self.terms.overlap or self.terms.at_least >= FULL[1]
+        self.window = Window(self.terms.capacity, FULL if full else LEAN)
         self.ledger = Ledger(self.terms.at_least)
         self.doubts = Doubts(self.terms.run)
 
@@ -239,7 +240,7 @@ class Routes:
                 leg = self._awaited(token, attempt)
                 return self._missed(leg, peer, now) if leg else []
             case Answered(tag=("settle",), peer=peer) | AskFailed(tag=("settle",), peer=peer):
-                self._outboxes[peer].asking = False
+                self._outboxes.setdefault(peer, Outbox()).asking = False
             case Forwarded() | Backed() | HopFailed():
                 self._running.discard(event.token)
                 return self._computed(event, now)
@@ -569,8 +570,11 @@ class Routes:
 
     def _tell(self) -> list[Effect]:
         effects: list[Effect] = []
-        for peer, box in self._outboxes.items():
-            if box.asking or not (box.count or box.release):
+        for peer, box in list(self._outboxes.items()):
+            if box.asking:
+                continue
+            if not (box.count or box.release):
+                del self._outboxes[peer]
                 continue
             told = Settle(self.terms.run, tuple(box.count[:MAX_LEGS]), tuple(box.release[:MAX_LEGS]))
             del box.count[:MAX_LEGS], box.release[:MAX_LEGS]

@@ -9,7 +9,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +34,45 @@ class Audit:
     def sound(self) -> bool:
         return not self.twice
 
+    def figures(self) -> dict[str, int]:
+        return {
+            "everywhere": self.everywhere,
+            "in_part": self.in_part,
+            "twice": len(self.twice),
+            "thrown_away": self.dropped,
+            "tokens": self.tokens,
+        }
+
+
+@dataclass(slots=True)
+class Counts:
+    """What journals say of micro-batches, line by line."""
+
+    spans: dict[tuple[str, int], list[Span]] = field(default_factory=dict)
+    tokens: dict[tuple[str, int], int] = field(default_factory=dict)
+    dropped: int = 0
+
+    def add(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "uncounted":
+            self.dropped += len(fields["of"])
+        elif event == "counted":
+            for starter, number, first, last, count in fields["of"]:
+                self.spans.setdefault((starter, number), []).append((first, last))
+                self.tokens[starter, number] = count
+
+    def result(self, layers: int) -> Audit:
+        twice = tuple(sorted(name for name, held in self.spans.items() if overlap(held)))
+        everywhere = [name for name, held in self.spans.items() if name not in twice and covered(held) == layers]
+        in_part = len(self.spans) - len(everywhere) - len(twice)
+        return Audit(len(everywhere), in_part, twice, self.dropped, sum(self.tokens[name] for name in everywhere))
+
 
 def audit(journals: Iterable[Iterable[Mapping[str, Any]]], layers: int) -> Audit:
     """Of all lines of all peers' journals, over all their lives."""
-    spans: dict[tuple[str, int], list[Span]] = {}
-    tokens: dict[tuple[str, int], int] = {}
-    dropped = 0
+    counts = Counts()
     for line in (line for lines in journals for line in lines):
-        if line["event"] == "uncounted":
-            dropped += len(line["of"])
-        if line["event"] != "counted":
-            continue
-        for starter, number, first, last, count in line["of"]:
-            spans.setdefault((starter, number), []).append((first, last))
-            tokens[starter, number] = count
-    twice = tuple(sorted(name for name, held in spans.items() if overlap(held)))
-    everywhere = [name for name, held in spans.items() if name not in twice and covered(held) == layers]
-    return Audit(
-        len(everywhere), len(spans) - len(everywhere) - len(twice), twice, dropped, sum(tokens[n] for n in everywhere)
-    )
+        counts.add(line["event"], line)
+    return counts.result(layers)
 
 
 def overlap(spans: Sequence[Span]) -> bool:

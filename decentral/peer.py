@@ -20,7 +20,7 @@ if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
 
 from decentral import __version__, command, state, view
-from decentral.comm import compress, route
+from decentral.comm import compress
 from decentral.comm.identity import Identity
 from decentral.comm.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.transport import AskError
@@ -35,7 +35,7 @@ from decentral.peers.host import Host, clock
 from decentral.peers.move import Room
 from decentral.peers.node import Node, Setup
 from decentral.peers.records import Profile
-from decentral.place import Placed, choose_place
+from decentral.place import Model, Placed, WallClock, Wish, choose_place, terms
 from decentral.train import checkpoint, data, measure, memory
 from decentral.train.compute import Compute
 from decentral.train.compute import Setup as ComputeSetup
@@ -55,8 +55,8 @@ async def _main(flags: argparse.Namespace) -> None:
         transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
         try:
             met = await meet(flags, folder, transport)
-            placed = await place(flags, folder, own, met)
-            host = await prepare(flags, folder, own, transport, met, placed)
+            wish, placed = await place(flags, folder, own, met)
+            host = await prepare(flags, folder, transport, met, wish, placed)
             await train(flags, folder, host)
         finally:
             await transport.close()
@@ -111,18 +111,19 @@ async def _old_acquaintances(folder: state.Folder, transport: Libp2p) -> list[Pe
     return [peer for peer in reached if peer is not None]
 
 
-async def place(flags: argparse.Namespace, folder: state.Folder, own: Identity, met: Met) -> Placed:
+async def place(flags: argparse.Namespace, folder: state.Folder, own: Identity, met: Met) -> tuple[Wish, Placed]:
     """The layers that we hold. A peer that comes back keeps what its checkpoint has, if it still fits."""
     device = measure.choose(flags.device, met.config.train.dtype, 1.0, 0.0)
     memory_bytes = flags.memory or measure.memory_bytes(device)
     kept = checkpoint.span(folder.path)
-    return await choose_place(met.config, met.run, own, met.directory, met.addresses, memory_bytes, kept)
+    wish = Wish(met.config, met.run, own, met.addresses, memory_bytes, kept)
+    return wish, await choose_place(wish, memory.needs(met.config), met.directory, WallClock())
 
 
 async def prepare(
-    flags: argparse.Namespace, folder: state.Folder, own: Identity, transport: Libp2p, met: Met, placed: Placed
+    flags: argparse.Namespace, folder: state.Folder, transport: Libp2p, met: Met, wish: Wish, placed: Placed
 ) -> Host:
-    run = met.config
+    run, own = met.config, wish.own
     device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
     if placed.span is not None:
         memory.give_back_what_is_freed()
@@ -141,7 +142,7 @@ async def prepare(
         contacts=met.contacts,
         restored_step=compute.lr_step if restored else None,
         stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
-        routes=_routes(met, own, compute, placed.capacity),
+        routes=terms(wish, _model(compute), compute.fragments, placed.capacity),
         room=Room(memory.needs(run), placed.memory_bytes, compute.layouts()),
         kept=compute.kept.kept(cut.index for cut in compute.cuts),
     )
@@ -150,22 +151,9 @@ async def prepare(
     return Host(Node(setup), transport, met.directory, compute, journal, book, now)
 
 
-def _routes(met: Met, own: Identity, compute: Compute, capacity: int) -> route.Terms:
-    """Our place in the routes of micro-batches."""
-    run, held = met.config, compute.fragments
-    most = run.train.micro_batch if isinstance(run.train.micro_batch, int) else measure.LARGEST
-    return route.Terms(
-        run=met.run,
-        peer=own.peer,
-        first=held[0].first,
-        last=held[-1].last,
-        cuts=compute.cuts,
-        most_sequences=most,
-        capacity=capacity,
-        at_least=run.train.accumulate if not compute.whole else 1,
-        layout=compute.layout,
-        overlap=run.routes.overlap,
-    )
+def _model(compute: Compute) -> Model:
+    size = compute.setup.config.train.micro_batch
+    return Model(compute.cuts, size if isinstance(size, int) else measure.LARGEST, compute.layout)
 
 
 def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute, memory_bytes: int) -> Profile:

@@ -7,14 +7,18 @@ Of two peers that choose at the same time the later claim yields. A peer that co
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from decentral.comm.identity import Identity
+from decentral.comm import route
+from decentral.comm.identity import Signer
 from decentral.comm.transport import Directory
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Fragment, Layout
+from decentral.core.units import Seconds
 from decentral.peers import placement, records
 from decentral.peers.placement import Holder
 from decentral.peers.records import PeerRecord, Profile
@@ -22,7 +26,22 @@ from decentral.train import memory
 
 CLAIM_S = 1.0  # for others' claims to be seen
 ROUNDS = 6  # of claiming; the last choice stands
-HOLDS_S = 60.0  # a claim, until the peer's own record takes its place
+
+
+class Clock(Protocol):
+    """Unix time, and waiting; a simulator's is virtual."""
+
+    def now(self) -> Seconds: ...
+
+    async def sleep(self, seconds: Seconds) -> None: ...
+
+
+class WallClock:
+    def now(self) -> Seconds:
+        return time.time()
+
+    async def sleep(self, seconds: Seconds) -> None:
+        await asyncio.sleep(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +53,42 @@ class Placed:
     memory_bytes: int
 
 
-async def choose_place(
-    run: config.Config,
-    name: RunId,
-    own: Identity,
-    directory: Directory,
-    addresses: tuple[str, ...],
-    memory_bytes: int,
-    kept: tuple[int, int] | None,
-) -> Placed:
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Who looks for a place, in which run, and for how much of the model there is room. `kept`: from a checkpoint."""
+
+    run: config.Config
+    name: RunId
+    own: Signer
+    addresses: tuple[str, ...]
+    memory_bytes: int
+    kept: tuple[int, int] | None
+
+
+async def choose_place(wish: Wish, needs: memory.Needs, directory: Directory, clock: Clock) -> Placed:
     """Raises UserError if not even the smallest part of the model fits."""
-    needs = memory.needs(run)
+    own, shards, memory_bytes = wish.own, wish.run.swarm.shards, wish.memory_bytes
     count = len(needs.fragments)
-    if kept is not None:
-        return _keep(needs, kept, memory_bytes)
+    if wish.kept is not None:
+        return _keep(needs, wish.kept, memory_bytes)
     if needs.of(0, count) <= memory_bytes:
         return Placed(None, needs.capacity(0, count, memory_bytes), memory_bytes)
     memory.check(needs, memory_bytes)
     reach = memory.reach(needs, memory_bytes)
     chosen, claimed_at = None, float("inf")
-    key = records.key_of(name, own.peer, run.swarm.shards)
+    key = records.key_of(wish.name, own.peer, shards)
     for _ in range(ROUNDS):
-        found = await records.look(directory, name, run.swarm.shards, time.time())
+        found = await records.look(directory, wish.name, shards, clock.now(), own.open)
         others = _holders(needs, found, own.peer, claimed_at)
         typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
         choice = placement.choose(needs.fragments, others, typical, reach)
         if choice == chosen:
             break
-        chosen, claimed_at = choice, time.time()
-        claim = _claim(name, addresses, needs.span(choice.begin, choice.end), claimed_at)
-        expires = claimed_at + HOLDS_S
+        chosen, claimed_at = choice, clock.now()
+        claim = _claim(wish, needs.span(choice.begin, choice.end), claimed_at)
+        expires = claimed_at + wish.run.swarm.record_ttl_s  # by then our own record has taken its place
         await directory.store(key, own.peer, own.seal(key, records.pack(claim), expires), expires)
-        await asyncio.sleep(CLAIM_S)
+        await clock.sleep(CLAIM_S)
     assert chosen is not None
     span = needs.span(chosen.begin, chosen.end)
     return Placed(span, needs.capacity(chosen.begin, chosen.end, memory_bytes), memory_bytes)
@@ -101,5 +124,31 @@ def _mean(values: Iterable[float]) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-def _claim(name: RunId, addresses: tuple[str, ...], span: tuple[int, int], now: float) -> PeerRecord:
-    return PeerRecord(name, now, addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)
+def _claim(wish: Wish, span: tuple[int, int], now: float) -> PeerRecord:
+    return PeerRecord(wish.name, now, wish.addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as routes see it. `layout(layer, sequences)`: of what enters that layer."""
+
+    cuts: tuple[Fragment, ...]  # of all of it
+    most_sequences: int
+    layout: Callable[[int, int], Layout]
+
+
+def terms(wish: Wish, model: Model, held: Sequence[Fragment], capacity: int) -> route.Terms:
+    """Our place in the routes of micro-batches, with these fragments."""
+    whole = len(held) == len(model.cuts)
+    return route.Terms(
+        run=wish.name,
+        peer=wish.own.peer,
+        first=held[0].first,
+        last=held[-1].last,
+        cuts=model.cuts,
+        most_sequences=model.most_sequences,
+        capacity=capacity,
+        at_least=1 if whole else wish.run.train.accumulate,
+        layout=model.layout,
+        overlap=wish.run.routes.overlap,
+    )

@@ -38,6 +38,7 @@ from decentral.sim.geography import Wires
 from decentral.sim.gradients import real_gradients
 from decentral.sim.run import Report, Scenario, Tell, run, shrink
 from decentral.sim.swarm import Shape
+from decentral.train import memory
 
 MANY = 200  # peers; from here on nothing is quantised and not every event is audited
 
@@ -64,6 +65,9 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
     many = flags.peers > MANY
     pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
     shape = replace(Shape.of(run_config, pace, flags.throttle, flags.tokens_per_step), plain=many)
+    if flags.memory:
+        shape = replace(shape, memory=flags.memory)
+        check_memory(shape)
     if flags.gradients:
         shape = real_gradients(shape)
     drawn = faults.parse(flags.faults) if flags.faults else []
@@ -161,12 +165,30 @@ def _show(report: Report, console: Console) -> None:
         f"  exchanges {done}/{solo}/{failed} (done/solo/failed{': ' + why if why else ''}), "
         f"{report.exchange_s:.3f} s each; sent {readable_bytes(report.sent_bytes)}, "
         f"received {readable_bytes(report.received_bytes)}\n"
+        f"{_routed(report)}"
         f"  spread {report.spread:.4f}, loss {report.loss:.4f}, roster error {report.roster_error:.3f}\n"
         f"  {report.checks} jobs audited; digest {report.digest}",
         soft_wrap=True,
     )
     for fault, seconds in report.recovery_s.items():
         console.print(f"  {fault}: all well {'not again' if seconds is None else f'{seconds:.1f} s later'}")
+
+
+def _routed(report: Report) -> str:
+    if not report.routed:
+        return ""
+    counts = report.routed
+    return (
+        f"  micro-batches: {counts['everywhere']} counted once in all layers ({counts['tokens']:,} tokens), "
+        f"{counts['in_part']} in a part of them, {counts['twice']} twice; "
+        f"{counts['thrown_away']} legs' gradients thrown away\n"
+    )
+
+
+def check_memory(shape: Shape) -> None:
+    """Raises UserError if some peer has not even room for the smallest part of the model."""
+    for room in shape.memory:
+        memory.check(memory.needs(shape.config, shape.fragments), room)
 
 
 @contextmanager
@@ -192,6 +214,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-seconds", type=float, default=0.5, metavar="S", help="of a step of a peer; default 0.5")
     parser.add_argument("--noise", type=float, default=0.05, metavar="F", help="of a step, as a part of it")
     parser.add_argument("--throttle", type=_factors, default=(1.0,), metavar="F,F,...", help="slowness, peers in turn")
+    parser.add_argument("--memory", type=_sizes, default=(), metavar="BYTES,...", help="for the model, peers in turn")
     parser.add_argument("--tokens-per-step", type=int, default=1024, metavar="N")
     parser.add_argument("--gradients", action="store_true", help="train the model of CONFIG for real; for small ones")
     parser.add_argument("--topology", metavar="FILE", help="links as of decentral.plan, peers in turn")
@@ -216,6 +239,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(flags, name) < least:
             raise UserError(f"--{name.replace('_', '-')} expects at least {least:g}; got {getattr(flags, name):g}")
     return flags
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(command.size(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected sizes such as 800MB,2GB; got {text!r}") from None
 
 
 def _factors(text: str) -> tuple[float, ...]:

@@ -38,6 +38,8 @@ class Incoming:
     total: int | None = None
     pieces: dict[int, bytes] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
+    held: bool = False  # by somebody, when we looked
+    looks: int = 0  # in which nobody held it any more
 
     def wanted(self) -> int | None:
         """An offset that is neither here nor asked for. The first piece tells how many there are."""
@@ -94,7 +96,17 @@ class Fetch:
         willing = [peer for peer in known if self.failures[peer] < FAILURES]
         kept = [peer for peer in self.donors if peer in willing]
         others = [peer for peer in willing if peer not in kept]
-        self.donors = kept + self.chance.sample(others, min(len(others), DONORS - len(kept)))
+        self.donors = kept + self.chance.sample(others, max(0, min(len(others), DONORS - len(kept))))
+        self.donors += self._holders_of_the_rest(willing)
+
+    def _holders_of_the_rest(self, willing: Sequence[PeerId]) -> list[PeerId]:
+        """One more donor for each fragment that is not here yet, and that none of the donors holds."""
+        found: list[PeerId] = []
+        for one in self.incoming.values():
+            holders = [peer for peer in willing if self.holds(peer, one.fragment)]
+            if holders and not one.complete() and not {*holders} & {*self.donors, *found}:
+                found.append(self.chance.choice(holders))
+        return found
 
     def ask(self) -> list[Effect]:
         """Gives each donor, in turn, pieces to send."""

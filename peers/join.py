@@ -37,6 +37,7 @@ ROSTER_S = 4.0  # how long to wait for the roster
 RETRY_S = 2.0
 MOST_PATIENT = 2  # more times that, where all donors are busy with newcomers
 GIVE_UP_S = 12.0  # without any donor that answers, after which we start from what we have
+LOOKS = 5  # for a new record of a layer's holder whose last one is over: after a pause all are
 EXPORT_KEPT_S = 5.0  # longer, and a newcomer would start where the swarm was
 
 
@@ -110,7 +111,7 @@ class Join:
         if not live and self._only_strangers(known) and now < self.began + GIVE_UP_S:
             self.wake_at = now + RETRY_S  # they answered our Hello; what they hold their records will tell
             return []
-        self._leave_out_what_nobody_holds(known, now)
+        self._leave_out_what_nobody_holds(known)
         if self.fetch.complete:
             return self._go_on(now)
         self.state, self.wake_at = State.FETCHING, now + RETRY_S * (1 + min(self.fetch.busy, MOST_PATIENT))
@@ -140,14 +141,18 @@ class Join:
         kept = incoming is not None and incoming.kept
         return peer in self.kept(fragment.index)[1] if kept else self.holds(peer, fragment)
 
-    def _leave_out_what_nobody_holds(self, known: Sequence[PeerId], now: Seconds) -> None:
+    def _leave_out_what_nobody_holds(self, known: Sequence[PeerId]) -> None:
         """Layers without another holder keep our checkpoint's, or the initial weights.
 
         A holder that is gone in the middle of it may come back, and is waited for by who has nothing to go on from.
         """
         for index, one in list(self.fetch.incoming.items()):
-            waits = one.pieces and not self.restored and now <= self.fetch.last_piece + GIVE_UP_S
-            if not one.complete() and not waits and not any(self._has(peer, one.fragment) for peer in known):
+            if any(self._has(peer, one.fragment) for peer in known):
+                one.held, one.looks = True, 0
+                continue
+            one.looks += one.held
+            waits = one.held and one.looks <= LOOKS and not self.restored
+            if not one.complete() and not waits:
                 del self.fetch.incoming[index]
 
     def _heard(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:

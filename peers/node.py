@@ -37,6 +37,7 @@ from decentral.comm.messages import (
     Welcome,
 )
 from decentral.comm.meter import Meter
+from decentral.comm.pace import Prior
 from decentral.comm.push import PushExchange
 from decentral.comm.route import Routes
 from decentral.comm.route import Terms as RouteTerms
@@ -72,6 +73,7 @@ from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Amount, Seconds
 from decentral.peers import flows
 from decentral.peers.cover import Cover, Member
+from decentral.peers.holders import Holders
 from decentral.peers.join import Donor, Join
 from decentral.peers.join import State as JoinState
 from decentral.peers.move import Drained, Hold, Moves, Room
@@ -160,7 +162,8 @@ class Node:
         restored = setup.restored_step is not None
         self._rng = rng.stream(run.seed, "node", setup.own.peer)
         chance = rng.stream(run.seed, "roster", setup.own.peer)
-        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose, chance)
+        holders = Holders(setup.own.peer, setup.layers)
+        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose, chance, holders)
         step = setup.restored_step or 0
         self.join = Join(
             setup.run,
@@ -558,12 +561,7 @@ class Node:
     # What routes ask of the swarm: comm/route.View
 
     def successors(self, layer: int) -> Sequence[PeerId]:
-        live = sorted(self.roster.live.items())
-        return [
-            peer
-            for peer, entry in live
-            if entry.record.phase == "training" and entry.record.first <= layer < entry.record.last
-        ]
+        return self.roster.holders.near(layer)
 
     def _look_at_flows(self, now: Seconds) -> list[Effect]:
         """Now and then, if the roster or its speeds have changed; and others are told when our own speed has."""
@@ -573,6 +571,9 @@ class Node:
         self._flows_at = now + FLOWS_S
         if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
             self.roster.renew_soon(now)
+        if self.roster.holders.widths > 2 * flows.MOST_HOPS:
+            self.routes.prior = Prior()  # too large to solve: by measured times alone
+            return self._recover(now)
         places = self._places()
         if places != self._known_places:
             self._known_places = places

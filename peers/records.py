@@ -5,6 +5,7 @@ counted and ignored.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Annotated, Any, Literal
@@ -85,13 +86,19 @@ def key_of(run: RunId, peer: PeerId, shards: int) -> str:
     return keys(run, shards)[rng.seed_of(0, "shard", peer) % shards]
 
 
-async def look(directory: Directory, run: RunId, shards: int, now: float) -> dict[PeerId, PeerRecord]:
+Open = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]
+"""comm/identity.py's Signer.open."""
+
+
+async def look(
+    directory: Directory, run: RunId, shards: int, now: float, opened: Open = identity.open_sealed
+) -> dict[PeerId, PeerRecord]:
     """All of a run's peers that the DHT knows; what is no valid record is left out."""
     found = {}
     for key in keys(run, shards):
         for subkey, value in (await directory.fetch(key)).items():
             try:
-                body, _ = identity.open_sealed(key, PeerId(subkey), value, now)
+                body, _ = opened(key, PeerId(subkey), value, now)
                 record = unpack(body)
             except ProtocolError:
                 continue

@@ -22,6 +22,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.units import Seconds
 from decentral.peers import records
+from decentral.peers.holders import Holders
 from decentral.peers.records import PeerRecord
 
 SOON_S = 0.5
@@ -54,6 +55,7 @@ class Roster:
     limits: Swarm
     compose: Callable[[Seconds, bool], PeerRecord]  # our own record: (now, leaving)
     chance: Random
+    holders: Holders
     live: dict[PeerId, Entry] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
     _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time are of the dead peer
@@ -151,6 +153,7 @@ class Roster:
         if known is not None and known.record.time >= record.time:
             return []
         self.live[peer] = Entry(record, expires, known.failures if known else 0)
+        self.holders.put(peer, record)
         self._expiry_at = earliest((self._expiry_at, expires))
         effects: list[Effect] = [Learn(peer, record.addresses)]
         if known is None:
@@ -176,6 +179,7 @@ class Roster:
 
     def _drop(self, peer: PeerId, reason: str, now: Seconds) -> list[Effect]:
         del self.live[peer]
+        self.holders.drop(peer)
         return [log("peer_left", peer=peer, reason=reason)]
 
 

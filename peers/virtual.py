@@ -7,7 +7,7 @@ nothing happens are made together, so that a peer which only trains costs nothin
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
@@ -42,7 +42,9 @@ class Training(Protocol):
     """train/compute.py's Compute behind an adapter, or train/sketch.py's Sketch."""
 
     @property
-    def holding(self) -> int | None: ...
+    def waits(self) -> bool:
+        """Whether only a job can move it."""
+        ...
 
     @property
     def lr_step(self) -> int: ...
@@ -60,6 +62,10 @@ class Training(Protocol):
         ...
 
     def do(self, job: jobs.Job) -> jobs.Outcome: ...
+
+    def work(self, job: jobs.Job) -> float:
+        """How much of a micro-batch's computing, through the whole model, this job is; asked before it is done."""
+        ...
 
 
 class Wire(Protocol):
@@ -84,7 +90,10 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a device is: seconds of a step with its noise, and of jobs by the bytes that they handle."""
+    """How fast a device is: seconds of a step with its noise, and of jobs by the bytes that they handle.
+
+    A micro-batch through the whole model takes as long as a step; each peer of a route computes its part of it.
+    """
 
     step_s: Seconds
     noise: float = 0.0  # standard deviation of the steps between two edges, in steps
@@ -108,14 +117,15 @@ class Engine:
     began: Seconds | None = None  # of the steps under way; None: idle
     stretched: float = 1.0  # how much slower than its pace it is at present
     frozen: bool = False
-    last_stepped: Seconds | None = None
+    last_computed: Seconds | None = None  # a step, or a part of a micro-batch
     slowest: float = 1.0  # the largest `stretched` so far
     _step_s: Seconds = 0.0  # of each of the steps under way
+    _doing: bool = False  # a job
     _timer: Timer | None = None
 
     def put(self, job: jobs.Job) -> None:
         self.inbox.append(job)
-        if len(self.inbox) > 1 or self.frozen:
+        if len(self.inbox) > 1 or self.frozen or self._doing:
             return
         if self.began is None:
             self._at(self.agenda.now, self._work)
@@ -150,35 +160,50 @@ class Engine:
         return self.began + max(1, done + (self.began + done * self._step_s < now - 1e-9)) * self._step_s
 
     def _work(self) -> None:
-        """At a step edge: report the steps, do what is in the queue, go on."""
+        """At a step edge: report the steps, do what is in the queue, one by one, go on."""
         self._make_steps(self.agenda.now)
-        took_s = 0.0
-        while self.inbox:
-            job = self.inbox.popleft()
-            if isinstance(job, jobs.Finish):
-                self.halt()
-                return
-            outcome = self.training.do(job)
-            took_s += self.pace.job_s + _weight(job, outcome) / self.pace.job_bytes
-            self.agenda.after(took_s, self._reporting(job, outcome))
-        self.busy_s += took_s
-        self.began = None
-        self._at(self.agenda.now + took_s, self._go_on)
+        if not self.inbox:
+            self._go_on()
+            return
+        job = self.inbox.popleft()
+        if isinstance(job, jobs.Finish):
+            self.halt()
+            return
+        computing_s = self._computing_s(job)
+        outcome = self.training.do(job)
+        job_s = computing_s + self.pace.job_s + _weight(job, outcome) / self.pace.job_bytes
+        self.busy_s += job_s
+        if computing_s or isinstance(outcome, jobs.Stepped):
+            self.last_computed = self.agenda.now + job_s
+        if isinstance(outcome, jobs.Stepped):
+            outcome, self.busy_s = replace(outcome, seconds=self.busy_s), 0.0
+        self.began, self._doing = None, True
+        self._cancel()
+        self.agenda.after(job_s, lambda: self._done(job, outcome))
 
-    def _reporting(self, job: jobs.Job, outcome: jobs.Outcome) -> Callable[[], None]:
-        return lambda: self.report(job, outcome)
+    def _done(self, job: jobs.Job, outcome: jobs.Outcome) -> None:
+        self.report(job, outcome)
+        self._doing = False
+        self._go_on()
+
+    def _computing_s(self, job: jobs.Job) -> Seconds:
+        part = self.training.work(job)
+        return part * self._drawn_step_s() if part else 0.0
+
+    def _drawn_step_s(self) -> Seconds:
+        noise = max(0.1, 1 + self.chance.gauss(0.0, self.pace.noise)) if self.pace.noise else 1.0
+        return self.pace.step_s * self.stretched * noise
 
     def _go_on(self) -> None:
         """Starts the next steps, unless there is something to wait for or to do."""
-        if self.frozen:
+        if self.frozen or self._doing:
             return
         now = self.agenda.now
         if self.inbox:
             self._at(now, self._work)
-        elif self.training.holding is None:
+        elif not self.training.waits:
             self.began = now
-            noise = max(0.1, 1 + self.chance.gauss(0.0, self.pace.noise)) if self.pace.noise else 1.0
-            self._step_s = self.pace.step_s * self.stretched * noise
+            self._step_s = self._drawn_step_s()
             count = max(1, min(self.pace.steps_at_once, round(self.pace.report_s / self._step_s)))
             self._at(now + count * self._step_s, self._work)
 
@@ -187,7 +212,7 @@ class Engine:
             return
         count = int((now - self.began) / self._step_s + 1e-6)
         if count:
-            self.last_stepped = now
+            self.last_computed = now
             seconds = count * self._step_s + self.busy_s
             self.began, self.busy_s = self.began + count * self._step_s, 0.0
             self.report(None, self.training.step(count, seconds))

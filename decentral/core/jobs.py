@@ -4,6 +4,7 @@ Plain values: tensors cross this border only as encoded bytes. The compute threa
 order, and every job has exactly one outcome with the same `fragment` (or `JobFailed`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,6 +21,12 @@ class Fragment:
     first: int
     last: int
     parameters: int
+
+
+def share(cuts: Sequence[Fragment], first: int, last: int) -> float:
+    """The part of the parameters of a model, cut into these, in layers [first, last)."""
+    inside = sum(cut.parameters for cut in cuts if first <= cut.first and cut.last <= last)
+    return inside / sum(cut.parameters for cut in cuts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,19 @@
     fresh        nothing is taken for a merge that was published longer ago than `max_age_s`, clocks aside
     mass         push-sum: a peer weighs what it had, less what it gave away, plus what came; nothing comes to two
     bounded      questions open at a peer, its own ones, its jobs and held answers have limits, and all end in time
-    never waits  a peer that trains is never longer without a step than its device needs
+    never waits  a peer that trains is never longer without a step than its device needs, but for others' work
     holds state  nobody starts from nothing while a peer that trains can be reached
     together     after the last fault replicas come together again: no further apart than a few windows' noise
     drift        pull: all corrections together have moved the mean of the replicas by a bounded amount
     roster       some time after the last fault everybody knows exactly who is there (where the roster is not sharded)
 
+What must hold of micro-batches that travel: sim/route_audit.py.
+
 A violation names the seed, the time, and what the peers concerned did last.
 """
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +34,7 @@ from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
 from decentral.peers.virtual import VirtualHost
+from decentral.sim.route_audit import RouteAudit
 from decentral.sim.storm import Storm
 from decentral.sim.swarm import Member, Swarm
 from decentral.train.mix import Pull as PullRule
@@ -96,7 +99,11 @@ class Audit:
     checks: int = 0
     farthest: float = 0.0  # of the replicas at the end, in windows' noise
     drift: dict[int, Tensor] = field(default_factory=dict)  # sum of all corrections, by fragment
+    routes: RouteAudit = field(init=False)
     network_trouble_at: Seconds = -1e9  # last moment at which somebody could not be reached though alive
+
+    def __post_init__(self) -> None:
+        self.routes = RouteAudit(self._violated)
 
     # Watch
 
@@ -108,6 +115,8 @@ class Audit:
             match effect:
                 case Log("joined"):
                     self._joined(host, effect)
+                case Log("counted" | "uncounted"):
+                    self.routes.logged(host, self._life(host.peer), effect)
                 case jobs.Merge(fragment, _, contributions):
                     self._to_be_merged(host, fragment, contributions)
 
@@ -123,6 +132,8 @@ class Audit:
                 self._corrected(host, fragment)
             case jobs.Absorb(fragment, contribution), jobs.Absorbed(accepted=True):
                 self._absorbed(host, fragment, contribution)
+            case jobs.Seal() | jobs.Apply(), jobs.Stepped() if host.ended is None:
+                self.routes.stepped(host, self._life(host.peer))
             case _, jobs.Saved():
                 account = self.accounts[host.peer]
                 account.saved = Account(dict(account.merged), set(account.absorbed))
@@ -132,10 +143,12 @@ class Audit:
     def _closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
         held = self.published.setdefault((host.peer, closed.fragment), {})
         for blob in _as_asked(closed):
-            held.setdefault(_fingerprint(blob), []).append(((self._life(host.peer), closed.seq), host.agenda.now))
+            mark = _fingerprint(blob)
+            windows = held.pop(mark, [])[-PUBLISHED:]  # the newest comes last, though its blob is as old as another's
+            held[mark] = [*windows, ((self._life(host.peer), closed.seq), host.agenda.now)]
         while len(held) > PUBLISHED:
             del held[next(iter(held))]
-        mixed = host.training.mixing.fragments[closed.fragment]
+        mixed = host.training.mixing.of(closed.fragment)
         if isinstance(mixed.rule, PushSum):
             weights = self.accounts[host.peer].weights
             weights[closed.fragment] = weights.get(closed.fragment, 1.0) - _weight(closed.layout, closed.blob)
@@ -147,7 +160,7 @@ class Audit:
     def _corrected(self, host: VirtualHost, fragment: int) -> None:
         """What a merge moved, and so what it moved the mean of all: the baseline has it, and nothing else since."""
         closed = self.accounts[host.peer].closed.pop(fragment, None)
-        rule = host.training.mixing.fragments[fragment].rule
+        rule = host.training.mixing.of(fragment).rule
         if closed is not None and isinstance(rule, PullRule):
             moved = rule.slow.baseline - closed
             self.drift[fragment] = self.drift.get(fragment, torch.zeros_like(moved)) + moved
@@ -204,14 +217,19 @@ class Audit:
         if line.fields["donors"] or restored or host.agenda.now < self.network_trouble_at + 60:
             return
         others = [one for one in self.swarm.members if one.training and one.peer != host.peer and not one.liar]
-        long_there = [one for one in others if one.host and (one.host.node.progress.joined_at or 0) < host.clock() - 60]
+        long_there = [
+            one
+            for one in others
+            if one.host and (one.host.node.progress.joined_at or 0) < host.clock() - 60
+            if {*one.host.node.setup.fragments} & {*host.node.setup.fragments}
+        ]
         if long_there:
             self._violated("holds state", f"started from nothing while {long_there[0].peer} trains", host)
 
     def _weighed(self, host: VirtualHost) -> None:
         """A new life: it weighs what its checkpoint says, and what only its last life had taken is nobody's."""
         account = self.accounts[host.peer]
-        account.weights = dict(enumerate(_weights(host)))
+        account.weights = _weights(host)
         self.taken = {push: owner for push, owner in self.taken.items() if owner != host.peer}
 
     # Rules, now and then
@@ -225,6 +243,9 @@ class Audit:
             self.network_trouble_at = now
         for member in self.swarm.living:
             self._check_member(member, now)
+        if self.swarm.shape.memory:
+            fragments = self.swarm.shape.fragments
+            self.routes.check(self.swarm.living, fragments, self.network_trouble_at == now, now)
         if self.swarm.shape.config.gossip.algorithm == "push_sum" and now > self.weighed_at + CHECK_S / 2:
             self.weighed_at = now
             self._check_mass()
@@ -254,14 +275,15 @@ class Audit:
                 self._violated("bounded", f"{held} answers are held at {member.peer}", host)
         waits = self.swarm is not None and self.swarm.shape.config.gossip.algorithm == "allreduce"
         longest = self._slowest_step_s(host) + host.engine.pace.report_s + STALLED_S
+        waits = waits or not host.node.setup.whole  # for others' micro-batches
         if member.training and not waits and now - self._stepped_at(member) > longest:
             self._violated("never waits", f"{member.peer} has made no step for {longest:.0f} s", host)
 
     def _stepped_at(self, member: Member) -> Seconds:
         assert member.host is not None
         account = self.accounts[member.peer]
-        if member.host.engine.last_stepped is not None:
-            account.stepped_at = max(account.stepped_at, member.host.engine.last_stepped)
+        if member.host.engine.last_computed is not None:
+            account.stepped_at = max(account.stepped_at, member.host.engine.last_computed)
         return account.stepped_at
 
     def _slowest_step_s(self, host: VirtualHost) -> Seconds:
@@ -276,7 +298,7 @@ class Audit:
             if not member.training or (member.port is not None and member.port.frozen):
                 continue
             account, wrong = self.accounts[member.peer], dict[int, float]()
-            for fragment, weight in enumerate(_weights(member.host)):
+            for fragment, weight in _weights(member.host).items():
                 due = account.weights.get(fragment, 1.0)
                 if weight <= 0 or abs(weight - due) > MASS_ERROR * max(weight, due):
                     wrong[fragment] = due
@@ -290,6 +312,8 @@ class Audit:
         """`settled`: long enough after the last fault."""
         assert self.swarm is not None
         self.check()
+        undisturbed = self.storm is None or not self.storm.last_at
+        self.routes.finish(self.swarm.shape.fragments[-1].last, self.swarm.agenda.now, undisturbed)
         if not settled:
             return
         living = [member for member in self.swarm.living if member.training]
@@ -298,13 +322,16 @@ class Audit:
         self._check_together(living)
         self._check_drift(living)
 
-    def mean_drift(self, living: int) -> float:
+    def mean_drift(self, living: Sequence[Member]) -> float:
         """How far all corrections together have moved the mean, in distances from the optimum at the start."""
-        moved = [float(drift.square().mean().sqrt()) / max(1, living) for drift in self.drift.values()]
+        holders = Counter(
+            mixed.live.fragment.index for one in living if one.host for mixed in one.host.training.mixing.fragments
+        )
+        moved = [float(drift.square().mean().sqrt()) / max(1, holders[index]) for index, drift in self.drift.items()]
         return max(moved, default=0.0)
 
     def _check_drift(self, living: Sequence[Member]) -> None:
-        drift = self.mean_drift(len(living))
+        drift = self.mean_drift(living)
         if drift > DRIFT:
             self._violated(
                 "drift", f"corrections have moved the mean by {drift:.2f}", living[0].host if living else None
@@ -353,25 +380,27 @@ class Audit:
 
 
 def distances(living: Sequence[Member]) -> dict[PeerId, float]:
-    """Of each replica from the mean of all: root mean square over the numbers."""
-    weights = {}
+    """Of each replica from the mean of all that hold the same: root mean square over the numbers."""
+    weights: dict[int, dict[PeerId, Tensor]] = {}
     for member in living:
-        if member.host is not None:
-            weights[member.peer] = weights_of(member.host)
-    if not weights:
-        return {}
-    mean = torch.stack(list(weights.values())).mean(dim=0)
-    return {peer: float((theta - mean).square().mean().sqrt()) for peer, theta in weights.items()}
+        for mixed in member.host.training.mixing.fragments if member.host is not None else ():
+            weights.setdefault(mixed.live.fragment.index, {})[member.peer] = mixed.live.theta
+    squares: dict[PeerId, list[Tensor]] = {}
+    for held in weights.values():
+        mean = torch.stack(list(held.values())).mean(dim=0)
+        for peer, theta in held.items():
+            squares.setdefault(peer, []).append((theta - mean).square())
+    return {peer: float(torch.cat(parts).mean().sqrt()) for peer, parts in squares.items()}
 
 
 def weights_of(host: VirtualHost) -> Tensor:
     return torch.cat([mixed.live.theta for mixed in host.training.mixing.fragments])
 
 
-def _weights(host: VirtualHost) -> list[float]:
+def _weights(host: VirtualHost) -> dict[int, float]:
     """Of each fragment, in push-sum; else one."""
-    rules = [mixed.rule for mixed in host.training.mixing.fragments]
-    return [float(rule.weight) if isinstance(rule, PushSum) else 1.0 for rule in rules]
+    rules = {mixed.live.fragment.index: mixed.rule for mixed in host.training.mixing.fragments}
+    return {index: float(rule.weight) if isinstance(rule, PushSum) else 1.0 for index, rule in rules.items()}
 
 
 def _weight(layout: jobs.Layout, blob: bytes) -> float:

@@ -12,7 +12,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.peers.virtual import Training
 from decentral.sim.swarm import Member, Shape
-from decentral.train import data
+from decentral.train import data, hopping
 from decentral.train.compute import Compute, Setup
 from decentral.train.mixing import Mixing
 from decentral.train.step import Device
@@ -26,8 +26,8 @@ class Trained:
     restored: bool
 
     @property
-    def holding(self) -> int | None:
-        return self.compute.mixing.holding
+    def waits(self) -> bool:
+        return self.compute.waits
 
     @property
     def lr_step(self) -> int:
@@ -40,6 +40,10 @@ class Trained:
     def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
         assert count == 1, "real steps are made one by one"
         return replace(self.compute.step(), seconds=seconds)
+
+    def work(self, job: jobs.Job) -> float:
+        hops = self.compute.hops
+        return hopping.work(job, self.compute.cuts, hops.held if hops else {})
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         outcome = self.compute.do(job)
@@ -56,7 +60,7 @@ def real_gradients(shape: Shape) -> Shape:
     def train(member: Member) -> Training:
         place = folder / member.peer
         place.mkdir(exist_ok=True)
-        compute = Compute(Setup(run, member.peer, corpus, compress, device, place))
+        compute = Compute(Setup(run, member.peer, corpus, compress, device, place, member.span))
         return Trained(compute, compute.resume())
 
     device = Device(torch.device("cpu"), torch.float32)

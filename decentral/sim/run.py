@@ -14,10 +14,11 @@ from typing import Any
 import msgpack
 import torch
 
+from decentral.audit import Counts
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
-from decentral.peers.virtual import VirtualHost
+from decentral.peers.virtual import VirtualHost, Watch
 from decentral.sim.audit import CHECK_S, Audit, Violation, distances, weights_of
 from decentral.sim.faults import Fault
 from decentral.sim.geography import Earth, Wires
@@ -67,6 +68,7 @@ class Report:
     exchanges: dict[str, int] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)  # of exchanges, by reason
     exchange_s: float = 0.0  # mean, of those done
+    routed: dict[str, int] = field(default_factory=dict)  # micro-batches by what became of them: decentral/audit.py
     loss: float = 0.0
     spread: float = 0.0
     roster_error: float = 0.0
@@ -86,10 +88,10 @@ class Report:
 Tell = Callable[[Seconds], None]
 
 
-def run(scenario: Scenario, tell: Tell | None = None) -> Report:
-    """Raises Violation. `tell` hears how far it is, once a sample."""
+def run(scenario: Scenario, tell: Tell | None = None, watch: Watch | None = None) -> Report:
+    """Raises Violation. `tell` hears how far it is, once a sample; `watch` sees all where nothing is audited."""
     audit = Audit(scenario.shape.config.gossip.max_age_s)
-    watch = audit if scenario.audited else Unwatched()
+    watch = audit if scenario.audited else watch or Unwatched()
     earth = Earth(scenario.seed, scenario.wires, scenario.topology)
     swarm = Swarm(scenario.shape, scenario.seed, earth, watch)
     storm = Storm(swarm)
@@ -167,6 +169,7 @@ class Ledger:
     busy_s: dict[PeerId, Seconds] = field(default_factory=lambda: defaultdict(float))
     joined_at: dict[PeerId, Seconds] = field(default_factory=dict)
     last_at: dict[PeerId, Seconds] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
     _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
@@ -185,6 +188,8 @@ class Ledger:
                     self.failures[fields["reason"]] += 1
             case "joined":
                 self.joined_at[peer], self.busy_s[peer] = t, 0.0
+            case "counted" | "uncounted":
+                self.counts.add(log.event, fields)
 
     def sample(self) -> None:
         living = self.swarm.living
@@ -218,6 +223,8 @@ class Ledger:
         report.received_bytes = sum(node.received_bytes for node in nodes)
         report.exchanges, report.failures = dict(self.exchanges), dict(self.failures)
         report.exchange_s = round(self.seconds / max(1, self.exchanges["done"]), 4)
+        if swarm.shape.memory:
+            report.routed = self.counts.result(swarm.shape.fragments[-1].last).figures()
         report.by_peer = [self._of(member) for member in swarm.members]
         busy = [one["busy_fraction"] for one in report.by_peer if one["lives"] == 1 and one["alive"]]
         report.busy_fraction = min(busy, default=0.0)
@@ -266,8 +273,12 @@ class Ledger:
 
 def _loss(swarm: Swarm) -> float:
     """Mean square of the average of the replicas: their distance from the optimum, if they are sketches."""
-    weights = [weights_of(member.host) for member in swarm.living if member.training and member.host is not None]
-    return float(torch.stack(weights).mean(dim=0).square().mean()) if weights else 0.0
+    weights: dict[int, list[torch.Tensor]] = {}
+    for member in swarm.living:
+        for mixed in member.host.training.mixing.fragments if member.training and member.host is not None else ():
+            weights.setdefault(mixed.live.fragment.index, []).append(mixed.live.theta)
+    means = [torch.stack(held).mean(dim=0).square() for held in weights.values()]
+    return float(torch.cat(means).mean()) if means else 0.0
 
 
 def shrink(scenario: Scenario, rule: str, tell: Callable[[str], None] = lambda text: None) -> tuple[Fault, ...]:

@@ -6,16 +6,18 @@ A member is a peer with its disk: it may live several times. Whatever chance dec
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import msgpack
 import torch
 
+from decentral import place
 from decentral.comm import compress
 from decentral.comm.codec import Envelope
 from decentral.comm.messages import Message
 from decentral.comm.transport import Announce, Answer, Ask, AskError
 from decentral.comm.virtual import Network, Port
-from decentral.comm.virtual_directory import Records
+from decentral.comm.virtual_directory import Records, VirtualDirectory
 from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
 from decentral.core.config import Config
@@ -27,8 +29,9 @@ from decentral.peers.node import Node, Phase, Setup
 from decentral.peers.records import Profile
 from decentral.peers.virtual import Pace, Respond, Training, VirtualHost, Watch
 from decentral.sim.geography import Earth
+from decentral.sim.placing import FarDirectory, VirtualClock, play
 from decentral.sim.sky import Sky
-from decentral.train import mix
+from decentral.train import gpt, hops, memory, mix
 from decentral.train.inner import fragments_of
 from decentral.train.sketch import NUMBERS, Checkpoint, HollowCodecs, PlainCodecs, Sketch
 
@@ -74,6 +77,8 @@ class Shape:
     pace: Pace
     throttles: tuple[float, ...] = (1.0,)  # of the peers, in turn
     tokens_per_step: int = 1024
+    memory: tuple[int, ...] = ()  # bytes for the model, of the peers in turn; (): each takes all of it
+    spans: tuple[tuple[int, int], ...] = ()  # layers of the peers in turn, instead of those that they would choose
     plain: bool = False  # nothing is quantised: for thousands of peers
     gradients: Callable[["Member"], Training] | None = None  # real ones instead of a sketch
     donated: tuple[jobs.Layout, ...] | None = None  # a fragment's state as newcomers get it, if it is a real one
@@ -85,6 +90,16 @@ class Shape:
         mean = sum(one.parameters for one in real) // len(real)
         even = tuple(replace(one, parameters=mean) for one in real)
         return cls(config, even, pace, tuple(throttles), tokens_per_step)
+
+    @property
+    def model(self) -> place.Model:
+        widths = gpt.widths(self.config.model)
+
+        @cache
+        def layout(layer: int, sequences: int) -> jobs.Layout:
+            return hops.layout(self.config, compress, widths[layer], sequences)
+
+        return place.Model(self.fragments, self.tokens_per_step // self.config.model.context, layout)
 
     def state_layouts(self) -> list[jobs.Layout]:
         if self.donated is not None:
@@ -103,6 +118,9 @@ class Member:
     host: VirtualHost | None = None
     port: Port | None = None
     disk: Checkpoint | None = None
+    reserved: int = 0  # micro-batch numbers that its disk says may have been given out
+    span: tuple[int, int] | None = None  # layers of its present life
+    placing: bool = False  # it looks for its layers
     has_run: bool = False  # its disk knows the run: a restart needs no contact
     book: tuple[PeerId, ...] = ()
     lives: int = 0
@@ -137,6 +155,8 @@ class Swarm:
         self.journal: Callable[[PeerId, Seconds, Log], None] = lambda peer, t, line: None
         self.tamper: Tamper = lambda member, asker, envelope: envelope
         self._state_layouts = shape.state_layouts()
+        self.model = shape.model
+        self._needs = memory.needs(shape.config, shape.fragments)
         self._chance = rng.stream(seed, "swarm")
 
     # Lives
@@ -152,7 +172,7 @@ class Swarm:
 
     def start(self, member: Member) -> None:
         """Starts or restarts it; a newcomer needs somebody to say hello to."""
-        if member.alive:
+        if member.alive or member.placing:
             return
         contacts = self._contacts(member)
         if not contacts and not member.has_run and any(other is not member and other.has_run for other in self.started):
@@ -162,13 +182,39 @@ class Swarm:
             self.started.append(member)
         member.has_run = True
         member.lives += 1
+        if not self.shape.memory:
+            self._live(member, contacts, None)
+            return
+        member.placing, life = True, member.lives
+        wish = self._wish(member)
+        look_s = DIRECTORY_DELAYS * self.earth.wires.delay_s
+        directory = FarDirectory(VirtualDirectory(self.records, member.peer), look_s)
+
+        def placed(found: place.Placed) -> None:
+            if member.placing and member.lives == life:
+                member.placing = False
+                self._live(member, contacts, found)
+
+        play(
+            self.agenda,
+            place.choose_place(wish, self._needs, directory, VirtualClock(self.clock(member))),
+            placed,
+        )
+
+    def _wish(self, member: Member) -> place.Wish:
+        room = self.shape.memory[member.number % len(self.shape.memory)]
+        spans = self.shape.spans
+        kept = member.span if member.disk is not None else spans[member.number % len(spans)] if spans else None
+        return place.Wish(self.shape.config, RUN, VirtualSigner(member.peer), (), room, kept)
+
+    def _live(self, member: Member, contacts: tuple[PeerId, ...], placed: place.Placed | None) -> None:
+        layers = (0, self.shape.fragments[-1].last)
+        member.span = (placed.span if placed else None) or layers
         training = self._training(member)
-        node = Node(self._setup(member, training, contacts))
+        node = Node(self._setup(member, training, contacts, placed))
         member.port = self.network.plug(member.peer)
         wire = MemberWire(self, member, member.port)
-        pace = self.shape.pace
-        throttle = self.shape.throttles[member.number % len(self.shape.throttles)]
-        pace = replace(pace, step_s=pace.step_s * throttle)
+        pace = replace(self.shape.pace, step_s=self._step_s(member))
         chance = rng.stream(self.seed, "steps", member.number, member.lives)
         member.host = VirtualHost(
             node, wire, training, pace, self.agenda, self.clock(member), chance, self.watch, self.journal
@@ -178,6 +224,7 @@ class Swarm:
 
     def crash(self, member: Member, keep_disk: bool = True) -> None:
         """kill -9: nothing is told to anybody."""
+        member.placing = False
         if not member.alive or member.host is None:
             return
         self._keep(member, keep_disk)
@@ -186,6 +233,7 @@ class Swarm:
 
     def leave(self, member: Member) -> None:
         """Ctrl-C."""
+        member.placing = False
         if not member.alive or member.host is None:
             return
         member.host.stop("interrupted")
@@ -246,25 +294,45 @@ class Swarm:
         chance = rng.arrays(self.seed, "noise", member.number, member.lives)
         shape = self.shape
         codecs = PlainCodecs(compress) if shape.plain else compress
+        assert member.span is not None
         return Sketch(
-            shape.config, member.peer, shape.fragments, codecs, chance, shape.tokens_per_step, disk=member.disk
+            shape.config,
+            member.peer,
+            shape.fragments,
+            member.span,
+            codecs,
+            chance,
+            shape.tokens_per_step,
+            self.model.layout,
+            disk=member.disk,
+            reserved=member.reserved,
         )
 
-    def _setup(self, member: Member, training: Training, contacts: tuple[PeerId, ...]) -> Setup:
-        config = self.shape.config
+    def _step_s(self, member: Member) -> Seconds:
+        return self.shape.pace.step_s * self.shape.throttles[member.number % len(self.shape.throttles)]
+
+    def _setup(
+        self, member: Member, training: Training, contacts: tuple[PeerId, ...], placed: place.Placed | None
+    ) -> Setup:
+        config, wish = self.shape.config, self._wish(member) if placed else None
         restored = training.lr_step if training.restored else None
-        profile = Profile("simulated", 1 << 34, 1e12, self.shape.tokens_per_step / self.shape.pace.step_s)
+        profile = Profile("simulated", 1 << 34, 1e12, self.shape.tokens_per_step / self._step_s(member))
+        assert member.span is not None
+        first, last = member.span
+        held = [one for one in self.shape.fragments if first <= one.first and one.last <= last]
+        routes = place.terms(wish, self.model, held, placed.capacity) if wish and placed else None
         return Setup(
             config=config,
             run=RUN,
             own=VirtualSigner(member.peer),
-            fragments=self.shape.fragments,
-            state_layouts=self._state_layouts,
+            fragments=held,
+            state_layouts=[self._state_layouts[one.index] for one in held],
             layers=self.shape.fragments[-1].last,
             profile=profile,
             addresses=(),
             contacts=contacts,
             restored_step=restored,
+            routes=routes,
         )
 
     def _keep(self, member: Member, keep_disk: bool) -> None:
@@ -273,6 +341,7 @@ class Swarm:
         member.book = tuple(sorted(member.host.node.roster.live)) or member.book
         if isinstance(training, Sketch):
             member.disk = training.disk if keep_disk else None
+            member.reserved = training.reserved if keep_disk else 0
         if not keep_disk:
             member.has_run = False
 

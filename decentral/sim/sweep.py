@@ -7,7 +7,7 @@ these swarms is quick (windows of 3 s, records of 24 s), so that two minutes hol
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 
@@ -21,8 +21,14 @@ from decentral.sim.audit import Violation
 from decentral.sim.geography import Wires
 from decentral.sim.run import SETTLE_S, Scenario, run
 from decentral.sim.swarm import Shape
+from decentral.train import memory
 
 FAULTS_UNTIL_S: Seconds = 60.0
+SPANS_EVERY = 4  # seeds, of which the last stands for a swarm whose peers hold spans of the model
+SPAN_MODEL = [
+    *("model.depth=4", "model.width=32", "model.context=32", "train.micro_batch=2"),
+    "gossip.fragment_parameters=10000",  # four of them
+]
 ALGORITHMS = ("pull", "pull", "pull", "symmetric", "push_sum", "allreduce")
 SETTINGS = [
     "gossip.window_s=3",
@@ -52,7 +58,9 @@ def scenario_of(seed: int) -> Scenario:
     chance = rng.stream(seed, "sweep")
     peers = chance.randint(3, 6)
     throttles = tuple(chance.choice([1.0, 1.0, 1.5, 4.0]) for _ in range(peers))
-    shape = _shape(chance.choice(ALGORITHMS), throttles)
+    algorithm = chance.choice(ALGORITHMS)
+    spans = seed % SPANS_EVERY == SPANS_EVERY - 1
+    shape = _shape_of_spans(algorithm, throttles, seed) if spans else _shape(algorithm, throttles)
     drawn = faults.draw(chance, peers, FAULTS_UNTIL_S, chance.randint(1, 5))
     over = max(fault.at + fault.lasts for fault in drawn)
     seconds = over + shape.config.swarm.record_ttl_s + SETTLE_S + 1
@@ -64,6 +72,33 @@ def scenario_of(seed: int) -> Scenario:
 def _shape(algorithm: str, throttles: tuple[float, ...]) -> Shape:
     run_config = config.load(None, [*SETTINGS, f"gossip.algorithm={algorithm}"])
     return Shape.of(run_config, Pace(0.4, 0.05, report_s=5.0), throttles, 1024)
+
+
+def _shape_of_spans(algorithm: str, throttles: tuple[float, ...], seed: int) -> Shape:
+    """Of four fragments each peer has room for one to three, most for two; few have room for all."""
+    chance = rng.stream(seed, "spans")
+    overlap = chance.random() < 0.5
+    accumulate = chance.choice([1, 1, 2, 4])
+    run_config = _span_config(algorithm, overlap, accumulate)
+    shape = Shape.of(run_config, Pace(1.0, 0.05, report_s=5.0), throttles, 64)
+    under_way = chance.choice([4, 6, 8])
+    sizes = [chance.choice([1, 2, 2, 2, 3, len(shape.fragments)]) for _ in throttles]
+    return replace(shape, memory=tuple(room_for(shape, size, under_way) for size in sizes))
+
+
+def room_for(shape: Shape, count: int, under_way: int) -> int:
+    """Bytes that any `count` fragments take with so many micro-batches under way; not enough for more fragments."""
+    needs = memory.needs(shape.config, shape.fragments)
+    starts = range(len(needs.fragments) - count + 1)
+    enough = max(needs.of(at, at + count, under_way) for at in starts)
+    more = [needs.of(at, at + count + 1) - 1 for at in starts[:-1]]
+    return min([enough, *more])
+
+
+@cache
+def _span_config(algorithm: str, overlap: bool, accumulate: int) -> config.Config:
+    routes = [f"routes.overlap={str(overlap).lower()}", f"train.accumulate={accumulate}"]
+    return config.load(None, [*SETTINGS, *SPAN_MODEL, *routes, f"gossip.algorithm={algorithm}"])
 
 
 def play(seed: int) -> Outcome:

@@ -4,11 +4,10 @@ It owns every tensor. The event loop puts jobs into a queue and gets outcomes th
 core/jobs.py. `do` and `step` may also be called directly, without a thread: tests and the simulator do.
 """
 
-import json
 import queue
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,14 @@ from torch import Tensor, nn
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
-from decentral.train import checkpoint, data, gpt, hops, measure, mix
+from decentral.train import checkpoint, data, gpt, hopping, hops, measure, mix
 from decentral.train.hops import Hops
 from decentral.train.inner import Inner, Live, fragments_of
 from decentral.train.kept import Shelf
 from decentral.train.mixing import Mixing, unpacked
+from decentral.train.position import Position
 from decentral.train.sections import Codecs
 from decentral.train.step import Device, Forward, chain, held_out_loss, train_step
-
-RESERVED = 1024  # micro-batch numbers given out for one write to the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +36,6 @@ class Setup:
     device: Device
     folder: Path
     span: tuple[int, int] | None = None  # layers [first, last), cut where fragments are; None: the whole model
-
-
-@dataclass(slots=True)
-class Position:
-    """Numbers of drawn micro-batches that no restart draws again, not even from an old checkpoint.
-
-    Their file says up to where they may have been given out; it is written once for RESERVED of them.
-    """
-
-    path: Path
-    reserved: int
-    known: int = 0  # of this process
-
-    @classmethod
-    def of(cls, folder: Path) -> "Position":
-        path = folder / "position.json"
-        reserved = int(json.loads(path.read_text())) if path.exists() else 0
-        return cls(path, reserved, reserved)
-
-    def take(self, wished: int) -> int:
-        number = self.known = max(wished, self.known)
-        if number >= self.reserved:
-            self.reserved = number + RESERVED
-            checkpoint.write_atomically(self.path, json.dumps(self.reserved).encode())
-        return number
 
 
 class Compute:
@@ -120,6 +93,11 @@ class Compute:
             self.hops, self.forward = self._hops(alone=True), self._span_alone(self.forward, first)
 
     @property
+    def waits(self) -> bool:
+        """Whether only a job can move it: a merge that training waits for, or a span's micro-batches."""
+        return self.mixing.holding is not None or not self.whole
+
+    @property
     def share(self) -> float:
         """The part of the model's parameters that we hold."""
         whole = sum(gpt.parameters(self.setup.config.model))
@@ -135,8 +113,7 @@ class Compute:
         """Until Finish comes. Waiting for jobs is the only thing that does not count as computing."""
         while True:
             try:
-                waits = self.mixing.holding is not None or not self.whole
-                job = inbox.get() if waits else inbox.get_nowait()
+                job = inbox.get() if self.waits else inbox.get_nowait()
             except queue.Empty:
                 report(self.step())
                 continue
@@ -170,7 +147,7 @@ class Compute:
             case jobs.CloseWindow() | jobs.Merge() | jobs.Absorb() | jobs.ExportState():
                 return self.mixing.do(job)
             case jobs.ImportState(blobs, step):
-                return self._adopted(self.mixing.adopt(blobs, complete=self.whole), step)
+                return self._adopted(self.mixing.adopt(blobs), step)
             case jobs.Move():
                 return self._move(job)
             case jobs.ExportKept(fragment):
@@ -193,29 +170,15 @@ class Compute:
     # Routes
 
     def _hop(self, job: jobs.Hopping) -> jobs.Outcome:
-        ours = self.hops = self.hops or self._hops(alone=False)
-        match job:
-            case jobs.Draw(token, last):
-                self.micro_batches = number = self._position.take(self.micro_batches)
-                return ours.draw(token, last, self._fetch(), number)
-            case jobs.Forward():
-                return ours.forward(job)
-            case jobs.Backward():
-                return ours.backward(job)
-            case jobs.Forget(tokens):
-                return ours.forget(tokens)
-            case jobs.Seal(ready, then):
-                sealed = ours.seal()
-                if then is None or set(sealed.tokens) != set(ready):
-                    return sealed
-                return replace(self._apply(ours, then), legs=sealed.tokens)
-            case jobs.Drop():
-                return ours.drop()
-            case jobs.Apply():
-                return self._apply(ours, job)
+        self.hops = self.hops or self._hops(alone=False)
+        return hopping.do(job, self.hops, self)
 
-    def _apply(self, ours: Hops, job: jobs.Apply) -> jobs.Stepped:
-        ours.apply(self.lr_step)
+    def draw(self, job: jobs.Draw) -> jobs.Forwarded:
+        assert self.hops is not None
+        self.micro_batches = number = self._position.take(self.micro_batches)
+        return self.hops.draw(job.token, job.last, self._fetch(), number)
+
+    def counted(self, job: jobs.Apply) -> jobs.Stepped:
         self.own_steps += 1
         self.lr_step += 1
         self.tokens += job.tokens

@@ -24,11 +24,10 @@ from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.jobs import Layout, Section
 from decentral.train import gpt
+from decentral.train.hopping import FORWARD
 from decentral.train.inner import Live, rate_at, step_one
 from decentral.train.sections import Codecs
 from decentral.train.step import Device, slow_down
-
-FORWARD = 1 / 3  # of a micro-batch's computing; the rest is its backward pass
 
 
 def layout(run: config.Config, codecs: Codecs, width: int, sequences: int) -> Layout:

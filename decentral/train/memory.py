@@ -13,7 +13,7 @@ what torch really keeps, and benchmarks/memory.py against what a process takes.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decentral.core import config
@@ -56,10 +56,10 @@ class Needs:
         return self.fragments[begin].first, self.fragments[end - 1].last
 
 
-def needs(run: config.Config) -> Needs:
-    """Of this run's model, in fp32 (bf16 keeps less)."""
+def needs(run: config.Config, cuts: Sequence[Fragment] | None = None) -> Needs:
+    """Of this run's model, in fp32 (bf16 keeps less). `cuts`: as if it were cut into these."""
     model = run.model
-    cut = tuple(fragments_of(run))
+    cut = tuple(cuts or fragments_of(run))
     state = [one.parameters * (TRAINING_BYTES + GOSSIP_BYTES[run.gossip.algorithm]) for one in cut]
     sequences = run.train.micro_batch if isinstance(run.train.micro_batch, int) else 1
     layers = kept(model)

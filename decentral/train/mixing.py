@@ -72,6 +72,9 @@ class Mixing:
         self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
         self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
 
+    def of(self, fragment: int) -> Mixed:
+        return self._by_index[fragment]
+
     def do(self, job: jobs.Mix) -> jobs.Outcome:
         match job:
             case jobs.CloseWindow(fragment, seq, hold):
@@ -135,11 +138,9 @@ class Mixing:
             mix.layout_of(mixed.rule.donated, mixed.live.fragment.parameters, self.codecs) for mixed in self.fragments
         ]
 
-    def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]], complete: bool = True) -> jobs.StateImported:
-        """All of these or none: decoded and checked first, then adopted. `complete`: they must be all that we hold."""
+    def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]]) -> jobs.StateImported:
+        """All of these or none: decoded and checked first, then adopted. What nobody trains is not among them."""
         expected = dict(zip(self._by_index, self.state_layouts(), strict=True))
-        if complete and len(blobs) < len(expected):
-            return jobs.StateImported(False, "fragment")
         try:
             donated = unpacked(self.codecs, blobs, expected)
         except ProtocolError as error:

@@ -6,7 +6,7 @@ counted once, mass is conserved, replicas stay together) is checked on the code 
 have the length that the real model's would have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,9 +19,12 @@ from decentral.core.errors import ProtocolError
 from decentral.core.hollow import Hollow
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
+from decentral.train import hopping
 from decentral.train.inner import Live
 from decentral.train.mixing import Mixing
+from decentral.train.position import Position
 from decentral.train.sections import Codecs
+from decentral.train.sketch_hops import Bowl, SketchHops
 
 Numbers = NDArray[np.float32]
 
@@ -76,6 +79,8 @@ class Checkpoint:
     own_steps: int
     lr_step: int
     tokens: int
+    micro_batches: int
+    span: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -84,30 +89,45 @@ class Sketch:
 
     config: config.Config
     peer: PeerId
-    fragments: Sequence[jobs.Fragment]  # the real model's
+    cuts: Sequence[jobs.Fragment]  # the whole model's
+    span: tuple[int, int]  # layers [first, last) of them
     codecs: Codecs
     chance: np.random.Generator
     tokens_per_step: int
+    layout: Callable[[int, int], jobs.Layout]  # (layer, sequences): of a micro-batch that enters there
     disk: Checkpoint | None = None
+    reserved: int = 0  # micro-batch numbers that the disk says may have been given out
     own_steps: int = 0
     lr_step: int = 0
     tokens: int = 0
+    micro_batches: int = 0
+    fragments: list[jobs.Fragment] = field(init=False)
+    hops: SketchHops = field(init=False)
     mixing: Mixing = field(init=False)
     _resumed: bool = False
+    _position: Position = field(init=False)
     _numbers: list[Numbers] = field(init=False)  # the weights of each fragment, as numpy sees them
 
     def __post_init__(self) -> None:
-        mean = sum(fragment.parameters for fragment in self.fragments) / len(self.fragments)
+        first, last = self.span
+        self.fragments = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
+        mean = sum(cut.parameters for cut in self.cuts) / len(self.cuts)
         lives = [_live(fragment, self.config.train) for fragment in self.fragments]
         self.mixing = Mixing(lives, self.config.gossip, self.peer, HollowCodecs(self.codecs, mean / NUMBERS))
         self._numbers = [live.theta.numpy() for live in lives]
+        self._position = Position.at(self.reserved, self._reserve)
+        self.hops = self._hops(lives)
         if self.disk is not None:
             self._load(self.disk)
             self._resumed = True
 
     @property
-    def holding(self) -> int | None:
-        return self.mixing.holding
+    def whole(self) -> bool:
+        return len(self.fragments) == len(self.cuts)
+
+    @property
+    def waits(self) -> bool:
+        return self.mixing.holding is not None or not self.whole
 
     @property
     def restored(self) -> bool:
@@ -151,17 +171,48 @@ class Sketch:
             case jobs.Start(newcomer):
                 self.mixing.begin(newcomer)
                 return jobs.Started(self.lr_step)
-        raise AssertionError(f"no one does {job!r}")
+            case jobs.Move() | jobs.ExportKept() | jobs.Finish():
+                raise AssertionError(f"a sketch does no {job!r}")
+            case _:
+                return hopping.do(job, self.hops, self)
+
+    # Routes
+
+    def work(self, job: jobs.Job) -> float:
+        return hopping.work(job, self.cuts, self.hops.held)
+
+    def draw(self, job: jobs.Draw) -> jobs.Forwarded:
+        number = self._position.take(self.micro_batches)
+        self.micro_batches = number + 1
+        return self.hops.draw(job, number, self.tokens_per_step)
+
+    def counted(self, job: jobs.Apply) -> jobs.Stepped:
+        self.own_steps += 1
+        self.lr_step += 1
+        self.tokens += job.tokens
+        return jobs.Stepped(self.own_steps, self.lr_step, job.tokens, job.loss, 0.0, job.micro_batches)
+
+    def _hops(self, lives: Sequence[Live]) -> SketchHops:
+        rate = self.config.train.learning_rate
+        end, context, bowl = self.cuts[-1].last, self.config.model.context, Bowl(RATE, NOISE)
+        return SketchHops(
+            self.peer, lives, self.fragments, end, context, self.layout, self.chance, bowl, rate, self.loss
+        )
+
+    def _reserve(self, numbers: int) -> None:
+        self.reserved = numbers
 
     def _save(self) -> jobs.Saved:
         tensors = {name: tensor.clone() for name, tensor in self.mixing.tensors().items()}
-        self.disk = Checkpoint(tensors, self.mixing.windows(), self.own_steps, self.lr_step, self.tokens)
+        steps = (self.own_steps, self.lr_step, self.tokens, self.micro_batches)
+        self.disk = Checkpoint(tensors, self.mixing.windows(), *steps, self.span)
         parameters = sum(fragment.parameters for fragment in self.fragments)
         return jobs.Saved(self.own_steps, parameters * 4 * len(tensors) // len(self.fragments))
 
     def _load(self, disk: Checkpoint) -> None:
         self.mixing.load(disk.tensors, disk.windows, disk.own_steps)
         self.own_steps, self.lr_step, self.tokens = disk.own_steps, disk.lr_step, disk.tokens
+        self.micro_batches = disk.micro_batches
 
 
 class _Numbers(nn.Module):

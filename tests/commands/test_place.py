@@ -31,7 +31,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def placed(network: Loopback, own: Identity, memory_bytes: int) -> place.Placed:
-    return await place.choose_place(CONFIG, RUN, own, LoopbackDirectory(network), (), memory_bytes, None)
+    return await chosen(own, LoopbackDirectory(network), memory_bytes, None)
+
+
+async def chosen(
+    own: Identity, directory: LoopbackDirectory, memory_bytes: int, kept: tuple[int, int] | None
+) -> place.Placed:
+    wish = place.Wish(CONFIG, RUN, own, (), memory_bytes, kept)
+    return await place.choose_place(wish, NEEDS, directory, place.WallClock())
 
 
 def test_a_model_that_fits_is_held_whole_and_nobody_is_asked(identities: list[Identity]) -> None:
@@ -60,14 +67,14 @@ def test_peers_that_come_at_once_do_not_all_take_the_same(identities: list[Ident
 
 def test_a_peer_that_comes_back_keeps_its_layers(identities: list[Identity]) -> None:
     own, directory = identities[0], LoopbackDirectory(Loopback())
-    kept = asyncio.run(place.choose_place(CONFIG, RUN, own, directory, (), HALF, (2, 4)))
+    kept = asyncio.run(chosen(own, directory, HALF, (2, 4)))
     assert kept.span == (2, 4)
 
 
 def test_a_checkpoint_that_does_not_fit_any_more_is_the_users_to_mend(identities: list[Identity]) -> None:
     own, directory = identities[0], LoopbackDirectory(Loopback())
     with pytest.raises(UserError, match="holds layers 0 to 5, which take"):
-        asyncio.run(place.choose_place(CONFIG, RUN, own, directory, (), HALF, (0, 6)))
+        asyncio.run(chosen(own, directory, HALF, (0, 6)))
 
 
 def test_claims_of_others_that_are_no_records_are_left_out(identities: list[Identity]) -> None:

@@ -13,7 +13,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
 from decentral.core.machine import Effect, Log, Woke
 from decentral.peers.fetch import DONORS, PIECE_BYTES
-from decentral.peers.join import GIVE_UP_S, MOST_PATIENT, RETRY_S, Join, State
+from decentral.peers.join import GIVE_UP_S, LOOKS, MOST_PATIENT, RETRY_S, Join, State
 
 RUN = RunId("gpt-3fa2c1")
 A, B = PeerId("A"), PeerId("B")
@@ -252,6 +252,31 @@ def test_when_all_are_busy_they_are_asked_again_later() -> None:
     new.finish()
 
 
+def test_the_one_holder_of_a_layer_is_among_the_donors_however_many_others_there_are() -> None:
+    for seed in range(5):
+        new = Newcomer(donors=MANY)
+        new.join.chance = Random(seed)
+        new.join.holds = lambda peer, fragment: fragment.index == 0 or peer == MANY[7]
+        new.know_the_roster()
+        assert MANY[7] in new.join.donors
+        assert len(new.finish().blobs) == 2
+
+
+def test_a_layer_whose_last_holder_has_gone_does_not_hold_up_the_others() -> None:
+    new = Newcomer()
+    new.join.holds = lambda peer, fragment: fragment.index == (peer == B)
+    new.know_the_roster()
+    for _ in range(3):
+        new.answer(new.next_of(A))
+    new.live, new.join.contacts, new.asks = [A], (), []
+    for _ in range(LOOKS):
+        new.wake(RETRY_S)
+        assert new.join.state is State.FETCHING  # its record may only be late
+    new.wake(RETRY_S)
+    (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
+    assert [index for index, _, _ in imported.blobs] == [0]
+
+
 def b_is_gone(new: Newcomer) -> None:
     """And A gives all that it has."""
     while new.asks:
@@ -308,3 +333,14 @@ def test_only_those_are_asked_who_hold_something_of_ours() -> None:
     new.know_the_roster()
     assert new.join.donors == [MANY[-1]]
     new.finish()
+
+
+def test_a_holder_whose_record_comes_back_is_waited_for() -> None:
+    new = Newcomer()
+    new.join.holds = lambda peer, fragment: fragment.index == (peer == B)
+    new.know_the_roster()
+    new.live, new.join.contacts = [A], ()
+    new.wake(RETRY_S)
+    new.live = [A, B]
+    new.wake(RETRY_S)
+    assert len(new.finish().blobs) == 2

@@ -18,6 +18,7 @@ from decentral.core.config import Swarm
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Effect, Log, Woke
 from decentral.peers import records
+from decentral.peers.holders import Holders
 from decentral.peers.records import PeerRecord, Profile
 from decentral.peers.roster import Learn, Roster
 
@@ -39,7 +40,7 @@ def roster() -> Roster:
     def compose(now: float, leaving: bool) -> PeerRecord:
         return replace(RECORD, time=now, phase="leaving" if leaving else "training")
 
-    return Roster(RUN, identity("own"), Swarm(), compose, Random(0))
+    return Roster(RUN, identity("own"), Swarm(), compose, Random(0), Holders(identity("own").peer, 6))
 
 
 @pytest.fixture

@@ -359,13 +359,15 @@ def test_a_state_with_one_bad_fragment_is_not_imported_at_all(setup_of: MakeSetu
         assert newcomer.lr_step == 3
 
 
-def test_a_state_without_one_of_the_fragments_is_not_imported_at_all(setup_of: MakeSetup) -> None:
+def test_a_fragment_that_nobody_gives_away_keeps_its_weights(setup_of: MakeSetup) -> None:
     donor, newcomer = (trained(setup_of(name)) for name in "AB")
     before = weights(newcomer)
-    imported = newcomer.do(jobs.ImportState(tuple(export(donor)[:-1]), step=77))
-    assert isinstance(imported, jobs.StateImported), imported
-    assert not imported.accepted
-    assert torch.equal(weights(newcomer), before)
+    blobs = export(donor)
+    assert newcomer.do(jobs.ImportState(tuple(blobs[:-1]), step=77)) == jobs.StateImported(True)
+    kept, last = newcomer.mixing.fragments[-1].live.theta, blobs[-1][0]
+    assert torch.equal(kept, before[-len(kept) :])
+    assert not torch.equal(weights(newcomer), before)
+    assert not newcomer.do(jobs.ImportState(((last + 1, *blobs[-1][1:]),), step=78)).accepted  # type: ignore[union-attr]
 
 
 def test_exporting_changes_nothing(setup_of: MakeSetup) -> None:

@@ -1,0 +1,150 @@
+"""What must hold of micro-batches that travel, beside what sim/audit.py holds of gossip.
+
+    counted      no layer's weights count a micro-batch twice, whoever retried or restarted; by what the sums of
+                 gradients hold, not by what their peers believe
+    told         the journals' `counted` lines say exactly what the sums held
+    accounted    where nothing went wrong a micro-batch counts in all layers, or in none, or a journal says which
+                 peer threw its gradients away
+    covered      a layer's last living holder does not let go of it
+    bounded      legs, what waits to be settled, held activations and the ledger have limits
+    goes on      while each layer has a holder and nothing is wrong with the network, micro-batches are counted
+
+Assertions in train/sketch_hops.py hold that activations and gradients come where they belong.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from decentral.audit import Span, covered, overlap
+from decentral.comm.messages import MAX_HOLD_S
+from decentral.comm.route import AT_ONCE, SETTLES_KEPT
+from decentral.core import jobs
+from decentral.core.ids import PeerId
+from decentral.core.machine import Log
+from decentral.core.units import Seconds
+from decentral.peers.virtual import VirtualHost
+from decentral.sim.swarm import Member
+from decentral.train.sketch import Sketch
+from decentral.train.sketch_hops import Carried
+
+MOST_IN_SUMS = 64  # times the legs that a peer has room for: a sum may wait for MAX_HOLD_S
+MOST_TOLD = 8  # times the peers that are there: outboxes
+STALLED_S = 2 * MAX_HOLD_S  # without a micro-batch counted anywhere
+SETTLED_S = 2 * MAX_HOLD_S + 5.0  # after its first count a micro-batch counts everywhere, or will not
+
+Violated = Callable[[str, str, VirtualHost | None], None]
+
+
+@dataclass(slots=True)
+class Steps:
+    """What a peer's sums held and what its journal said, as far as only one of the two is known."""
+
+    life: int
+    did: deque[Carried] = field(default_factory=deque)
+    said: deque[Carried] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class RouteAudit:
+    violated: Violated
+    counted: dict[tuple[str, int], list[Span]] = field(default_factory=dict)  # by starter and number
+    first_at: dict[tuple[str, int], Seconds] = field(default_factory=dict)
+    thrown_away: set[tuple[str, int]] = field(default_factory=set)
+    troubled_at: Seconds = 0.0  # the last moment at which a layer had no holder, or somebody was not to be reached
+    counted_at: Seconds = 0.0
+    _steps: dict[PeerId, Steps] = field(default_factory=dict)
+    _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # by fragment: peer, and which life
+
+    # Event by event
+
+    def stepped(self, host: VirtualHost, life: int) -> None:
+        """A sum has been applied to the weights."""
+        training = host.training
+        if not isinstance(training, Sketch):
+            return
+        for one in training.hops.stepped:
+            name = (one.starter, one.number)
+            spans = self.counted.setdefault(name, [])
+            spans.append((one.first, one.last))
+            self.first_at.setdefault(name, host.agenda.now)
+            if overlap(spans):
+                self.violated("counted", f"{host.peer} counts {name} in layers {spans[-1]} again", host)
+        self.counted_at = host.agenda.now
+        steps = self._steps_of(host, life)
+        steps.did.extend(training.hops.stepped)
+        self._compare(host, steps)
+
+    def logged(self, host: VirtualHost, life: int, line: Log) -> None:
+        if line.event == "uncounted":
+            self.thrown_away |= {(one[0], one[1]) for one in line.fields["of"]}
+            return
+        if not isinstance(host.training, Sketch):
+            return
+        steps = self._steps_of(host, life)
+        steps.said.extend(Carried(*one) for one in line.fields["of"])
+        self._compare(host, steps)
+
+    def _steps_of(self, host: VirtualHost, life: int) -> Steps:
+        steps = self._steps.get(host.peer)
+        if steps is None or steps.life != life:
+            steps = self._steps[host.peer] = Steps(life)
+        return steps
+
+    def _compare(self, host: VirtualHost, steps: Steps) -> None:
+        while steps.did and steps.said:
+            did, said = steps.did.popleft(), steps.said.popleft()
+            if did != said:
+                self.violated("told", f"the journal says {said}, the sum held {did}", host)
+
+    # Now and then
+
+    def check(self, living: Sequence[Member], fragments: Sequence[jobs.Fragment], trouble: bool, now: Seconds) -> None:
+        for member in living:
+            self._check_bounds(member, len(living))
+        holders = self._covered(living, fragments)
+        if trouble or not all(holders[one.index] for one in fragments):
+            self.troubled_at = now
+        quiet_since = max(self.troubled_at, self.counted_at)
+        if now - quiet_since > STALLED_S:
+            self.violated("goes on", f"nothing was counted for {now - quiet_since:.0f} s", None)
+
+    def _covered(self, living: Sequence[Member], fragments: Sequence[jobs.Fragment]) -> dict[int, dict[PeerId, int]]:
+        holders: dict[int, dict[PeerId, int]] = {one.index: {} for one in fragments}
+        there = {member.peer: member.lives for member in living}
+        for member in living:
+            if member.training and member.host is not None:
+                for fragment in member.host.node.setup.fragments:
+                    holders[fragment.index][member.peer] = member.lives
+        for index, before in self._holders.items():
+            still = [peer for peer, life in before.items() if there.get(peer) == life]
+            if still and not holders[index]:
+                self.violated("covered", f"{still[0]} was the last holder of fragment {index}, and let it go", None)
+        self._holders = holders
+        return holders
+
+    def _check_bounds(self, member: Member, living: int) -> None:
+        host = member.host
+        if host is None or host.node.routes is None:
+            return
+        routes, room = host.node.routes, host.node.routes.terms.capacity
+        told = max((len(box.count) + len(box.release) for box in routes._outboxes.values()), default=0)
+        held = len(host.training.hops.held) if isinstance(host.training, Sketch) else 0
+        sizes = {
+            "legs": (len(routes.legs), room),
+            "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * room),
+            "activations": (held, room + AT_ONCE),
+            "settles for one peer": (told, 2 * SETTLES_KEPT),
+            "peers to be told": (len(routes._outboxes), MOST_TOLD * max(living, 4)),
+        }
+        for what, (size, most) in sizes.items():
+            if size > most:
+                self.violated("bounded", f"{member.peer}: {size} {what}, at most {most}", host)
+
+    # At the end
+
+    def finish(self, layers: int, now: Seconds, undisturbed: bool) -> None:
+        old = (name for name, at in self.first_at.items() if now - at > SETTLED_S)
+        missed = [name for name in old if covered(self.counted[name]) < layers and name not in self.thrown_away]
+        if undisturbed and missed:
+            self.violated("accounted", f"{missed[0]} counts in layers {self.counted[missed[0]]} only", None)

@@ -1,0 +1,91 @@
+"""The jobs of routes, whoever carries them out: one dispatch for train/hops.py's tensors and a simulator's sketch.
+
+A peer's layers are `Carrier`: they hold what backward passes need, and the sums of gradients. Whose steps and
+micro-batches are counted is `Worker`: train/compute.py's Compute or train/sketch.py's Sketch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from decentral.core import jobs
+from decentral.core.jobs import Fragment, share
+
+FORWARD = 1 / 3  # of a micro-batch's computing; the rest is its backward pass
+
+
+class Passage(Protocol):
+    """Layers [first, last) that a micro-batch has gone through here, and has to go back through."""
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def last(self) -> int: ...
+
+
+class Carrier(Protocol):
+    @property
+    def held(self) -> Mapping[int, Passage]:
+        """By token."""
+        ...
+
+    def forward(self, job: jobs.Forward) -> jobs.Outcome: ...
+
+    def backward(self, job: jobs.Backward) -> jobs.Outcome: ...
+
+    def forget(self, tokens: Sequence[int]) -> jobs.Forgotten: ...
+
+    def seal(self) -> jobs.Sealed: ...
+
+    def drop(self) -> jobs.Forgotten: ...
+
+    def apply(self, lr_step: int) -> None: ...
+
+
+class Worker(Protocol):
+    lr_step: int
+
+    def draw(self, job: jobs.Draw) -> jobs.Forwarded: ...
+
+    def counted(self, job: jobs.Apply) -> jobs.Stepped:
+        """The sealed sum has been applied: one more step."""
+        ...
+
+
+def do(job: jobs.Hopping, layers: Carrier, worker: Worker) -> jobs.Outcome:
+    match job:
+        case jobs.Draw():
+            return worker.draw(job)
+        case jobs.Forward():
+            return layers.forward(job)
+        case jobs.Backward():
+            return layers.backward(job)
+        case jobs.Forget(tokens):
+            return layers.forget(tokens)
+        case jobs.Seal(ready, then):
+            sealed = layers.seal()
+            if then is None or set(sealed.tokens) != set(ready):
+                return sealed
+            return replace(_apply(then, layers, worker), legs=sealed.tokens)
+        case jobs.Drop():
+            return layers.drop()
+        case jobs.Apply():
+            return _apply(job, layers, worker)
+
+
+def _apply(job: jobs.Apply, layers: Carrier, worker: Worker) -> jobs.Stepped:
+    layers.apply(worker.lr_step)
+    return worker.counted(job)
+
+
+def work(job: jobs.Job, cuts: Sequence[Fragment], held: Mapping[int, Passage]) -> float:
+    """How much of one micro-batch's computing through the whole model this job is. Ask before it is done."""
+    match job:
+        case jobs.Draw(_, last):
+            return FORWARD * share(cuts, 0, last)
+        case jobs.Forward(_, first, last):
+            return share(cuts, first, last) * (1.0 if last == cuts[-1].last else FORWARD)
+        case jobs.Backward(token) if token in held:
+            return (1 - FORWARD) * share(cuts, held[token].first, held[token].last)
+    return 0.0

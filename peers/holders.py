@@ -1,0 +1,64 @@
+"""Who holds which layer, kept up to date record by record: a look costs the same however many peers there are.
+
+Of a layer's holders a peer asks a few only, its neighbours: as many as it can know well, and others than its
+neighbours' neighbours are (rendezvous hashing, Thaler and Ravishankar 1998). So work spreads over all holders though
+nobody measures more than NEIGHBOURS of them.
+"""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from decentral.core import rng
+from decentral.core.ids import PeerId
+from decentral.peers.records import PeerRecord
+
+NEIGHBOURS = 24  # of a layer's holders
+
+
+@dataclass(slots=True)
+class Holders:
+    """Of a model with so many layers, as `own` sees it. Who is not training holds nothing."""
+
+    own: PeerId
+    layers: int
+    count: int = 0  # of peers that hold something
+    widths: int = 0  # sum of the squares of their spans' lengths: what a flow through all of them would cost
+    _spans: dict[PeerId, tuple[int, int]] = field(default_factory=dict)
+    _by_layer: dict[int, list[tuple[int, PeerId]]] = field(default_factory=dict)  # by distance
+    _near: dict[int, list[PeerId]] = field(default_factory=dict)  # what was asked for since it changed
+
+    def put(self, peer: PeerId, record: PeerRecord) -> None:
+        span = (record.first, min(record.last, self.layers)) if record.phase == "training" else (0, 0)
+        if self._spans.get(peer, (0, 0)) == span:
+            return
+        self.drop(peer)
+        first, last = span
+        if first >= last:
+            return
+        self._spans[peer] = span
+        self.count, self.widths = self.count + 1, self.widths + (last - first) ** 2
+        place = (self._distance(peer), peer)
+        for layer in range(first, last):
+            bisect.insort(self._by_layer.setdefault(layer, []), place)
+            self._near.pop(layer, None)
+
+    def drop(self, peer: PeerId) -> None:
+        first, last = self._spans.pop(peer, (0, 0))
+        if first >= last:
+            return
+        self.count, self.widths = self.count - 1, self.widths - (last - first) ** 2
+        place = (self._distance(peer), peer)
+        for layer in range(first, last):
+            held = self._by_layer[layer]
+            del held[bisect.bisect_left(held, place)]
+            self._near.pop(layer, None)
+
+    def near(self, layer: int) -> Sequence[PeerId]:
+        """Up to NEIGHBOURS holders of the layer, in the order of their ids."""
+        if layer not in self._near:
+            self._near[layer] = sorted(peer for _, peer in self._by_layer.get(layer, ())[:NEIGHBOURS])
+        return self._near[layer]
+
+    def _distance(self, peer: PeerId) -> int:
+        return rng.seed_of(0, "neighbours", self.own, peer)

@@ -1,0 +1,193 @@
+"""Swarms that hold the model in spans, in virtual time: the real nodes, jobs and placement, with sketched weights."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from decentral.comm import compress
+from decentral.core import config, jobs, rng
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Apply, Backed, Backward, Draw, Drop, Forward, Forwarded, HopFailed, Seal, Sealed
+from decentral.peers.virtual import Pace
+from decentral.sim import faults, sweep
+from decentral.sim.geography import Wires
+from decentral.sim.gradients import real_gradients
+from decentral.sim.run import Report, Scenario, Unwatched, run
+from decentral.sim.swarm import Shape
+from decentral.train import memory
+from decentral.train.sketch import NOISE, RATE, Sketch
+
+MODEL = [*sweep.SETTINGS, *sweep.SPAN_MODEL]
+
+
+def shape_of(fragments: int, *overrides: str, under_way: int = 8, step_s: float = 1.0) -> Shape:
+    """Each peer has room for so many fragments, of four."""
+    shape = Shape.of(config.load(None, [*MODEL, *overrides]), Pace(step_s, 0.05, report_s=5.0), (1.0,), 64)
+    return replace(shape, memory=(sweep.room_for(shape, fragments, under_way),))
+
+
+def scenario(spec: str = "", seconds: float = 60.0, peers: int = 4, shape: Shape | None = None) -> Scenario:
+    shape = shape or shape_of(2, "routes.overlap=true")
+    return Scenario(shape, peers, seconds, 1, tuple(faults.parse(spec)), Wires(0.01))
+
+
+@pytest.fixture(scope="module")
+def calm() -> Report:
+    return run(scenario())
+
+
+def test_peers_with_spans_train_together_and_each_layer_counts_each_micro_batch_once(calm: Report) -> None:
+    assert calm.tokens > 60 * 64
+    assert calm.routed["twice"] == 0
+    assert calm.routed["everywhere"] > 60
+    assert calm.routed["in_part"] < 0.1 * calm.routed["everywhere"]
+
+
+def test_the_weights_descend_as_micro_batches_are_counted(calm: Report) -> None:
+    assert calm.loss < 0.5  # 1 at the start
+
+
+def test_a_swarm_of_spans_has_one_digest_for_one_seed(calm: Report) -> None:
+    assert run(scenario()).digest == calm.digest != run(replace(scenario(), seed=2)).digest
+
+
+def test_a_micro_batch_costs_the_devices_together_one_pass_through_the_model(calm: Report) -> None:
+    """Devices are busy for as long as the micro-batches that were counted take, and a little for gossip and retries."""
+    busy_s = sum(one["busy_fraction"] for one in calm.by_peer) * 55
+    assert calm.routed["everywhere"] * 1.0 < busy_s * 1.1
+    assert busy_s < 1.3 * calm.routed["everywhere"] * 1.0
+
+
+def test_a_peer_with_room_for_all_of_the_model_holds_it_and_trains_by_itself() -> None:
+    report = run(scenario(peers=2, seconds=20.0, shape=shape_of(4)))
+    assert all(one["tokens"] > 500 for one in report.by_peer)
+    assert report.routed["everywhere"] == 0
+
+
+def test_a_killed_peer_comes_back_to_its_layers_and_its_numbers_go_on() -> None:
+    """The audit holds that no number is counted twice; here that the swarm goes on."""
+    report = run(scenario("crash 0 at 20; restart 0 at 25; crash 1 at 30; restart 1 at 33", seconds=120.0))
+    assert report.routed["twice"] == 0
+    assert report.by_peer[0]["lives"] == 2
+    assert report.by_peer[0]["tokens"] > 0
+    late = [one.tokens for one in report.samples]
+    assert late[-1] > late[len(late) // 2] > 0
+
+
+def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
+    small = [
+        *("model.depth=2", "model.width=32", "model.context=16", "gossip.fragment_parameters=5000"),
+        *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
+        *("train.warmup_steps=5", "routes.overlap=true"),
+    ]
+    plain = Shape.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64)
+    shape = real_gradients(plain)
+    needs = memory.needs(shape.config, shape.fragments)
+    half = max(needs.of(0, 2), needs.of(1, len(needs.fragments)))
+    shape = replace(shape, memory=(half,))
+    losses: list[float] = []
+
+    class Watching(Unwatched):
+        def done(self, host: object, job: object, outcome: object) -> None:
+            if isinstance(outcome, jobs.Backed) and outcome.loss:
+                losses.append(outcome.loss / outcome.tokens)
+
+    report = run(Scenario(shape, 3, 80.0, 1, audited=False), watch=Watching())
+    assert report.routed["everywhere"] > 50
+    assert report.routed["twice"] == 0
+    assert sum(losses[-20:]) / 20 < 0.8 * sum(losses[:20]) / 20
+
+
+# The sketch's sums. Fragments are layers [0, 2) [2, 3) [3, 4) [4, 6).
+
+
+def sketch(first: int, last: int) -> Sketch:
+    shape = shape_of(2)
+    chance = rng.arrays(1, "sketch")
+    return Sketch(shape.config, PeerId("P"), shape.fragments, (first, last), compress, chance, 64, shape.model.layout)
+
+
+def drawn(number: int) -> tuple[Sketch, Forwarded]:
+    """A starter with layers [0, 3), and what it sends on of its micro-batch."""
+    starter = sketch(0, 3)
+    starter.micro_batches = number
+    sent = starter.do(Draw(1, 3))
+    assert isinstance(sent, Forwarded)
+    return starter, sent
+
+
+def test_activations_and_gradients_have_the_real_model_s_sizes() -> None:
+    starter, sent = drawn(7)
+    assert (sent.number, sent.tokens) == (7, 64)
+    assert len(sent.blob) == 64 * 32 * 2 + 64 * 2  # bf16 hidden values, u16 targets
+    back = sketch(3, 6).do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
+    assert isinstance(back, Backed)
+    assert len(back.blob) == 64 * 32 * 2
+    assert isinstance(starter.do(Backward(1, back.layout, back.blob)), Backed)
+
+
+def test_a_step_moves_only_the_layers_that_the_micro_batch_went_through() -> None:
+    _, sent = drawn(0)
+    middle = sketch(3, 6)
+    passed = middle.do(Forward(1, 3, 4, 2, sent.layout, sent.blob))
+    assert isinstance(passed, Forwarded)
+    back = sketch(4, 6).do(Forward(1, 4, 6, 2, passed.layout, passed.blob))
+    assert isinstance(back, Backed)
+    middle.do(Backward(1, back.layout, back.blob))
+    sealed = middle.do(Seal())
+    assert sealed == Sealed((1,))
+    middle.do(Apply(0, 0, 0.0))
+    through, beside = (mixed.live for mixed in middle.mixing.fragments)
+    assert (through.tokens, beside.tokens) == (64, 0)
+    assert float(through.theta.mean()) == pytest.approx(1 - RATE, abs=5 * NOISE)
+    assert float(beside.theta.mean()) == 1.0
+
+
+def test_a_sum_that_is_dropped_moves_nothing() -> None:
+    _, sent = drawn(0)
+    last = sketch(3, 6)
+    last.do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
+    last.do(Seal())
+    last.do(Drop())
+    last.do(Apply(0, 0, 0.0))
+    assert [mixed.live.tokens for mixed in last.mixing.fragments] == [0, 0]
+
+
+def test_the_gradient_of_another_micro_batch_is_noticed() -> None:
+    starter, _ = drawn(1)
+    _, other = drawn(2)
+    back = sketch(3, 6).do(Forward(1, 3, 6, 2, other.layout, other.blob))
+    assert isinstance(back, Backed)
+    with pytest.raises(AssertionError, match="gradient of"):
+        starter.do(Backward(1, back.layout, back.blob))
+
+
+def test_activations_of_another_layer_are_noticed() -> None:
+    _, sent = drawn(0)
+    with pytest.raises(AssertionError, match="layer"):
+        sketch(3, 6).do(Forward(1, 4, 6, 2, sent.layout, sent.blob))
+
+
+@pytest.mark.parametrize("blob", [b"", bytes(17)])
+def test_what_has_not_the_right_length_is_refused_and_changes_nothing(blob: bytes) -> None:
+    _, sent = drawn(0)
+    last = sketch(3, 6)
+    assert last.do(Forward(1, 3, 6, 2, sent.layout, blob)) == HopFailed(1, "shape")
+    assert last.do(Seal()) == Sealed(())
+
+
+@pytest.mark.parametrize(
+    ("job", "part"),
+    [
+        (Draw(1, 3), 1 / 2 / 3),
+        (Forward(1, 2, 4, 8, (), b""), 1 / 2 / 3),
+        (Forward(1, 3, 6, 8, (), b""), 1 / 2),
+        (Backward(1, (), b""), 1 / 2 * 2 / 3),
+        (Apply(0, 0, 0.0), 0.0),
+    ],
+)
+def test_a_job_costs_its_layers_share_of_a_micro_batch(job: jobs.Job, part: float) -> None:
+    """A third of it forward; at the model's end the backward pass follows at once."""
+    starter, _ = drawn(0)
+    assert starter.work(job) == pytest.approx(part)
