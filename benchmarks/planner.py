@@ -7,6 +7,8 @@
                 as the interpreted code tries in 360 s (its rate is measured here, on this swarm), and what the
                 published code's own pipelines cost; for the first draw also after 50,000 candidates
     noisy       the same for eight cities with every link's rate times a lognormal of sigma 0.2
+    bound       is there any layout of 64 devices over ten cities that costs less than 0.88 of gcma's (or less than
+                what genetic finds in 10 s, where that is less)? Searched through for up to 600 s
     large       1,024 devices for 30 s and 4,096 for 60 s against the best hand layout, and the memory it took
     small       throughput of up to 6 peers and 8 layers: the default solver against `exact`
     unequal     throughput of 64 unequal devices in 20 s, against equal spans placed at random and against the bound
@@ -31,9 +33,9 @@ import numpy as np
 
 from benchmarks import planner_published as published_code
 from decentral.core import config
-from decentral.scheduler import evolve, flow, gcma, gossip, milp, spans, throughput, topology, work
+from decentral.scheduler import bound, evolve, flow, gcma, gossip, milp, spans, throughput, topology, work
 from decentral.scheduler.cost import layout, problem
-from decentral.scheduler.plan import hand_costs, regions_of
+from decentral.scheduler.plan import regions_of, sync_plan
 from decentral.scheduler.progress import Budget
 from decentral.scheduler.topology import Topology, Workload
 
@@ -42,6 +44,7 @@ OPTIMA = {"data-centre": 3.43980, "universities": 16.08684, "four-regions": 34.8
 PUBLISHED_S = 360.0
 SAMPLE = 25  # candidates by which the interpreted code's rate is measured: one round of gcma's trials
 STANDS_STILL = 50_000  # candidates
+AIM, PROOF_S = 0.88, 600.0
 CITIES = ("Frankfurt", "Ireland", "London", "Ohio", "Oregon", "Seoul", "Singapore", "Sydney", "Tokyo", "Virginia")
 KINDS = (("A100", 80.0, 80.0), ("A40", 40.0, 40.0), ("L4", 24.0, 20.0), ("T4", 12.0, 10.0))  # GB, TFLOP/s: 8:4:2:1
 
@@ -49,7 +52,8 @@ KINDS = (("A100", 80.0, 80.0), ("A40", 40.0, 40.0), ("L4", 24.0, 20.0), ("T4", 1
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = {"compile": compilation, "check": check, "published": published, "cities": cities, "noisy": noisy_rates,
-             "large": large, "small": small, "unequal": unequal, "gossip": partners, "command": command}  # fmt: skip
+             "bound": proof, "large": large, "small": small, "unequal": unequal, "gossip": partners,
+             "command": command}  # fmt: skip
     parser.add_argument("--part", choices=parts, action="append")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -112,8 +116,7 @@ def noisy_rates(seed: int, scale: float) -> None:
 def _against_gcma(part: str, swarm: Topology, seed: int, scale: float) -> None:
     record = _genetic(swarm, seed, 30 * scale)
     long, short = record[-1][0], min(cost for cost, when in record if when <= 10 * scale)
-    _, rate = _interpreted(swarm, seed, SAMPLE)
-    candidates = int(_tried(rate) * scale)
+    candidates, rate = _candidates(swarm, seed, scale)
     baseline, best_N = _gcma(swarm, seed, candidates)
     case = published_code.case_of(swarm, swarm.workload or Workload())
     written = published_code.written_pipelines(case, best_N)
@@ -127,14 +130,30 @@ def _against_gcma(part: str, swarm: Topology, seed: int, scale: float) -> None:
               gcma=baseline, ratio_10_s=short / baseline, ratio_30_s=long / baseline)  # fmt: skip
 
 
+def proof(seed: int, scale: float) -> None:
+    swarm = scattered(64, seed)
+    task = problem(swarm, swarm.workload or Workload())
+    candidates, _ = _candidates(swarm, seed, scale)
+    baseline, _ = _gcma(swarm, seed, candidates)
+    best = _genetic(swarm, seed, 10 * scale)[-1][0]
+    begin = time.process_time()
+    budget = Budget(PROOF_S * scale, clock=time.process_time)
+    verdict = bound.below(task, min(AIM * baseline, best), budget)
+    found = None if verdict.slots is None else layout(task, verdict.slots).cost.total
+    _line("bound", seed=seed, gcma=baseline, genetic=best, aim=AIM * baseline, cut=min(AIM * baseline, best),
+          none_below=verdict.proven and found is None, found=found, proven=verdict.proven,
+          seconds=time.process_time() - begin)  # fmt: skip
+
+
 def large(seed: int, scale: float) -> None:
     for count, seconds in ((1024, 30), (4096, 60)):
         side = int(count**0.5)
         swarm = replace(scattered(count, seed), workload=Workload(side, side))
-        hand = min(hand_costs(problem(swarm, Workload(side, side)), regions_of(swarm), seed).values())
         begin = time.process_time()
-        cost = _genetic(swarm, seed, seconds * scale)[-1][0]
+        plan = sync_plan(swarm, "genetic", seed, Budget(seconds * scale, clock=time.process_time))
         used = time.process_time() - begin
+        assert plan.cost is not None
+        cost, hand = plan.cost["total"], min(plan.baselines.values())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         _line("large", peers=count, seed=seed, cost=cost, best_hand=hand, ratio=cost / hand, seconds=used,
               peak_gib=peak)  # fmt: skip
@@ -246,7 +265,8 @@ def _genetic(swarm: Topology, seed: int, seconds: float) -> list[tuple[float, fl
 
     budget = Budget(seconds, clock=time.process_time, report=note)
     slots = evolve.search(task, regions_of(swarm), budget, np.random.default_rng(seed))
-    return [*found, (layout(task, slots).cost.total, found[-1][1])]
+    when = found[-1][1] if found else time.process_time() - begin
+    return [*found, (layout(task, slots).cost.total, when)]
 
 
 def _gcma(swarm: Topology, seed: int, candidates: int) -> tuple[float, list[int]]:
@@ -269,6 +289,12 @@ def _interpreted(swarm: Topology, seed: int, trials: int) -> tuple[published_cod
         search.trials()
     end = time.process_time()
     return search, (gcma.POPULATION / (between - begin), trials / (end - between))
+
+
+def _candidates(swarm: Topology, seed: int, scale: float) -> tuple[int, tuple[float, float]]:
+    """How many the interpreted code tries on this swarm in PUBLISHED_S, and its rates."""
+    _, rate = _interpreted(swarm, seed, SAMPLE)
+    return int(_tried(rate) * scale), rate
 
 
 def _tried(rate: tuple[float, float]) -> int:

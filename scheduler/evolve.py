@@ -17,7 +17,7 @@ from decentral.scheduler.matching import EXACT_STAGES, stage_order
 from decentral.scheduler.progress import Budget, Progress
 
 PARENTS = 10
-CHUNK_WORK = 4_000_000  # about 20 ms between two looks at the clock
+CHUNK_WORK = 500_000  # about 20 ms between two looks at the clock
 MOST_STEPS = 200_000  # in one child
 MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # in one round: of layouts, and of peers in all of them together
 HOT = (0.04, 0.2)  # from nothing, in turn: small swarms are rough and want more
@@ -49,6 +49,7 @@ def search(
     first: Ints | None = None,
 ) -> Ints:
     """The slots of the best layout that the budget finds. `first`: a layout to begin with (replanning)."""
+    progress = Progress(budget, np.inf)
     twin_N = moves.twins(problem.data_NN, problem.pipe_NN)
     search = _Search(problem, region_N, rng, Pool(PARENTS), twin_N, moves.dice(rng))
     starts = list(layouts.STARTS)
@@ -56,11 +57,10 @@ def search(
     begin += [layouts.STARTS[name](region_N, problem.stages, problem.replicas, rng) for name in starts]
     begin.sort(key=search.cost)
     for slots in begin:
-        ordered = search.ordered(slots)
-        search.pool.add(search.cost(ordered), ordered)
-    progress = Progress(budget, search.best)
+        if not search.pool.members or not progress.late():
+            search.settle(slots, progress)
     long = problem.stages > EXACT_STAGES
-    while progress.goes_on():
+    while progress.goes_on(search.settling_s):
         slots, heat = search.long_child(progress, begin) if long else search.child(progress.rounds, begin)
         search.improve(slots, heat, SMOOTH[progress.rounds % len(SMOOTH)], progress)
         progress.report(search.best)
@@ -75,6 +75,7 @@ class _Search:
     pool: Pool
     twin_N: Ints
     dice: moves.Dice
+    settling_s: float = np.inf  # what the quickest `settle` so far took: each child needs as much at its end
 
     @property
     def best(self) -> float:
@@ -115,12 +116,12 @@ class _Search:
             cost = self.cost(slots)
             if cost < least:
                 best, least = slots, cost
-            if progress.seconds() > progress.budget.seconds:
+            if progress.late(self.settling_s):
                 break
         return best, 0.01
 
     def improve(self, slots: Ints, heat: float, smooth: float, progress: Progress) -> None:
-        """Anneals the child, orders its stages, and offers it to the pool."""
+        """Anneals the child and settles it, both within the budget's seconds."""
         problem = self.problem
         state = self.state(slots)
         best_slots, best = slots.copy(), np.inf
@@ -136,10 +137,16 @@ class _Search:
                 chunk, hot, hot * cooling, smooth, self.twin_N, self.dice,
             )  # fmt: skip
             hot *= cooling
-            if progress.seconds() > progress.budget.seconds:
+            if progress.late(self.settling_s):
                 break
-        ordered = self.ordered(best_slots)
+        self.settle(best_slots, progress)
+
+    def settle(self, slots: Ints, progress: Progress) -> None:
+        """Orders the child's stages and offers it to the pool."""
+        begin = progress.seconds()
+        ordered = self.ordered(slots)
         self.pool.add(self.cost(ordered), ordered)
+        self.settling_s = min(self.settling_s, progress.seconds() - begin)
 
     def ordered(self, slots: Ints) -> Ints:
         """The same stages in the best order."""

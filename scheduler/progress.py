@@ -56,8 +56,13 @@ class Progress:
     def seconds(self) -> float:
         return self.budget.clock() - self._start
 
-    def goes_on(self) -> bool:
-        return self.rounds < self.budget.rounds and self.seconds() < self.budget.seconds
+    def goes_on(self, ahead_s: float = 0.0) -> bool:
+        """Whether there is another round, with `ahead_s` seconds of work that it cannot leave undone."""
+        return self.rounds < self.budget.rounds and not self.late(ahead_s)
+
+    def late(self, ahead_s: float = 0.0) -> bool:
+        """Whether that much work, begun now, would end after the budget's seconds."""
+        return self.seconds() + ahead_s >= self.budget.seconds
 
     def report(self, best: float) -> None:
         """Ends a round whose best cost so far is `best`."""

@@ -26,15 +26,21 @@ MOST_RESTARTS = 30
 def search(work: Work, region_N: Ints, budget: Budget, rng: np.random.Generator, first: Ints | None = None) -> Ints:
     """Spans N x 2 of the best throughput found. `first`: spans to begin with (replanning)."""
     small = milp.options(work) <= SMALL
+    progress = Progress(budget.part(0.5) if small else budget, np.inf)
     starts = [first] if first is not None else []
     starts += [chains(work, groups, rng) for groups in groupings(work, region_N)]
     starts += [fill(work, rng) for _ in range(DRAWS if work.peers <= 16 else 2)]
     starts = [spans if work.valid(spans) else repaired(work, spans) for spans in starts]
-    judged = [(flow.maximum(work, spans), spans) for spans in starts]
+    judged: list[tuple[Flow, Ints]] = []
+    flow_s = 0.0  # the longest that one took so far: what is begun is finished
+    for spans in starts:
+        if not judged or not progress.late(flow_s):
+            begin = progress.seconds()
+            judged.append((flow.maximum(work, spans), spans))
+            flow_s = max(flow_s, progress.seconds() - begin)
     best = here = max(judged, key=lambda pair: (work.valid(pair[1]), pair[0].tokens_per_s))
-    progress = Progress(budget.part(0.5) if small else budget, -best[0].tokens_per_s)
     stuck, walked = 0, 0
-    while progress.goes_on() and best[0].tokens_per_s < work.compute_bound() * (1 - 1e-9):
+    while progress.goes_on(flow_s) and best[0].tokens_per_s < work.compute_bound() * (1 - 1e-9):
         if stuck > PATIENCE * work.peers:
             if walked > MOST_RESTARTS:
                 break
@@ -43,7 +49,9 @@ def search(work: Work, region_N: Ints, budget: Budget, rng: np.random.Generator,
         child = mutated(work, here[1], here[0], rng)
         stuck += 1
         if work.valid(child):
+            begin = progress.seconds()
             found = flow.maximum(work, child)
+            flow_s = max(flow_s, progress.seconds() - begin)
             if found.tokens_per_s > here[0].tokens_per_s * (1 + 1e-9):
                 stuck = 0
             if found.tokens_per_s > here[0].tokens_per_s * (1 - 1e-9):  # equal ones too: a walk along the plateau

@@ -26,18 +26,22 @@ SOLVERS = ("genetic", "exact", "flow", "random")
 def throughput_plan(
     topology: Topology, config: Config, solver: str, seed: int, budget: Budget, holders: int = 1
 ) -> Plan:
-    """Raises UserError if the swarm cannot hold the model, or the solver is unknown."""
+    """Raises UserError if the swarm cannot hold the model, or the solver is unknown.
+
+    The budget's seconds are for all of it.
+    """
     start = budget.clock()
     task = work.of(topology, config, holders)
     baseline = random_throughput(task, seed)
-    budget = budget.less(budget.clock() - start)
-    chosen = solved(task, regions_of(topology), solver, seed, budget.part(1 - GOSSIP_SHARE))
+    rest = budget.less(budget.clock() - start)
+    chosen = solved(task, regions_of(topology), solver, seed, rest.part(1 - GOSSIP_SHARE))
     if not task.valid(chosen):
         raise UserError(f"--holders {holders}: no spans found that give every layer its holders; add memory or peers")
     found = flow.maximum(task, chosen)
     bound = task.compute_bound()
-    rest = budget.part(GOSSIP_SHARE).silent()
-    partners = gossip.partners(topology, flow.held(task, chosen), task.snapshot_L * work.ROUND_S, rest)
+    share = rest.part(GOSSIP_SHARE).silent()
+    share = share.less(max(0.0, budget.clock() - start + share.seconds - budget.seconds))
+    partners = gossip.partners(topology, flow.held(task, chosen), task.snapshot_L * work.ROUND_S, share)
     return Plan(
         objective="throughput",
         solver=solver,

@@ -183,6 +183,24 @@ def test_the_same_seed_and_rounds_give_the_same_plan() -> None:
     assert plans[0].to_json() == plans[1].to_json()
 
 
+def test_a_search_settles_its_last_child_within_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, now = random_problem(3, 4, 4), [0.0]
+
+    def clock() -> float:
+        now[0] += 0.1
+        return now[0]
+
+    def slow_order(edge_SS: Floats, start_S: Ints) -> Ints:
+        now[0] += 7.0
+        return matching.stage_order(edge_SS, start_S)
+
+    monkeypatch.setattr(evolve, "stage_order", slow_order)
+    for seconds in (40.0, 43.0, 46.0):
+        now[0] = 0.0
+        evolve.search(task, one_region(task), Budget(seconds, clock=clock), np.random.default_rng(0))
+        assert seconds - 7.5 < now[0] < seconds + 1.0
+
+
 def test_permuting_peers_changes_nothing_but_names() -> None:
     rate = symmetric(np.random.default_rng(2).uniform(1e8, 1e9, (6, 6)))
     original = swarm(rate)

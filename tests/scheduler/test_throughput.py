@@ -42,6 +42,22 @@ def test_the_search_equals_the_exact_optimum(seed: int) -> None:
     assert flow.maximum(task, found).tokens_per_s == pytest.approx(best, rel=1e-5)
 
 
+def test_a_flow_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, now = replace(small(1), link_NN=small(1).link_NN / 10), [0.0]
+    maximum = flow.maximum
+
+    def slow(work: Work, chosen: Ints) -> flow.Flow:
+        now[0] += 3.0
+        return maximum(work, chosen)
+
+    monkeypatch.setattr(flow, "maximum", slow)
+    monkeypatch.setattr(spans, "SMALL", 0)
+    for seconds in (10.0, 62.5, 64.0):
+        now[0] = 0.0
+        spans.search(task, regions(task), Budget(seconds, clock=lambda: now[0]), np.random.default_rng(0))
+        assert seconds - 3.0 <= now[0] <= seconds
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_flow_obeys_time_links_and_conservation(seed: int) -> None:
     task = small(seed, peers=6)
