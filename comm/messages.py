@@ -13,6 +13,9 @@
     Settle        -               Done          -                     count these gradients; forget those
     Unsettled     -               Settle        -                     the starter is asked what became of these legs
     Stay          -               Done          -                     a promise to go on holding a fragment for a while
+    Follow        -               Standing      -                     synchronous: which round is it, and whose
+    Collect       -               Report        -                     synchronous: a member's word on a round ...
+                                  Snapshot      a sum of gradients    ... and its sum of a fragment's gradients
     any           -               Refused       -                     why not, in one word
 
 Every field has a bound, and is checked against it before anything else looks at the message (comm/codec.py).
@@ -36,6 +39,8 @@ MAX_PATIENCE_S = 75.0  # below the time that a transport gives an answer
 MAX_HOLD_S = 60.0  # a starter that never settles holds up others' steps for no longer
 MAX_HOPS = 64  # of a route
 MAX_LEGS = 256  # in one Settle
+MAX_MEMBERS = 128  # of a synchronous round
+MAX_NEWCOMERS = 16  # that one report lets in
 
 Run = Annotated[str, Strict(), Field(max_length=64)]
 Peer = Annotated[str, Strict(), Field(max_length=64)]
@@ -149,7 +154,10 @@ class PullState:
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """A piece of the fragment's state, from `offset`. `step` is the learning-rate step; `digest` is the piece's."""
+    """A piece of the fragment's state, from `offset`. `step` is the learning-rate step; `digest` is the piece's.
+
+    `version`: of the fragment in synchronous training; zero in any other.
+    """
 
     run: Run
     fragment: Index
@@ -158,6 +166,7 @@ class StateChunk:
     step: Count
     layout: Sections
     digest: Digest
+    version: Digest = bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +184,7 @@ class Carry:
     patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
     hold_s: Annotated[float, Strict(), Field(ge=0, le=MAX_HOLD_S, allow_inf_nan=False)]
     layout: Sections
+    round: Count = 0  # of synchronous training: whose weights it is to meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +242,84 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """Of a synchronous round: a peer and its layers [first, last)."""
+
+    peer: Peer
+    first: Index
+    last: Index
+
+
+Members = Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """I hold these layers as they are at the beginning of that round: which one is yours, and with whom?
+
+    `joining`: let me in.
+    """
+
+    run: Run
+    round: Count
+    first: Index
+    last: Index
+    joining: Annotated[bool, Strict()]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The round that a peer is in, and its members; none, where it is in no round yet."""
+
+    run: Run
+    round: Count
+    members: Members
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """What `origin` has to say in this round: its report, or its sum of a fragment's gradients.
+
+    Any member may be asked that needs the same. One that does not have it answers `without`, and from then on takes it
+    from no `origin` any more, only from members that have it. `member`: the asker believes to be one of the round.
+    """
+
+    run: Run
+    round: Count
+    origin: Peer
+    fragment: Index | None  # None: its report
+    patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
+    member: Annotated[bool, Strict()]
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A micro-batch that got through: who carried it, by their places among the round's members, and up to where."""
+
+    number: Count
+    tokens: Count
+    members: Annotated[tuple[Index, ...], Field(min_length=1, max_length=MAX_HOPS)]
+    ends: Annotated[tuple[Index, ...], Field(min_length=1, max_length=MAX_HOPS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A member's word on a round: which of its micro-batches count, and whom it would let in.
+
+    `loss` is the sum over their tokens. `versions` tell apart what happened to each fragment that it holds, up to the
+    round's beginning.
+    """
+
+    run: Run
+    round: Count
+    own: Member
+    micro_batches: Annotated[tuple[Carried, ...], Field(max_length=MAX_LEGS)]
+    loss: Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
+    newcomers: Annotated[tuple[Member, ...], Field(max_length=MAX_NEWCOMERS)]
+    versions: Annotated[tuple[Digest, ...], Field(max_length=4096)]
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     reason: Word
     detail: Annotated[str, Strict(), Field(max_length=200)] = ""
@@ -257,6 +345,10 @@ Message = (
     | Settle
     | Unsettled
     | Stay
+    | Follow
+    | Standing
+    | Collect
+    | Report
     | Refused
 )
 

@@ -17,7 +17,7 @@ Backward passes go before forward ones, and our own new micro-batches come last.
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Protocol
 
@@ -39,6 +39,7 @@ from decentral.comm.messages import (
     Unsettled,
 )
 from decentral.comm.pace import FULL, LEAN, NEWEST, Prior, Stride, Turns, Window, budget_s
+from decentral.comm.tally import Tally
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import (
@@ -93,6 +94,7 @@ class Terms:
     at_least: int  # micro-batches in an optimizer's step
     layout: Callable[[int, int], Layout]
     overlap: bool = False  # begin more before the last ones' step is taken: busier devices, stale gradients
+    synchronous: bool = False  # steps are taken in rounds, by all peers at once: comm/rounds.py
 
     @property
     def layers(self) -> int:
@@ -143,6 +145,7 @@ class Leg:
     retry_at: Seconds | None = None
     hops: tuple[Hop, ...] = ()  # after ours
     answer: Envelope | None = None
+    round: int = 0
 
     def deadline(self) -> Seconds:
         return self.until if self.own or self.stage is Stage.HELD else min(self.until, self.answer_by)
@@ -168,11 +171,12 @@ class Routes:
     turns: Turns = field(default_factory=Turns)
     prior: Prior = field(default_factory=Prior)
     speed: float = 0.0  # tokens/s of the whole model, if we computed without a pause; 0: not measured yet
-    ledger: Ledger = field(init=False)
+    ledger: Ledger | Tally = field(init=False)
     quota: int | None = None  # micro-batches that we may still begin; None: as many as the window has room for
     completed: int = 0
     doubts: Doubts = field(init=False)
     _settled: Completed = field(default_factory=Completed)
+    round: int = 0
     _by_id: dict[LegId, int] = field(default_factory=dict)
     _ready: list[tuple[int, int, Job]] = field(default_factory=list)  # heap: backward first, then the older
     _running: set[int] = field(default_factory=set)
@@ -181,11 +185,13 @@ class Routes:
     _look_at: Seconds | None = None
     _ends: dict[int, Stride[int]] = field(default_factory=dict)  # by the layer that a leg begins with
     _worked: float = 0.0  # tokens through our share of the model, since the last step
+    _early: list[tuple[int, Job]] = field(default_factory=list)  # of the next round: by token
 
     def __post_init__(self) -> None:
-        full = self.terms.overlap or self.terms.at_least >= FULL[1]
-        self.window = Window(self.terms.capacity, FULL if full else LEAN)
-        self.ledger = Ledger(self.terms.at_least)
+        terms = self.terms
+        full = terms.overlap or terms.synchronous or terms.at_least >= FULL[1]
+        self.window = Window(terms.capacity, FULL if full else LEAN)
+        self.ledger = Tally() if terms.synchronous else Ledger(terms.at_least)
         self.doubts = Doubts(self.terms.run)
 
     @property
@@ -274,11 +280,14 @@ class Routes:
         if refusal:
             return [Reply(event.request, Envelope(Refused(refusal)))]
         leg = self._new_leg(name, self._end(carry.first), now, event.sender)
-        leg.request, leg.sequences = event.request, carry.sequences
+        leg.request, leg.sequences, leg.round = event.request, carry.sequences, carry.round
         self._extend(leg, carry, now)
         self._by_id[name] = leg.token
         job = Forward(leg.token, carry.first, leg.last, carry.sequences, carry.layout, event.envelope.blob)
-        heapq.heappush(self._ready, (FORWARD, leg.token, job))
+        if carry.round > self.round:
+            self._early.append((leg.token, job))
+        else:
+            heapq.heappush(self._ready, (FORWARD, leg.token, job))
         return []
 
     def _refusal(self, event: Asked, carry: Carry) -> str:
@@ -290,8 +299,10 @@ class Routes:
             return "span"
         if carry.layout != terms.layout(carry.first, carry.sequences) or len(event.envelope.blob) != terms.size(carry):
             return "shape"
-        if carry.patience_s < LEAST_S:
+        if carry.patience_s < LEAST_S or carry.round < self.round:
             return "late"
+        if carry.round > self.round + 1:
+            return "not-ready"
         return "busy" if len(self.legs) >= terms.capacity or self.draining else ""
 
     def _asked_again(self, leg: Leg, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
@@ -354,9 +365,8 @@ class Routes:
         leg.tried.append(to)
         hold_s = min(MAX_HOLD_S, max(0.0, leg.until - now))
         name = leg.id
-        carry = Carry(
-            self.terms.run, name.starter, name.number, leg.last, leg.sequences, patience_s, hold_s, leg.layout
-        )
+        place = (name.starter, name.number, leg.last, leg.sequences)
+        carry = Carry(self.terms.run, *place, patience_s, hold_s, leg.layout, leg.round)
         tag = ("route", leg.token, leg.attempts)
         return [Ask(tag, to, Envelope(carry, leg.payload), patience_s, leg.layout[0].size)]
 
@@ -429,6 +439,8 @@ class Routes:
         at_the_end = leg.last == self.terms.layers
         loss = done.loss if at_the_end else leg.loss
         entry = Entry(leg.id, leg.last, done.tokens, loss, leg.own)
+        if leg.own and at_the_end:
+            entry = replace(entry, leg=LegId(self.terms.peer, done.number, 0))
         self._worked += done.tokens * self.terms.share(leg.id.first, leg.last)
         if leg.stage is Stage.GONE:
             self.legs.pop(leg.token)
@@ -453,6 +465,8 @@ class Routes:
         self.completed += 1
         self._settled.add(leg.id.number, leg.hops)
         self._remove(leg)
+        if isinstance(self.ledger, Tally):
+            self.ledger.ways[leg.token] = leg.hops
         return self.ledger.add(leg.token, entry, Mark.SETTLED)
 
     def _hop_failed(self, leg: Leg, reason: str, now: Seconds) -> list[Effect]:
@@ -535,12 +549,13 @@ class Routes:
         """Our own micro-batches, as many as the window has room for, while the compute thread has nothing better."""
         jobs: list[Effect] = []
         self._look_at = None
-        if not self.active or self.draining or self.terms.first > 0 or self.terms.last == self.terms.layers:
+        alone = self.terms.last == self.terms.layers and not self.terms.synchronous
+        if not self.active or self.draining or self.terms.first > 0 or alone:
             return jobs
         own = sum(leg.own for leg in self.legs.values())
         while self._has_room(own):
             end = self._end(0)
-            if not self.view.successors(end):
+            if end < self.terms.layers and not self.view.successors(end):
                 self._look_at = now + RETRY_S
                 break
             leg = self._new_leg(LegId(self.terms.peer, 0, 0), end, now, self.terms.peer)
@@ -557,9 +572,47 @@ class Routes:
 
     def _new_leg(self, name: LegId, last: int, now: Seconds, asker: PeerId) -> Leg:
         self._last_token += 1
-        leg = Leg(self._last_token, name, last, False, now, now, now, asker)
+        leg = Leg(self._last_token, name, last, False, now, now, now, asker, round=self.round)
         self.legs[leg.token] = leg
         return leg
+
+    # Synchronous rounds
+
+    def begin_round(self, round: int, active: bool, quota: int) -> list[Effect]:
+        """The weights are those of this round. Micro-batches that came early are of it now."""
+        self.round, self.active, self.quota = round, active, quota
+        early, self._early = self._early, []
+        effects: list[Effect] = []
+        for token, job in early:
+            leg = self.legs.get(token)
+            if leg is not None and leg.stage is Stage.FORWARD and active:
+                heapq.heappush(self._ready, (FORWARD, token, job))
+            elif leg is not None:
+                effects += self._give_up(leg, "not-ready")
+        return effects
+
+    @property
+    def all_begun_are_over(self) -> bool:
+        """Whether our own micro-batches of the round are through, or given up."""
+        return self.quota == 0 and not any(leg.own and leg.stage is not Stage.GONE for leg in self.legs.values())
+
+    def give_up_own(self) -> list[Effect]:
+        """Nobody is left to carry what we begin."""
+        self.quota = 0
+        own = [leg for leg in self.legs.values() if leg.own and leg.stage is not Stage.GONE]
+        return [effect for leg in own for effect in self._give_up(leg, "gone")]
+
+    def end_round(self, everything: bool = False) -> list[Effect]:
+        """Nothing more of it counts: what is under way is let go of. `everything`: also what came early."""
+        effects: list[Effect] = []
+        for leg in list(self.legs.values()):
+            if leg.stage is Stage.GONE or (leg.round > self.round and not everything):
+                continue
+            if leg.stage is Stage.HELD:
+                self._remove(leg)
+            else:
+                effects += self._give_up(leg, "late")
+        return effects
 
     # What others are told
 

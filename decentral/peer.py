@@ -145,6 +145,7 @@ async def prepare(
         routes=terms(wish, _model(compute), compute.fragments, placed.capacity),
         room=Room(memory.needs(run), placed.memory_bytes, compute.layouts()),
         kept=compute.kept.kept(cut.index for cut in compute.cuts),
+        versions=compute.versions,
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")

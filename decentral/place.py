@@ -148,7 +148,8 @@ def terms(wish: Wish, model: Model, held: Sequence[Fragment], capacity: int) -> 
         cuts=model.cuts,
         most_sequences=model.most_sequences,
         capacity=capacity,
-        at_least=1 if whole else wish.run.train.accumulate,
+        at_least=1 if whole and not wish.run.synchronous else wish.run.train.accumulate,
         layout=model.layout,
         overlap=wish.run.routes.overlap,
+        synchronous=wish.run.synchronous,
     )

@@ -62,6 +62,10 @@ def _main(flags: argparse.Namespace) -> None:
 def scenario_of(flags: argparse.Namespace) -> Scenario:
     """What the flags describe. Raises UserError."""
     run_config = config.load(flags.config, flags.set)
+    if run_config.synchronous:
+        raise UserError(
+            "gossip.algorithm synchronous is not simulated; expected pull, symmetric, push_sum or allreduce"
+        )
     many = flags.peers > MANY
     pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
     shape = replace(Shape.of(run_config, pace, flags.throttle, flags.tokens_per_step), plain=many)

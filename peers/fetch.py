@@ -40,6 +40,9 @@ class Incoming:
     asked: set[int] = field(default_factory=set)
     held: bool = False  # by somebody, when we looked
     looks: int = 0  # in which nobody held it any more
+    step: int = 0  # of the newest piece
+    version: bytes = b""
+    outdone: int = 0  # the step of another fragment for which this one was fetched again
 
     def wanted(self) -> int | None:
         """An offset that is neither here nor asked for. The first piece tells how many there are."""
@@ -59,6 +62,7 @@ class Incoming:
             raise ProtocolError("shape", "a piece of another length")
         self.total = chunk.total
         self.pieces[chunk.offset] = blob
+        self.step, self.version = max(self.step, chunk.step), chunk.version
 
     def blob(self) -> bytes:
         return joined(self.pieces[at] for at in sorted(self.pieces))
@@ -72,6 +76,7 @@ class Fetch:
     tag: str
     chance: Random
     holds: Callable[[PeerId, Fragment], bool]
+    exact: bool = False  # a fragment's pieces have to be of one version
     incoming: dict[int, Incoming] = field(default_factory=dict)
     donors: list[PeerId] = field(default_factory=list)
     used: set[PeerId] = field(default_factory=set)
@@ -94,6 +99,9 @@ class Fetch:
     def choose(self, known: Sequence[PeerId]) -> None:
         """Some of these become donors; those that are, stay."""
         willing = [peer for peer in known if self.failures[peer] < FAILURES]
+        if willing and self._only_failed_ones_hold_some(known):
+            self.failures.clear()
+            willing = list(known)
         kept = [peer for peer in self.donors if peer in willing]
         others = [peer for peer in willing if peer not in kept]
         self.donors = kept + self.chance.sample(others, max(0, min(len(others), DONORS - len(kept))))
@@ -107,6 +115,26 @@ class Fetch:
             if holders and not one.complete() and not {*holders} & {*self.donors, *found}:
                 found.append(self.chance.choice(holders))
         return found
+
+    def fetch_again(self) -> bool:
+        """Fragments of an earlier step than others, once: those who hold them may have taken that step by now."""
+        newest = max((one.step for one in self.incoming.values()), default=0)
+        old = [one for one in self.incoming.values() if one.step < newest and one.outdone < newest]
+        for one in old:
+            one.outdone = newest
+            one.pieces.clear()
+        return bool(old)
+
+    def _only_failed_ones_hold_some(self, known: Sequence[PeerId]) -> bool:
+        """Whether all that hold some fragment have been left out: then they are asked again."""
+        return any(
+            all(self.failures[peer] >= FAILURES for peer in known if self.holds(peer, one.fragment))
+            for one in self._missing()
+            if any(self.holds(peer, one.fragment) for peer in known)
+        )
+
+    def _missing(self) -> list[Incoming]:
+        return [one for one in self.incoming.values() if not one.complete()]
 
     def ask(self) -> list[Effect]:
         """Gives each donor, in turn, pieces to send."""
@@ -132,6 +160,11 @@ class Fetch:
         message = event.envelope.message
         if not isinstance(message, StateChunk) or message.offset != offset:
             return self._failed(event.peer, message.reason if isinstance(message, Refused) else "unexpected")
+        if self.exact and message.step > incoming.step:
+            incoming.pieces.clear()
+        if self.exact and (message.step < incoming.step or (incoming.pieces and message.version != incoming.version)):
+            self._in_flight[event.peer] -= 1
+            return self._not_now(event.peer)  # it will soon have the step that others have already
         try:
             incoming.take(message, event.envelope.blob)
         except ProtocolError as error:
@@ -159,15 +192,18 @@ class Fetch:
     def _failed(self, donor: PeerId, reason: str) -> list[Effect]:
         self._in_flight[donor] -= 1
         if reason == "busy":  # it has enough newcomers: others are asked, and it perhaps later
-            self.donors = [peer for peer in self.donors if peer != donor]
             self.busy += 1
-            return self.ask()
+            return self._not_now(donor)
         self.failures[donor] += 1
         lines: list[Effect] = []
         if self.failures[donor] == FAILURES:
             self.donors = [peer for peer in self.donors if peer != donor]
             lines.append(log("donor_failed", peer=donor, reason=reason))
         return lines + self.ask()
+
+    def _not_now(self, donor: PeerId) -> list[Effect]:
+        self.donors = [peer for peer in self.donors if peer != donor]
+        return self.ask()
 
 
 __all__ = ["Fetch", "Incoming"]

@@ -59,13 +59,15 @@ class Join:
     chance: Random
     holds: Callable[[PeerId, Fragment], bool] = lambda peer, fragment: True
     kept: Callable[[int], tuple[int, Sequence[PeerId]]] = lambda index: (-1, ())  # the newest that others keep
+    exact: bool = False  # a fragment's pieces have to be of one version
     state: State = State.WAITING
+    imported: bool = False
     wake_at: Seconds | None = 0.0
     began: Seconds = 0.0
     fetch: Fetch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fetch = Fetch(self.run, "join", self.chance, self._has)
+        self.fetch = Fetch(self.run, "join", self.chance, self._has, self.exact)
 
     @property
     def donors(self) -> list[PeerId]:
@@ -162,7 +164,13 @@ class Join:
         effects = self.fetch.handle(event, now)
         return self._import() if self.fetch.complete else effects
 
+    def taken(self) -> dict[int, tuple[int, bytes]]:
+        """Step and version of each fragment that we have from donors."""
+        return {index: (one.step, one.version) for index, one in self.fetch.incoming.items() if self.imported}
+
     def _import(self) -> list[Effect]:
+        if self.exact and self.fetch.fetch_again():
+            return self.fetch.ask()
         self.state, self.wake_at = State.IMPORTING, None
         return [ImportState(self.fetch.donated(), self.fetch.step)]
 
@@ -177,16 +185,17 @@ class Join:
         return [Incoming(fragment, layout) for fragment, layout in zip(self.fragments, self.layouts, strict=True)]
 
     def _done(self, source: str, now: Seconds) -> list[Effect]:
-        self.state, self.wake_at = State.DONE, None
+        self.state, self.wake_at, self.imported = State.DONE, None, source == "swarm"
         return [Start(newcomer=source == "swarm" and not self.restored)]
 
 
 @dataclass(slots=True)
 class Export:
-    step: int | None  # at which it was kept; None: it trains
+    step: int  # at which it was kept, or encoded
     layout: Layout
     blob: bytes
     kept_until: Seconds
+    version: bytes = bytes(16)
 
 
 @dataclass(slots=True)
@@ -196,6 +205,7 @@ class Donor:
     run: RunId
     fragments: Sequence[Fragment]  # that we hold
     kept: Kept = ()  # that the disk keeps
+    exact: bool = False  # give out no export of an earlier step
     exports: dict[tuple[int, bool], Export] = field(default_factory=dict)  # by fragment, and whether it is a kept one
     _waiting: dict[tuple[int, bool], list[tuple[int, PullState]]] = field(default_factory=dict)
 
@@ -205,29 +215,33 @@ class Donor:
             return [Reply(request, Envelope(Refused("fragment")))]
         name = (pull.fragment, pull.kept)
         export = self.exports.get(name)
-        if export is not None and now < export.kept_until:
-            return [self._piece(request, pull, export, step)]
+        old = self.exact and export is not None and not pull.kept and export.step != step
+        if export is not None and now < export.kept_until and not old:
+            return [self._piece(request, pull, export)]
         self._waiting.setdefault(name, []).append((request, pull))
         job = ExportKept(pull.fragment) if pull.kept else ExportState(pull.fragment)
         return [job] if len(self._waiting[name]) == 1 else []
 
-    def exported(self, done: StateExported | KeptExported, step: int, now: Seconds) -> list[Effect]:
-        kept_at = done.step if isinstance(done, KeptExported) else None
-        name = (done.fragment, kept_at is not None)
+    def exported(
+        self, done: StateExported | KeptExported, step: int, now: Seconds, version: bytes = bytes(16)
+    ) -> list[Effect]:
+        kept = isinstance(done, KeptExported)
+        name = (done.fragment, kept)
         waiting = self._waiting.pop(name, [])
         if not done.layout:
             return [Reply(request, Envelope(Refused("fragment"))) for request, _ in waiting]
-        export = self.exports[name] = Export(kept_at, done.layout, done.blob, now + EXPORT_KEPT_S)
-        return [self._piece(request, pull, export, step) for request, pull in waiting]
+        of = done.step if isinstance(done, KeptExported) else step
+        export = self.exports[name] = Export(of, done.layout, done.blob, now + EXPORT_KEPT_S, version)
+        return [self._piece(request, pull, export) for request, pull in waiting]
 
     def forget_old(self, now: Seconds) -> None:
         self.exports = {name: one for name, one in self.exports.items() if now < one.kept_until}
 
-    def _piece(self, request: int, pull: PullState, export: Export, step: int) -> Reply:
+    def _piece(self, request: int, pull: PullState, export: Export) -> Reply:
         piece = export.blob[pull.offset : pull.offset + pull.length]
         if not piece:
             return Reply(request, Envelope(Refused("offset")))
         digest, total = blobs.digest(piece), len(export.blob)
-        step = step if export.step is None else export.step
-        chunk = StateChunk(self.run, pull.fragment, pull.offset, total, step, export.layout, digest)
+        place = (self.run, pull.fragment, pull.offset, total, export.step)
+        chunk = StateChunk(*place, export.layout, digest, export.version)
         return Reply(request, Envelope(chunk, piece))

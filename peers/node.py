@@ -7,7 +7,7 @@ virtual time. Nothing here raises for what another peer sends: it is refused, co
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from random import Random
@@ -18,8 +18,10 @@ from decentral.comm.identity import Signer
 from decentral.comm.messages import (
     MAX_PROBE_BYTES,
     Carry,
+    Collect,
     Commit,
     Done,
+    Follow,
     Hello,
     Message,
     Ping,
@@ -39,6 +41,7 @@ from decentral.comm.messages import (
 from decentral.comm.meter import Meter
 from decentral.comm.pace import Prior
 from decentral.comm.push import PushExchange
+from decentral.comm.rounds import Rounds
 from decentral.comm.route import Routes
 from decentral.comm.route import Terms as RouteTerms
 from decentral.comm.snapshots import Terms
@@ -61,6 +64,7 @@ from decentral.core.jobs import (
     Merged,
     Move,
     Moved,
+    RoundClosed,
     Saved,
     Sealed,
     Started,
@@ -97,6 +101,7 @@ QUESTIONS: dict[str, tuple[type[Message], ...]] = {
     "allreduce": (Pull,),
     "symmetric": (Swap, Commit),
     "push_sum": (Push,),
+    "synchronous": (),
 }
 
 Gossip = Exchange | SwapExchange | PushExchange
@@ -126,6 +131,7 @@ class Setup:
     routes: RouteTerms | None = None  # None: takes part in no routes
     room: Room | None = None  # None: never changes its layers
     kept: Kept = ()  # that the disk keeps of layers that were given up
+    versions: Mapping[int, bytes] = field(default_factory=dict)  # of our checkpoint's fragments, in a synchronous run
 
     @property
     def whole(self) -> bool:
@@ -150,6 +156,7 @@ class Node:
     routes: Routes | None = field(init=False)
     moves: Moves | None = None
     cover: Cover | None = None
+    rounds: Rounds | None = None  # of a synchronous run
     _rng: Random = field(init=False)
     _traffic_at: Seconds = 0.0
     _flows_at: Seconds = 0.0
@@ -165,7 +172,23 @@ class Node:
         holders = Holders(setup.own.peer, setup.layers)
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose, chance, holders)
         step = setup.restored_step or 0
-        self.join = Join(
+        self.join = self._newcomer(step, restored)
+        self.donor = Donor(setup.run, setup.fragments, setup.kept, exact=run.synchronous)
+        self.prober = Prober(self.meter, self._rng, None)
+        self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
+        self.routes = Routes(setup.routes, self) if setup.routes else None
+        if run.synchronous:
+            assert self.routes, "all of a synchronous run take part in its routes"
+            self.rounds = Rounds(self.routes, self, step, versions=dict(setup.versions))
+        elif setup.routes and setup.room and not setup.whole:
+            held = range(setup.fragments[0].index, setup.fragments[-1].index + 1)
+            chance = rng.stream(run.seed, "moves", setup.own.peer)
+            self.moves = Moves(setup.run, setup.own.peer, setup.room, self, chance, run.routes.holders, held)
+            self.cover = Cover(setup.own.peer, setup.room.needs, rng.stream(run.seed, "cover", setup.own.peer))
+
+    def _newcomer(self, step: int, restored: bool) -> Join:
+        setup = self.setup
+        return Join(
             setup.run,
             setup.fragments,
             setup.state_layouts,
@@ -175,16 +198,8 @@ class Node:
             self._rng,
             self._donates,
             self._newest_kept,
+            exact=setup.config.synchronous,
         )
-        self.donor = Donor(setup.run, setup.fragments, setup.kept)
-        self.prober = Prober(self.meter, self._rng, None)
-        self.progress = Progress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
-        self.routes = Routes(setup.routes, self) if setup.routes else None
-        if setup.routes and setup.room and not setup.whole:
-            held = range(setup.fragments[0].index, setup.fragments[-1].index + 1)
-            chance = rng.stream(run.seed, "moves", setup.own.peer)
-            self.moves = Moves(setup.run, setup.own.peer, setup.room, self, chance, run.routes.holders, held)
-            self.cover = Cover(setup.own.peer, setup.room.needs, rng.stream(run.seed, "cover", setup.own.peer))
 
     def begin(self, now: Seconds) -> list[Effect]:
         self.join.begin(now)
@@ -200,8 +215,10 @@ class Node:
             times.append(self.moves.wake_at)
         if self.routes:
             times.append(self.routes.wake_at)
-            if self.routes.active and not self.setup.whole:
+            if self.routes.active and self._routed:
                 times.append(self._flows_at)
+        if self.rounds:
+            times.append(self.rounds.wake_at)
         return earliest(times)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
@@ -212,6 +229,8 @@ class Node:
             if event.sender not in self.roster.live:
                 self.roster.look_soon(now)
         effects = self._follow(self._route(event, now), now)
+        if self.rounds:
+            effects += self._keep_round(self.rounds, now)
         for effect in effects:
             if type(effect) in COUNTED:
                 self._count(effect)
@@ -262,19 +281,34 @@ class Node:
             case Moved() if self.moves:
                 return self.moves.handle(event, now)
             case StateExported() | KeptExported():
-                return self.donor.exported(event, self.progress.lr_step, now)
+                version = self.rounds.versions.get(event.fragment, bytes(16)) if self.rounds else bytes(16)
+                return self.donor.exported(event, self._state_step, now, version)
             case StateImported():
                 return self.join.handle(event, now, self._donors())
             case Started(step):
                 return self._started(step, now)
             case Stepped():
                 routed = self.routes.handle(event, now) if self.routes else []
+                routed += self.rounds.handle(event, now) if self.rounds else []
                 return self.progress.handle(event, now) + routed
             case Evaluated() | Saved() | JobFailed():
                 return self.progress.handle(event, now)
             case Forwarded() | Backed() | HopFailed() | Sealed() if self.routes:
                 return self.routes.handle(event, now)
+            case RoundClosed() if self.rounds:
+                return self.rounds.handle(event, now)
         return []
+
+    def _keep_round(self, rounds: Rounds, now: Seconds) -> list[Effect]:
+        """Whatever happened, the round may go on now; or we have fallen out of it, and fetch the state anew."""
+        effects = rounds.handle(Woke(), now)
+        if rounds.behind and self.phase is Phase.TRAINING:
+            effects += [log("behind", round=rounds.number, reason=rounds.behind), *rounds.stop()]
+            self.phase, self.join = Phase.JOINING, self._newcomer(0, restored=False)
+            self.join.begin(now)
+            self.roster.renew_soon(now)
+            effects += self.join.roster_known(now, self._donors())
+        return effects
 
     def _woke(self, event: Woke, now: Seconds) -> list[Effect]:
         effects = self.roster.handle(event, now)
@@ -314,23 +348,30 @@ class Node:
                     return self.moves.handle(event, now)
                 return [self._reply(event, Done() if self._holds(index) else Refused("fragment"))]
             case PullState(run=run) as pull if run == self.setup.run:
-                if self.phase is Phase.JOINING and self.setup.restored_step is None:
+                fallen_out = self.rounds is not None and self.rounds.behind != ""
+                if self.phase is Phase.JOINING and (self.setup.restored_step is None or fallen_out):
                     return [self._reply(event, Refused("not-ready"))]
-                return self.donor.asked(event.request, pull, self.progress.lr_step, now)
+                if self.rounds:
+                    self.rounds.pin(event.sender, now)
+                return self.donor.asked(event.request, pull, self._state_step, now)
             case Pull(run=run, fragment=index) | Commit(run=run, fragment=index):
                 return self._gossip(event, run, index, now)
             case Swap(offered) | Push(offered):
                 return self._gossip(event, offered.run, offered.fragment, now)
             case Carry(run=run) | Settle(run=run) | Unsettled(run=run) if run == self.setup.run and self.routes:
                 return self.routes.handle(event, now)
+            case Follow(run=run) | Collect(run=run) if run == self.setup.run and self.rounds:
+                return self.rounds.handle(event, now)
             case PullState(run=run) | Carry(run=run) | Settle(run=run) | Unsettled(run=run) if run != self.setup.run:
+                return [self._reply(event, self._other_run(run))]
+            case Follow(run=run) | Collect(run=run) if run != self.setup.run:
                 return [self._reply(event, self._other_run(run))]
         return [self._reply(event, Refused("unexpected"))]
 
     def _gossip(self, event: Asked, run: str, index: int, now: Seconds) -> list[Effect]:
         if run != self.setup.run:
             return [self._reply(event, self._other_run(run))]
-        if index not in self.gossip:
+        if index not in self.gossip and not self.rounds:
             return [self._reply(event, Refused("not-ready" if self._holds(index) else "fragment"))]
         algorithm = self.setup.config.gossip.algorithm
         if not isinstance(event.envelope.message, QUESTIONS[algorithm]):
@@ -344,7 +385,7 @@ class Node:
         if isinstance(event, Answered):
             self.sent_bytes += event.sent_bytes
             self.received_bytes += event.received_bytes
-            if event.tag[0] in ("route", "settle"):
+            if event.tag[0] in ("route", "settle", "round"):
                 pass  # its seconds are the work of all behind it, not the link's
             elif event.tag[0] != "exchange" or self.setup.config.gossip.algorithm != "allreduce":
                 self.meter.saw(event.peer, event.seconds, event.sent_bytes, event.received_bytes)
@@ -359,19 +400,25 @@ class Node:
                 effects += self.routes.handle(event, now)
             case ("move" | "stay", *_) if self.moves:
                 effects += self.moves.handle(event, now)
+            case ("round" | "follow" | "elsewhere", *_) if self.rounds:
+                effects += self.rounds.handle(event, now)
         return effects
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
         effects = self.roster.handle(event, now)
         if self.join.state is not JoinState.DONE:
             return effects + self.join.roster_known(now, self._donors())
+        if self.rounds:
+            return effects  # the round is the clock
         return effects + self.progress.follow(entry.record.lr_step for entry in self.roster.live.values())
 
     def _started(self, step: int, now: Seconds) -> list[Effect]:
         self.phase = Phase.TRAINING
-        self.progress.begin(now, step, fetched=bool(self.join.used))
+        if self.progress.joined_at is None:
+            self.progress.begin(now, step, fetched=bool(self.join.used))
         self.prober.wake_at = now + PROBE_AFTER_S
-        self.gossip = {fragment.index: self._exchange(fragment, now) for fragment in self.setup.fragments}
+        if not self.rounds:
+            self.gossip = {fragment.index: self._exchange(fragment, now) for fragment in self.setup.fragments}
         self.roster.renew_soon(now)
         seconds = round(now - self.join.began, 3)
         lines: list[Effect] = [
@@ -379,7 +426,9 @@ class Node:
         ]
         if self.routes is None:
             return lines
-        self.routes.active = True
+        if self.rounds:
+            self.rounds.begin(step, self.join.taken())
+        self.routes.active = self.rounds is None
         self._look_at_flows(now)
         return lines + self.routes.handle(Woke(), now)
 
@@ -561,12 +610,14 @@ class Node:
     # What routes ask of the swarm: comm/route.View
 
     def successors(self, layer: int) -> Sequence[PeerId]:
+        if self.rounds:
+            return self.rounds.successors(layer)
         return self.roster.holders.near(layer)
 
     def _look_at_flows(self, now: Seconds) -> list[Effect]:
         """Now and then, if the roster or its speeds have changed; and others are told when our own speed has."""
         assert self.routes is not None
-        if self.setup.whole or self.phase is not Phase.TRAINING or now < self._flows_at:
+        if not self._routed or self.phase is not Phase.TRAINING or now < self._flows_at:
             return []
         self._flows_at = now + FLOWS_S
         if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
@@ -588,7 +639,8 @@ class Node:
         known = {self.setup.own.peer: (ours[0].first, ours[-1].last, speed)}
         for peer, entry in self.roster.live.items():
             record = entry.record
-            if record.phase == "training" and not (record.first == 0 and record.last == self.setup.layers):
+            by_itself = (record.first, record.last) == (0, self.setup.layers) and not self.rounds
+            if record.phase == "training" and not by_itself:
                 known[peer] = (record.first, record.last, record.profile.tokens_per_s)
         found = []
         for peer, (first, last, rate) in sorted(known.items()):
@@ -597,7 +649,25 @@ class Node:
                 found.append(flows.Place(peer, inside[0], inside[-1] + 1, float(f"{rate:.1e}")))
         return found
 
+    # What rounds ask of the swarm: comm/rounds.View
+
+    def acquaintances(self) -> Sequence[PeerId]:
+        return sorted({*self.roster.live, *self.setup.contacts})
+
+    def trainers(self) -> Sequence[PeerId]:
+        return sorted(peer for peer, entry in self.roster.live.items() if entry.record.phase == "training")
+
     # Helpers
+
+    @property
+    def _state_step(self) -> int:
+        """Of which step our weights are, for newcomers."""
+        return self.rounds.number if self.rounds and self.rounds.now_in else self.progress.lr_step
+
+    @property
+    def _routed(self) -> bool:
+        """Whether our micro-batches go along routes: those of a peer with the whole model do so in rounds only."""
+        return not self.setup.whole or self.rounds is not None
 
     def _donates(self, peer: PeerId, fragment: Fragment) -> bool:
         """By its record. Where all hold everything, whoever answers may be asked, and says if it is not ready."""

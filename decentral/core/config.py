@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from decentral.core.errors import UserError
 
 MAX_CONFIG_BYTES = 64 * 1024
+MAX_ROUND = 256  # micro-batches of a synchronous round: one peer's report names them all
 _SHORT = reprlib.Repr()  # of what came: at most six entries of anything, thirty characters of a text
 _SHORT.maxlevel = 2
 
@@ -94,7 +95,7 @@ class Data(Strict):
 
 class Train(Strict):
     micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest that fits the device
-    accumulate: Positive = 1  # micro-batches in one inner step
+    accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
     learning_rate: PositiveFloat = 4e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 50
     total_steps: Positive | None = None  # decay ends here; None: constant after the warm-up
@@ -113,7 +114,9 @@ class Train(Strict):
 class Gossip(Strict):
     """What the numbers do, and why these: docs/CONVERGENCE.md."""
 
-    algorithm: Literal["pull", "symmetric", "push_sum", "allreduce"] = "pull"
+    # synchronous: nothing is averaged but gradients, before each step (docs/ROUTES.md); the settings below are for the
+    # others, but for fragment_parameters
+    algorithm: Literal["pull", "symmetric", "push_sum", "allreduce", "synchronous"] = "pull"
     window_s: PositiveFloat = 0.5
     start_window_s: PositiveFloat = 0.1  # in the first start_steps of the swarm, when replicas drift apart fastest
     start_steps: Annotated[int, Field(ge=0)] = 100
@@ -160,6 +163,19 @@ class Config(Strict):
     gossip: Gossip = Gossip()
     routes: Routes = Routes()
     swarm: Swarm = Swarm()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether all peers take the same step, with the gradients of all: comm/rounds.py."""
+        return self.gossip.algorithm == "synchronous"
+
+    @model_validator(mode="after")
+    def rounds_are_possible(self) -> "Config":
+        if self.synchronous and self.train.accumulate > MAX_ROUND:
+            raise ValueError(f"train.accumulate is at most {MAX_ROUND} where gossip.algorithm is synchronous")
+        if self.synchronous and self.routes.overlap:
+            raise ValueError("routes.overlap is for asynchronous steps; gossip.algorithm is synchronous")
+        return self
 
     def canonical(self) -> str:
         """YAML with every key, sorted: equal configs give equal text."""

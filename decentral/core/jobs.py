@@ -104,9 +104,10 @@ class ImportState:
 
 @dataclass(frozen=True, slots=True)
 class SetClock:
-    """Follow the swarm's learning-rate step, where it is ahead of ours."""
+    """Follow the swarm's learning-rate step, where it is ahead of ours. `versions`: see Advance."""
 
     step: int
+    versions: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +222,37 @@ class ExportKept:
     fragment: int
 
 
+# Jobs of synchronous rounds: comm/rounds.py
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRound:
+    """End the sums of gradients, and encode them for the other holders; not at all, if others' than `legs` are in."""
+
+    round: int
+    legs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Take the round's step in every fragment, with all holders' sums. The rest is for the report, as in Apply.
+
+    `versions`: of the fragments after it, for the checkpoint.
+    """
+
+    round: int
+    sums: tuple[tuple[int, tuple[Contribution, ...]], ...]  # by fragment, in the order of the peers
+    versions: tuple[tuple[int, bytes], ...]
+    tokens: int
+    micro_batches: int
+    loss: float
+
+
 Hopping = Draw | Forward | Backward | Forget | Seal | Apply | Drop
+Rounding = CloseRound | Advance
 Mix = CloseWindow | Merge | Absorb | ExportState
 Shifting = Move | ExportKept
-Job = Mix | Shifting | ImportState | SetClock | Evaluate | Save | Start | Finish | Hopping
+Job = Mix | Shifting | Rounding | ImportState | SetClock | Evaluate | Save | Start | Finish | Hopping
 
 # Outcomes
 
@@ -240,6 +268,7 @@ class Stepped:
     seconds: float
     micro_batches: int
     legs: tuple[int, ...] = ()  # of a Seal that was followed by its step
+    refused: tuple[tuple[int, PeerId, str], ...] = ()  # of an Advance: fragment, whose sum, and why in one word
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +365,7 @@ class Backed:
     loss: float
     layout: Layout
     blob: bytes
+    number: int = 0  # of a micro-batch that we drew and carried to the model's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +412,15 @@ class KeptExported:
     blob: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class RoundClosed:
+    """Whose gradients are in the sums. No sums: nothing was counted, or not all of it may be."""
+
+    round: int
+    legs: tuple[int, ...]
+    sums: tuple[WindowClosed, ...]
+
+
 Outcome = (
     Moved
     | KeptExported
@@ -390,6 +429,7 @@ Outcome = (
     | HopFailed
     | Sealed
     | Forgotten
+    | RoundClosed
     | Stepped
     | WindowClosed
     | Merged

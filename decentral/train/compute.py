@@ -7,7 +7,7 @@ core/jobs.py. `do` and `step` may also be called directly, without a thread: tes
 import queue
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ class Setup:
 class Compute:
     """Builds its layers with their initial weights; `resume` and ImportState replace them.
 
-    A peer that holds the whole model trains without a pause. One that holds a part waits for micro-batches that come
-    along routes, or that it is told to draw (train/hops.py).
+    A peer that holds the whole model trains without a pause. One that holds a part, and every one of a synchronous run,
+    waits for micro-batches that come along routes, or that it is told to draw (train/hops.py).
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -61,6 +61,7 @@ class Compute:
         self._occupy(first, last)
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
         self.own_steps, self.lr_step, self.micro_batches, self.tokens = 0, 0, 0, 0
+        self.versions: dict[int, bytes] = {}  # of fragments, in a synchronous run: comm/tally.py
         self._position = Position.of(setup.folder)
         size = run.train.micro_batch
         self.micro_batch = size if size != "auto" else measure.micro_batch(self.forward, run.model, setup.device)
@@ -89,8 +90,10 @@ class Compute:
         self.mixing.hold(ordered)
         self.inner = Inner(ordered, run.train)
         self.forward = chain(self.layers, run.train.compile and device.type == "cuda")
+        if not self.whole or run.synchronous:
+            self.hops = self._hops(alone=True)
         if not self.whole:
-            self.hops, self.forward = self._hops(alone=True), self._span_alone(self.forward, first)
+            self.forward = self._span_alone(self.forward, first)
 
     @property
     def waits(self) -> bool:
@@ -152,8 +155,9 @@ class Compute:
                 return self._move(job)
             case jobs.ExportKept(fragment):
                 return jobs.KeptExported(fragment, *(self.kept.read(fragment) or (0, (), b"")))
-            case jobs.SetClock(step):
-                self.lr_step = max(self.lr_step, step)
+            case jobs.SetClock(step, versions):
+                self.lr_step = self._clock(step)
+                self.versions |= dict(versions)
                 return jobs.ClockSet(self.lr_step)
             case jobs.Evaluate():
                 return self._evaluate()
@@ -161,9 +165,15 @@ class Compute:
                 return jobs.Saved(self.own_steps, self.save())
             case jobs.Start(newcomer):
                 self.mixing.begin(newcomer)
+                if self.setup.config.synchronous and self.hops:
+                    self.hops.clear()
                 return jobs.Started(self.lr_step)
             case jobs.Finish():
                 raise AssertionError("Finish ends the thread")
+            case jobs.CloseRound():
+                return self._close_round(job)
+            case jobs.Advance():
+                return self._advance(job)
             case _:
                 return self._hop(job)
 
@@ -173,12 +183,30 @@ class Compute:
         self.hops = self.hops or self._hops(alone=False)
         return hopping.do(job, self.hops, self)
 
-    def draw(self, job: jobs.Draw) -> jobs.Forwarded:
+    def draw(self, job: jobs.Draw) -> jobs.Outcome:
         assert self.hops is not None
         self.micro_batches = number = self._position.take(self.micro_batches)
         return self.hops.draw(job.token, job.last, self._fetch(), number)
 
-    def counted(self, job: jobs.Apply) -> jobs.Stepped:
+    def _close_round(self, job: jobs.CloseRound) -> jobs.RoundClosed:
+        """A sum that is not finite is none."""
+        assert self.hops is not None
+        legs, tokens = tuple(self.hops.sums.legs), self.hops.sums.filled_tokens
+        sums = []
+        for live, count in zip(self.inner.lives, tokens, strict=True):
+            if count and set(legs) <= set(job.legs) and bool(torch.isfinite(live.grad).all()):
+                sums.append(replace(self.mixing.close(live.fragment.index, job.round), tokens=count))
+        self.hops.clear()
+        return jobs.RoundClosed(job.round, legs, tuple(sums))
+
+    def _advance(self, job: jobs.Advance) -> jobs.Stepped:
+        """All fragments in one job: a checkpoint is of one round."""
+        merged = [self.mixing.merge(fragment, job.round, sums) for fragment, sums in job.sums]
+        self.lr_step, self.versions = job.round, dict(job.versions)
+        refused = tuple((one.fragment, peer, reason) for one in merged for peer, reason in one.rejected)
+        return replace(self.counted(job), refused=refused)
+
+    def counted(self, job: jobs.Apply | jobs.Advance) -> jobs.Stepped:
         self.own_steps += 1
         self.lr_step += 1
         self.tokens += job.tokens
@@ -246,8 +274,12 @@ class Compute:
 
     def _adopted(self, imported: jobs.StateImported, step: int) -> jobs.StateImported:
         if imported.accepted:
-            self.lr_step = max(self.lr_step, step)
+            self.lr_step = self._clock(step)
         return imported
+
+    def _clock(self, step: int) -> int:
+        """The swarm's step, where it is ahead of ours; in a synchronous run they are the same."""
+        return step if self.setup.config.synchronous else max(self.lr_step, step)
 
     def save(self) -> int:
         """Writes a checkpoint; gives its bytes."""
@@ -261,6 +293,7 @@ class Compute:
             "micro_batches": self.micro_batches,
             "tokens": self.tokens,
             "window": self.mixing.windows(),
+            "versions": {index: version.hex() for index, version in self.versions.items()},
         }
         return checkpoint.write(self.setup.folder, self.mixing.tensors(), facts)
 
@@ -284,6 +317,7 @@ class Compute:
             live.steps = steps
         self.own_steps, self.lr_step = facts["own_steps"], facts["lr_step"]
         self.micro_batches, self.tokens = facts["micro_batches"], facts["tokens"]
+        self.versions = {int(index): bytes.fromhex(text) for index, text in facts.get("versions", {}).items()}
 
     # Data
 

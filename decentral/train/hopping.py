@@ -46,7 +46,7 @@ class Carrier(Protocol):
 class Worker(Protocol):
     lr_step: int
 
-    def draw(self, job: jobs.Draw) -> jobs.Forwarded: ...
+    def draw(self, job: jobs.Draw) -> jobs.Outcome: ...
 
     def counted(self, job: jobs.Apply) -> jobs.Stepped:
         """The sealed sum has been applied: one more step."""
@@ -83,7 +83,7 @@ def work(job: jobs.Job, cuts: Sequence[Fragment], held: Mapping[int, Passage]) -
     """How much of one micro-batch's computing through the whole model this job is. Ask before it is done."""
     match job:
         case jobs.Draw(_, last):
-            return FORWARD * share(cuts, 0, last)
+            return share(cuts, 0, last) * (1.0 if last == cuts[-1].last else FORWARD)
         case jobs.Forward(_, first, last):
             return share(cuts, first, last) * (1.0 if last == cuts[-1].last else FORWARD)
         case jobs.Backward(token) if token in held:

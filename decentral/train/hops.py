@@ -15,7 +15,7 @@ Shapes: B sequences, T positions, D width.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.jobs import Layout, Section
 from decentral.train import gpt
 from decentral.train.hopping import FORWARD
-from decentral.train.inner import Live, rate_at, step_one
+from decentral.train.inner import Live, step_clipped
 from decentral.train.sections import Codecs
 from decentral.train.step import Device, slow_down
 
@@ -90,11 +90,15 @@ class Hops:
 
     # Through the layers
 
-    def draw(self, token: int, last: int, batch: tuple[Tensor, Tensor], number: int) -> jobs.Forwarded:
-        """Our own data, from layer 0 to `last`."""
+    def draw(
+        self, token: int, last: int, batch: tuple[Tensor, Tensor], number: int
+    ) -> jobs.Forwarded | jobs.Backed | jobs.HopFailed:
+        """Our own data, from layer 0 to `last`. At the model's end the loss and the backward pass follow at once."""
         inputs_BT, targets_BT = batch
         began = time.perf_counter()
         left_BTD = self._through(inputs_BT.to(self.device.device), 0, last)
+        if last == self.end:
+            return self._turn(token, Held(0, last, None, left_BTD, targets_BT.numel()), targets_BT, began, number)
         self.held[token] = Held(0, last, None, left_BTD, inputs_BT.numel())
         forwarded = self._forwarded(token, number, left_BTD, targets_BT, last)
         slow_down(self.device, time.perf_counter() - began, self.weight * FORWARD)
@@ -114,13 +118,8 @@ class Hops:
             forwarded = self._forwarded(job.token, 0, left, targets_BT, job.last)
             slow_down(self.device, time.perf_counter() - began, self.weight * FORWARD)
             return forwarded
-        loss = gpt.loss_of(left, targets_BT.to(self.device.device)) * targets_BT.numel()
-        if not torch.isfinite(loss):
-            return jobs.HopFailed(job.token, "nan")
-        held = Held(job.first, job.last, entered_BTD, loss, targets_BT.numel())
-        backed = self._back(job.token, held, None, float(loss.detach()))
-        slow_down(self.device, time.perf_counter() - began, self.weight)
-        return backed
+        held = Held(job.first, job.last, entered_BTD, left, targets_BT.numel())
+        return self._turn(job.token, held, targets_BT, began)
 
     def backward(self, job: jobs.Backward) -> jobs.Backed | jobs.HopFailed:
         began = time.perf_counter()
@@ -157,19 +156,30 @@ class Hops:
         return jobs.Forgotten()
 
     def apply(self, lr_step: int) -> None:
-        """A gradient that is not finite is dropped, not applied."""
-        train = self.run.train
+        """AdamW on each fragment, with the mean gradient of what is sealed."""
         for live, gradient, tokens in zip(self.lives, self.sums.sealed, self.sums.sealed_tokens, strict=True):
-            if tokens == 0:
-                continue
-            gradient /= tokens
-            norm = torch.linalg.vector_norm(gradient)
-            if torch.isfinite(norm):
-                gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-                step_one(live, gradient, rate_at(train, lr_step, live.steps), tokens, train)
+            if tokens:
+                step_clipped(live, gradient.div_(tokens), lr_step, tokens)
         self.drop()
 
+    def clear(self) -> None:
+        """What is in the sums is over, or was of other weights."""
+        for filled in self.sums.filled:
+            filled.zero_()
+        self.sums.filled_tokens, self.sums.legs = [0] * len(self.lives), []
+
     # Helpers
+
+    def _turn(
+        self, token: int, held: Held, targets_BT: Tensor, began: float, number: int = 0
+    ) -> jobs.Backed | jobs.HopFailed:
+        """At the model's end: the loss of the logits that `held` left with, and the way back from it."""
+        loss = gpt.loss_of(held.left_BTD, targets_BT.to(self.device.device)) * held.tokens
+        if not torch.isfinite(loss):
+            return jobs.HopFailed(token, "nan")
+        backed = self._back(token, replace(held, left_BTD=loss), None, float(loss.detach()))
+        slow_down(self.device, time.perf_counter() - began, self.weight)
+        return replace(backed, number=number)
 
     def _through(self, entered: Tensor, first: int, last: int) -> Tensor:
         with self.device.autocast():

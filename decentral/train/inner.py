@@ -55,6 +55,7 @@ class Live:
         self.tokens = 0
         self.rates = 0.0  # sum of the learning rates since the last close
         self.steps = 0  # of this AdamW: for its bias correction and for a newcomer's own warm-up
+        self.train = train
         self.betas = (train.beta1, train.beta2)
         self.decayed = sum(p.numel() for p in matrices)
         self._bind(matrices + gains)
@@ -105,6 +106,15 @@ class Inner:
             live.tokens += tokens
             live.rates += rate
             live.steps += 1
+
+
+def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> None:
+    """A step with one fragment's mean gradient [n], clipped by itself; none with one that is not finite."""
+    train = live.train
+    norm = torch.linalg.vector_norm(gradient)
+    if torch.isfinite(norm):
+        gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        step_one(live, gradient, rate_at(train, lr_step, live.steps), tokens, train)
 
 
 def step_one(live: Live, gradient: Tensor, rate: float, tokens: int, train: config.Train) -> None:

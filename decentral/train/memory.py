@@ -3,6 +3,7 @@
     a parameter   20 bytes  theta, its gradient, the sealed sum of gradients, two moments of AdamW    fp32
                   20        gossip by `pull`: phi, baseline, momentum, residual, the closed window    fp32
                    4        two published snapshots, int8 and 4-bit, with their scales
+                  24        instead of both, in a synchronous run: of three holders, the sums of two rounds     fp32
     the largest fragment, once
                   16        vectors in passing while a window is closed, merged or given to a newcomer
     a micro-batch under way
@@ -23,7 +24,7 @@ from decentral.train import gpt
 from decentral.train.inner import fragments_of
 
 TRAINING_BYTES = 20
-GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12}
+GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12, "synchronous": 24}
 PASSING_BYTES = 16
 UNDER_WAY = 4  # micro-batches that a span must have room for: with fewer its device waits for the links
 MOST_UNDER_WAY = 32

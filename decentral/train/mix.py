@@ -8,6 +8,7 @@ sent into a correction of the live weights (`merge`). The numerics are pure func
     push_sum    mass is pushed along directed links: sum of x and sum of w are kept (stochastic gradient push,
                 Assran et al., arXiv 1811.10792)
     allreduce   everyone waits for everyone and takes the token-weighted mean: the reference
+    synchronous gradients are added up before each step, so replicas are equal and nothing else is mixed
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,14 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Layout, Section
 from decentral.train import outer
-from decentral.train.inner import Live
+from decentral.train.inner import Live, step_clipped
 from decentral.train.sections import Codecs, Packer
 
 State = dict[str, Tensor]
 
 MAX_WEIGHT = 1e6  # of pushed mass; all peers together weigh as many as they are
+MAX_STEPS = 1 << 24  # up to here fp32 counts exactly
+SINGLE = ("weight", "steps")  # sections of one number
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +262,46 @@ class AllReduce(_Plain):
         return torch.zeros_like(mean)
 
 
+class Synchronous(_Plain):
+    """One AdamW step with the mean gradient of all tokens of a round, whoever computed it.
+
+    What a window publishes is the sum of the gradients of its tokens' losses. All holders add up the same sums in the
+    same order, so their weights and moments stay equal: to the last bit, on devices that compute alike. Clipped by
+    itself, as in train/hops.py; the learning rate follows the fragment's own steps, which all holders have taken.
+    """
+
+    sections: Mapping[str, str] = {"gradient": "fp32"}
+    donated: Mapping[str, str] = {"theta": "fp32", "exp_avg": "fp32", "exp_avg_sq": "fp32", "steps": "fp32"}
+
+    def close(self, live: Live, packer: Packer) -> None:
+        packer.add("gradient", self.sections["gradient"], live.grad)
+
+    def merge(self, live: Live, parts: Sequence[Parts]) -> Tensor:
+        tokens = sum(part.tokens for part in parts)
+        if tokens:
+            live.grad.zero_()
+            for part in sorted(parts, key=lambda one: one.peer):
+                live.grad += part.vectors["gradient"]
+            step_clipped(live, live.grad.div_(tokens), live.steps, tokens)
+            live.grad.zero_()
+        return torch.zeros_like(live.theta)
+
+    def donate(self, live: Live, packer: Packer) -> None:
+        packer.add("theta", self.donated["theta"], live.theta)
+        packer.add("exp_avg", self.donated["exp_avg"], live.exp_avg)
+        packer.add("exp_avg_sq", self.donated["exp_avg_sq"], live.exp_avg_sq)
+        packer.add("steps", self.donated["steps"], torch.tensor([float(live.steps)]))
+
+    def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
+        live.theta.copy_(donated["theta"])
+        live.exp_avg.copy_(donated["exp_avg"])
+        live.exp_avg_sq.copy_(donated["exp_avg_sq"].clamp(min=0))
+        live.steps = int(donated["steps"].clamp(0, MAX_STEPS))
+
+
 def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> Layout:
     """What a blob with these sections looks like, for a fragment of so many parameters."""
-    lengths = {name: 1 if name == "weight" else parameters for name in sections}
+    lengths = {name: 1 if name in SINGLE else parameters for name in sections}
     return tuple(
         Section(name, codec, lengths[name], codecs.size(codec, lengths[name])) for name, codec in sections.items()
     )
@@ -269,7 +309,7 @@ def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> L
 
 def donated(gossip: config.Gossip) -> Mapping[str, str]:
     """What a newcomer gets, under this algorithm."""
-    return Pull.donated if gossip.algorithm == "pull" else _Plain.donated
+    return {"pull": Pull.donated, "synchronous": Synchronous.donated}.get(gossip.algorithm, _Plain.donated)
 
 
 def rule(gossip: config.Gossip, theta: Tensor, peer: PeerId) -> Rule:
@@ -282,3 +322,5 @@ def rule(gossip: config.Gossip, theta: Tensor, peer: PeerId) -> Rule:
             return PushSum(theta)
         case "allreduce":
             return AllReduce(peer)
+        case "synchronous":
+            return Synchronous()

@@ -23,6 +23,7 @@ from decentral.train.sections import Codecs, Packer, unpack
 CLIP_TO_MEDIAN = 2.0  # a partner's delta is no longer than this many times the median of recent ones
 RECENT = 16
 BEFORE_START = -1
+EVERY_ROUND = -2  # a synchronous peer does what it is told, and nothing in between
 
 
 @dataclass(slots=True)
@@ -70,6 +71,7 @@ class Mixing:
         self.codecs, self.gossip, self.peer = codecs, gossip, peer
         self.fragments = [self._new(live) for live in lives]
         self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
+        self.synchronous = gossip.algorithm == "synchronous"
         self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
 
     def of(self, fragment: int) -> Mixed:
@@ -89,7 +91,7 @@ class Mixing:
                 return self.export(fragment)
 
     def begin(self, newcomer: bool) -> None:
-        self.holding = None
+        self.holding = EVERY_ROUND if self.synchronous else None
         self.begin_anew(self._by_index if newcomer else ())
 
     def begin_anew(self, newcomers: Collection[int]) -> None:

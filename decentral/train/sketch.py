@@ -171,7 +171,7 @@ class Sketch:
             case jobs.Start(newcomer):
                 self.mixing.begin(newcomer)
                 return jobs.Started(self.lr_step)
-            case jobs.Move() | jobs.ExportKept() | jobs.Finish():
+            case jobs.Move() | jobs.ExportKept() | jobs.CloseRound() | jobs.Advance() | jobs.Finish():
                 raise AssertionError(f"a sketch does no {job!r}")
             case _:
                 return hopping.do(job, self.hops, self)

@@ -46,6 +46,18 @@ EXAMPLES: list[Message] = [
     messages.Settle("gpt-3fa2c1", (messages.LegId("QmA", 7, 2),), ()),
     messages.Stay("gpt-3fa2c1", 3),
     messages.Unsettled("gpt-3fa2c1", (messages.LegId("QmA", 7, 2),)),
+    messages.Follow("gpt-3fa2c1", 7, 0, 3, True),
+    messages.Standing("gpt-3fa2c1", 7, (messages.Member("QmA", 0, 3), messages.Member("QmB", 2, 5))),
+    messages.Collect("gpt-3fa2c1", 7, "QmA", None, 3.0, True),
+    messages.Report(
+        "gpt-3fa2c1",
+        7,
+        messages.Member("QmA", 0, 3),
+        (messages.Carried(12, 64, (0, 1), (2, 5)),),
+        5.5,
+        (messages.Member("QmC", 3, 5),),
+        (b"v" * 16, b"w" * 16),
+    ),
     messages.Refused("busy", "64 streams are open"),
 ]
 PULL = {"run": "gpt-3fa2c1", "fragment": 0, "after": 16, "since": 1.7e9, "patience_s": 2.5}

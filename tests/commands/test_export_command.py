@@ -126,7 +126,7 @@ def test_live_peers_are_gathered_piece_by_piece_and_a_dead_one_is_left_out(
 
 
 def test_the_layouts_it_expects_are_those_that_peers_donate(setup_of: Callable[..., Setup]) -> None:
-    for algorithm in ("pull", "symmetric", "push_sum", "allreduce"):
+    for algorithm in ("pull", "symmetric", "push_sum", "allreduce", "synchronous"):
         compute = Compute(setup_of("A", algorithm=algorithm))
         expected = [layout for _, layout in export.donated_layouts(compute.setup.config)]
         assert expected == compute.state_layouts()

@@ -79,6 +79,7 @@ BAD = {
     "an unknown fault": ["--faults", "explode 1 at 2"],
     "a negative throttle": ["--throttle", "1,-2"],
     "no trace": ["--trace", "nowhere.csv"],
+    "synchronous rounds": ["--set", "gossip.algorithm=synchronous"],
 }
 
 

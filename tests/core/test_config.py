@@ -120,6 +120,13 @@ def test_the_last_of_two_overrides_wins() -> None:
     assert load(None, ["seed=1", "seed=2"]).seed == 2
 
 
+@pytest.mark.parametrize("other", ["train.accumulate=257", "routes.overlap=true"])
+def test_what_a_synchronous_run_cannot_have_is_refused(other: str) -> None:
+    key = other.partition("=")[0]
+    assert key in refusal("gossip.algorithm=synchronous", other)
+    assert load(None, ["gossip.algorithm=synchronous", "train.accumulate=256"]).synchronous
+
+
 @pytest.mark.parametrize("override", ["gossip.window_s", "=3", "", "name.first=x", "model.depth=[1"])
 def test_an_override_that_is_no_key_and_value_is_refused(override: str) -> None:
     assert "--set" in refusal(override)

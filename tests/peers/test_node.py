@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from decentral.comm import blobs, messages
 from decentral.comm.codec import Envelope
 from decentral.comm.identity import Identity
-from decentral.comm.messages import MAX_PATIENCE_S, Hello, Message, Ping, Pong, Pull, Refused, Snapshot, Welcome
+from decentral.comm.messages import MAX_PATIENCE_S, Hello, Member, Message, Ping, Pong, Pull, Refused, Snapshot, Welcome
 from decentral.comm.route import Terms
 from decentral.comm.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Lookup, Reply
 from decentral.core import jobs
@@ -33,12 +33,12 @@ FRAGMENTS = (jobs.Fragment(0, 0, 1, 100), jobs.Fragment(1, 1, 3, 200))
 LAYOUT = (Section("phi", "int8", 6, 6), Section("delta", "q4", 4, 2))
 BLOB = b"ABCDEFGH"
 PROFILE = Profile("cpu", 1 << 30, 1e9, 1e4)
-ALGORITHMS = ("pull", "symmetric", "push_sum", "allreduce")
+ALGORITHMS = ("pull", "symmetric", "push_sum", "allreduce", "synchronous")
 PHASES = ("joining", "training", "left")
 FEW = settings(max_examples=12, phases=[Stage.explicit, Stage.generate])  # a whole node each: shrinking takes minutes
 STRANGER = PeerId("QmStranger")
 
-Algorithm = Literal["pull", "symmetric", "push_sum", "allreduce"]
+Algorithm = Literal["pull", "symmetric", "push_sum", "allreduce", "synchronous"]
 
 
 @cache
@@ -52,6 +52,7 @@ class Played:
     def __init__(self, algorithm: Algorithm, phase: str, window_s: float = 1.0) -> None:
         config = Config(gossip=Gossip(algorithm=algorithm, window_s=window_s, start_window_s=window_s))
         self.known = identity("known")
+        terms = Terms(RUN, identity("own").peer, 0, 3, FRAGMENTS, 9, 4, 1, lambda layer, sequences: LAYOUT)
         self.node = Node(
             Setup(
                 config,
@@ -62,7 +63,7 @@ class Played:
                 3,
                 PROFILE,
                 ("/ip4/127.0.0.1/tcp/1",),
-                routes=Terms(RUN, identity("own").peer, 0, 3, FRAGMENTS, 9, 4, 1, lambda layer, sequences: LAYOUT),
+                routes=dataclasses.replace(terms, synchronous=algorithm == "synchronous"),
             )
         )
         self.now = NOW
@@ -77,10 +78,16 @@ class Played:
             self.carry(self.node.leave("interrupted", self.now))
 
     def join_a_swarm(self) -> None:
-        """Meets the known peer, of whom it gets no state, and trains."""
+        """Meets the known peer, of whom it gets no state, and trains: in a synchronous run with that peer."""
         self.node.begin(self.now)
+        if self.node.rounds:
+            self.meet(self.known)
         self.deliver(jobs.Started(0))
         self.meet(self.known)
+        if self.node.rounds:
+            both = tuple(sorted([Member(self.known.peer, 0, 3), Member(self.node.setup.own.peer, 0, 3)], key=str))
+            standing = Envelope(messages.Standing(RUN, 0, both))
+            self.deliver(Answered(("follow",), self.known.peer, standing, 0.1, 10, 20))
         assert self.node.phase is Phase.TRAINING
 
     def meet(self, peer: Identity) -> None:
@@ -125,6 +132,8 @@ class Played:
                     self.deliver(jobs.Backed(token, 8, 1.0, LAYOUT, BLOB) if first else jobs.HopFailed(token, "nan"))
                 case jobs.Seal():
                     self.deliver(jobs.Sealed(()))
+                case jobs.CloseRound(round):
+                    self.deliver(jobs.RoundClosed(round, (), ()))
 
 
 # Any message
@@ -154,6 +163,14 @@ holds = st.floats(0, messages.MAX_HOLD_S)
 names = st.sampled_from([(), ("delta",), ("phi",)]) | st.lists(words(32), max_size=16).map(tuple)
 lengths = st.integers(1, messages.MAX_CHUNK_BYTES)
 hops = st.builds(messages.Hop, words(64), fragments, fragments)
+members = st.builds(Member, words(64) | st.sampled_from(["", str(STRANGER)]), fragments, st.integers(0, 3) | fragments)
+carried = st.builds(
+    messages.Carried,
+    numbers(),
+    numbers(),
+    st.just((0,)) | st.lists(fragments, min_size=1, max_size=4).map(tuple),
+    st.just((3,)) | st.lists(fragments, min_size=1, max_size=4).map(tuple),
+)
 legs = st.builds(messages.LegId, words(64) | st.just(str(STRANGER)), numbers(), fragments)
 MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     messages.Hello: st.builds(Hello, runs()),
@@ -183,6 +200,21 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     messages.Unsettled: st.builds(messages.Unsettled, runs(), st.lists(legs, max_size=3).map(tuple)),
     messages.Stay: st.builds(messages.Stay, runs(), fragments),
+    messages.Follow: st.builds(messages.Follow, runs(), numbers(), fragments, fragments, st.booleans()),
+    messages.Standing: st.builds(messages.Standing, runs(), numbers(), st.lists(members, max_size=3).map(tuple)),
+    messages.Collect: st.builds(
+        messages.Collect, runs(), numbers(), words(64), fragments | st.none(), patience, st.booleans()
+    ),
+    messages.Report: st.builds(
+        messages.Report,
+        runs(),
+        numbers(),
+        members,
+        st.lists(carried, max_size=3).map(tuple),
+        rates,
+        st.lists(members, max_size=3).map(tuple),
+        st.lists(digests, max_size=3).map(tuple),
+    ),
     messages.Refused: st.builds(Refused, words(32) | st.just("nothing-newer"), words(200) | numbers().map(str)),
 }
 any_message = st.one_of(*MESSAGES.values())
@@ -318,7 +350,7 @@ def test_a_peer_that_has_left_says_so(message: Message) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("kind", ["Pull", "Swap", "Push", "Commit"])
 def test_a_question_of_another_algorithm_is_refused_with_the_reason(algorithm: Algorithm, kind: str) -> None:
-    if kind in {"pull": "Pull", "allreduce": "Pull", "symmetric": "SwapCommit", "push_sum": "Push"}[algorithm]:
+    if kind in {"pull": "Pull", "allreduce": "Pull", "symmetric": "SwapCommit", "push_sum": "Push"}.get(algorithm, ""):
         pytest.skip("its own")
     offered = Snapshot(RUN, 0, 7, 64, 0.5, NOW, LAYOUT, blobs.digest(BLOB))
     questions: dict[str, Message] = {

@@ -262,3 +262,87 @@ def test_layouts_name_what_travels() -> None:
         ("hidden", "bf16", 1024, 2048),
         ("targets", "u16", 32, 64),
     ]
+
+
+def test_a_micro_batch_of_our_own_through_the_whole_model_goes_back_at_once(setup_of: MakeSetup) -> None:
+    compute = Compute(with_span(setup_of("A", algorithm="synchronous"), None))
+    backed = compute.do(jobs.Draw(1, 5))
+    assert isinstance(backed, jobs.Backed)
+    assert (backed.number, backed.tokens, backed.blob) == (0, 64, b"")
+    alone = Compute(with_span(setup_of("B"), None))
+    inputs_BT, targets_BT = batches(compute, 1)[0]
+    alone.inner.zero_grad()
+    (gpt.loss_of(alone.forward(inputs_BT), targets_BT) * 64).backward()  # type: ignore[no-untyped-call]
+    for one, other in zip(compute.inner.lives, alone.inner.lives, strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+
+
+def test_a_round_with_a_stray_leg_publishes_no_sum_and_the_next_one_starts_from_nothing(setup_of: MakeSetup) -> None:
+    compute = Compute(with_span(setup_of("C", algorithm="synchronous"), (2, 5)))
+    layout, blob, sequences = _entering(compute, 2)
+    for token in (1, 2):
+        compute.do(jobs.Forward(token, 2, 5, sequences, layout, blob))
+    assert compute.do(jobs.CloseRound(0, (1,))) == jobs.RoundClosed(0, (1, 2), ())
+    compute.do(jobs.Forward(3, 2, 5, sequences, layout, blob))
+    closed = compute.do(jobs.CloseRound(1, (3,)))
+    assert isinstance(closed, jobs.RoundClosed)
+    assert [(one.fragment, one.tokens) for one in closed.sums] == [(2, 32), (3, 32), (4, 32)]
+    assert all(float(live.grad.abs().max()) == 0 for live in compute.inner.lives)
+
+
+def test_the_same_sums_in_any_order_of_arrival_give_the_same_bits(setup_of: MakeSetup) -> None:
+    sums: dict[int, tuple[jobs.Contribution, ...]] = {}
+    replicas = [Compute(with_span(setup_of(name, algorithm="synchronous"), (2, 5))) for name in "CDE"]
+    for sequences, compute in enumerate(replicas, start=1):
+        layout, blob, _ = _entering(compute, sequences)
+        compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob))
+        closed = compute.do(jobs.CloseRound(0, (1,)))
+        assert isinstance(closed, jobs.RoundClosed)
+        for one in closed.sums:
+            part = jobs.Contribution(compute.setup.peer, one.tokens, 0.0, one.layout, one.blob)
+            sums[one.fragment] = (*sums.get(one.fragment, ()), part)
+    for shift, compute in enumerate(replicas):
+        turned = tuple((index, parts[shift:] + parts[:shift]) for index, parts in sorted(sums.items()))
+        stepped = compute.do(jobs.Advance(0, turned, (), 16, 1, 2.5))
+        assert isinstance(stepped, jobs.Stepped)
+        assert (stepped.lr_step, stepped.refused) == (1, ())
+        for live, first in zip(compute.inner.lives, replicas[0].inner.lives, strict=True):
+            assert live.steps == 1
+            assert torch.equal(live.theta, first.theta)
+
+
+def test_a_sum_that_is_not_finite_is_left_out_by_all_and_named(setup_of: MakeSetup) -> None:
+    compute = Compute(with_span(setup_of("C", algorithm="synchronous"), (2, 5)))
+    fragment = compute.fragments[0]
+    layout = (jobs.Section("gradient", "fp32", fragment.parameters, 4 * fragment.parameters),)
+    bad = jobs.Contribution(PeerId("X"), 16, 0.0, layout, b"\x00\x00\xc0\x7f" * fragment.parameters)
+    before = compute.inner.lives[0].theta.clone()
+    stepped = compute.do(jobs.Advance(0, ((fragment.index, (bad,)),), (), 16, 1, 2.5))
+    assert isinstance(stepped, jobs.Stepped)
+    assert stepped.refused == ((fragment.index, PeerId("X"), "nan"),)
+    assert torch.equal(compute.inner.lives[0].theta, before)
+
+
+def test_a_newcomer_of_a_synchronous_run_takes_the_same_step_as_its_donor(setup_of: MakeSetup) -> None:
+    donor, newcomer = (Compute(with_span(setup_of(name, algorithm="synchronous"), (2, 5))) for name in "CN")
+    layout, blob, sequences = _entering(donor, 2)
+    for round in range(3):
+        if round == 2:
+            exported = [donor.do(jobs.ExportState(one.index)) for one in donor.fragments]
+            states = tuple(
+                (one.fragment, one.layout, one.blob) for one in exported if isinstance(one, jobs.StateExported)
+            )
+            assert newcomer.do(jobs.ImportState(states, 2)) == jobs.StateImported(True)
+        donor.do(jobs.Forward(round, 2, 5, sequences, layout, blob))
+        closed = donor.do(jobs.CloseRound(round, (round,)))
+        assert isinstance(closed, jobs.RoundClosed)
+        sums = tuple(
+            (one.fragment, (jobs.Contribution(PeerId("C"), one.tokens, 0.0, one.layout, one.blob),))
+            for one in closed.sums
+        )
+        for compute in [donor, newcomer][: 1 + (round == 2)]:
+            compute.do(jobs.Advance(round, sums, (), 0, 0, 2.5))
+    for one, other in zip(donor.inner.lives, newcomer.inner.lives, strict=True):
+        assert (one.steps, other.steps) == (3, 3)
+        assert torch.equal(one.theta, other.theta)
+        assert torch.equal(one.exp_avg_sq, other.exp_avg_sq)
