@@ -182,7 +182,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
         messages.Settle, runs(), st.lists(legs, max_size=3).map(tuple), legs.map(lambda one: (one,))
     ),
     messages.Unsettled: st.builds(messages.Unsettled, runs(), st.lists(legs, max_size=3).map(tuple)),
-    messages.Stay: st.builds(messages.Stay, runs(), fragments),
+    messages.Stay: st.builds(messages.Stay, runs(), fragments, st.booleans()),
     messages.Refused: st.builds(Refused, words(32) | st.just("nothing-newer"), words(200) | numbers().map(str)),
 }
 any_message = st.one_of(*MESSAGES.values())
