@@ -235,10 +235,11 @@ class Unsettled:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Will you hold this fragment for the next minute? The asker is about to give it up."""
+    """Will you hold this fragment for the next minute? The asker is about to give it up. `over`: it need not be."""
 
     run: Run
     fragment: Index
+    over: Annotated[bool, Strict()] = False
 
 
 @dataclass(frozen=True, slots=True)

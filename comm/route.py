@@ -258,10 +258,13 @@ class Routes:
         return []
 
     def _measure(self, seconds: Seconds) -> None:
-        """How fast this device really is, by what it computed in so many seconds of computing."""
+        """How fast this device really is, by what it computed in so many seconds of computing.
+
+        Times are averaged, not rates: so who becomes much slower knows it after a few steps.
+        """
         if self._worked > 0 and seconds > 0:
-            rate = self._worked / seconds
-            self.speed = rate if not self.speed else (1 - NEWEST) * self.speed + NEWEST * rate
+            newest_s = seconds / self._worked
+            self.speed = 1 / ((1 - NEWEST) / self.speed + NEWEST * newest_s if self.speed else newest_s)
         self._worked = 0.0
 
     def _end(self, first: int) -> int:

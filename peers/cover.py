@@ -24,11 +24,12 @@ LOST_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A peer that trains: the fragments that it holds, its memory for the model, and tokens/s of the whole model."""
+    """A peer that trains: its fragments, its memory for the model, its speed in tokens/s of the whole model."""
 
     held: range
     memory_bytes: int
     tokens_per_s: float
+    rate: float = 0.0  # bytes/s, the lesser of up and down; 0: not measured yet
 
 
 @dataclass(slots=True)

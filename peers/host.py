@@ -35,6 +35,7 @@ from decentral.core.units import Seconds
 from decentral.peers.book import AddressBook
 from decentral.peers.node import Node, Stop
 from decentral.peers.roster import Learn
+from decentral.peers.weigh import Weigh, weigh
 
 LEAVE_S = 5.0  # for telling others that we leave
 REFUSED_S = 10.0  # how often to look whether something was refused
@@ -142,6 +143,8 @@ class Host:
             case Learn(peer, addresses):
                 self.transport.learn(peer, addresses)
                 self.book.learn(peer, addresses)
+            case Weigh():
+                self._spawn(self._weigh(effect))
             case Stop(reason):
                 self.stop(reason)
             case _:
@@ -172,6 +175,10 @@ class Host:
             return
         moved = (answer.seconds, answer.sent_bytes, answer.received_bytes)
         self._deliver(Answered(ask.tag, ask.to, answer.envelope, *moved))
+
+    async def _weigh(self, asked: Weigh) -> None:
+        """Beside the loop: it may take seconds."""
+        self._deliver(await asyncio.to_thread(weigh, asked))
 
     async def _announce(self, record: Announce) -> None:
         await self.directory.store(record.key, record.subkey, record.value, record.expires)

@@ -4,14 +4,14 @@
 
 The state of the layers to come is fetched while the old ones serve on. Layers that are given up have to stay with
 `holders` others, who promise it: a record may be old, a promise is not. Who has promised a layer does not give it up
-for PROMISE_S. Of two that want to give up the same layer the lower id yields: it stays, and promises. Then no new legs
-are taken until those under way are done, and between two optimizer steps the compute thread changes the layers.
+for PROMISE_S, or until the other one needs it no more. Of two that want to give up the same layer the lower id yields:
+it stays, and promises. Then no new legs are taken until those under way are done, and between two optimizer steps the
+compute thread changes the layers.
 
 Whatever fails before that leaves the old span serving. The state of what was given up is kept on the disk
 (train/kept.py), for the case that its last holder is lost.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -99,11 +99,11 @@ class Moves:
     why: str = ""
     wake_at: Seconds | None = None
     fetch: Fetch = field(init=False)
-    promised: dict[int, Seconds] = field(default_factory=dict)  # fragments that others rely on us for, and until when
-    failed: int = 0  # moves in a row
+    promised: dict[int, dict[PeerId, Seconds]] = field(default_factory=dict)  # by fragment: who relies on us, how long
+    rest_until: Seconds = 0.0  # after a move that failed
     _began: Seconds = 0.0
     _until: Seconds = 0.0  # then legs under way have kept us too long
-    _promises: Counter[int] = field(default_factory=Counter)  # by fragment: others that promised to stay
+    _promises: dict[int, list[PeerId]] = field(default_factory=dict)  # by fragment: others that promised to stay
     _waiting: int = 0  # questions whose answers are not here
     _asked: int = 0  # the number of the present questions; answers to older ones say nothing
 
@@ -134,14 +134,22 @@ class Moves:
         self.state, self.goal, self.why, self._began = State.FETCHING, goal, why, now
         if not self.room.fits(goal.start, goal.stop):
             return self._fail("memory", now)
-        if any(now < self.promised.get(index, 0.0) for index in self.lost):
+        if any(self._is_relied_on(index, now) for index in self.lost):
             return self._fail("promised", now)
+        if any(len(self.view.holders(index)) < self.wanted for index in self.lost):
+            return self._fail("needed", now)  # nothing need be fetched to know it
         self.fetch = self._new_fetch()
         incoming = {index: self._incoming(index) for index in self.gained}
         if not alone and any(one is None and not self.view.keeps(index) for index, one in incoming.items()):
             return self._fail("donors", now)
         self.fetch.begin((one for one in incoming.values() if one is not None), now)
         return self._look(now)
+
+    def follow(self, goal: range, now: Seconds) -> list[Effect]:
+        """Gives up a move to elsewhere, if there still is time for it."""
+        if self.state in (State.SETTLED, State.SWITCHING) or self.goal == goal:
+            return []
+        return self._fail("replanned", now)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
@@ -150,12 +158,13 @@ class Moves:
             case Answered(tag=("move", *_)) | AskFailed(tag=("move", *_)) if self.state is State.FETCHING:
                 effects = self.fetch.handle(event, now)
                 return effects + self._look(now) if self.fetch.complete else effects
-            case Answered(tag=("stay", int() as index, int() as asked), envelope=Envelope(Done())):
-                return self._heard(index, asked, 1, now)
-            case Answered(tag=("stay", int() as index, int() as asked)):
-                return self._heard(index, asked, 0, now)
+            case Answered(tag=("stay", int() as index, int() as asked), peer=peer, envelope=Envelope(message)):
+                return self._heard(index, asked, peer if isinstance(message, Done) else None, now)
             case AskFailed(tag=("stay", int() as index, int() as asked)):
-                return self._heard(index, asked, 0, now)
+                return self._heard(index, asked, None, now)
+            case Asked(request, sender, Envelope(Stay(fragment=index, over=True))):
+                self.promised.get(index, {}).pop(sender, None)
+                return [Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(Stay(fragment=index))):
                 return self._asked_to_stay(request, sender, index, now)
             case Drained() if self.state is State.DRAINING:
@@ -184,7 +193,7 @@ class Moves:
         return self.fetch.ask()
 
     def _ask_others_to_stay(self, now: Seconds) -> list[Effect]:
-        self.state, self._promises = State.ASKING, Counter()
+        self.state, self._promises = State.ASKING, {index: [] for index in self.lost}
         self._asked += 1
         asks: list[Effect] = []
         for index in self.lost:
@@ -194,15 +203,16 @@ class Moves:
         self._waiting = len(asks)
         return asks or self._have_they_promised(now)
 
-    def _heard(self, index: int, asked: int, promises: int, now: Seconds) -> list[Effect]:
+    def _heard(self, index: int, asked: int, promised: PeerId | None, now: Seconds) -> list[Effect]:
         if self.state is not State.ASKING or asked != self._asked:
             return []
         self._waiting -= 1
-        self._promises[index] += promises
+        if promised is not None:
+            self._promises[index].append(promised)
         return [] if self._waiting else self._have_they_promised(now)
 
     def _have_they_promised(self, now: Seconds) -> list[Effect]:
-        if any(self._promises[index] < self.wanted for index in self.lost):
+        if any(len(self._promises[index]) < self.wanted for index in self.lost):
             return self._fail("needed", now)
         self.state, self._until = State.DRAINING, now + DRAIN_S
         self.wake_at = now + RETRY_S
@@ -210,18 +220,25 @@ class Moves:
 
     def _arrive(self, now: Seconds) -> list[Effect]:
         line = self._line("done", "", now)
-        self.held, self.failed = self.goal, 0
-        return [line, self._settle()]
+        self.held = self.goal
+        return [line, *self._settle()]
 
     def _fail(self, reason: str, now: Seconds) -> list[Effect]:
         line = self._line("failed", reason, now)
-        self.failed += 1
-        return [line, self._settle()]
+        self.rest_until = now + RETRY_S * (1 + self.chance.random())
+        return [line, *self._settle()]
 
-    def _settle(self) -> Hold:
+    def _settle(self) -> list[Effect]:
+        """Those who promised something are free again; what was fetched is let go of."""
+        promises, self._promises = self._promises, {}
         self.state, self.goal, self.wake_at = State.SETTLED, range(0), None
-        self.fetch = self._new_fetch()  # what was fetched is let go of
-        return Hold(self.held)
+        self.fetch = self._new_fetch()
+        free = [
+            Ask(("free",), peer, Envelope(Stay(self.run, index, over=True)), STAY_S)
+            for index, peers in promises.items()
+            for peer in peers
+        ]
+        return [Hold(self.held), *free]
 
     def _line(self, outcome: str, reason: str, now: Seconds) -> Effect:
         cuts, goal = self.room.needs.fragments, self.goal
@@ -247,8 +264,16 @@ class Moves:
             if self.state is State.SWITCHING or self.own > sender:
                 return [Reply(request, Envelope(Refused("moving")))]
             effects = self._fail("yielded", now)
-        self.promised[index] = now + PROMISE_S
+        self.promised.setdefault(index, {})[sender] = now + PROMISE_S
         return [*effects, Reply(request, Envelope(Done()))]
+
+    def _is_relied_on(self, index: int, now: Seconds) -> bool:
+        """Whether somebody who still holds it was promised that we stay."""
+        holders = set(self.view.holders(index))
+        relying = {peer: until for peer, until in self.promised.pop(index, {}).items() if now < until}
+        if relying:
+            self.promised[index] = relying
+        return any(peer in holders for peer in relying)
 
     # Helpers
 

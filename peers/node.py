@@ -82,11 +82,15 @@ from decentral.peers.join import Donor, Join
 from decentral.peers.join import State as JoinState
 from decentral.peers.move import Drained, Hold, Moves, Room
 from decentral.peers.move import State as MoveState
+from decentral.peers.plans import Plans
+from decentral.peers.plans import key_of as plan_key
 from decentral.peers.probe import Prober, zeros
 from decentral.peers.progress import Progress, Stop
 from decentral.peers.records import PeerRecord, Profile
 from decentral.peers.roster import Roster
+from decentral.peers.weigh import Weighed
 
+WIRE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp32": 4.0}  # a number between two layers
 OF_NONE = -1
 NEVER = -1  # a step
 PROBE_AFTER_S = 2.0
@@ -157,6 +161,7 @@ class Node:
     moves: Moves | None = None
     cover: Cover | None = None
     rounds: Rounds | None = None  # of a synchronous run
+    plans: Plans | None = None
     _rng: Random = field(init=False)
     _traffic_at: Seconds = 0.0
     _flows_at: Seconds = 0.0
@@ -185,6 +190,15 @@ class Node:
             chance = rng.stream(run.seed, "moves", setup.own.peer)
             self.moves = Moves(setup.run, setup.own.peer, setup.room, self, chance, run.routes.holders, held)
             self.cover = Cover(setup.own.peer, setup.room.needs, rng.stream(run.seed, "cover", setup.own.peer))
+            self.plans = Plans(
+                setup.run,
+                setup.own,
+                setup.room.needs,
+                WIRE_BYTES[run.routes.wire] * run.model.d_model,
+                run.routes.holders,
+                run.seed,
+                rng.stream(run.seed, "plans", setup.own.peer),
+            )
 
     def _newcomer(self, step: int, restored: bool) -> Join:
         setup = self.setup
@@ -280,6 +294,8 @@ class Node:
                 return self.moves.handle(event, now) if self.moves else []
             case Moved() if self.moves:
                 return self.moves.handle(event, now)
+            case Weighed():
+                return self.plans.handle(event, now) if self.plans else []
             case StateExported() | KeptExported():
                 version = self.rounds.versions.get(event.fragment, bytes(16)) if self.rounds else bytes(16)
                 return self.donor.exported(event, self._state_step, now, version)
@@ -405,6 +421,8 @@ class Node:
         return effects
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
+        if self.plans and event.key == plan_key(self.setup.run):
+            return self.plans.handle(event, now)
         effects = self.roster.handle(event, now)
         if self.join.state is not JoinState.DONE:
             return effects + self.join.roster_known(now, self._donors())
@@ -429,8 +447,7 @@ class Node:
         if self.rounds:
             self.rounds.begin(step, self.join.taken())
         self.routes.active = self.rounds is None
-        self._look_at_flows(now)
-        return lines + self.routes.handle(Woke(), now)
+        return lines + self._look_at_flows(now) + self.routes.handle(Woke(), now)
 
     def _exchange(self, fragment: Fragment, now: Seconds) -> Gossip:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
@@ -516,27 +533,36 @@ class Node:
         newest = max(found.values(), default=NEVER)
         return newest, [peer for peer, step in found.items() if step == newest > NEVER]
 
-    def _recover(self, now: Seconds) -> list[Effect]:
-        """Takes layers that nobody holds any more, if it is our turn."""
-        if self.moves is None or self.cover is None or self.moves.state is not MoveState.SETTLED:
+    def _look_at_spans(self, now: Seconds) -> list[Effect]:
+        """Whether we should hold other layers: lost ones, if it is our turn, or those of the plan that we adopted."""
+        if self.moves is None or self.cover is None or self.plans is None:
             return []
         members, coming = self._members()
-        known = lambda index: self.keeps(index) or bool(self.keepers(index))  # noqa: E731
-        goal = self.cover.look(members, coming, now, known)
-        return [] if goal is None else self.moves.begin(goal[0], "lost", now, alone=goal[1])
+        effects = self.plans.look(members, now)
+        if self.moves.why == "plan":
+            effects += self.moves.follow(self.plans.wanted(self.moves.held), now)
+        if self.moves.state is not MoveState.SETTLED or now < self.moves.rest_until:
+            return effects
+        lost = self.cover.look(members, coming, now, self._is_kept)
+        if lost is not None:
+            return effects + self.moves.begin(lost[0], "lost", now, alone=lost[1])
+        goal = self.plans.goal(self.moves.held, now)
+        return effects if goal is None else effects + self.moves.begin(goal, "plan", now)
+
+    def _is_kept(self, fragment: int) -> bool:
+        return self.keeps(fragment) or bool(self.keepers(fragment))
 
     def _members(self) -> tuple[dict[PeerId, Member], list[range]]:
         """Who trains, ourselves included; the spans of those who are joining."""
         setup = self.setup
         spans = {peer: self._span(entry.record) for peer, entry in self.roster.live.items()}
         members = {
-            peer: Member(spans[peer], entry.record.profile.memory_bytes, entry.record.profile.tokens_per_s)
+            peer: _member(spans[peer], entry.record.profile)
             for peer, entry in self.roster.live.items()
             if entry.record.phase == "training"
         }
         own = range(setup.fragments[0].index, setup.fragments[-1].index + 1)
-        memory_bytes = setup.room.memory_bytes if setup.room else setup.profile.memory_bytes
-        members[setup.own.peer] = Member(own, memory_bytes, self._tokens_per_s())
+        members[setup.own.peer] = _member(own, self._profile())
         return members, [span for peer, span in spans.items() if peer not in members]
 
     def _span(self, record: PeerRecord) -> range:
@@ -593,8 +619,7 @@ class Node:
         if moved:
             self.roster.renew_soon(now)
             self.progress.save_soon(now)
-        self._known_places, self._flows_at = [], now
-        self._look_at_flows(now)
+        self._solve_flows(anew=True)
         return self.routes.handle(Woke(), now)
 
     def _cut(self, index: int) -> Fragment:
@@ -622,14 +647,19 @@ class Node:
         self._flows_at = now + FLOWS_S
         if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
             self.roster.renew_soon(now)
+        self._solve_flows()
+        return self._look_at_spans(now)
+
+    def _solve_flows(self, anew: bool = False) -> None:
+        """Where routes should run, if anything has changed since; `anew`: whatever has."""
+        assert self.routes is not None
         if self.roster.holders.widths > 2 * flows.MOST_HOPS:
             self.routes.prior = Prior()  # too large to solve: by measured times alone
-            return self._recover(now)
+            return
         places = self._places()
-        if places != self._known_places:
+        if anew or places != self._known_places:
             self._known_places = places
             self.routes.prior = flows.solve(self.routes.terms.cuts, places, self.setup.own.peer)
-        return self._recover(now)
 
     def _places(self) -> list[flows.Place]:
         """Who holds what, ourselves included. Speeds to two digits: a flow is not worth a new one for less."""
@@ -686,14 +716,7 @@ class Node:
         return sorted(self.roster.live)
 
     def _compose(self, now: Seconds, leaving: bool) -> PeerRecord:
-        setup, progress = self.setup, self.progress
-        profile = replace(
-            setup.profile,
-            down=self.meter.typical_down() or 0.0,
-            up=self.meter.typical_up() or 0.0,
-            latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
-            tokens_per_s=self._tokens_per_s(),
-        )
+        setup, progress, profile = self.setup, self.progress, self._profile()
         self._advertised = profile.tokens_per_s
         rounds = max(
             (one.seq for one in self.gossip.values() if isinstance(one, Exchange) and one.synchronous), default=0
@@ -711,6 +734,16 @@ class Node:
             round=rounds,
             phase="leaving" if leaving else "training" if self.phase is Phase.TRAINING else "joining",
             kept=self.donor.kept,
+        )
+
+    def _profile(self) -> Profile:
+        """As measured by now."""
+        return replace(
+            self.setup.profile,
+            down=self.meter.typical_down() or 0.0,
+            up=self.meter.typical_up() or 0.0,
+            latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
+            tokens_per_s=self._tokens_per_s(),
         )
 
     def _tokens_per_s(self) -> float:
@@ -739,6 +772,10 @@ class Node:
         elif isinstance(effect, Reply):
             self._unanswered.pop(effect.request, None)
             self.sent_bytes += len(effect.envelope.blob)
+
+
+def _member(held: range, profile: Profile) -> Member:
+    return Member(held, profile.memory_bytes, profile.tokens_per_s, min(profile.down, profile.up))
 
 
 def _due(machine: Join | Prober | Gossip | Routes | Moves, now: Seconds) -> bool:

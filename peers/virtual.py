@@ -32,8 +32,10 @@ from decentral.core.machine import Effect, Log, Woke
 from decentral.core.units import Seconds
 from decentral.peers.node import Node, Stop
 from decentral.peers.roster import Learn
+from decentral.peers.weigh import Weigh, weigh
 from decentral.train.mixing import Mixing
 
+WEIGH_S = 1.0  # what weighing plans takes
 EARLY_S = 1e-6  # what adding and taking away the epoch of the clock costs
 Respond = Callable[[Envelope], None]
 
@@ -333,6 +335,8 @@ class VirtualHost:
                 self.wire.fetch(key, lambda values: self.deliver(Found(key, values)))
             case Learn():
                 pass
+            case Weigh():
+                self.agenda.after(WEIGH_S, lambda: self.deliver(weigh(effect)))
             case Stop(reason):
                 self.agenda.after(0.0, lambda: self.stop(reason))
             case _:

@@ -86,7 +86,7 @@ class Hops:
         grads = [live.grad for live in lives] if alone else [torch.zeros_like(live.grad) for live in lives]
         sealed = [torch.zeros_like(live.grad) for live in lives]
         self.sums = Sums(grads, sealed, [0] * count, [0] * count)
-        self.weight = sum(live.fragment.parameters for live in lives) / max(1, sum(gpt.parameters(run.model)))
+        self._parameters = max(1, sum(gpt.parameters(run.model)))
 
     # Through the layers
 
@@ -101,7 +101,7 @@ class Hops:
             return self._turn(token, Held(0, last, None, left_BTD, targets_BT.numel()), targets_BT, began, number)
         self.held[token] = Held(0, last, None, left_BTD, inputs_BT.numel())
         forwarded = self._forwarded(token, number, left_BTD, targets_BT, last)
-        slow_down(self.device, time.perf_counter() - began, self.weight * FORWARD)
+        slow_down(self.device, time.perf_counter() - began, self._share(0, last) * FORWARD)
         return forwarded
 
     def forward(self, job: jobs.Forward) -> jobs.Forwarded | jobs.Backed | jobs.HopFailed:
@@ -116,7 +116,7 @@ class Hops:
         if job.last < self.end:
             self.held[job.token] = Held(job.first, job.last, entered_BTD, left, targets_BT.numel())
             forwarded = self._forwarded(job.token, 0, left, targets_BT, job.last)
-            slow_down(self.device, time.perf_counter() - began, self.weight * FORWARD)
+            slow_down(self.device, time.perf_counter() - began, self._share(job.first, job.last) * FORWARD)
             return forwarded
         held = Held(job.first, job.last, entered_BTD, left, targets_BT.numel())
         return self._turn(job.token, held, targets_BT, began)
@@ -132,7 +132,7 @@ class Hops:
             return jobs.HopFailed(job.token, error.reason)
         del self.held[job.token]
         backed = self._back(job.token, held, gradient, 0.0)
-        slow_down(self.device, time.perf_counter() - began, self.weight * (1 - FORWARD))
+        slow_down(self.device, time.perf_counter() - began, self._share(held.first, held.last) * (1 - FORWARD))
         return backed
 
     def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
@@ -178,8 +178,13 @@ class Hops:
         if not torch.isfinite(loss):
             return jobs.HopFailed(token, "nan")
         backed = self._back(token, replace(held, left_BTD=loss), None, float(loss.detach()))
-        slow_down(self.device, time.perf_counter() - began, self.weight)
+        slow_down(self.device, time.perf_counter() - began, self._share(held.first, held.last))
         return replace(backed, number=number)
+
+    def _share(self, first: int, last: int) -> float:
+        """The part of the model that layers [first, last) are, of those that we hold."""
+        fragments = (live.fragment for live in self.lives)
+        return sum(one.parameters for one in fragments if first <= one.first < last) / self._parameters
 
     def _through(self, entered: Tensor, first: int, last: int) -> Tensor:
         with self.device.autocast():

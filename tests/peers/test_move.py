@@ -127,10 +127,9 @@ def test_two_holders_never_give_up_the_last_two_copies(first: str) -> None:
     swarm.deliver_all()
     assert swarm["B"].drains  # the higher id goes, whoever began
     assert swarm.said("A") in ([("failed", "yielded")], [("failed", "needed")])
-    swarm.arrive("B")
     swarm.begin("A", range(2, 4))
     assert swarm.said("A")[-1] == ("failed", "promised")
-    swarm.now += PROMISE_S
+    swarm.arrive("B")
     swarm.begin("A", range(2, 4))
     swarm.deliver_all()
     assert swarm.said("A")[-1] == ("failed", "needed")
@@ -238,6 +237,41 @@ def test_what_only_our_own_disk_keeps_needs_no_donor() -> None:
     swarm.begin("B", range(1, 3))
     swarm.deliver_all()
     assert swarm.job("B").blobs == ()
+
+
+def test_who_promised_is_free_when_the_move_is_over() -> None:
+    swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(2, 4), D=range(0, 2))
+    swarm.begin("B", range(1, 3))
+    swarm.deliver_all()
+    assert swarm["A"].promised == {0: {"B": swarm.now + PROMISE_S}}
+    swarm.arrive("B")
+    swarm.deliver_all()
+    assert swarm["A"].promised == {0: {}}
+
+
+def test_a_move_under_way_gives_way_to_a_new_goal_but_not_in_the_last_moment() -> None:
+    swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(2, 4))
+    swarm.begin("B", range(1, 3))
+    swarm.deliver_all()
+    swarm.carry(PeerId("B"), swarm["B"].follow(range(1, 3), swarm.now))
+    assert swarm["B"].drains
+    swarm.carry(PeerId("B"), swarm["B"].follow(range(0, 2), swarm.now))
+    assert swarm.said("B") == [("failed", "replanned")]
+    swarm.begin("B", range(1, 3))
+    swarm.deliver_all()
+    swarm.job("B")
+    assert swarm["B"].follow(range(0, 2), swarm.now) == []
+
+
+def test_a_promise_ends_with_its_time() -> None:
+    swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(0, 2))
+    swarm.tell("A", Asked(1, PeerId("B"), Envelope(Stay(RUN, 0))))
+    swarm.begin("A", range(1, 3), alone=True)
+    assert swarm.said("A") == [("failed", "promised")]
+    swarm.now += PROMISE_S
+    swarm.begin("A", range(1, 3), alone=True)
+    swarm.deliver_all()
+    assert swarm["A"].drains
 
 
 def test_who_does_not_hold_a_fragment_promises_nothing() -> None:

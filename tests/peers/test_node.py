@@ -199,7 +199,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
         messages.Settle, runs(), st.lists(legs, max_size=3).map(tuple), legs.map(lambda one: (one,))
     ),
     messages.Unsettled: st.builds(messages.Unsettled, runs(), st.lists(legs, max_size=3).map(tuple)),
-    messages.Stay: st.builds(messages.Stay, runs(), fragments),
+    messages.Stay: st.builds(messages.Stay, runs(), fragments, st.booleans()),
     messages.Follow: st.builds(messages.Follow, runs(), numbers(), fragments, fragments, st.booleans()),
     messages.Standing: st.builds(messages.Standing, runs(), numbers(), st.lists(members, max_size=3).map(tuple)),
     messages.Collect: st.builds(

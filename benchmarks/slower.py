@@ -1,0 +1,205 @@
+"""One peer becomes five times slower in the middle of a run: how soon, and how well, the swarm follows.
+
+    python -m benchmarks.slower [--victim 0] [--times 5] [--before 60] [--after 100] [--seconds 1.0] [--json FILE]
+
+Six real peers in one process: real hosts, compute threads and protocol. The network is in memory, and computing is
+emulated: a micro-batch through the whole model takes --seconds. None holds more than half of the model; with
+`routes.overlap`, so that devices can be busy. Printed every ten seconds: tokens/s of the micro-batches that came
+back, over the flow bound of the best spans for the speeds at that time (a proven optimum: scheduler/milp.py); then
+plans and moves of all journals, and their audit.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from decentral import audit
+from decentral.comm import compress, route
+from decentral.comm.identity import Identity
+from decentral.comm.loopback import Loopback, LoopbackDirectory
+from decentral.core import config, jobs
+from decentral.core.ids import PeerId, RunId
+from decentral.core.journal import Journal, read
+from decentral.peers import placement
+from decentral.peers.book import AddressBook
+from decentral.peers.cover import Member
+from decentral.peers.host import Host, clock
+from decentral.peers.move import Room
+from decentral.peers.node import Node, Setup
+from decentral.peers.placement import Holder
+from decentral.peers.records import Profile
+from decentral.peers.weigh import Task, work_of
+from decentral.scheduler import flow, milp
+from decentral.train import data, memory
+from decentral.train.compute import Compute
+from decentral.train.compute import Setup as ComputeSetup
+from decentral.train.measure import choose
+
+PEERS, EVERY_S = 6, 10.0
+UNDER_WAY = 16  # micro-batches that fit beside half of the model
+RUN = RunId("slower-000000")
+
+
+def run_config(overlap: bool) -> config.Config:
+    """0.07 M parameters in six fragments: so small that what it really takes is less than what is emulated."""
+    return config.Config(
+        model=config.Model(depth=4, width=32, context=4),
+        train=config.Train(micro_batch=1, warmup_steps=10),
+        gossip=config.Gossip(fragment_parameters=1000, window_s=2.0, start_window_s=2.0),
+        routes=config.Routes(overlap=overlap),
+    )
+
+
+class Swarm:
+    """Peers in this process. `half`: the memory of each, for three of the six fragments."""
+
+    def __init__(self, folder: Path, seconds: float, overlap: bool) -> None:
+        self.run, self.folder, self.seconds = run_config(overlap), folder, seconds
+        self.needs = memory.needs(self.run)
+        count = len(self.needs.fragments)
+        self.half = max(self.needs.of(begin, begin + count // 2, UNDER_WAY) for begin in range(count - count // 2 + 1))
+        self.corpus = data.load(self.run.data, self.run.model)
+        self.network = Loopback()
+        self.hosts: list[Host] = []
+        self.computes: list[Compute] = []
+        self.tokens = self.run.model.context
+        self.slowed: dict[int, float] = {}
+        self.slowed_at = 0.0  # unix time
+
+    def start(self) -> list["asyncio.Task[str]"]:
+        held: list[Holder] = []
+        for _ in range(PEERS):
+            choice = placement.choose(self.needs.fragments, held, 1.0, memory.reach(self.needs, self.half))
+            held.append(choice)
+            self.add(self.needs.span(choice.begin, choice.end))
+        return [asyncio.create_task(host.run()) for host in self.hosts]
+
+    def add(self, span: tuple[int, int]) -> None:
+        number = len(self.hosts)
+        folder = self.folder / f"peer-{number}"
+        folder.mkdir()
+        own = Identity.load_or_create(folder / "identity.key")
+        device = choose("cpu", "float32", 1.0, self.seconds)
+        compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, compress, device, folder, span))
+        capacity = self.needs.capacity(0, 3, self.half)
+        terms = route.Terms(
+            RUN, own.peer, *span, compute.cuts, 1, capacity, 1, compute.layout, self.run.routes.overlap
+        )  # fmt: skip
+        setup = Setup(
+            config=self.run,
+            run=RUN,
+            own=own,
+            fragments=compute.fragments,
+            state_layouts=compute.state_layouts(),
+            layers=compute.model_layers,
+            profile=Profile("emulated", self.half, 1e9, self.tokens / self.seconds),
+            addresses=(),
+            routes=terms,
+            room=Room(self.needs, self.half, compute.layouts()),
+        )
+        now = clock()
+        journal, book = Journal(folder / "journal.jsonl", now), AddressBook(folder / "peers.json")
+        directory = LoopbackDirectory(self.network)
+        self.computes.append(compute)
+        self.hosts.append(Host(Node(setup), self.network.transport(own.peer), directory, compute, journal, book, now))
+
+    def slow_down(self, number: int, times: float) -> None:
+        compute = self.computes[number]
+        device = dataclasses.replace(compute.setup.device, emulated_s=self.seconds * times)
+        compute.setup = dataclasses.replace(compute.setup, device=device)
+        assert compute.hops is not None
+        compute.hops.device = device
+        self.slowed[number], self.slowed_at = times, time.time()
+
+    def completed(self) -> int:
+        return sum(host.node.routes.completed for host in self.hosts if host.node.routes)
+
+    def best(self) -> float:
+        """Tokens/s of the best spans for the present speeds."""
+        members = {
+            PeerId(str(number)): Member(
+                range(0, 1), self.half, self.tokens / self.seconds / self.slowed.get(number, 1.0)
+            )
+            for number in range(PEERS)
+        }
+        work = work_of(Task(self.needs, tuple(members.items()), 64.0, 1))
+        spans = milp.best_spans(work)
+        assert spans is not None
+        return flow.maximum(work, spans).tokens_per_s
+
+    def lines(self, event: str) -> list[tuple[int, dict[str, Any]]]:
+        folders = sorted(self.folder.glob("peer-*"))
+        found = [
+            (number, dict(line))
+            for number, folder in enumerate(folders)
+            for line in read(folder / "journal.jsonl")
+            if line["event"] == event
+        ]
+        return sorted(found, key=lambda one: float(one[1]["t"]))
+
+
+async def play(swarm: Swarm, args: argparse.Namespace) -> list[dict[str, float]]:
+    running = swarm.start()
+    rows, began, slowed_at = [], time.monotonic(), 0.0
+    before, best = 0, swarm.best()
+    try:
+        while time.monotonic() < began + args.before + args.after:
+            at = time.monotonic() - began
+            if not slowed_at and at >= args.before:
+                swarm.slow_down(args.victim, args.times)
+                slowed_at, best = at, swarm.best()
+                print(f"peer {args.victim} is {args.times:g} times slower from now on", flush=True)
+            await asyncio.sleep(EVERY_S)
+            took, done = time.monotonic() - began - at, swarm.completed()
+            rate, before = (done - before) * swarm.tokens / took, done
+            rows.append(
+                {
+                    "second": round(at + took - slowed_at, 1),
+                    "tokens_per_s": round(rate, 1),
+                    "of_best": round(rate / best, 3),
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    finally:
+        for host in swarm.hosts:
+            host.stop("enough")
+        await asyncio.gather(*running)
+        for host in swarm.hosts:
+            host._inbox.put(jobs.Finish())
+    return rows
+
+
+def main() -> None:
+    args = _arguments()
+    with tempfile.TemporaryDirectory(prefix="slower-") as folder:
+        swarm = Swarm(Path(folder), args.seconds, not args.lean)
+        rows = asyncio.run(play(swarm, args))
+        for event in ("plan", "move", "abandoned"):
+            for number, line in swarm.lines(event):
+                line["t"] = round(float(line["t"]) - swarm.slowed_at, 1)
+                print(number, json.dumps({name: value for name, value in line.items() if name != "donors"}))
+        found = audit.audit([list(read(one / "journal.jsonl")) for one in sorted(Path(folder).glob("peer-*"))], 6)
+        print(f"{found.everywhere} counted once in all layers, {found.in_part} in a part, {len(found.twice)} twice")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--victim", type=int, default=0)
+    parser.add_argument("--times", type=float, default=5.0)
+    parser.add_argument("--before", type=float, default=60.0)
+    parser.add_argument("--after", type=float, default=100.0)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a micro-batch through the whole model")
+    parser.add_argument("--lean", action="store_true", help="without overlap")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Plans without a leader: proposed after a change, judged by everybody, the same one followed by all."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from decentral.comm.transport import Announce, Found, Lookup
+from decentral.core import rng
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Fragment
+from decentral.core.machine import Effect, Log
+from decentral.peers.cover import Member
+from decentral.peers.plans import (
+    BACKOFF_S,
+    PAUSE_S,
+    REST_S,
+    RETRY_S,
+    WAIT_S,
+    Plan,
+    Plans,
+    is_sound,
+    key_of,
+    pack,
+    unpack,
+)
+from decentral.peers.weigh import HORIZON_S, Spans, Task, Weigh, Weighed, reachable, weigh, work_of
+from decentral.scheduler import flow
+from decentral.scheduler.arrays import Ints
+from decentral.sim.swarm import VirtualSigner
+from decentral.train.memory import Needs
+
+RUN = RunId("gpt-3fa2c1")
+CUTS = tuple(Fragment(index, index, index + 1, 100) for index in range(4))
+NEEDS = Needs(CUTS, (10,) * 4, (0,) * 4, (0,) * 4)
+
+
+def swarm(**held: tuple[int, int, float]) -> dict[PeerId, Member]:
+    """Of each: fragments [begin, end), and its speed. All have room for two."""
+    return {PeerId(name): Member(range(a, b), 20, speed, 1e8) for name, (a, b, speed) in held.items()}
+
+
+EVEN = swarm(A=(0, 2, 100.0), B=(0, 2, 100.0), C=(2, 4, 100.0), D=(2, 4, 100.0))
+SLOWER = {**EVEN, **swarm(A=(0, 2, 20.0))}  # 120 tokens/s at the begin, 200 at the end; 160 can be had everywhere
+
+
+def task(members: dict[PeerId, Member], holders: int = 1) -> Task:
+    return Task(NEEDS, tuple(sorted(members.items())), 256.0, holders)
+
+
+class Together:
+    """Every peer's plans, a directory that all see, and moves that succeed at once."""
+
+    def __init__(self, members: dict[PeerId, Member]) -> None:
+        self.members, self.now = dict(members), 100.0
+        self.records: dict[str, bytes] = {}
+        self.plans = {
+            name: Plans(RUN, VirtualSigner(name), NEEDS, 256.0, 1, 0, rng.stream(0, "plans", name)) for name in members
+        }
+        self.lines: list[Log] = []
+        self.searches = 0
+        self.moved = 0
+
+    def carry(self, name: PeerId, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Lookup(key):
+                    self.carry(name, self.plans[name].handle(Found(key, dict(self.records)), self.now))
+                case Weigh():
+                    self.searches += effect.searches
+                    self.carry(name, self.plans[name].handle(weigh(effect), self.now))
+                case Announce(subkey=subkey, value=value):
+                    self.records[subkey] = value
+                case Log():
+                    self.lines.append(effect)
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 1.0
+            for name, plans in self.plans.items():
+                self.carry(name, plans.look(self.members, self.now))
+                goal = plans.goal(self.members[name].held, self.now)
+                if goal is not None and self.may_go(name, goal):
+                    self.members[name] = replace(self.members[name], held=goal)
+                    self.moved += 1
+
+    def may_go(self, name: PeerId, goal: range) -> bool:
+        others = [one.held for peer, one in self.members.items() if peer != name]
+        lost = [index for index in self.members[name].held if index not in goal]
+        return all(any(index in span for span in others) for index in lost)
+
+    def flow(self) -> float:
+        found = task(self.members)
+        spans = np.array([(one.held.start, one.held.stop) for _, one in found.members])
+        return flow.maximum(work_of(found), spans).tokens_per_s
+
+
+def test_a_peer_that_became_slower_leads_to_one_plan_that_all_follow() -> None:
+    together = Together(EVEN)
+    together.pass_time(60.0)
+    assert together.searches == 0
+    together.members = dict(SLOWER)
+    assert together.flow() == pytest.approx(240.0, rel=0.01)
+    together.pass_time(PAUSE_S + BACKOFF_S + WAIT_S + 5.0)
+    assert together.flow() == pytest.approx(320.0, rel=0.02)
+    adopted = {plans.adopted.digest() for plans in together.plans.values() if plans.adopted}
+    assert len(adopted) == 1
+    assert all(line.event == "plan" for line in together.lines)
+    together.pass_time(300.0)
+    assert together.flow() == pytest.approx(320.0, rel=0.02)
+    assert together.moved <= 2  # A or B goes to the middle, and C or D
+
+
+def test_a_peer_that_leaves_leads_to_a_plan() -> None:
+    together = Together({**EVEN, **swarm(E=(2, 4, 100.0), F=(2, 4, 100.0))})
+    together.pass_time(10.0)
+    for name in "AB":
+        del together.members[PeerId(name)], together.plans[PeerId(name)]
+    together.members[PeerId("C")] = replace(EVEN[PeerId("C")], held=range(0, 2))
+    together.pass_time(20.0)
+    assert together.flow() == pytest.approx(400.0, rel=0.02)
+    assert "2 gone" in together.lines[0].fields["reason"]
+
+
+def test_proposals_at_the_same_time_end_in_one_best_swarm() -> None:
+    together = Together(EVEN)
+    together.pass_time(10.0)
+    together.members = dict(SLOWER)
+    for plans in together.plans.values():
+        plans.look(together.members, together.now)
+        plans._search_at = together.now  # nobody has seen another's plan
+        weighed = plans._weigh(together.members, searches=True)
+        together.carry(plans.own.peer, plans.handle(weigh(weighed), together.now))
+    assert len({plans.adopted.digest() for plans in together.plans.values() if plans.adopted}) > 1
+    together.pass_time(30.0)
+    assert together.flow() == pytest.approx(320.0, rel=0.02)
+    moved = together.moved
+    together.pass_time(300.0)
+    assert together.moved == moved
+
+
+def test_a_plan_that_is_hardly_better_moves_nobody() -> None:
+    plans = Plans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+    asked = plans._weigh(EVEN, searches=True)
+    found = weigh(asked)
+    spans: Spans = tuple((peer, one.held.start, one.held.stop) for peer, one in EVEN.items())
+    better = replace(found, found=spans, found_tokens=1.01 * found.stay_tokens)
+    assert plans.handle(better, 100.0) == []
+    assert plans.adopted is None
+
+
+def test_changes_of_speeds_alone_lead_to_no_new_plan_for_a_while() -> None:
+    together = Together(EVEN)
+    together.pass_time(10.0)
+    together.members = dict(SLOWER)
+    together.pass_time(PAUSE_S + BACKOFF_S + 5.0)
+    searches = together.searches
+    faster = together.members[PeerId("A")]
+    together.members[PeerId("A")] = replace(faster, tokens_per_s=100.0)
+    together.pass_time(REST_S / 2)
+    assert together.searches == searches
+    together.pass_time(REST_S)
+    assert together.searches > searches
+
+
+def test_a_move_that_failed_is_tried_again_and_given_up_in_the_end() -> None:
+    together = Together(EVEN)
+    together.pass_time(10.0)
+    together.members = dict(SLOWER)
+    together.pass_time(PAUSE_S + BACKOFF_S + 5.0)
+    plans = next(one for one in together.plans.values() if one.adopted)
+    assert plans.adopted is not None
+    goal = next((range(a, b) for peer, a, b in plans.adopted.spans if peer == plans.own.peer), range(0))
+    elsewhere = range(0, 1) if goal != range(0, 1) else range(1, 2)
+    tries = sum(plans.goal(elsewhere, together.now + second) == goal for second in range(60))
+    assert 60 / (2 * RETRY_S) <= tries <= 1 + 60 / RETRY_S
+    plans.look(together.members, together.now + 1000.0)
+    assert plans.adopted is None
+
+
+# What a proposal is worth
+
+
+def worth(members: dict[PeerId, Member], **spans: tuple[int, int]) -> float:
+    proposal = tuple((name, *span) for name, span in spans.items())
+    (tokens,) = weigh(Weigh(1, task(members), (proposal,), False, 0)).proposed
+    return tokens
+
+
+def test_a_proposal_is_judged_by_ones_own_measurements() -> None:
+    moved = {"B": (0, 2), "A": (1, 3)}
+    assert worth(SLOWER, **moved) > weigh(Weigh(1, task(SLOWER), (), False, 0)).stay_tokens * 0.9
+    assert worth(EVEN, A=(1, 3)) == pytest.approx(HORIZON_S * 400.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        pytest.param({"A": (0, 3)}, id="more than its memory"),
+        pytest.param({"A": (0, 4)}, id="the whole model"),
+        pytest.param({"A": (2, 4), "B": (2, 4)}, id="layers without a holder"),
+    ],
+)
+def test_a_proposal_that_cannot_be_is_worth_nothing(spans: dict[str, tuple[int, int]]) -> None:
+    assert worth(EVEN, **spans) == 0.0
+
+
+def test_a_proposal_that_no_order_of_moves_can_reach_is_worth_nothing() -> None:
+    pair = swarm(A=(0, 2, 100.0), B=(2, 4, 100.0))
+    assert worth(pair, A=(2, 4), B=(0, 2)) == 0.0
+    assert reachable(spans_of(EVEN), np.array([(2, 4), (0, 2), (0, 2), (2, 4)]), 4, 1)
+    assert not reachable(spans_of(EVEN), np.array([(2, 4), (0, 2), (0, 2), (2, 4)]), 4, 2)
+
+
+def spans_of(members: dict[PeerId, Member]) -> Ints:
+    return np.array([(one.held.start, one.held.stop) for _, one in sorted(members.items())])
+
+
+def test_what_is_found_is_the_best_there_is_for_a_small_swarm() -> None:
+    found = weigh(Weigh(1, task(SLOWER), (), True, 0))
+    assert found.found_tokens == pytest.approx(HORIZON_S * 320.0, rel=0.01)
+    assert is_sound(found.found, len(CUTS))
+
+
+# Plans from the network
+
+
+def plan(**change: object) -> Plan:
+    fields = {
+        "run": RUN,
+        "time": 1e9,
+        "topology": bytes(16),
+        "tokens_per_s": 5.0,
+        "reason": "x",
+        "spans": (("A", 0, 2),),
+    }
+    return Plan(**{**fields, **change})  # type: ignore[arg-type]
+
+
+def test_a_plan_comes_back_as_it_was() -> None:
+    assert unpack(pack(plan())) == plan()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        pack(plan())[:-1],
+        pack(plan(tokens_per_s=-1.0)),
+        pack(plan(spans=(("A", 0),))),
+        pack(plan(time=1e12)),
+    ],
+)
+def test_what_is_no_plan_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack(body)
+
+
+@pytest.mark.parametrize("spans", [(("A", 0, 2), ("A", 2, 4)), (("A", 2, 2),), (("A", 0, 5),)])
+def test_spans_that_are_none_are_not_weighed(spans: Spans) -> None:
+    assert not is_sound(spans, 4)
+
+
+def test_plans_that_are_forged_or_of_another_run_are_not_weighed() -> None:
+    ours = Plans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+    forger, key = VirtualSigner(PeerId("M")), key_of(RUN)
+    values = {
+        "B": forger.seal(key, pack(plan()), 2e9),
+        "M": forger.seal(key, pack(plan(run="another")), 2e9),
+        "N": b"garbage",
+    }
+    ours.handle(Found(key, values), 100.0)
+    assert not [effect for effect in ours.look(EVEN, 100.0) if isinstance(effect, Weigh)]
+    ours.handle(Found(key, {"M": forger.seal(key, pack(plan()), 2e9)}), 100.0)
+    assert [effect.proposals for effect in ours.look(EVEN, 100.0) if isinstance(effect, Weigh)] == [(plan().spans,)]
+
+
+def test_an_answer_to_an_older_question_says_nothing() -> None:
+    plans = Plans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+    plans._weigh(EVEN, searches=True)
+    assert plans.handle(Weighed(99, bytes(16), 1.0, ()), 100.0) == []
+    assert plans.adopted is None
