@@ -8,7 +8,7 @@
                 published code's own pipelines cost; for the first draw also after 50,000 candidates
     noisy       the same for eight cities with every link's rate times a lognormal of sigma 0.2
     bound       is there any layout of 64 devices over ten cities that costs less than 0.88 of gcma's (or less than
-                what genetic finds in 10 s, where that is less)? Searched through for up to 600 s
+                what genetic finds in 10 s, where that is less)? Searched for up to 600 s
     large       1,024 devices for 30 s and 4,096 for 60 s against the best hand layout, and the memory it took
     small       throughput of up to 6 peers and 8 layers: the default solver against `exact`
     unequal     throughput of 64 unequal devices in 20 s, against equal spans placed at random and against the bound

@@ -132,12 +132,13 @@ class _Search:
         hot, cold = heat * share, 3e-4 * share
         cooling = (cold / hot) ** (chunk / steps)
         for _ in range(0, steps, chunk):
+            begin = progress.seconds()
             best = moves.anneal(
                 problem.data_NN, problem.pipe_NN, problem.replicas, state, best_slots, best,
                 chunk, hot, hot * cooling, smooth, self.twin_N, self.dice,
             )  # fmt: skip
             hot *= cooling
-            if progress.late(self.settling_s):
+            if progress.late(self.settling_s + progress.seconds() - begin):
                 break
         self.settle(best_slots, progress)
 
