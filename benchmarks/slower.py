@@ -1,6 +1,6 @@
 """One peer becomes five times slower in the middle of a run: how soon, and how well, the swarm follows.
 
-    python -m benchmarks.slower [--victim 0] [--times 5] [--before 60] [--after 100] [--seconds 1.0] [--json FILE]
+    python -m benchmarks.slower [--victim 0] [--times 5] [--before 60] [--after 100] [--seconds 1.0] [--control]
 
 Six real peers in one process: real hosts, compute threads and protocol. The network is in memory, and computing is
 emulated: a micro-batch through the whole model takes --seconds. None holds more than half of the model; with
@@ -35,6 +35,8 @@ from decentral.peers.placement import Holder
 from decentral.peers.records import Profile
 from decentral.peers.weigh import Task, work_of
 from decentral.scheduler import flow, milp
+from decentral.scheduler.arrays import Ints
+from decentral.scheduler.work import Work
 from decentral.train import data, memory
 from decentral.train.compute import Compute
 from decentral.train.compute import Setup as ComputeSetup
@@ -70,6 +72,12 @@ class Swarm:
         self.tokens = self.run.model.context
         self.slowed: dict[int, float] = {}
         self.slowed_at = 0.0  # unix time
+
+    def start_at_the_best(self) -> list["asyncio.Task[str]"]:
+        """Everybody holds from the start what is best for the present speeds."""
+        for begin, end in self.best_spans():
+            self.add(self.needs.span(int(begin), int(end)))
+        return [asyncio.create_task(host.run()) for host in self.hosts]
 
     def start(self) -> list["asyncio.Task[str]"]:
         held: list[Holder] = []
@@ -121,16 +129,20 @@ class Swarm:
 
     def best(self) -> float:
         """Tokens/s of the best spans for the present speeds."""
+        return flow.maximum(self.work(), self.best_spans()).tokens_per_s
+
+    def best_spans(self) -> Ints:
+        spans = milp.best_spans(self.work())
+        assert spans is not None
+        return spans
+
+    def work(self) -> Work:
+        fast = self.tokens / self.seconds
         members = {
-            PeerId(str(number)): Member(
-                range(0, 1), self.half, self.tokens / self.seconds / self.slowed.get(number, 1.0)
-            )
+            PeerId(str(number)): Member(range(0, 1), self.half, fast / self.slowed.get(number, 1.0))
             for number in range(PEERS)
         }
-        work = work_of(Task(self.needs, tuple(members.items()), 64.0, 1))
-        spans = milp.best_spans(work)
-        assert spans is not None
-        return flow.maximum(work, spans).tokens_per_s
+        return work_of(Task(self.needs, tuple(members.items()), 64.0, 1))
 
     def lines(self, event: str) -> list[tuple[int, dict[str, Any]]]:
         folders = sorted(self.folder.glob("peer-*"))
@@ -144,13 +156,17 @@ class Swarm:
 
 
 async def play(swarm: Swarm, args: argparse.Namespace) -> list[dict[str, float]]:
-    running = swarm.start()
+    if args.control:
+        swarm.slowed[args.victim] = args.times
+    running = swarm.start_at_the_best() if args.control else swarm.start()
+    if args.control:
+        swarm.slow_down(args.victim, args.times)
     rows, began, slowed_at = [], time.monotonic(), 0.0
     before, best = 0, swarm.best()
     try:
         while time.monotonic() < began + args.before + args.after:
             at = time.monotonic() - began
-            if not slowed_at and at >= args.before:
+            if not slowed_at and at >= args.before and not args.control:
                 swarm.slow_down(args.victim, args.times)
                 slowed_at, best = at, swarm.best()
                 print(f"peer {args.victim} is {args.times:g} times slower from now on", flush=True)
@@ -196,6 +212,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--before", type=float, default=60.0)
     parser.add_argument("--after", type=float, default=100.0)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a micro-batch through the whole model")
+    parser.add_argument("--control", action="store_true", help="slow, and with the best spans for it, from the start")
     parser.add_argument("--lean", action="store_true", help="without overlap")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

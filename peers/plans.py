@@ -6,8 +6,9 @@
 
 One figure of merit (scheduler/replan.py): the tokens that the swarm trains within HORIZON_S, moves included, by the
 measured speeds, memories and links in everybody's record. A plan is adopted only if its figure is better by a margin
-(scheduler/plan.py) than that of staying; of several the best one, of equal ones the lower digest. Weighing takes
-seconds in a large swarm, so a host does it beside its event loop: effect Weigh, event Weighed.
+(scheduler/plan.py) than that of staying; of several the best one, of equal ones that with the fewest moves, then with
+the lowest digest. Weighing takes seconds in a large swarm, so a host does it beside its event loop: effect Weigh, event
+Weighed.
 
 Peers that hold the whole model train by themselves, and are in no plan.
 """
@@ -23,7 +24,7 @@ import msgpack
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from decentral.comm.identity import Signer
-from decentral.comm.messages import Digest, Index, Peer, Run, UnixTime
+from decentral.comm.messages import Count, Digest, Index, Peer, Run, UnixTime
 from decentral.comm.transport import Announce, Found, Lookup
 from decentral.core import rng
 from decentral.core.errors import ProtocolError
@@ -46,7 +47,7 @@ BACKOFF_S = 6.0  # at most, after the pause: mostly the first one's plan is ther
 REST_S = 30.0  # after a plan, before changes of speeds alone lead to another
 GIVE_UP_S = 120.0  # a plan that we could not follow for so long is let go
 WAIT_S = 6.0  # before the first move: an equal plan may turn up meanwhile that all take instead
-TIES_S = 10.0  # after it was adopted, a plan gives way to equal ones with a lower digest no more
+TIES_S = 10.0  # after it was adopted, a plan gives way to equal ones no more
 RETRY_S = 3.0  # between two tries to move
 NOISE = 0.03  # of what measurements say, beside the margin of a plan that is known exactly
 CHANGED = 1.5  # times faster or slower: a change
@@ -60,13 +61,14 @@ Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
 class Plan:
     """Who should hold which fragments [begin, end). `tokens_per_s`: what the proposer expects, moves included.
 
-    `topology`: digest of what the proposer knew of the swarm.
+    `moves`: how many peers have to move for it. `topology`: digest of what the proposer knew of the swarm.
     """
 
     run: Run
     time: UnixTime
     topology: Digest
     tokens_per_s: Figure
+    moves: Count
     reason: Reason
     spans: Annotated[tuple[tuple[Peer, Index, Index], ...], Field(max_length=MOST_SPANS)]
 
@@ -220,7 +222,7 @@ class Plans:
         equal = [one for one in better if not adopts(1 / most, 1 / one[0]) and not adopts(1 / one[0], 1 / most)]
         if not equal:
             return []
-        tokens, best = min(equal, key=lambda one: one[1].digest())
+        tokens, best = min(equal, key=lambda one: (one[1].moves, one[1].digest()))
         settled = now > self._adopted_at + TIES_S and any(plan is self.adopted for _, plan in equal)
         if best is self.adopted or settled:
             return []
@@ -236,7 +238,7 @@ class Plans:
             return None
         before, after = found.stay_tokens / HORIZON_S, found.found_tokens / HORIZON_S
         reason = f"{changed}: {found.moved} move, {after:,.0f} instead of {before:,.0f} tokens/s"
-        return Plan(self.run, now, found.topology, after, reason, found.found)
+        return Plan(self.run, now, found.topology, after, found.moved, reason, found.found)
 
     def _announce(self, plan: Plan, now: Seconds) -> Announce:
         key, expires = key_of(self.run), now + PLAN_TTL_S

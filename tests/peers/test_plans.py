@@ -141,6 +141,19 @@ def test_proposals_at_the_same_time_end_in_one_best_swarm() -> None:
     assert together.moved == moved
 
 
+def test_of_equal_plans_all_take_the_one_with_the_fewest_moves() -> None:
+    plans = Plans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+    key = key_of(RUN)
+    proposals = [plan(moves=moves, reason=str(number)) for number, moves in enumerate((3, 1, 2))]
+    values = {
+        name: VirtualSigner(PeerId(name)).seal(key, pack(one), 2e9) for name, one in zip("BCD", proposals, strict=True)
+    }
+    plans.handle(Found(key, values), 100.0)
+    (asked,) = (effect for effect in plans.look(EVEN, 100.0) if isinstance(effect, Weigh))
+    plans.handle(Weighed(asked.number, bytes(16), 1.0, (99.0, 100.0, 99.5)), 101.0)
+    assert plans.adopted == proposals[1]
+
+
 def test_a_plan_that_is_hardly_better_moves_nobody() -> None:
     plans = Plans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
     asked = plans._weigh(EVEN, searches=True)
@@ -228,15 +241,7 @@ def test_what_is_found_is_the_best_there_is_for_a_small_swarm() -> None:
 
 
 def plan(**change: object) -> Plan:
-    fields = {
-        "run": RUN,
-        "time": 1e9,
-        "topology": bytes(16),
-        "tokens_per_s": 5.0,
-        "reason": "x",
-        "spans": (("A", 0, 2),),
-    }
-    return Plan(**{**fields, **change})  # type: ignore[arg-type]
+    return replace(Plan(RUN, 1e9, bytes(16), 5.0, 1, "x", (("A", 0, 2),)), **change)  # type: ignore[arg-type]
 
 
 def test_a_plan_comes_back_as_it_was() -> None:
