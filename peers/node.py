@@ -174,7 +174,7 @@ class Node:
         restored = setup.restored_step is not None
         self._rng = rng.stream(run.seed, "node", setup.own.peer)
         chance = rng.stream(run.seed, "roster", setup.own.peer)
-        holders = Holders(setup.own.peer, setup.layers)
+        holders = Holders(setup.own.peer, setup.layers if setup.routes else 0)  # without routes nobody asks
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose, chance, holders)
         step = setup.restored_step or 0
         self.join = self._newcomer(step, restored)
