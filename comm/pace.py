@@ -69,7 +69,7 @@ class Window:
 
     def done(self, seconds: Seconds, route: tuple[PeerId, ...]) -> None:
         """A micro-batch took so long along this route, from its start to its end."""
-        base = self.bases.pop(route, None) or Base(seconds)
+        base = self.bases.pop(route, None) or Base(min(seconds, self._usual_s()))
         base.saw(seconds)
         self.bases[route] = base  # the last used one comes last
         if len(self.bases) > MOST_ROUTES:
@@ -86,6 +86,11 @@ class Window:
         elif self.size * self._waiting > most:
             self.size = max(2, self.size - 1)
         self.size = min(self.size, self.most)
+
+    def _usual_s(self) -> Seconds:
+        """Where routes are so many that hardly one comes twice, a new one is measured by the others."""
+        known = self.bases.values()
+        return median(base.least for base in known) if len(known) == MOST_ROUTES else math.inf
 
     def typical_s(self) -> Seconds | None:
         return self._typical_s

@@ -62,6 +62,7 @@ from decentral.core.units import Seconds
 
 BACKWARD, FORWARD = 0, 1  # in this order
 AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
+MOST_HELD = 4  # times the micro-batches that the memory takes: legs, with those whose backward pass is done
 MAX_TRIES = 6  # of one leg, at whichever peers
 RETRY_S = 0.25  # where nobody holds the next layer
 BUSY = ("busy", "not-ready", "moved", "span")  # refusals that are nobody's fault; a record may be older than a span
@@ -306,7 +307,12 @@ class Routes:
             return "late"
         if carry.round > self.round + 1:
             return "not-ready"
-        return "busy" if len(self.legs) >= terms.capacity or self.draining else ""
+        return "" if self._room() and not self.draining else "busy"
+
+    def _room(self) -> bool:
+        """Legs that are only held have given their activations back: they take an answer each, and have more room."""
+        at_work = sum(leg.stage is not Stage.HELD for leg in self.legs.values())
+        return at_work < self.terms.capacity and len(self.legs) < MOST_HELD * self.terms.capacity
 
     def _asked_again(self, leg: Leg, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
         """Whoever asked before has been given up, or is gone: the new asker gets the answer."""
@@ -570,7 +576,7 @@ class Routes:
         return jobs
 
     def _has_room(self, own: int) -> bool:
-        idle = len(self._running) < AT_ONCE and len(self.legs) < self.terms.capacity
+        idle = len(self._running) < AT_ONCE and self._room()
         return idle and own < self.window.size and self.quota != 0 and not self._draining()
 
     def _new_leg(self, name: LegId, last: int, now: Seconds, asker: PeerId) -> Leg:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from decentral.audit import Span, covered, overlap
 from decentral.comm.messages import MAX_HOLD_S
-from decentral.comm.route import AT_ONCE, SETTLES_KEPT
+from decentral.comm.route import AT_ONCE, MOST_HELD, SETTLES_KEPT
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
@@ -131,7 +131,7 @@ class RouteAudit:
         told = max((len(box.count) + len(box.release) for box in routes._outboxes.values()), default=0)
         held = len(host.training.hops.held) if isinstance(host.training, Sketch) else 0
         sizes = {
-            "legs": (len(routes.legs), room),
+            "legs": (len(routes.legs), MOST_HELD * room),
             "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * room),
             "activations": (held, room + AT_ONCE),
             "settles for one peer": (told, 2 * SETTLES_KEPT),

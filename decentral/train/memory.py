@@ -26,7 +26,7 @@ from decentral.train.inner import fragments_of
 TRAINING_BYTES = 20
 GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12, "synchronous": 24}
 PASSING_BYTES = 16
-UNDER_WAY = 4  # micro-batches that a span must have room for: with fewer its device waits for the links
+UNDER_WAY = 4  # micro-batches that any span must have room for: with fewer its device waits for the links
 MOST_UNDER_WAY = 32
 MOST_SEQUENCES = 512  # of a micro-batch whose size is `auto`
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
@@ -42,10 +42,17 @@ class Needs:
     passing: tuple[int, ...]
     kept: tuple[int, ...]
 
-    def of(self, begin: int, end: int, under_way: int = UNDER_WAY) -> int:
-        """Of fragments [begin, end) with so many micro-batches under way."""
+    def of(self, begin: int, end: int, under_way: int | None = None) -> int:
+        """Of fragments [begin, end) with so many micro-batches under way; with as many as routes need."""
         part = slice(begin, end)
-        return sum(self.state[part]) + max(self.passing[part], default=0) + under_way * sum(self.kept[part])
+        many = self.under_way(end - begin) if under_way is None else under_way
+        return sum(self.state[part]) + max(self.passing[part], default=0) + many * sum(self.kept[part])
+
+    def under_way(self, width: int) -> int:
+        """Micro-batches that a span of so many fragments needs room for: the narrower spans are, the longer are routes,
+        and the first of P stages holds P of them (PipeDream's 1F1B, arXiv 1806.03377, section 3.2)."""
+        stages = -(-len(self.fragments) // max(1, width))
+        return min(MOST_UNDER_WAY, max(UNDER_WAY, stages + 2))
 
     def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
         """Micro-batches that fit beside the span."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentral.comm.pace import DEADLINE_FLOOR_S, DEADLINE_TOP_S, Stride, Turns, Window, budget_s
+from decentral.comm.pace import DEADLINE_FLOOR_S, DEADLINE_TOP_S, MOST_ROUTES, Stride, Turns, Window, budget_s
 from decentral.core.ids import PeerId
 
 A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
@@ -83,3 +83,13 @@ def test_the_window_never_exceeds_what_the_memory_takes() -> None:
     window = Window(3)
     pipeline(window, 5.0, 0.1, 200)
     assert window.size == 3
+
+
+def test_where_hardly_a_route_comes_twice_a_new_one_is_measured_by_the_others() -> None:
+    window = Window(most=100)
+    for number in range(MOST_ROUTES):
+        window.done(1.0, (PeerId(f"P{number}"),))
+    size = window.size
+    for number in range(20 * size):
+        window.done(3.0, (PeerId(f"Q{number}"),))
+    assert window.size < size  # two thirds of the time are waiting, though no route was seen before

@@ -9,6 +9,7 @@ from decentral import audit
 from decentral.comm.codec import Envelope
 from decentral.comm.messages import Carry, Hop, LegId, Refused, Returned, Settle, Unsettled
 from decentral.comm.pace import DEADLINE_FLOOR_S
+from decentral.comm.route import MOST_HELD
 from decentral.comm.transport import Answered, Ask, Asked, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
@@ -234,6 +235,23 @@ def test_more_legs_than_the_memory_takes_are_refused() -> None:
         effects = last.routes.handle(Asked(number, PeerId("M"), Envelope(carry, bytes(20))), 1.0)
         replies += [effect for effect in effects if isinstance(effect, Reply)]
     assert replies == [Reply(3, Envelope(Refused("busy"))), Reply(4, Envelope(Refused("busy")))]
+
+
+def test_legs_that_are_only_held_leave_their_room_to_others_up_to_a_limit() -> None:
+    world = World(CUTS)
+    last = world.add("C", 2, 4, capacity=2)
+    world.start()
+
+    def ask(number: int) -> list[object]:
+        carry = Carry(RUN, "S", number, 2, 1, 5.0, 50.0, layout(2, 1))
+        seen = last.routes.handle(Asked(number, PeerId("M"), Envelope(carry, bytes(20))), world.now)
+        for effect in seen:
+            world._carry(last, effect)
+        world.run(0.1)  # forward, backward, answered: now it is held until its starter has settled it
+        return [effect for effect in seen if isinstance(effect, Reply)]
+
+    assert [ask(number) for number in range(MOST_HELD * 2)] == [[]] * (MOST_HELD * 2)
+    assert ask(99) == [Reply(99, Envelope(Refused("busy")))]
 
 
 def test_a_backward_pass_goes_before_forward_passes() -> None:

@@ -95,3 +95,12 @@ def test_a_swarm_too_large_to_solve_goes_without_a_prior() -> None:
     fragments = [Fragment(i, i, i + 1, 1) for i in range(64)]
     places = [flows.Place(PeerId(f"P{i}"), 0, 64, 1.0) for i in range(20)]
     assert flows.solve(fragments, places, PeerId("P0")) == Prior()
+
+
+def test_where_two_places_are_equally_scarce_and_no_newcomer_can_mend_both_each_gets_one() -> None:
+    fragments = [Fragment(index, index, index + 1, 100) for index in range(16)]
+    held = [Holder(at, at + 2, 1.0 if at in (4, 10) else 4.0) for at in range(0, 16, 2)]
+    for _ in range(2):
+        held.append(placement.choose(fragments, held, 3.0, lambda begin: min(begin + 2, 16)))
+    assert sorted((one.begin, one.end) for one in held[-2:]) == [(4, 6), (10, 12)]
+    assert placement.flow(fragments, held) == pytest.approx(32.0)

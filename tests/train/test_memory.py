@@ -94,3 +94,10 @@ def test_a_freed_tensor_goes_back_to_the_machine() -> None:
 def resident() -> int:
     """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_the_narrower_a_span_the_more_micro_batches_it_must_have_room_for() -> None:
+    """The first of P stages holds P micro-batches while they are on their way."""
+    found = memory.needs(config.Config(model=config.Model(depth=16), gossip=config.Gossip(fragment_parameters=1)))
+    count = len(found.fragments)
+    assert [found.under_way(width) for width in (count, count // 2, count // 6, 1)] == [4, 4, 8, count + 2]

@@ -1,0 +1,146 @@
+"""A large swarm that holds a model in spans, preempted and replaced: tokens/s over the flow bound, and coverage.
+
+    python -m benchmarks.scale [--peers 1000] [--layers 64] [--seconds 3600] [--life 14400] [--json FILE]
+
+Every peer has room for an eighth of the layers, a quarter of them for a fourth; speeds differ fourfold. Lives are
+exponential, and whoever is preempted is replaced after a minute by a newcomer, which chooses its layers. The bound is
+that of peers/placement.py over the peers that train, every minute.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decentral.core import config, jobs, rng
+from decentral.core.machine import Effect
+from decentral.core.units import Seconds
+from decentral.peers.placement import flow, holder_of
+from decentral.peers.virtual import Pace, VirtualHost
+from decentral.sim import run as runs
+from decentral.sim.faults import Fault
+from decentral.sim.geography import Wires
+from decentral.sim.run import Scenario, run
+from decentral.sim.swarm import Shape
+from decentral.sim.sweep import room_for
+
+STEP_S = 4.0  # of a micro-batch through the whole model, on the slowest device
+THROTTLES = (1.0, 0.5, 1.0, 0.25)
+TOKENS = 1024
+CONTEXT = 128
+SAMPLE_S = 60.0
+REPLACED_S = 60.0
+WIRES = Wires(0.03, 25e6, 125e6)
+
+
+@dataclass(slots=True)
+class Watching:
+    """Tokens that were counted, and the peers that were there, minute by minute."""
+
+    shape: Shape
+    tokens: int = 0  # since the last sample
+    jobs_done: int = 0
+    hosts: dict[str, VirtualHost] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
+        self.hosts[host.peer] = host
+
+    def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
+        self.jobs_done += isinstance(outcome, jobs.Backed)
+        if isinstance(outcome, jobs.Stepped):
+            self.tokens += outcome.tokens
+
+    def sample(self, at: Seconds) -> None:
+        self.hosts = {peer: host for peer, host in self.hosts.items() if host.ended is None}
+        training = [host for host in self.hosts.values() if host.node.routes and host.node.routes.active]
+        cuts = self.shape.fragments
+        held = [
+            holder_of(cuts, host.node.setup.fragments[0].first, host.node.setup.fragments[-1].last,
+                      TOKENS / host.engine.pace.step_s)
+            for host in training
+        ]  # fmt: skip
+        holders = [sum(one.begin <= index < one.end for one in held) for index in range(len(cuts))]
+        bound = flow(cuts, held)
+        share = self.tokens / SAMPLE_S / bound if bound else 0.0
+        row = {"at": round(at), "training": len(training), "share": round(share, 3), "fewest_holders": min(holders)}
+        self.rows.append(row | {"bound": round(bound), "legs": self.jobs_done})
+        self.tokens, self.jobs_done = 0, 0
+
+
+def shape_of(peers: int, layers: int, overrides: list[str]) -> Shape:
+    """`layers`: blocks, embedding and head included in the first and the last of as many fragments."""
+    settings = [
+        *(f"model.depth={layers}", "model.width=256", f"model.context={CONTEXT}", "train.micro_batch=8"),
+        *("gossip.fragment_parameters=500000", "gossip.window_s=300", "gossip.start_window_s=300"),
+        *("gossip.partners=1", "gossip.max_age_s=600", "swarm.checkpoint_every_s=600", "routes.overlap=true"),
+        *(f"swarm.shards={max(1, peers // 100)}", "swarm.record_ttl_s=300", "swarm.renew_s=100", "swarm.refresh_s=60"),
+    ]
+    shape = Shape.of(config.load(None, [*settings, *overrides]), Pace(STEP_S, 0.05), THROTTLES, TOKENS)
+    count = len(shape.fragments)
+    few, many = (room_for(shape, max(1, count // part), 16) for part in (8, 4))
+    return replace(shape, plain=True, memory=(few, few, few, few, many, few, few, few))
+
+
+def churn(peers: int, seconds: Seconds, life_s: Seconds, seed: int) -> list[Fault]:
+    """Each place is taken by one peer after another; the first members' numbers are their places."""
+    chance, faults, number = rng.stream(seed, "lives"), [], peers
+    ends = sorted((300.0 + chance.expovariate(1 / life_s), place) for place in range(peers))
+    while ends and ends[0][0] < seconds:
+        at, member = ends.pop(0)
+        faults += [Fault("crash", at, (member,)), Fault("join", at + REPLACED_S, value=1)]
+        ends.append((at + REPLACED_S + chance.expovariate(1 / life_s), number))
+        ends.sort()
+        number += 1
+    return faults
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    args = _arguments()
+    shape = shape_of(args.peers, args.layers, args.set)
+    watch, began = Watching(shape), time.monotonic()
+    lost = churn(args.peers, args.seconds, args.life, args.seed)
+    scenario = Scenario(shape, args.peers, args.seconds, args.seed, tuple(lost), WIRES, audited=False)
+
+    def tell(at: Seconds) -> None:
+        watch.sample(at)
+        print(json.dumps(watch.rows[-1] | {"wall_s": round(time.monotonic() - began)}), flush=True)
+
+    runs.SAMPLES = round(args.seconds / SAMPLE_S)
+    report = run(scenario, tell, watch)
+    settled = [row for row in watch.rows if row["at"] > runs.JOIN_S + 2 * SAMPLE_S]
+    result = {
+        "peers": args.peers,
+        "fragments": len(shape.fragments),
+        "virtual_hours": args.seconds / 3600,
+        "wall_s": round(time.monotonic() - began),
+        "preempted": sum(fault.kind == "crash" for fault in lost),
+        "share": round(sum(row["share"] for row in settled) / max(1, len(settled)), 3),
+        "fewest_holders": min((row["fewest_holders"] for row in settled), default=0),
+        "events": report.events,
+        "routed": report.routed,
+    }
+    print(json.dumps(result), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps([result, *watch.rows], indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=int, default=1000)
+    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--life", type=float, default=4 * 3600.0, metavar="S", help="mean, until a peer is preempted")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
