@@ -1,6 +1,7 @@
 """Whole peers in one process: real hosts, real training, real wire format; only the network is in memory."""
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -267,7 +268,8 @@ def test_three_peers_of_whom_none_holds_the_model_train_it(swarm_of: Callable[[s
 
     swarm.play(trained())
     losses = [line["loss"] for line in swarm.journal("A", "step")]
-    assert mean(losses[-20:]) < losses[0] - 0.5  # one micro-batch is too few to tell
+    untrained = math.log(config.Model().vocabulary)  # a second may be all it takes: then there is one line
+    assert mean(losses[-20:]) < untrained - 0.5
     journals = [journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"]
     found = audit.audit(journals, 3)
     assert found.sound
