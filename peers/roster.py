@@ -67,7 +67,8 @@ class Roster:
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest((self._renew_at, self._refresh_at, self._expiry_at))
+        soon = min(self._renew_at, self._refresh_at)
+        return soon if self._expiry_at is None or soon <= self._expiry_at else self._expiry_at
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
@@ -155,7 +156,9 @@ class Roster:
         self.live[peer] = Entry(record, expires, known.failures if known else 0)
         self.holders.put(peer, record)
         self._expiry_at = earliest((self._expiry_at, expires))
-        effects: list[Effect] = [Learn(peer, record.addresses)]
+        effects: list[Effect] = []
+        if known is None or known.record.addresses != record.addresses:
+            effects.append(Learn(peer, record.addresses))
         if known is None:
             profile = record.profile
             effects.append(log("peer_joined", peer=peer, device=profile.device, region=profile.region))

@@ -98,9 +98,9 @@ def run(scenario: Scenario, tell: Tell | None = None, watch: Watch | None = None
     audit.swarm, audit.storm = swarm, storm
     ledger = Ledger(swarm)
     swarm.journal = ledger.line
-    _start(swarm, scenario)
-    storm.plan(scenario.faults)
-    with _few_collections():
+    with _few_collections(scenario.peers > MANY):
+        _start(swarm, scenario)
+        storm.plan(scenario.faults)
         for moment, sampled in _moments(scenario):
             swarm.agenda.run(moment)
             if scenario.audited:
@@ -146,13 +146,18 @@ def _moments(scenario: Scenario) -> Iterator[tuple[Seconds, bool]]:
 
 
 @contextmanager
-def _few_collections() -> Iterator[None]:
-    """A simulation makes millions of objects and no cycles to speak of: looking for some takes a tenth of the time."""
+def _few_collections(many: bool) -> Iterator[None]:
+    """A simulation makes millions of objects and no cycles to speak of: looking for some takes a tenth of the time.
+
+    What a large one leaves behind stays until the process ends: to take it apart would take seconds.
+    """
     before = gc.get_threshold()
     gc.set_threshold(50_000_000, 50, 100)
     try:
         yield
     finally:
+        if many:
+            gc.freeze()
         gc.set_threshold(*before)
 
 
