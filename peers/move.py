@@ -116,6 +116,11 @@ class Moves:
         return self.state in (State.DRAINING, State.SWITCHING)
 
     @property
+    def needed(self) -> int:
+        """Other holders of what we give up. A layer that nobody holds stops everything: for it one has to do."""
+        return 1 if self.why == "lost" else self.wanted
+
+    @property
     def lost(self) -> list[int]:
         """Fragments that the move under way gives up."""
         return [] if self.state is State.SETTLED else [index for index in self.held if index not in self.goal]
@@ -136,7 +141,7 @@ class Moves:
             return self._fail("memory", now)
         if any(self._is_relied_on(index, now) for index in self.lost):
             return self._fail("promised", now)
-        if any(len(self.view.holders(index)) < self.wanted for index in self.lost):
+        if any(len(self.view.holders(index)) < self.needed for index in self.lost):
             return self._fail("needed", now)  # nothing need be fetched to know it
         self.fetch = self._new_fetch()
         incoming = {index: self._incoming(index) for index in self.gained}
@@ -198,7 +203,7 @@ class Moves:
         asks: list[Effect] = []
         for index in self.lost:
             holders = list(self.view.holders(index))
-            for peer in self.chance.sample(holders, min(ASKED + self.wanted, len(holders))):
+            for peer in self.chance.sample(holders, min(ASKED + self.needed, len(holders))):
                 asks.append(Ask(("stay", index, self._asked), peer, Envelope(Stay(self.run, index)), STAY_S))
         self._waiting = len(asks)
         return asks or self._have_they_promised(now)
@@ -212,7 +217,7 @@ class Moves:
         return [] if self._waiting else self._have_they_promised(now)
 
     def _have_they_promised(self, now: Seconds) -> list[Effect]:
-        if any(len(self._promises[index]) < self.wanted for index in self.lost):
+        if any(len(self._promises[index]) < self.needed for index in self.lost):
             return self._fail("needed", now)
         self.state, self._until = State.DRAINING, now + DRAIN_S
         self.wake_at = now + RETRY_S

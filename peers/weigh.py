@@ -114,9 +114,14 @@ def work_of(task: Task) -> Fragments:
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),
         link_NN=links,
         hidden_bytes=task.hidden_bytes,
-        holders=task.holders,
+        holders=min(task.holders, max(1, _least_held(task))),  # no plan has to mend what is so already
         needs=needs,
     )
+
+
+def _least_held(task: Task) -> int:
+    count = len(task.needs.fragments)
+    return min(sum(index in one.held for _, one in task.members) for index in range(count))
 
 
 def reachable(old: Ints, new: Ints, fragments: int, holders: int) -> bool:

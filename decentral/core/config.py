@@ -135,7 +135,7 @@ class Routes(Strict):
     """How micro-batches travel between peers that hold a part of the model each."""
 
     wire: Literal["bf16", "int8", "fp32"] = "bf16"  # activations and their gradients; int8 is blockwise
-    holders: Positive = 1  # of each layer: a peer gives none up that fewer others hold
+    holders: Positive = 2  # of each layer: a peer gives none up that fewer others hold, but to take lost layers
     overlap: bool = False  # begin micro-batches before the last ones' step is taken: docs/ROUTES.md has what it costs
 
 

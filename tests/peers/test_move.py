@@ -172,6 +172,15 @@ def test_more_holders_are_kept_where_more_are_asked_for() -> None:
     assert swarm.said("A") == [("failed", "needed")]
 
 
+def test_for_lost_layers_one_other_holder_of_what_is_given_up_has_to_do() -> None:
+    swarm = Swarm(2, A=range(0, 2), B=range(0, 2), C=range(1, 3))
+    swarm.carry(PeerId("A"), swarm["A"].begin(range(1, 3), "lost", swarm.now))
+    swarm.deliver_all()
+    swarm.wake("A", 1.0)
+    assert ("failed", "needed") not in swarm.said("A")
+    assert swarm["A"].state is not State.SETTLED or swarm["A"].held == range(1, 3)
+
+
 def test_a_donor_that_dies_leaves_the_old_span_serving() -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(2, 4))
     swarm.begin("B", range(1, 3))

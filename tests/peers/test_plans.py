@@ -49,6 +49,11 @@ def task(members: dict[PeerId, Member], holders: int = 1) -> Task:
     return Task(NEEDS, tuple(sorted(members.items())), 256.0, holders)
 
 
+def test_a_pool_too_small_for_the_wished_holders_is_planned_with_those_that_it_has() -> None:
+    assert work_of(task(EVEN, holders=3)).holders == 2
+    assert work_of(task(EVEN, holders=1)).holders == 1
+
+
 class Together:
     """Every peer's plans, a directory that all see, and moves that succeed at once."""
 
