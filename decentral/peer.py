@@ -29,7 +29,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import Journal
 from decentral.core.units import Amount
-from decentral.peers import records
+from decentral.peers import plans, records
 from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
 from decentral.peers.move import Room
@@ -91,7 +91,7 @@ async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2
     folder.write_run(run, settings)
     addresses = await transport.addresses()
     folder.write_listen(addresses)
-    directory = await transport.directory([*records.keys(run, settings.swarm.shards), f"{run}/plan"], contacts)
+    directory = await transport.directory([*records.keys(run, settings.swarm.shards), plans.key_of(run)], contacts)
     return Met(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
 
 

@@ -18,10 +18,10 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgpack
-from pydantic import Field, Strict, TypeAdapter, ValidationError
+from pydantic import Field, Strict, TypeAdapter
 
 from decentral.comm.identity import Signer
 from decentral.comm.messages import Count, Digest, Index, Peer, Run, UnixTime
@@ -31,9 +31,10 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Effect, log
 from decentral.core.units import Seconds
+from decentral.peers import records
 from decentral.peers.cover import Member
 from decentral.peers.weigh import HORIZON_S, Spans, Task, Weigh, Weighed
-from decentral.scheduler.plan import adopts
+from decentral.scheduler.margin import adopts
 from decentral.train.memory import Needs
 
 MOST_SPANS = 4096
@@ -86,13 +87,7 @@ def pack(plan: Plan) -> bytes:
 
 def unpack(body: bytes) -> Plan:
     """Raises ProtocolError for anything that is not a Plan."""
-    try:
-        fields: Any = msgpack.unpackb(body, use_list=False, strict_map_key=True)
-        return _PLAN.validate_python(fields)
-    except ValidationError as error:
-        raise ProtocolError("fields", f"{error.error_count()} wrong") from None
-    except Exception as error:  # msgpack raises a dozen kinds for garbage
-        raise ProtocolError("garbage", type(error).__name__) from None
+    return records.checked(_PLAN, body)
 
 
 def key_of(run: RunId) -> str:

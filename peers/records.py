@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
 from pydantic import Field, Strict, TypeAdapter, ValidationError
@@ -23,6 +23,7 @@ from decentral.core.jobs import Kept
 
 Label = Annotated[str, Strict(), Field(max_length=128)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
+T = TypeVar("T")
 Phase = Literal["joining", "training", "leaving"]
 Addresses = Annotated[tuple[Annotated[str, Strict(), Field(max_length=256)], ...], Field(max_length=16)]
 
@@ -119,9 +120,14 @@ def _unpack_again(body: bytes) -> PeerRecord:
 
 
 def _unpack(body: bytes) -> PeerRecord:
+    return checked(_PEER, body)
+
+
+def checked(adapter: TypeAdapter[T], body: bytes) -> T:
+    """What a signed msgpack body says, every field in its bounds. Raises ProtocolError."""
     try:
         fields: Any = msgpack.unpackb(body, use_list=False, strict_map_key=True)
-        return _PEER.validate_python(fields)
+        return adapter.validate_python(fields)
     except ValidationError as error:
         raise ProtocolError("fields", f"{error.error_count()} wrong") from None
     except Exception as error:  # msgpack raises a dozen kinds for garbage

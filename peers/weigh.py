@@ -5,13 +5,13 @@ thread. Fragments stand for the scheduler's layers: spans are whole fragments, a
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from decentral.core.ids import PeerId
 from decentral.peers.cover import Member
-from decentral.scheduler import replan
 from decentral.scheduler.arrays import Ints
 from decentral.scheduler.progress import Budget
 from decentral.scheduler.work import ROUND_S, SNAPSHOT_BYTES, Work
@@ -79,6 +79,8 @@ class Fragments(Work):
 
 
 def weigh(asked: Weigh) -> Weighed:
+    from decentral.scheduler import replan  # loads numba: here, in its thread, and only where peers plan
+
     task = asked.task
     count = len(task.members) * len(task.needs.fragments)
     proposed = tuple(0.0 for _ in asked.proposals)
@@ -106,6 +108,7 @@ def work_of(task: Task) -> Fragments:
     rates = np.array([_round(one.rate) or UNMEASURED for _, one in task.members])
     links = np.minimum.outer(rates, rates)
     np.fill_diagonal(links, 0.0)
+    held = _held([one.held for _, one in task.members], len(needs.fragments))
     return Fragments(
         seconds_NL=parameters / parameters.sum() / speeds[:, None],
         state_L=np.array(needs.state, dtype=np.float64),
@@ -114,21 +117,21 @@ def work_of(task: Task) -> Fragments:
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),
         link_NN=links,
         hidden_bytes=task.hidden_bytes,
-        holders=min(task.holders, max(1, _least_held(task))),  # no plan has to mend what is so already
+        holders=min(task.holders, max(1, min(held))),  # no plan has to mend what is so already
         needs=needs,
     )
 
 
-def _least_held(task: Task) -> int:
-    count = len(task.needs.fragments)
-    return min(sum(index in one.held for _, one in task.members) for index in range(count))
+def _held(spans: Sequence[range], fragments: int) -> list[int]:
+    """How many hold each fragment."""
+    return [sum(index in span for span in spans) for index in range(fragments)]
 
 
 def reachable(old: Ints, new: Ints, fragments: int, holders: int) -> bool:
     """Whether the peers can move one after another without a fragment falling below so many other holders."""
     now = [range(a, b) for a, b in old]
     goals = [range(a, b) for a, b in new]
-    held = [sum(index in span for span in now) for index in range(fragments)]
+    held = _held(now, fragments)
     waiting = [peer for peer, goal in enumerate(goals) if goal != now[peer]]
     while waiting:
         able = (p for p in waiting if all(held[i] > holders for i in now[p] if i not in goals[p]))
@@ -144,6 +147,8 @@ def reachable(old: Ints, new: Ints, fragments: int, holders: int) -> bool:
 
 def _worth(task: Task, work: Work, old: Ints, new: Ints) -> float:
     """Tokens ahead, less what the movers do not train while they drain; 0 if memory, coverage or the way forbid it."""
+    from decentral.scheduler import replan
+
     if not work.valid(new) or not reachable(old, new, work.layers, task.holders):
         return 0.0
     drained = sum(one.tokens_per_s for (_, one), a, b in zip(task.members, old, new, strict=True) if (a != b).any())

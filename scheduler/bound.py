@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from decentral.core.errors import UserError
 from decentral.scheduler import moves
-from decentral.scheduler.arrays import Floats, Ints, compiled, inner
+from decentral.scheduler.arrays import Floats, Ints
 from decentral.scheduler.cost import Problem, layout
+from decentral.scheduler.machine_code import compiled, inner
 from decentral.scheduler.progress import Budget, Progress
 
 Words = NDArray[np.uint64]

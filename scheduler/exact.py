@@ -7,9 +7,10 @@ twice), and a branch ends where its data-parallel cost, plus the least that any 
 import numpy as np
 
 from decentral.core.errors import UserError
-from decentral.scheduler.arrays import Floats, Ints, compiled
+from decentral.scheduler.arrays import Floats, Ints
 from decentral.scheduler.cost import Problem
 from decentral.scheduler.gcma import score
+from decentral.scheduler.machine_code import compiled
 from decentral.scheduler.progress import Budget
 
 MOST_PEERS = 16

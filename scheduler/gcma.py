@@ -21,8 +21,9 @@ as this one does, and measures that rate, so docs/PLANNER.md can compare by cand
 
 import numpy as np
 
-from decentral.scheduler.arrays import Flags, Floats, Ints, compiled, inner
+from decentral.scheduler.arrays import Flags, Floats, Ints
 from decentral.scheduler.cost import Problem
+from decentral.scheduler.machine_code import compiled, inner
 from decentral.scheduler.matching import held_karp
 from decentral.scheduler.moves import joint
 from decentral.scheduler.progress import Budget, Progress

@@ -7,7 +7,8 @@ the matching of their devices whose slowest link is fastest, and the stages are 
 
 import numpy as np
 
-from decentral.scheduler.arrays import Floats, Ints, compiled, inner
+from decentral.scheduler.arrays import Floats, Ints
+from decentral.scheduler.machine_code import compiled, inner
 
 EXACT_STAGES = 14  # up to here the stage order is exact: 14 * 14 * 2**14 steps are 10 ms
 

@@ -17,7 +17,8 @@ true cost.
 import numpy as np
 from numpy.typing import NDArray
 
-from decentral.scheduler.arrays import Flags, Floats, Ints, compiled, inner
+from decentral.scheduler.arrays import Flags, Floats, Ints
+from decentral.scheduler.machine_code import compiled, inner
 from decentral.scheduler.matching import matching_above
 
 State = tuple[Ints, Floats, Floats, Floats, Floats]  # slots, row_N, dearest_S, joint_S, near_S

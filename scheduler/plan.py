@@ -29,7 +29,6 @@ SYNC_SOLVERS: dict[str, Solver] = {
     "exact": exact.search,
 }
 HAND_DRAWS = 5  # a hand layout depends on which region comes first: the best of these draws stands for it
-MARGIN = 0.02  # a new plan must be better by this share before a peer changes to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,6 @@ class Plan:
         """The fields that this objective has, in a fixed order."""
         everything = asdict(self)
         return {one.name: everything[one.name] for one in fields(self) if everything[one.name] is not None}
-
-
-def adopts(current: float, proposed: float) -> bool:
-    """Whether a peer that pays `current` seconds changes to a plan that its own evaluation puts at `proposed`."""
-    return proposed < current * (1 - MARGIN)
 
 
 def sync_plan(topology: Topology, solver: str, seed: int, budget: Budget) -> Plan:

@@ -16,7 +16,8 @@ from decentral.core import rng as chance
 from decentral.scheduler import evolve, flow, spans
 from decentral.scheduler.arrays import Ints
 from decentral.scheduler.cost import Layout, Problem, layout, problem
-from decentral.scheduler.plan import MARGIN, regions_of
+from decentral.scheduler.margin import MARGIN
+from decentral.scheduler.plan import regions_of
 from decentral.scheduler.progress import Budget
 from decentral.scheduler.topology import Topology
 from decentral.scheduler.work import Work

@@ -13,7 +13,8 @@ from decentral.core.errors import UserError
 from decentral.scheduler import annealing, degrees, evolve, exact, gcma, layouts, matching, moves, topology
 from decentral.scheduler.arrays import Floats, Ints
 from decentral.scheduler.cost import Problem, cost_of_pipelines, layout, problem
-from decentral.scheduler.plan import adopts, regions_of, sync_plan
+from decentral.scheduler.margin import adopts
+from decentral.scheduler.plan import regions_of, sync_plan
 from decentral.scheduler.progress import Budget
 from decentral.scheduler.topology import Topology, Workload
 
