@@ -26,11 +26,11 @@ from decentral.sim.faults import Fault
 from decentral.sim.geography import Wires
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import Shape
-from decentral.sim.sweep import room_for
+from decentral.train import memory
 
-STEP_S = 4.0  # of a micro-batch through the whole model, on the slowest device
 THROTTLES = (1.0, 0.5, 1.0, 0.25)
-TOKENS = 1024
+PARTS = (0.125, 0.2, 0.125, 0.3)  # of the layers that there is room for, of the same peers in turn
+TOKENS = 128
 CONTEXT = 128
 SAMPLE_S = 60.0
 REPLACED_S = 60.0
@@ -72,18 +72,19 @@ class Watching:
         self.tokens, self.jobs_done = 0, 0
 
 
-def shape_of(peers: int, layers: int, overrides: list[str]) -> Shape:
+def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> Shape:
     """`layers`: blocks, embedding and head included in the first and the last of as many fragments."""
     settings = [
-        *(f"model.depth={layers}", "model.width=256", f"model.context={CONTEXT}", "train.micro_batch=8"),
-        *("gossip.fragment_parameters=500000", "gossip.window_s=300", "gossip.start_window_s=300"),
-        *("gossip.partners=1", "gossip.max_age_s=600", "swarm.checkpoint_every_s=600", "routes.overlap=true"),
-        *(f"swarm.shards={max(1, peers // 100)}", "swarm.record_ttl_s=300", "swarm.renew_s=100", "swarm.refresh_s=60"),
+        *(f"model.depth={layers}", "model.width=512", f"model.context={CONTEXT}", "train.micro_batch=1"),
+        *("gossip.fragment_parameters=2000000", "gossip.window_s=1800", "gossip.start_window_s=1800"),
+        *("gossip.partners=1", "gossip.max_age_s=3600", "swarm.checkpoint_every_s=3600", "routes.overlap=true"),
+        *(f"swarm.shards={max(1, peers // 100)}", "swarm.record_ttl_s=900", "swarm.renew_s=300", "swarm.refresh_s=300"),
     ]
-    shape = Shape.of(config.load(None, [*settings, *overrides]), Pace(STEP_S, 0.05), THROTTLES, TOKENS)
+    shape = Shape.of(config.load(None, [*settings, *overrides]), Pace(step_s, 0.05), THROTTLES, TOKENS)
     count = len(shape.fragments)
-    few, many = (room_for(shape, max(1, count // part), 16) for part in (8, 4))
-    return replace(shape, plain=True, memory=(few, few, few, few, many, few, few, few))
+    needs = memory.needs(shape.config, shape.fragments)
+    rooms = [needs.of(0, max(1, round(count * part))) for part in PARTS]
+    return replace(shape, plain=True, memory=tuple(rooms))
 
 
 def churn(peers: int, seconds: Seconds, life_s: Seconds, seed: int) -> list[Fault]:
@@ -102,7 +103,7 @@ def churn(peers: int, seconds: Seconds, life_s: Seconds, seed: int) -> list[Faul
 def main() -> None:
     torch.set_num_threads(1)
     args = _arguments()
-    shape = shape_of(args.peers, args.layers, args.set)
+    shape = shape_of(args.peers, args.layers, args.step, args.set)
     watch, began = Watching(shape), time.monotonic()
     lost = churn(args.peers, args.seconds, args.life, args.seed)
     scenario = Scenario(shape, args.peers, args.seconds, args.seed, tuple(lost), WIRES, audited=False)
@@ -135,6 +136,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peers", type=int, default=1000)
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--step", type=float, default=4.0, metavar="S", help="a micro-batch, on the slowest device")
     parser.add_argument("--life", type=float, default=4 * 3600.0, metavar="S", help="mean, until a peer is preempted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")

@@ -1,6 +1,6 @@
 """Gradients whose starter says nothing: it is asked what became of them, and what is not coming is not waited for.
 
-    held --DOUBT_S--> asked --> it counts, or it does not: as if the starter had told us
+    held --wait--> asked --> it counts, or it does not: as if the starter had told us
                             --> still under way: asked again, after twice the time
                             --> no answer: the starter is gone, and nothing of it will ever be settled
 
@@ -20,7 +20,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import earliest
 from decentral.core.units import Seconds
 
-DOUBT_S = 1.0  # a leg is held for so long before its starter is asked
+DOUBT_S = 1.0  # a leg is held for at least so long before its starter is asked
 ANSWER_S = 3.0  # a starter that needs longer for a word is gone
 KEPT = 4096  # routes that a starter remembers, to answer those who ask
 
@@ -37,8 +37,10 @@ class Doubts:
     def wake_at(self) -> Seconds | None:
         return earliest(at for leg, (at, _) in self._due.items() if leg.starter not in self._asking)
 
-    def hold(self, leg: LegId, now: Seconds) -> None:
-        self._due[leg] = (now + DOUBT_S, 2 * DOUBT_S)
+    def hold(self, leg: LegId, now: Seconds, took_s: Seconds) -> None:
+        """`took_s`: from here to the end of its route and back. The way back to the starter takes about as long."""
+        wait_s = max(DOUBT_S, took_s / 4)
+        self._due[leg] = (now + wait_s, 2 * wait_s)
 
     def forget(self, leg: LegId) -> None:
         self._due.pop(leg, None)

@@ -9,7 +9,9 @@
     Commit        -               Done          -                     symmetric exchange, second half
     Push          mass            Done          -                     push-sum
     PullState     -               StateChunk    a piece of it         a newcomer's start
+    Offer         -               Load          -                     how soon would you carry one, and how far?
     Carry         hidden, targets Returned      gradient of hidden    a micro-batch through layers `first` and on
+    Carrying      -               Done          -                     the gradient is late: are you still at it?
     Settle        -               Done          -                     count these gradients; forget those
     Unsettled     -               Settle        -                     the starter is asked what became of these legs
     Stay          -               Done          -                     a promise to go on holding a fragment for a while
@@ -34,15 +36,15 @@ VERSION = 1
 MAX_BLOB_BYTES = 1 << 34  # of any blob; each question names a tighter bound for its answer
 MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
-MAX_PATIENCE_S = 75.0  # below the time that a transport gives an answer
-
-MAX_HOLD_S = 60.0  # a starter that never settles holds up others' steps for no longer
+MAX_PATIENCE_S = 75.0  # of a Pull
+MAX_ROUTE_S = 1800.0  # of a micro-batch, there and back: below the time that a transport gives an answer
 MAX_HOPS = 64  # of a route
 MAX_LEGS = 256  # in one Settle
 MAX_MEMBERS = 128  # of a synchronous round
 MAX_NEWCOMERS = 16  # that one report lets in
 
 Run = Annotated[str, Strict(), Field(max_length=64)]
+Sequences = Annotated[int, Strict(), Field(gt=0, lt=1 << 20)]  # of a micro-batch
 Peer = Annotated[str, Strict(), Field(max_length=64)]
 Word = Annotated[str, Strict(), Field(max_length=32)]
 Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
@@ -170,6 +172,25 @@ class StateChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """Would you take a micro-batch of so many sequences through layer `first` and on?"""
+
+    run: Run
+    first: Index
+    sequences: Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """As far as layer `last`; what waits before it takes about `wait_s`, its own forward pass `seconds`."""
+
+    run: Run
+    wait_s: Annotated[float, Strict(), Field(ge=0, lt=1e9, allow_inf_nan=False)]
+    seconds: Annotated[float, Strict(), Field(ge=0, lt=1e9, allow_inf_nan=False)]
+    last: Index
+
+
+@dataclass(frozen=True, slots=True)
 class Carry:
     """Take micro-batch (starter, number) through layer `first` and on. The answer comes when its gradient is back.
 
@@ -180,9 +201,9 @@ class Carry:
     starter: Peer
     number: Count
     first: Index
-    sequences: Annotated[int, Strict(), Field(gt=0, lt=1 << 20)]
-    patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
-    hold_s: Annotated[float, Strict(), Field(ge=0, le=MAX_HOLD_S, allow_inf_nan=False)]
+    sequences: Sequences
+    patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_ROUTE_S, allow_inf_nan=False)]
+    hold_s: Annotated[float, Strict(), Field(ge=0, le=MAX_ROUTE_S, allow_inf_nan=False)]
     layout: Sections
     round: Count = 0  # of synchronous training: whose weights it is to meet
 
@@ -214,6 +235,14 @@ class LegId:
     starter: Peer
     number: Count
     first: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Carrying:
+    """Is this leg, which the asker gave, still under way?"""
+
+    run: Run
+    leg: LegId
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +370,11 @@ Message = (
     | Done
     | PullState
     | StateChunk
+    | Offer
+    | Load
     | Carry
     | Returned
+    | Carrying
     | Settle
     | Unsettled
     | Stay

@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, TypeVar
 
+from decentral.comm.messages import MAX_ROUTE_S
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
 Choice = TypeVar("Choice", int, PeerId)
 
-FULL = (2.0, 4.0)  # micro-batches of ours that wait somewhere, at least and at most: no device on the way idles
-LEAN = (0.25, 1.0)  # where each step waits for all that is under way: more of them make a larger batch than was asked
+FULL = (1.0, 2.0)  # micro-batches of ours that wait, at least and at most, for each device on the way: none idles
+LEAN = (0.125, 0.5)  # where each step waits for all that is under way: more of them make a larger batch than was asked
+MANY = 4  # micro-batches in a step; where there are as many, a few that wait make it no larger
 RECENT = 32  # micro-batches along one route
 FADES = 0.002  # of the distance to what is seen now, for each micro-batch
 SLOWER = 2.0
@@ -34,8 +36,8 @@ MOST_TIMES_SLOWER = 16.0  # than the others, a peer can look by that alone: it m
 MISSED = 2.0  # a missed deadline makes a peer look so many times slower
 SLACK = 4.0  # a deadline is this many times the expected time ...
 DEADLINE_FLOOR_S = 3.0  # ... and at least this
-DEADLINE_TOP_S = 30.0
-UNKNOWN_S = 15.0  # a deadline, where nothing is known
+DEADLINE_TOP_S = 420.0  # of a single hop; a lost one is found out after so long at most
+UNKNOWN_S = 15.0  # a deadline at least, where nothing is known
 
 
 @dataclass(slots=True)
@@ -61,7 +63,8 @@ class Window:
 
     most: int  # by memory
     waiting: tuple[float, float] = FULL
-    size: int = 2
+    size: int = 2  # of the first route, as many as its devices, if they are like ours
+    starting: bool = True  # until something waits: one more for each that came back
     bases: dict[tuple[PeerId, ...], Base] = field(default_factory=dict)  # by route
     _waiting: float = 0.0  # the part of its time that a micro-batch waits somewhere, running average
     _typical_s: Seconds | None = None
@@ -77,10 +80,12 @@ class Window:
         self._waiting += NEWEST * (1 - base.least / max(1e-9, seconds) - self._waiting)
         self._typical_s = seconds if self._typical_s is None else (1 - NEWEST) * self._typical_s + NEWEST * seconds
         self._since += 1
-        if self._since < self.size:
+        devices = len(route) + 1
+        least, most = (devices * many for many in self.waiting)
+        self.starting = self.starting and self.size * self._waiting < least
+        if self._since < self.size and not self.starting:
             return
         self._since = 0
-        least, most = self.waiting
         if self.size * self._waiting < least:
             self.size += 1
         elif self.size * self._waiting > most:
@@ -139,6 +144,15 @@ class Turns:
         costs = {peer: self.seconds.get(peer, typical) / part[peer] for peer in peers}
         return self._strides.setdefault(layer, Stride()).choose(costs)
 
+    def choose_some(
+        self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float], count: int
+    ) -> list[PeerId]:
+        """So many different ones of these, or all."""
+        chosen: list[PeerId] = []
+        while len(chosen) < min(count, len(peers)):
+            chosen.append(self.choose(layer, [peer for peer in peers if peer not in chosen], rates))
+        return chosen
+
     def expected_s(self, peer: PeerId) -> Seconds:
         return self.seconds.get(peer) or self._typical_s()
 
@@ -156,15 +170,17 @@ class Turns:
         most = MOST_TIMES_SLOWER * median(others) if others else DEADLINE_TOP_S
         self.seconds[peer] = min(MISSED * self.expected_s(peer), max(most, self.expected_s(peer)))
 
-    def deadline_s(self, peer: PeerId) -> Seconds:
+    def deadline_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
+        """`guess_s`: what it would take if nothing waited, as far as the devices' speeds say."""
         known = self.seconds.get(peer)
-        if known is None:
-            return UNKNOWN_S
-        return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * known))
+        if known is not None:
+            return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * known))
+        usual_s = median(self.seconds.values()) if self.seconds else guess_s
+        return min(DEADLINE_TOP_S, max(UNKNOWN_S, SLACK * usual_s))
 
 
 def budget_s(typical_s: Seconds | None) -> Seconds:
     """How long a starter tries to get one micro-batch through, retries included."""
     if typical_s is None or not math.isfinite(typical_s):
-        return 2 * DEADLINE_TOP_S
-    return min(2 * DEADLINE_TOP_S, max(1.5 * DEADLINE_FLOOR_S, 2 * SLACK * typical_s))
+        return MAX_ROUTE_S
+    return min(MAX_ROUTE_S, max(1.5 * DEADLINE_FLOOR_S, 2 * SLACK * typical_s))

@@ -25,20 +25,23 @@ from decentral.comm.codec import Envelope
 from decentral.comm.doubt import Completed, Doubts
 from decentral.comm.ledger import Entry, Ledger, Mark, reaches_the_end
 from decentral.comm.messages import (
-    MAX_HOLD_S,
     MAX_HOPS,
     MAX_LEGS,
-    MAX_PATIENCE_S,
+    MAX_ROUTE_S,
     Carry,
+    Carrying,
     Done,
     Hop,
     LegId,
+    Load,
+    Offer,
     Refused,
     Returned,
     Settle,
     Unsettled,
 )
-from decentral.comm.pace import FULL, LEAN, NEWEST, Prior, Stride, Turns, Window, budget_s
+from decentral.comm.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Offers, pause_s
+from decentral.comm.pace import FULL, LEAN, MANY, NEWEST, Prior, Stride, Turns, Window, budget_s
 from decentral.comm.tally import Tally
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
@@ -63,8 +66,10 @@ from decentral.core.units import Seconds
 BACKWARD, FORWARD = 0, 1  # in this order
 AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
 MOST_HELD = 4  # times the micro-batches that the memory takes: legs, with those whose backward pass is done
+KEPT_PART = 8  # of the room, one part is kept for legs that enter at later layers
 MAX_TRIES = 6  # of one leg, at whichever peers
 RETRY_S = 0.25  # where nobody holds the next layer
+FORWARD_PART = 1 / 3  # of a micro-batch's computing
 BUSY = ("busy", "not-ready", "moved", "span")  # refusals that are nobody's fault; a record may be older than a span
 LEAST_S = 0.05  # less patience than this is none
 SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
@@ -101,14 +106,22 @@ class Terms:
     def layers(self) -> int:
         return self.cuts[-1].last
 
+    @property
+    def fragments(self) -> int:
+        """How many are here."""
+        return sum(self.first <= cut.first and cut.last <= self.last for cut in self.cuts)
+
     def share(self, first: int, last: int) -> float:
         """The part of the model's parameters in layers [first, last)."""
         return share(self.cuts, first, last)
 
+    def begins(self, layer: int) -> bool:
+        """Whether others' legs may begin here with this layer."""
+        return any(cut.first == layer for cut in self.cuts if max(1, self.first) <= cut.first < self.last)
+
     def size(self, carry: Carry) -> int:
         """Bytes that may come with it; none, if it is not for us."""
-        inside = [cut.first for cut in self.cuts if max(1, self.first) <= cut.first < self.last]
-        if carry.first not in inside or carry.sequences > self.most_sequences:
+        if not self.begins(carry.first) or carry.sequences > self.most_sequences:
             return 0
         return sum(section.size for section in self.layout(carry.first, carry.sequences))
 
@@ -142,8 +155,13 @@ class Leg:
     payload: bytes = b""  # what we sent on, kept until its gradient is here
     to: PeerId | None = None  # whose answer we wait for
     attempts: int = 0
-    tried: list[PeerId] = field(default_factory=list)
+    tried: list[PeerId] = field(default_factory=list)  # who took it, and failed
+    busy: list[PeerId] = field(default_factory=list)  # who had no room for it, since the last pause
+    refusals: int = 0
+    offers: Offers | None = None
     retry_at: Seconds | None = None
+    look_at: Seconds | None = None  # when to ask the next peer whether it is still at it
+    late: bool = False
     hops: tuple[Hop, ...] = ()  # after ours
     answer: Envelope | None = None
     round: int = 0
@@ -171,7 +189,9 @@ class Routes:
     window: Window = field(init=False)
     turns: Turns = field(default_factory=Turns)
     prior: Prior = field(default_factory=Prior)
+    _tokens: int = 0  # of the latest micro-batch
     speed: float = 0.0  # tokens/s of the whole model, if we computed without a pause; 0: not measured yet
+    usual_speed: float = 0.0  # of the others, as they say; 0: nobody does
     ledger: Ledger | Tally = field(init=False)
     quota: int | None = None  # micro-batches that we may still begin; None: as many as the window has room for
     completed: int = 0
@@ -179,10 +199,12 @@ class Routes:
     _settled: Completed = field(default_factory=Completed)
     round: int = 0
     _by_id: dict[LegId, int] = field(default_factory=dict)
+    _counted: dict[LegId, None] = field(default_factory=dict)  # the latest of others
     _ready: list[tuple[int, int, Job]] = field(default_factory=list)  # heap: backward first, then the older
     _running: set[int] = field(default_factory=set)
     _outboxes: dict[PeerId, Outbox] = field(default_factory=dict)
     _last_token: int = 0
+    _own_part: float = 0.0  # of the model, that is here
     _look_at: Seconds | None = None
     _ends: dict[int, Stride[int]] = field(default_factory=dict)  # by the layer that a leg begins with
     _worked: float = 0.0  # tokens through our share of the model, since the last step
@@ -190,18 +212,25 @@ class Routes:
 
     def __post_init__(self) -> None:
         terms = self.terms
-        full = terms.overlap or terms.synchronous or terms.at_least >= FULL[1]
-        self.window = Window(terms.capacity, FULL if full else LEAN)
+        full = terms.overlap or terms.synchronous or terms.at_least >= MANY
+        stages = -(-terms.layers // (terms.last - terms.first))
+        self.window = Window(terms.capacity, FULL if full else LEAN, max(2, min(stages, terms.capacity)))
         self.ledger = Tally() if terms.synchronous else Ledger(terms.at_least)
+        self._own_part = terms.share(terms.first, terms.last)
         self.doubts = Doubts(self.terms.run)
 
     @property
     def wake_at(self) -> Seconds | None:
         if not self.active:
             return None
-        retries = (leg.retry_at for leg in self.legs.values())
-        waiting = (leg.deadline() for leg in self.legs.values() if leg.stage is not Stage.GONE)
-        return earliest((self._look_at, self.doubts.wake_at, *retries, *waiting))
+        times = [self._look_at, self.doubts.wake_at]
+        for leg in self.legs.values():
+            if leg.stage is Stage.GONE:
+                continue
+            times.append(leg.deadline())
+            if leg.stage is Stage.AWAY:
+                times += leg.retry_at, leg.look_at
+        return earliest(times)
 
     @property
     def idle(self) -> bool:
@@ -216,6 +245,7 @@ class Routes:
         """This peer's place from now on; legs are taken again."""
         self.terms, self.draining, self.ledger.at_least = terms, False, terms.at_least
         self.window.most, self.prior = terms.capacity, Prior()
+        self._own_part = terms.share(terms.first, terms.last)
         self._ends.clear()
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
@@ -230,6 +260,12 @@ class Routes:
                 return self._overdue(now) + list(self.doubts.ask(now))
             case Asked(envelope=Envelope(Carry() as carry)):
                 return self._asked(event, carry, now)
+            case Asked(request, _, Envelope(Offer() as offer)):
+                return [Reply(request, Envelope(self._load(offer)))]
+            case Asked(request, sender, Envelope(Carrying(leg=name))):
+                leg = self.legs.get(self._by_id.get(name, -1))
+                here = leg is not None and leg.asker == sender
+                return [Reply(request, Envelope(Done() if here else Refused("gone")))]
             case Asked(request, sender, Envelope(Settle() as told)):
                 return [*self._told(sender, told), Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(Unsettled(legs=legs))):
@@ -241,6 +277,19 @@ class Routes:
             case AskFailed(tag=("doubt",), peer=peer):
                 self.doubts.answered(peer)
                 return self._told(peer, Settle(self.terms.run, (), tuple(self.doubts.of(peer))))
+            case Answered(tag=("offer", int() as token, int() as attempt), peer=peer, envelope=Envelope(answer)):
+                return self._offered(self._offering(token, attempt), peer, answer, now)
+            case AskFailed(tag=("offer", int() as token, int() as attempt), peer=peer):
+                return self._offered(self._offering(token, attempt), peer, None, now)
+            case Answered(tag=("carrying", int() as token, int() as attempt), peer=peer, envelope=Envelope(Done())):
+                leg = self._awaited(token, attempt)
+                return self._only_late(leg, peer, now) if leg else []
+            case Answered(tag=("carrying", int() as token, int() as attempt), peer=peer):
+                leg = self._awaited(token, attempt)
+                return self._missed(leg, peer, now) if leg else []
+            case AskFailed(tag=("carrying", int() as token, int() as attempt), peer=peer):
+                leg = self._awaited(token, attempt)
+                return self._missed(leg, peer, now) if leg else []
             case Answered(tag=("route", int() as token, int() as attempt)):
                 return self._answered(event, self._awaited(token, attempt), now)
             case AskFailed(tag=("route", int() as token, int() as attempt), peer=peer):
@@ -299,6 +348,8 @@ class Routes:
         terms = self.terms
         if not self.active:
             return "not-ready"
+        if LegId(carry.starter, carry.number, carry.first) in self._counted:
+            return "counted"  # an old question that took its time: its asker has long had an answer to a later one
         if terms.size(carry) == 0 or carry.starter == terms.peer:
             return "span"
         if carry.layout != terms.layout(carry.first, carry.sequences) or len(event.envelope.blob) != terms.size(carry):
@@ -307,12 +358,57 @@ class Routes:
             return "late"
         if carry.round > self.round + 1:
             return "not-ready"
-        return "" if self._room() and not self.draining else "busy"
+        return "" if self._room(carry.first) and not self.draining else "busy"
 
-    def _room(self) -> bool:
-        """Legs that are only held have given their activations back: they take an answer each, and have more room."""
-        at_work = sum(leg.stage is not Stage.HELD for leg in self.legs.values())
-        return at_work < self.terms.capacity and len(self.legs) < MOST_HELD * self.terms.capacity
+    def _load(self, offer: Offer) -> Load | Refused:
+        """How soon we would be through with one more leg."""
+        terms = self.terms
+        if not self.active or self.draining:
+            return Refused("not-ready")
+        if not terms.begins(offer.first):
+            return Refused("span")
+        if not self._room(offer.first):
+            return Refused("busy")
+        ends = self.prior.ends.get(offer.first, {})
+        last = max(ends, key=ends.__getitem__) if ends else terms.last
+        part = terms.share(offer.first, last) * (1.0 if last == terms.layers else FORWARD_PART)
+        return Load(terms.run, self._wait_s(), self._seconds(part), last)
+
+    def _seconds(self, part: float) -> Seconds:
+        """Of computing: so much of a micro-batch through the whole model."""
+        speed = self.speed or self.usual_speed
+        return part * self._tokens / speed if speed else 0.0
+
+    def _wait_s(self) -> Seconds:
+        """Of computing that is here to be done."""
+        parts = 0.0
+        for leg in self.legs.values():
+            if leg.stage is Stage.FORWARD:
+                parts += FORWARD_PART * self.terms.share(leg.id.first, leg.last)
+            elif leg.stage is Stage.BACKWARD:
+                parts += (1 - FORWARD_PART) * self.terms.share(leg.id.first, leg.last)
+        return self._seconds(parts)
+
+    def _room(self, first: int) -> bool:
+        """For a leg that enters at this layer.
+
+        Legs that are only held have given their activations back: they take an answer each, and have more room. One
+        place is kept for each layer behind this one at which legs may enter (buffer classes: Merlin and Schweitzer,
+        1980). Else peers that hold the same layers could fill each other up with legs that wait for one another.
+        """
+        capacity = self.terms.capacity
+        at_work = [leg for leg in self.legs.values() if leg.stage is not Stage.HELD]
+        behind = sum(first < cut.first < self.terms.last for cut in self.terms.cuts)
+        kept = min(behind, capacity // KEPT_PART)
+        if len(at_work) >= capacity or len(self.legs) >= MOST_HELD * capacity:
+            return False
+        if self.terms.first > 0:
+            return len(at_work) < capacity - kept
+        own = sum(leg.own for leg in at_work)
+        if first == 0:
+            return own < capacity - kept
+        wanted = min(self.window.size, capacity - kept) - own  # nobody else can begin ours: others' have others, too
+        return len(at_work) - own < capacity // KEPT_PART or len(at_work) + wanted < capacity
 
     def _asked_again(self, leg: Leg, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
         """Whoever asked before has been given up, or is gone: the new asker gets the answer."""
@@ -337,6 +433,9 @@ class Routes:
             if leg is not None and leg.stage is Stage.HELD and sender == name.starter:
                 effects += self.ledger.settle(leg.token)
                 self._remove(leg)
+                self._counted[name] = None
+                if len(self._counted) > SETTLES_KEPT:
+                    del self._counted[next(iter(self._counted))]
         for name in told.release:
             leg = self.legs.get(self._by_id.get(name, -1))
             if leg is not None and sender in (name.starter, leg.asker):
@@ -358,26 +457,62 @@ class Routes:
 
     def _send(self, leg: Leg, now: Seconds) -> list[Effect]:
         """Asks the next peer to carry on, or waits until there is one."""
-        leg.stage, leg.retry_at, leg.to = Stage.AWAY, None, None
+        leg.stage, leg.retry_at, leg.look_at, leg.to = Stage.AWAY, None, None, None
         if len(leg.tried) >= MAX_TRIES:
             return self._give_up(leg, "tried")
         holders = self.view.successors(leg.last)
         peers = [peer for peer in holders if peer not in leg.tried] or list(holders)
+        peers = [peer for peer in peers if peer not in leg.busy]
         if not peers:
-            leg.retry_at = now + RETRY_S
+            leg.retry_at, leg.busy = now + (self._pause_s(leg) if leg.busy else RETRY_S), []
             return []
-        to = self.turns.choose(leg.last, peers, self.prior.nexts.get(leg.last, {}))
-        patience_s = min(self.turns.deadline_s(to), leg.deadline() - now, MAX_PATIENCE_S)
+        rates = self.prior.nexts.get(leg.last, {})
+        if len(peers) <= FEW:
+            return self._send_to(leg, self.turns.choose(leg.last, peers, rates), now)
+        leg.offers, leg.attempts = Offers(), leg.attempts + 1
+        leg.offers.asked.update(self.turns.choose_some(leg.last, peers, rates, CANDIDATES))
+        tag = ("offer", leg.token, leg.attempts)
+        offer = Envelope(Offer(self.terms.run, leg.last, leg.sequences))
+        return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(leg.offers.asked)]
+
+    def _offering(self, token: int, attempt: int) -> Leg | None:
+        """The leg that waits for the answer to this offer."""
+        leg = self.legs.get(token)
+        return leg if leg and leg.stage is Stage.AWAY and leg.offers and leg.attempts == attempt else None
+
+    def _offered(self, leg: Leg | None, peer: PeerId, answer: object, now: Seconds) -> list[Effect]:
+        if leg is None or leg.offers is None:
+            return []
+        load = answer if isinstance(answer, Load) and leg.last < answer.last <= self.terms.layers else None
+        leg.offers.answered(peer, load, self.terms.share(leg.last, load.last) if load else 0.0)
+        if load is None:
+            leg.busy.append(peer)
+        if leg.offers.asked:
+            return []
+        best, leg.offers = leg.offers.best, None
+        if best is not None:
+            return self._send_to(leg, best, now)
+        leg.refusals += CANDIDATES
+        return self._after_refusal(leg, now)
+
+    def _send_to(self, leg: Leg, to: PeerId, now: Seconds) -> list[Effect]:
+        patience_s = min(leg.deadline() - now, MAX_ROUTE_S)
         if patience_s < LEAST_S:
             return self._give_up(leg, "late")
         leg.to, leg.attempts = to, leg.attempts + 1
+        leg.look_at, leg.late = now + self.turns.deadline_s(to, self._guess_s(leg)), False
         leg.tried.append(to)
-        hold_s = min(MAX_HOLD_S, max(0.0, leg.until - now))
+        hold_s = min(MAX_ROUTE_S, max(0.0, leg.until - now))
         name = leg.id
         place = (name.starter, name.number, leg.last, leg.sequences)
         carry = Carry(self.terms.run, *place, patience_s, hold_s, leg.layout, leg.round)
         tag = ("route", leg.token, leg.attempts)
         return [Ask(tag, to, Envelope(carry, leg.payload), patience_s, leg.layout[0].size)]
+
+    def _guess_s(self, leg: Leg) -> Seconds:
+        """What the rest of the model takes of the usual device."""
+        rest = self.terms.share(leg.last, self.terms.layers)
+        return leg.tokens * rest / self.usual_speed if self.usual_speed > 0 else 0.0
 
     def _awaited(self, token: int, attempt: int) -> Leg | None:
         """The leg that waits for the answer to this attempt."""
@@ -412,9 +547,34 @@ class Routes:
 
     def _not_now(self, leg: Leg, now: Seconds) -> list[Effect]:
         """That peer has no room: another one, or, when all have been asked, a moment's patience."""
-        if any(peer not in leg.tried for peer in self.view.successors(leg.last)):
+        assert leg.to is not None
+        leg.tried.remove(leg.to)
+        leg.busy.append(leg.to)
+        leg.refusals += 1
+        return self._after_refusal(leg, now)
+
+    def _after_refusal(self, leg: Leg, now: Seconds) -> list[Effect]:
+        if len(leg.busy) < MOST_BUSY:
             return self._send(leg, now)
-        leg.to, leg.tried, leg.retry_at = None, [], now + RETRY_S
+        leg.to, leg.busy, leg.retry_at = None, [], now + self._pause_s(leg)
+        return []
+
+    def _pause_s(self, leg: Leg) -> Seconds:
+        """Sooner than we would be through with a leg of ours nothing will have changed."""
+        return pause_s(leg.refusals, self._seconds(self._own_part))
+
+    def _look_after(self, leg: Leg) -> Ask:
+        """Its gradient should be here. Who is only slow keeps the leg, or all would be computed twice when all are."""
+        assert leg.to is not None
+        leg.look_at = None
+        name = LegId(leg.id.starter, leg.id.number, leg.last)
+        tag = ("carrying", leg.token, leg.attempts)
+        return Ask(tag, leg.to, Envelope(Carrying(self.terms.run, name)), OFFER_S)
+
+    def _only_late(self, leg: Leg, peer: PeerId, now: Seconds) -> list[Effect]:
+        if not leg.late:
+            self.turns.missed(peer)
+        leg.late, leg.look_at = True, now + self.turns.deadline_s(peer, self._guess_s(leg))
         return []
 
     def _missed(self, leg: Leg, peer: PeerId, now: Seconds) -> list[Effect]:
@@ -441,6 +601,7 @@ class Routes:
             return self._let_go(leg)
         if leg.own:
             leg.id = LegId(self.terms.peer, done.number, 0)
+        self._tokens = done.tokens
         leg.sequences, leg.tokens, leg.layout, leg.payload = done.sequences, done.tokens, done.layout, done.blob
         return self._send(leg, now)
 
@@ -450,6 +611,7 @@ class Routes:
         entry = Entry(leg.id, leg.last, done.tokens, loss, leg.own)
         if leg.own and at_the_end:
             entry = replace(entry, leg=LegId(self.terms.peer, done.number, 0))
+        self._tokens = done.tokens
         self._worked += done.tokens * self.terms.share(leg.id.first, leg.last)
         if leg.stage is Stage.GONE:
             self.legs.pop(leg.token)
@@ -457,7 +619,7 @@ class Routes:
         if leg.own:
             return self._complete(leg, entry, now)
         leg.stage, leg.payload = Stage.HELD, b""
-        self.doubts.hold(leg.id, now)
+        self.doubts.hold(leg.id, now, now - leg.began)
         hops = (Hop(self.terms.peer, leg.id.first, leg.last), *leg.hops)
         leg.answer = Envelope(Returned(self.terms.run, loss, done.tokens, hops, done.layout), done.blob)
         effects = self.ledger.add(leg.token, entry, Mark.HELD)
@@ -497,6 +659,8 @@ class Routes:
                 effects += self._give_up(leg, "late")
             elif leg.retry_at is not None and now >= leg.retry_at:
                 effects += self._send(leg, now)
+            elif leg.stage is Stage.AWAY and leg.look_at is not None and now >= leg.look_at:
+                effects.append(self._look_after(leg))
         return effects
 
     def _give_up(self, leg: Leg, reason: str) -> list[Effect]:
@@ -576,7 +740,7 @@ class Routes:
         return jobs
 
     def _has_room(self, own: int) -> bool:
-        idle = len(self._running) < AT_ONCE and self._room()
+        idle = len(self._running) < AT_ONCE and self._room(0)
         return idle and own < self.window.size and self.quota != 0 and not self._draining()
 
     def _new_leg(self, name: LegId, last: int, now: Seconds, asker: PeerId) -> Leg:

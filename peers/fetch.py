@@ -37,20 +37,34 @@ class Incoming:
     kept: bool = False
     total: int | None = None
     pieces: dict[int, bytes] = field(default_factory=dict)
+    here: int = 0  # bytes of them
     asked: set[int] = field(default_factory=set)
     held: bool = False  # by somebody, when we looked
     looks: int = 0  # in which nobody held it any more
     step: int = 0  # of the newest piece
     version: bytes = b""
     outdone: int = 0  # the step of another fragment for which this one was fetched again
+    _from: int = 0  # all before it is here or asked for
 
     def wanted(self) -> int | None:
         """An offset that is neither here nor asked for. The first piece tells how many there are."""
-        offsets = [0] if self.total is None else range(0, self.total, PIECE_BYTES)
-        return next((at for at in offsets if at not in self.pieces and at not in self.asked), None)
+        end = 1 if self.total is None else self.total
+        while self._from < end and (self._from in self.pieces or self._from in self.asked):
+            self._from += PIECE_BYTES
+        return self._from if self._from < end else None
+
+    def let_go(self, offset: int) -> None:
+        """It is no longer asked for: here now, or to be asked for again."""
+        self.asked.discard(offset)
+        self._from = min(self._from, offset)
 
     def complete(self) -> bool:
-        return self.total is not None and sum(map(len, self.pieces.values())) == self.total
+        return self.here == self.total
+
+    def forget(self) -> None:
+        """All that is here."""
+        self.pieces.clear()
+        self.here = self._from = 0
 
     def take(self, chunk: StateChunk, blob: bytes) -> None:
         """Raises ProtocolError for a piece that does not fit what is here."""
@@ -61,6 +75,7 @@ class Incoming:
         if len(blob) != min(PIECE_BYTES, chunk.total - chunk.offset):
             raise ProtocolError("shape", "a piece of another length")
         self.total = chunk.total
+        self.here += len(blob) - len(self.pieces.get(chunk.offset, b""))
         self.pieces[chunk.offset] = blob
         self.step, self.version = max(self.step, chunk.step), chunk.version
 
@@ -122,7 +137,7 @@ class Fetch:
         old = [one for one in self.incoming.values() if one.step < newest and one.outdone < newest]
         for one in old:
             one.outdone = newest
-            one.pieces.clear()
+            one.forget()
         return bool(old)
 
     def _only_failed_ones_hold_some(self, known: Sequence[PeerId]) -> bool:
@@ -154,14 +169,14 @@ class Fetch:
         incoming = self.incoming.get(index)
         if incoming is None:
             return []  # given up meanwhile
-        incoming.asked.discard(int(offset))
+        incoming.let_go(int(offset))
         if isinstance(event, AskFailed):
             return self._failed(event.peer, event.reason)
         message = event.envelope.message
         if not isinstance(message, StateChunk) or message.offset != offset:
             return self._failed(event.peer, message.reason if isinstance(message, Refused) else "unexpected")
         if self.exact and message.step > incoming.step:
-            incoming.pieces.clear()
+            incoming.forget()
         if self.exact and (message.step < incoming.step or (incoming.pieces and message.version != incoming.version)):
             self._in_flight[event.peer] -= 1
             return self._not_now(event.peer)  # it will soon have the step that others have already

@@ -1,7 +1,8 @@
 """Where routes should run, as a flow: the prior for which peers a micro-batch visits, and how far each carries it.
 
-Every peer solves this for itself from the roster, in which speeds are measured; equal rosters give equal flows. As a
-linear programme (HiGHS) over hops (peer i carries from cut a to cut b, cuts being where fragments meet):
+Every peer solves this for itself from the roster, in which speeds are measured; equal rosters give equal flows. Peers
+with the same span count as one that is as fast as all of them, so a programme grows with the model, hardly with the
+swarm. As a linear programme (HiGHS) over hops (span i carries from cut a to cut b, cuts being where fragments meet):
 
     z_iab >= 0                                         micro-batches' tokens/s on that hop
     sum_ia z_iab = sum_jc z_jbc          at each cut b between the ends
@@ -11,7 +12,8 @@ linear programme (HiGHS) over hops (peer i carries from cut a to cut b, cuts bei
 Links are not in it: their delay costs a hop, and what they cannot carry shows in the times that routes measure.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +25,11 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 
 HOP_COST = 0.01  # of the flow: so much throughput is given up for one hop less
-MOST_HOPS = 20_000  # variables; a larger swarm goes without a prior, by measured times alone
+MOST_HOPS = 40_000  # variables, a second or so; a swarm of more different spans goes by measured times alone
+LEAST_RATE = 1e-6  # of all speed
+PAUSE_S = 0.004  # for each variable, until a flow is solved anew: so much more than solving takes
+CHANGED = 0.05  # of all speed: for less that changed a flow is not worth a new one
+Span = tuple[int, int]  # fragments [begin, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,50 +41,78 @@ class Place:
     end: int
     tokens_per_s: float
 
+    @property
+    def span(self) -> Span:
+        return self.begin, self.end
 
-def solve(cuts: Sequence[Fragment], places: Sequence[Place], own: PeerId) -> Prior:
-    """How far `own` should carry what enters where, and who should carry on from each cut. Empty if nothing flows."""
-    hops = [
-        (index, a, b)
-        for index, place in enumerate(places)
-        for a in range(place.begin, place.end)
-        for b in range(a + 1, place.end + 1)
-    ]
-    total = sum(place.tokens_per_s for place in places)
+
+def rounded(speed: Mapping[Span, float]) -> dict[Span, float]:
+    """To three digits, in order: rosters that differ by rounding only give equal flows."""
+    return {span: float(f"{one:.2e}") for span, one in sorted(speed.items())}
+
+
+def changed(before: Mapping[Span, float], now: Mapping[Span, float]) -> bool:
+    """Whether so much has that a new flow is worth its time."""
+    if not before or not now:
+        return bool(before) != bool(now)
+    differing = sum(abs(before.get(span, 0.0) - now.get(span, 0.0)) for span in {*before, *now})
+    return differing > CHANGED * sum(now.values())
+
+
+def size(spans: Iterable[Span]) -> int:
+    """How many variables the flow through these has."""
+    return sum((end - begin) * (end - begin + 1) // 2 for begin, end in spans)
+
+
+def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, others: Iterable[Place]) -> Prior:
+    """How far a peer with the span `own` should carry what enters where, and to which of the others.
+
+    Empty if nothing flows, or if there are too many different spans.
+    """
+    hops = [(span, a, b) for span in speed for a in range(*span) for b in range(a + 1, span[1] + 1)]
+    total = sum(speed.values())
     if not hops or len(hops) > MOST_HOPS or total <= 0:
         return Prior()
-    rates = _rates(cuts, places, hops, total)
+    rates = _rates(cuts, list(speed.values()), list(speed), hops, total)
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
     prior = Prior(tokens_per_s=float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0)) * total)
-    for (index, a, b), rate in zip(hops, rates, strict=True):
-        if rate <= 1e-6:
-            continue
-        peer = places[index].peer
-        if peer == own:
-            prior.ends.setdefault(layers[a], {})[layers[b]] = float(rate)
-        nexts = prior.nexts.setdefault(layers[a], {})
-        nexts[peer] = nexts.get(peer, 0.0) + float(rate)
+    through: dict[tuple[Span, int], float] = {}
+    for (span, a, b), rate in zip(hops, rates, strict=True):
+        if rate > LEAST_RATE:
+            through[span, a] = through.get((span, a), 0.0) + rate
+            if span == own:
+                prior.ends.setdefault(layers[a], {})[layers[b]] = rate
+    for place in others:
+        part = place.tokens_per_s / speed.get(place.span, math.inf)
+        for a in range(place.begin, place.end):
+            rate = part * through.get((place.span, a), 0.0)
+            if rate > 0:
+                prior.nexts.setdefault(layers[a], {})[place.peer] = rate
     return prior
 
 
 def _rates(
-    cuts: Sequence[Fragment], places: Sequence[Place], hops: Sequence[tuple[int, int, int]], total: float
+    cuts: Sequence[Fragment],
+    speed: Sequence[float],
+    spans: Sequence[Span],
+    hops: Sequence[tuple[Span, int, int]],
+    total: float,
 ) -> list[float]:
     """z of each hop, in parts of the sum of all speeds."""
     whole = sum(cut.parameters for cut in cuts)
     before = np.concatenate(([0.0], np.cumsum([cut.parameters / whole for cut in cuts])))
-    index, a, b = np.array(hops).T
+    number = {span: index for index, span in enumerate(spans)}
+    index, a, b = np.array([(number[span], a, b) for span, a, b in hops]).T
     count, inner = len(hops), len(cuts) - 1
     column = np.arange(count)
-    work = coo_matrix((before[b] - before[a], (index, column)), shape=(len(places), count))
-    speed = np.array([place.tokens_per_s / total for place in places])
+    work = coo_matrix((before[b] - before[a], (index, column)), shape=(len(spans), count))
     into, out = b < len(cuts), a > 0
     values = np.concatenate((np.ones(into.sum()), -np.ones(out.sum())))
     rows, columns = np.concatenate((b[into], a[out])) - 1, np.concatenate((column[into], column[out]))
     balance = coo_matrix((values, (rows, columns)), shape=(inner, count)) if inner else None
-    found = linprog(
-        np.where(a == 0, -1.0, 0.0) + HOP_COST, work.tocsr(), speed, balance.tocsr() if balance is not None else None,
-        np.zeros(inner) if inner else None, method="highs",
-    )  # fmt: skip
+    within = np.array(speed) / total
+    cost = np.where(a == 0, -1.0, 0.0) + HOP_COST
+    kept = (balance.tocsr(), np.zeros(inner)) if balance is not None else (None, None)
+    found = linprog(cost, work.tocsr(), within, *kept, method="highs")
     assert found.status == 0, found.message
     return [max(0.0, float(rate)) for rate in found.x]

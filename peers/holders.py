@@ -6,6 +6,7 @@ nobody measures more than NEIGHBOURS of them.
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,36 +24,53 @@ class Holders:
     own: PeerId
     layers: int
     count: int = 0  # of peers that hold something
-    widths: int = 0  # sum of the squares of their spans' lengths: what a flow through all of them would cost
-    _spans: dict[PeerId, tuple[int, int]] = field(default_factory=dict)
+    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens/s of all with the same layers
+    changes: int = 0
+    _alike: Counter[tuple[int, int]] = field(default_factory=Counter)  # peers with the same layers
+    _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # layers, tokens/s
     _by_layer: dict[int, list[tuple[int, PeerId]]] = field(default_factory=dict)  # by distance
     _near: dict[int, list[PeerId]] = field(default_factory=dict)  # what was asked for since it changed
 
     def put(self, peer: PeerId, record: PeerRecord) -> None:
-        span = (record.first, min(record.last, self.layers)) if record.phase == "training" else (0, 0)
-        if self._spans.get(peer, (0, 0)) == span:
+        first, last = (record.first, min(record.last, self.layers)) if record.phase == "training" else (0, 0)
+        speed = record.profile.tokens_per_s
+        was = self._places.get(peer, (0, 0, 0.0))
+        if was[:2] == (first, last) and first < last:
+            if speed != was[2]:
+                self._places[peer] = (first, last, speed)
+                self.speeds[first, last] += speed - was[2]
+                self.changes += 1
             return
         self.drop(peer)
-        first, last = span
         if first >= last:
             return
-        self._spans[peer] = span
-        self.count, self.widths = self.count + 1, self.widths + (last - first) ** 2
+        self._places[peer] = (first, last, speed)
+        self.count, self.changes = self.count + 1, self.changes + 1
+        self._alike[first, last] += 1
+        self.speeds[first, last] = self.speeds.get((first, last), 0.0) + speed
         place = (self._distance(peer), peer)
         for layer in range(first, last):
             bisect.insort(self._by_layer.setdefault(layer, []), place)
             self._near.pop(layer, None)
 
     def drop(self, peer: PeerId) -> None:
-        first, last = self._spans.pop(peer, (0, 0))
+        first, last, speed = self._places.pop(peer, (0, 0, 0.0))
         if first >= last:
             return
-        self.count, self.widths = self.count - 1, self.widths - (last - first) ** 2
+        self.count, self.changes = self.count - 1, self.changes + 1
+        self._alike[first, last] -= 1
+        self.speeds[first, last] -= speed
+        if not self._alike[first, last]:
+            del self.speeds[first, last], self._alike[first, last]
         place = (self._distance(peer), peer)
         for layer in range(first, last):
             held = self._by_layer[layer]
             del held[bisect.bisect_left(held, place)]
             self._near.pop(layer, None)
+
+    def place(self, peer: PeerId) -> tuple[int, int, float]:
+        """Layers [first, last) of one that holds some, and its tokens/s."""
+        return self._places[peer]
 
     def near(self, layer: int) -> Sequence[PeerId]:
         """Up to NEIGHBOURS holders of the layer, in the order of their ids."""

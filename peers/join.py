@@ -38,6 +38,8 @@ RETRY_S = 2.0
 MOST_PATIENT = 2  # more times that, where all donors are busy with newcomers
 GIVE_UP_S = 12.0  # without any donor that answers, after which we start from what we have
 LOOKS = 5  # for a new record of a layer's holder whose last one is over: after a pause all are
+MOST_SERVED = 8  # newcomers at a time: eight that are done soon are donors themselves
+SERVED_S = 5.0  # who has asked for nothing for so long is served no more
 EXPORT_KEPT_S = 5.0  # longer, and a newcomer would start where the swarm was
 
 
@@ -208,8 +210,20 @@ class Donor:
     exact: bool = False  # give out no export of an earlier step
     exports: dict[tuple[int, bool], Export] = field(default_factory=dict)  # by fragment, and whether it is a kept one
     _waiting: dict[tuple[int, bool], list[tuple[int, PullState]]] = field(default_factory=dict)
+    _served: dict[PeerId, Seconds] = field(default_factory=dict)  # when each newcomer asked last
 
-    def asked(self, request: int, pull: PullState, step: int, now: Seconds) -> list[Effect]:
+    def _takes(self, newcomer: PeerId, now: Seconds) -> bool:
+        """Whether it is one of those that are served."""
+        if newcomer not in self._served and len(self._served) >= MOST_SERVED:
+            self._served = {peer: at for peer, at in self._served.items() if now < at + SERVED_S}
+        if newcomer not in self._served and len(self._served) >= MOST_SERVED:
+            return False
+        self._served[newcomer] = now
+        return True
+
+    def asked(self, request: int, sender: PeerId, pull: PullState, step: int, now: Seconds) -> list[Effect]:
+        if not self._takes(sender, now):
+            return [Reply(request, Envelope(Refused("busy")))]
         there = (index for index, _ in self.kept) if pull.kept else (fragment.index for fragment in self.fragments)
         if pull.fragment not in there:
             return [Reply(request, Envelope(Refused("fragment")))]

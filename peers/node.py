@@ -6,6 +6,7 @@ One event in, a list of effects out. peers/host.py carries the effects out over 
 virtual time. Nothing here raises for what another peer sends: it is refused, counted, and the journal shows it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,14 @@ from decentral.comm.identity import Signer
 from decentral.comm.messages import (
     MAX_PROBE_BYTES,
     Carry,
+    Carrying,
     Collect,
     Commit,
     Done,
     Follow,
     Hello,
     Message,
+    Offer,
     Ping,
     Pong,
     Probe,
@@ -39,7 +42,6 @@ from decentral.comm.messages import (
     Welcome,
 )
 from decentral.comm.meter import Meter
-from decentral.comm.pace import Prior
 from decentral.comm.push import PushExchange
 from decentral.comm.rounds import Rounds
 from decentral.comm.route import Routes
@@ -96,6 +98,7 @@ NEVER = -1  # a step
 PROBE_AFTER_S = 2.0
 FLOWS_S = 2.0  # how often to look whether the flow through the swarm has changed
 TRAFFIC_S = 10.0  # a `traffic` line, with the totals, for about this much time
+MOST_SPANS = 4096  # that are remembered
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 COUNTED = frozenset((Log, Reply))
 BLOB_BYTES_PER_PARAMETER = 8  # no algorithm's snapshot is larger
@@ -162,10 +165,13 @@ class Node:
     cover: Cover | None = None
     rounds: Rounds | None = None  # of a synchronous run
     plans: Plans | None = None
+    _gossip_at: Seconds | None = None  # the first exchange's wish; None: to be looked at
     _rng: Random = field(init=False)
     _traffic_at: Seconds = 0.0
     _flows_at: Seconds = 0.0
-    _known_places: list[flows.Place] = field(default_factory=list)
+    _seen: tuple[int, str] = (0, "")  # changes of the roster, our own speed
+    _whole: dict[tuple[int, int], range] = field(default_factory=dict)  # the fragments in layers [first, last)
+    _known_speeds: dict[flows.Span, float] = field(default_factory=dict)  # of the flow that we go by
     _advertised: float = 0.0  # tokens/s in our last record
     _unanswered: dict[int, int] = field(default_factory=dict)  # of which fragment a question is, or OF_NONE
 
@@ -224,7 +230,9 @@ class Node:
         if self.phase is Phase.LEFT:
             return None
         times = [self.roster.wake_at, self.join.wake_at, self.prober.wake_at, self.progress.wake_at]
-        times += [gossip.wake_at for gossip in self.gossip.values()]
+        if self._gossip_at is None:
+            self._gossip_at = earliest(one.wake_at for one in self.gossip.values()) or math.inf
+        times.append(self._gossip_at)
         if self.moves:
             times.append(self.moves.wake_at)
         if self.routes:
@@ -233,7 +241,8 @@ class Node:
                 times.append(self._flows_at)
         if self.rounds:
             times.append(self.rounds.wake_at)
-        return earliest(times)
+        first = earliest(times)
+        return None if first == math.inf else first
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         if self.phase is Phase.LEFT:
@@ -288,7 +297,7 @@ class Node:
             case Found():
                 return self._found(event, now)
             case WindowClosed(fragment=index) | Merged(fragment=index) | Absorbed(fragment=index):
-                return self.gossip[index].handle(event, now) if index in self.gossip else []
+                return self._gossips(index, event, now) if index in self.gossip else []
             case Moved(accepted=True, kept=kept):
                 self.donor.kept = kept
                 return self.moves.handle(event, now) if self.moves else []
@@ -333,9 +342,10 @@ class Node:
         if _due(self.prober, now):
             effects += self.prober.handle(event, now, self._live())
         effects += self.progress.handle(event, now)
-        for exchange in self.gossip.values():
-            if _due(exchange, now):
-                effects += exchange.handle(event, now)
+        if self._gossip_at is None or now >= self._gossip_at:
+            for index, exchange in self.gossip.items():
+                if _due(exchange, now):
+                    effects += self._gossips(index, event, now)
         if self.routes:
             effects += self._look_at_flows(now)
             if _due(self.routes, now):
@@ -369,16 +379,20 @@ class Node:
                     return [self._reply(event, Refused("not-ready"))]
                 if self.rounds:
                     self.rounds.pin(event.sender, now)
-                return self.donor.asked(event.request, pull, self._state_step, now)
+                return self.donor.asked(event.request, event.sender, pull, self._state_step, now)
             case Pull(run=run, fragment=index) | Commit(run=run, fragment=index):
                 return self._gossip(event, run, index, now)
             case Swap(offered) | Push(offered):
                 return self._gossip(event, offered.run, offered.fragment, now)
-            case Carry(run=run) | Settle(run=run) | Unsettled(run=run) if run == self.setup.run and self.routes:
+            case Carry(run=run) | Offer(run=run) | Carrying(run=run) if run == self.setup.run and self.routes:
+                return self.routes.handle(event, now)
+            case Settle(run=run) | Unsettled(run=run) if run == self.setup.run and self.routes:
                 return self.routes.handle(event, now)
             case Follow(run=run) | Collect(run=run) if run == self.setup.run and self.rounds:
                 return self.rounds.handle(event, now)
-            case PullState(run=run) | Carry(run=run) | Settle(run=run) | Unsettled(run=run) if run != self.setup.run:
+            case PullState(run=run) | Carry(run=run) | Offer(run=run) | Carrying(run=run) if run != self.setup.run:
+                return [self._reply(event, self._other_run(run))]
+            case Settle(run=run) | Unsettled(run=run) if run != self.setup.run:
                 return [self._reply(event, self._other_run(run))]
             case Follow(run=run) | Collect(run=run) if run != self.setup.run:
                 return [self._reply(event, self._other_run(run))]
@@ -393,6 +407,10 @@ class Node:
         if not isinstance(event.envelope.message, QUESTIONS[algorithm]):
             return [self._reply(event, Refused("algorithm", f"this run gossips by {algorithm}"))]
         self._unanswered[event.request] = index
+        return self._gossips(index, event, now)
+
+    def _gossips(self, index: int, event: object, now: Seconds) -> list[Effect]:
+        self._gossip_at = None
         return self.gossip[index].handle(event, now)
 
     def _heard_back(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
@@ -411,8 +429,8 @@ class Node:
             case ("probe", *_):
                 effects += self.prober.handle(event, now, self._live())
             case ("exchange", int() as index, *_) if index in self.gossip:
-                effects += self.gossip[index].handle(event, now)
-            case ("route" | "settle" | "doubt", *_) if self.routes:
+                effects += self._gossips(index, event, now)
+            case ("offer" | "route" | "carrying" | "settle" | "doubt", *_) if self.routes:
                 effects += self.routes.handle(event, now)
             case ("move" | "stay", *_) if self.moves:
                 effects += self.moves.handle(event, now)
@@ -437,6 +455,7 @@ class Node:
         self.prober.wake_at = now + PROBE_AFTER_S
         if not self.rounds:
             self.gossip = {fragment.index: self._exchange(fragment, now) for fragment in self.setup.fragments}
+            self._gossip_at = None
         self.roster.renew_soon(now)
         seconds = round(now - self.join.began, 3)
         lines: list[Effect] = [
@@ -567,9 +586,17 @@ class Node:
 
     def _span(self, record: PeerRecord) -> range:
         """The whole fragments that it holds."""
-        cuts = self.setup.routes.cuts if self.setup.routes else self.setup.fragments
-        inside = [cut.index for cut in cuts if record.first <= cut.first and cut.last <= record.last]
-        return range(inside[0], inside[-1] + 1) if inside else range(0)
+        return self._whole_fragments(record.first, record.last)
+
+    def _whole_fragments(self, first: int, last: int) -> range:
+        found = self._whole.get((first, last))
+        if found is None:
+            cuts = self.setup.routes.cuts if self.setup.routes else self.setup.fragments
+            inside = [cut.index for cut in cuts if first <= cut.first and cut.last <= last]
+            if len(self._whole) > MOST_SPANS:
+                self._whole.clear()
+            found = self._whole[first, last] = range(inside[0], inside[-1] + 1) if inside else range(0)
+        return found
 
     def _follow(self, effects: list[Effect], now: Seconds) -> list[Effect]:
         """What a move wants of the other machines."""
@@ -596,6 +623,7 @@ class Node:
         self.donor.fragments = [fragment for fragment in self.setup.fragments if fragment.index not in lost]
         for index in lost:
             self.gossip.pop(index, None)
+            self._gossip_at = None
         asked = [request for request, index in self._unanswered.items() if index in lost]
         return [Reply(request, Envelope(Refused("fragment"))) for request in asked]
 
@@ -616,6 +644,7 @@ class Node:
         for fragment in fragments:
             if fragment.index not in self.gossip:
                 self.gossip[fragment.index] = self._exchange(fragment, now)
+                self._gossip_at = None
         if moved:
             self.roster.renew_soon(now)
             self.progress.save_soon(now)
@@ -644,40 +673,44 @@ class Node:
         assert self.routes is not None
         if not self._routed or self.phase is not Phase.TRAINING or now < self._flows_at:
             return []
-        self._flows_at = now + FLOWS_S
+        holders = self.roster.holders
+        self._flows_at = now + max(FLOWS_S, flows.PAUSE_S * flows.size(self._known_speeds))
         if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
             self.roster.renew_soon(now)
+        self.routes.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
         self._solve_flows()
         return self._look_at_spans(now)
 
     def _solve_flows(self, anew: bool = False) -> None:
-        """Where routes should run, if anything has changed since; `anew`: whatever has."""
-        assert self.routes is not None
-        if self.roster.holders.widths > 2 * flows.MOST_HOPS:
-            self.routes.prior = Prior()  # too large to solve: by measured times alone
-            return
-        places = self._places()
-        if anew or places != self._known_places:
-            self._known_places = places
-            self.routes.prior = flows.solve(self.routes.terms.cuts, places, self.setup.own.peer)
-
-    def _places(self) -> list[flows.Place]:
-        """Who holds what, ourselves included. Speeds to two digits: a flow is not worth a new one for less."""
+        """Where routes should run, if enough has changed since; `anew`: whatever has."""
         assert self.routes is not None
         cuts, ours = self.routes.terms.cuts, self.setup.fragments
-        speed = self.routes.speed or self.setup.profile.tokens_per_s
-        known = {self.setup.own.peer: (ours[0].first, ours[-1].last, speed)}
-        for peer, entry in self.roster.live.items():
-            record = entry.record
-            by_itself = (record.first, record.last) == (0, self.setup.layers) and not self.rounds
-            if record.phase == "training" and not by_itself:
-                known[peer] = (record.first, record.last, record.profile.tokens_per_s)
-        found = []
-        for peer, (first, last, rate) in sorted(known.items()):
-            inside = [index for index, cut in enumerate(cuts) if first <= cut.first and cut.last <= last]
-            if inside:
-                found.append(flows.Place(peer, inside[0], inside[-1] + 1, float(f"{rate:.1e}")))
-        return found
+        own = ours[0].index, ours[-1].index + 1
+        seen = self.roster.holders.changes, f"{self.routes.speed:.1e}"
+        if seen == self._seen and not anew:
+            return
+        self._seen, speeds = seen, self._speeds(own)
+        if not anew and not flows.changed(self._known_speeds, speeds):
+            return
+        self._known_speeds = speeds
+        near = {peer for cut in cuts[own[0] + 1 : own[1] + 1] for peer in self.roster.holders.near(cut.first)}
+        self.routes.prior = flows.solve(cuts, speeds, own, [self._place(peer) for peer in sorted(near)])
+
+    def _speeds(self, own: flows.Span) -> dict[flows.Span, float]:
+        """How fast all are that hold the same fragments, ourselves included."""
+        assert self.routes is not None
+        found = {own: self.routes.speed or self.setup.profile.tokens_per_s}
+        for (first, last), speed in self.roster.holders.speeds.items():
+            by_itself = (first, last) == (0, self.setup.layers) and not self.rounds
+            span = self._whole_fragments(first, last)
+            if span and not by_itself:
+                found[span[0], span[-1] + 1] = found.get((span[0], span[-1] + 1), 0.0) + speed
+        return flows.rounded(found)
+
+    def _place(self, peer: PeerId) -> flows.Place:
+        first, last, speed = self.roster.holders.place(peer)
+        span = self._whole_fragments(first, last)
+        return flows.Place(peer, span.start, span.stop, speed)
 
     # What rounds ask of the swarm: comm/rounds.View
 

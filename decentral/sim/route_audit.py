@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentral.audit import Span, covered, overlap
-from decentral.comm.messages import MAX_HOLD_S
 from decentral.comm.route import AT_ONCE, MOST_HELD, SETTLES_KEPT
 from decentral.core import jobs
 from decentral.core.ids import PeerId
@@ -28,10 +27,11 @@ from decentral.sim.swarm import Member
 from decentral.train.sketch import Sketch
 from decentral.train.sketch_hops import Carried
 
-MOST_IN_SUMS = 64  # times the legs that a peer has room for: a sum may wait for MAX_HOLD_S
+MOST_IN_SUMS = 64  # times the legs that a peer has room for: a sum may wait for LONGEST_S
 MOST_TOLD = 8  # times the peers that are there: outboxes
-STALLED_S = 2 * MAX_HOLD_S  # without a micro-batch counted anywhere
-SETTLED_S = 2 * MAX_HOLD_S + 5.0  # after its first count a micro-batch counts everywhere, or will not
+LONGEST_S = 60.0  # in which a micro-batch of these swarms is settled, or given up
+STALLED_S = 2 * LONGEST_S  # without a micro-batch counted anywhere
+SETTLED_S = 2 * LONGEST_S + 5.0  # after its first count a micro-batch counts everywhere, or will not
 
 Violated = Callable[[str, str, VirtualHost | None], None]
 

@@ -16,6 +16,7 @@ what torch really keeps, and benchmarks/memory.py against what a process takes.
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from decentral.core import config
 from decentral.core.errors import UserError
@@ -27,7 +28,7 @@ TRAINING_BYTES = 20
 GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12, "synchronous": 24}
 PASSING_BYTES = 16
 UNDER_WAY = 4  # micro-batches that any span must have room for: with fewer its device waits for the links
-MOST_UNDER_WAY = 32
+MOST_UNDER_WAY = 64
 MOST_SEQUENCES = 512  # of a micro-batch whose size is `auto`
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
 RETURNED_BYTES = 1 << 20
@@ -45,14 +46,15 @@ class Needs:
     def of(self, begin: int, end: int, under_way: int | None = None) -> int:
         """Of fragments [begin, end) with so many micro-batches under way; with as many as routes need."""
         part = slice(begin, end)
-        many = self.under_way(end - begin) if under_way is None else under_way
+        many = self.under_way(begin, end) if under_way is None else under_way
         return sum(self.state[part]) + max(self.passing[part], default=0) + many * sum(self.kept[part])
 
-    def under_way(self, width: int) -> int:
-        """Micro-batches that a span of so many fragments needs room for: the narrower spans are, the longer are routes,
-        and the first of P stages holds P of them (PipeDream's 1F1B, arXiv 1806.03377, section 3.2)."""
-        stages = -(-len(self.fragments) // max(1, width))
-        return min(MOST_UNDER_WAY, max(UNDER_WAY, stages + 2))
+    def under_way(self, begin: int, end: int) -> int:
+        """Micro-batches that fragments [begin, end) need room for: those that are behind it, with spans like this one,
+        and their own. A stage with P - 1 others behind it holds P of them (PipeDream's 1F1B, arXiv 1806.03377, section
+        3.2) where nothing ever waits. The more stages there are, the more routes, and the more waits at each."""
+        stages = -(-(len(self.fragments) - begin) // max(1, end - begin))
+        return min(MOST_UNDER_WAY, max(UNDER_WAY, stages * (stages + 2) // 2))
 
     def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
         """Micro-batches that fit beside the span."""
@@ -97,13 +99,16 @@ UNKNOWN_LAYER = 128  # bytes a token and number that enters, for a user's own la
 def reach(found: Needs, memory_bytes: int) -> Callable[[int], int]:
     """From which fragment a span may go how far; itself, where nothing fits."""
 
-    def last(begin: int) -> int:
-        end = begin
-        while end < len(found.fragments) and found.of(begin, end + 1) <= memory_bytes:
-            end += 1
-        return end
+    return _widest(found, memory_bytes).__getitem__
 
-    return last
+
+@lru_cache(maxsize=64)
+def _widest(found: Needs, memory_bytes: int) -> tuple[int, ...]:
+    """Where the widest span ends that fits, from each fragment on: a narrower one may need more micro-batches' room."""
+    count = len(found.fragments)
+    ends = (range(count, begin, -1) for begin in range(count))
+    fits = [[end for end in those if found.of(begin, end) <= memory_bytes] for begin, those in enumerate(ends)]
+    return tuple(those[0] if those else begin for begin, those in enumerate(fits))
 
 
 def check(found: Needs, memory_bytes: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decentral.comm.messages import MAX_ROUTE_S
 from decentral.comm.pace import DEADLINE_FLOOR_S, DEADLINE_TOP_S, MOST_ROUTES, Stride, Turns, Window, budget_s
 from decentral.core.ids import PeerId
 
@@ -52,9 +53,10 @@ def test_the_priors_rates_decide_among_equally_fast_peers() -> None:
 
 def test_deadlines_have_a_floor_and_a_top() -> None:
     turns = Turns({A: 0.001, B: 100.0})
-    assert turns.deadline_s(A) == DEADLINE_FLOOR_S
-    assert turns.deadline_s(B) == DEADLINE_TOP_S
-    assert budget_s(None) == budget_s(1e9) == 2 * DEADLINE_TOP_S
+    assert turns.deadline_s(A, 0.0) == DEADLINE_FLOOR_S
+    turns.seconds[B] = 1000.0
+    assert turns.deadline_s(B, 0.0) == DEADLINE_TOP_S
+    assert budget_s(None) == budget_s(1e9) == MAX_ROUTE_S
 
 
 def pipeline(window: Window, base_s: float, service_s: float, completions: int) -> float:

@@ -169,18 +169,18 @@ def test_a_slow_reader_holds_its_answerer_for_write_s_and_no_longer(world: World
 
 def test_who_finds_no_answer_in_time_ends_the_stream(world: World) -> None:
     world.answers = lambda respond: None
-    world.ask()
-    assert world.play() == [(ANSWER_S + 2 * DELAY_S, "cut")]
+    world.ask(deadline_s=2 * ANSWER_S)
+    assert world.play(2 * ANSWER_S) == [(ANSWER_S + 2 * DELAY_S, "cut")]
     assert world.b.refused == {"deadline": 1}
 
 
 def test_an_answer_after_that_is_for_nobody(world: World) -> None:
     held: list[Respond] = []
     world.answers = held.append
-    world.ask()
+    world.ask(deadline_s=2 * ANSWER_S)
     world.play(ANSWER_S + 10)
     held[0](Envelope(Pong(1)))
-    assert [what for _, what in world.play()] == ["cut"]
+    assert [what for _, what in world.play(2 * ANSWER_S)] == ["cut"]
 
 
 # Who dies

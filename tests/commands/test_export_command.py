@@ -102,7 +102,7 @@ class Serving:
         compute, question = self.computes[to], envelope.message
         assert isinstance(question, PullState)
         donor = Donor(RUN, compute.fragments)
-        donor.asked(1, question, 0, 0.0)
+        donor.asked(1, PeerId("asker"), question, 0, 0.0)
         exported = compute.do(jobs.ExportState(question.fragment))
         assert isinstance(exported, jobs.StateExported)
         (reply,) = donor.exported(exported, 0, 0.0)

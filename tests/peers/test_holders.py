@@ -34,13 +34,13 @@ def test_who_moves_stops_training_or_goes_is_found_where_it_is_now() -> None:
     assert (list(holders.near(0)), list(holders.near(2))) == (["P002"], ["P000"])
     holders.drop(PeerId("P002"))
     holders.drop(PeerId("P002"))
-    assert (list(holders.near(0)), holders.count, holders.widths) == ([], 1, 4)
+    assert (list(holders.near(0)), holders.count, holders.speeds) == ([], 1, {(2, 4): 1.0})
 
 
 def test_a_span_that_no_model_has_costs_no_more_than_the_model() -> None:
     holders = Holders(OWN, 4)
     holders.put(PeerId("A"), record(0, 1 << 60))
-    assert holders.widths == 16
+    assert holders.speeds == {(0, 4): 1.0}
     holders.put(PeerId("A"), record(1 << 59, 1 << 60))
     assert holders.count == 0
 

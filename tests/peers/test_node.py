@@ -159,7 +159,7 @@ digests = st.just(blobs.digest(BLOB)) | st.binary(min_size=16, max_size=16)
 rates = st.floats(0, 1e12, exclude_max=True)
 snapshots = st.builds(Snapshot, runs(), fragments, numbers(), numbers(), rates, times, layouts, digests)
 patience = st.floats(0, MAX_PATIENCE_S)
-holds = st.floats(0, messages.MAX_HOLD_S)
+holds = st.floats(0, messages.MAX_ROUTE_S)
 names = st.sampled_from([(), ("delta",), ("phi",)]) | st.lists(words(32), max_size=16).map(tuple)
 lengths = st.integers(1, messages.MAX_CHUNK_BYTES)
 hops = st.builds(messages.Hop, words(64), fragments, fragments)
@@ -192,6 +192,9 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     messages.Carry: st.builds(
         messages.Carry, runs(), words(64), numbers(), fragments, st.integers(1, 12), patience, holds, layouts
     ),
+    messages.Offer: st.builds(messages.Offer, runs(), fragments, st.integers(1, 12)),
+    messages.Load: st.builds(messages.Load, runs(), st.floats(0, 1e6), st.floats(0, 1e6), fragments),
+    messages.Carrying: st.builds(messages.Carrying, runs(), legs),
     messages.Returned: st.builds(
         messages.Returned, runs(), rates, numbers(), st.lists(hops, max_size=3).map(tuple), layouts
     ),

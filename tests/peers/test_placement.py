@@ -73,17 +73,27 @@ def test_the_flow_is_the_tightest_of_all_cuts(held: list[Holder], parameters: li
     assert placement.flow(fragments, held) == pytest.approx(tightest, rel=1e-6, abs=1e-9)
 
 
+SHARED = [("A", (0, 3), 4.0), ("B", (3, 6), 1.0), ("C", (3, 6), 3.0)]
+
+
+def solved(fragments: list[Fragment], places: list[flows.Place], own: flows.Place) -> Prior:
+    speed: dict[flows.Span, float] = {}
+    for place in places:
+        speed[place.span] = speed.get(place.span, 0.0) + place.tokens_per_s
+    return flows.solve(fragments, speed, own.span, [place for place in places if place != own])
+
+
 @given(held=holders)
 def test_the_routes_flow_carries_what_the_cuts_let_through_but_for_the_cost_of_hops(held: list[Holder]) -> None:
     bound = placement.flow(SIX, held)
     places = [flows.Place(PeerId(f"P{i}"), one.begin, one.end, one.tokens_per_s) for i, one in enumerate(held)]
-    prior = flows.solve(SIX, places, PeerId("P0"))
+    prior = solved(SIX, places, places[0])
     assert bound * 0.9 - 1e-9 <= prior.tokens_per_s <= bound * (1 + 1e-6) + 1e-9
 
 
 def test_what_enters_a_peer_leaves_it_by_the_flow() -> None:
     places = [flows.Place(PeerId(name), *span, 1.0) for name, span in (("A", (0, 4)), ("B", (2, 6)))]
-    prior = flows.solve(SIX, places, PeerId("A"))
+    prior = solved(SIX, places, places[0])
     assert prior.tokens_per_s == pytest.approx(2.0)
     assert sum(prior.ends[0].values()) == pytest.approx(1.0)
     assert sum(end * rate for end, rate in prior.ends[0].items()) == pytest.approx(3.0)  # half of the layers
@@ -93,8 +103,23 @@ def test_what_enters_a_peer_leaves_it_by_the_flow() -> None:
 
 def test_a_swarm_too_large_to_solve_goes_without_a_prior() -> None:
     fragments = [Fragment(i, i, i + 1, 1) for i in range(64)]
-    places = [flows.Place(PeerId(f"P{i}"), 0, 64, 1.0) for i in range(20)]
-    assert flows.solve(fragments, places, PeerId("P0")) == Prior()
+    places = [flows.Place(PeerId(f"P{i}"), i, 64, 1.0) for i in range(64)]
+    assert solved(fragments, places, places[0]) == Prior()
+
+
+def test_peers_with_the_same_span_share_its_flow_by_their_speeds() -> None:
+    places = [flows.Place(PeerId(name), *span, speed) for name, span, speed in SHARED]
+    nexts = solved(SIX, places, places[0]).nexts[3]
+    assert nexts[places[1].peer] * 3 == pytest.approx(nexts[places[2].peer])
+
+
+def test_a_flow_is_worth_a_new_one_when_a_twentieth_of_all_speed_has_changed() -> None:
+    known = {(0, 3): 50.0, (3, 6): 50.0}
+    assert not flows.changed(known, {(0, 3): 52.0, (3, 6): 48.0})
+    assert flows.changed(known, {(0, 3): 50.0, (3, 6): 40.0})
+    assert flows.changed(known, {(0, 3): 50.0, (2, 6): 50.0})
+    assert flows.changed({}, known)
+    assert not flows.changed({}, {})
 
 
 def test_where_two_places_are_equally_scarce_and_no_newcomer_can_mend_both_each_gets_one() -> None:

@@ -65,7 +65,7 @@ def test_a_rounds_gradients_are_those_of_one_process(make_of: Callable[[int], Ma
     make = make_of(12)
     world = World(make, spans, job_s=0.05)
     world.start_all(1.0)
-    some(world, 1)
+    some(world, 3)  # by then all know how fast the others are
     number = world.rounds(0).number
     held = [live for compute in world.computes.values() for live in compute.inner.lives]
     weights = {live.fragment.index: live.theta.clone() for live in held}
@@ -177,7 +177,7 @@ def test_all_who_die_at_once_go_on_together_from_their_checkpoints(make_of: Call
         world.agenda.after(2.0 + number, partial(world.start, member))
     world.agenda.run(world.agenda.now + 30.0)
     some(world, 2)
-    assert saved > 10
+    assert saved >= 10
     assert all(world.rounds(number).number > saved for number in range(3))
     assert len(world.rounds(0).now_in.members) == 3  # type: ignore[union-attr]
     assert all_equal(world)

@@ -45,7 +45,9 @@ def world_of(computes: dict[str, Compute], at_least: int) -> World:
         world.add(name, *span, seconds=0.1, device=compute, layouts=compute.layout, at_least=at_least)
         places.append(flows.Place(PeerId(name), held[0].index, held[-1].index + 1, 100.0))
     for name, peer in world.peers.items():
-        peer.routes.prior = flows.solve(first.cuts, places, name)
+        own = next(place for place in places if place.peer == name)
+        speed = {place.span: place.tokens_per_s for place in places}
+        peer.routes.prior = flows.solve(first.cuts, speed, own.span, [place for place in places if place != own])
     return world
 
 

@@ -100,4 +100,10 @@ def test_the_narrower_a_span_the_more_micro_batches_it_must_have_room_for() -> N
     """The first of P stages holds P micro-batches while they are on their way."""
     found = memory.needs(config.Config(model=config.Model(depth=16), gossip=config.Gossip(fragment_parameters=1)))
     count = len(found.fragments)
-    assert [found.under_way(width) for width in (count, count // 2, count // 6, 1)] == [4, 4, 8, count + 2]
+    assert [found.under_way(0, width) for width in (count, count // 2, count // 6, 1)] == [
+        4,
+        4,
+        24,
+        memory.MOST_UNDER_WAY,
+    ]
+    assert found.under_way(count - 1, count) == 4
