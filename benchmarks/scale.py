@@ -30,8 +30,8 @@ from decentral.train import memory
 
 THROTTLES = (1.0, 0.5, 1.0, 0.25)
 PARTS = (0.125, 0.2, 0.125, 0.3)  # of the layers that there is room for, of the same peers in turn
-TOKENS = 128
-CONTEXT = 128
+TOKENS = 64
+CONTEXT = 64
 SAMPLE_S = 60.0
 REPLACED_S = 60.0
 WIRES = Wires(0.03, 25e6, 125e6)
@@ -75,8 +75,8 @@ class Watching:
 def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> Shape:
     """`layers`: blocks, embedding and head included in the first and the last of as many fragments."""
     settings = [
-        *(f"model.depth={layers}", "model.width=512", f"model.context={CONTEXT}", "train.micro_batch=1"),
-        *("gossip.fragment_parameters=2000000", "gossip.window_s=1800", "gossip.start_window_s=1800"),
+        *(f"model.depth={layers}", "model.width=256", f"model.context={CONTEXT}", "train.micro_batch=1"),
+        *("gossip.fragment_parameters=500000", "gossip.window_s=1800", "gossip.start_window_s=1800"),
         *("gossip.partners=1", "gossip.max_age_s=3600", "swarm.checkpoint_every_s=3600", "routes.overlap=true"),
         *(f"swarm.shards={max(1, peers // 100)}", "swarm.record_ttl_s=900", "swarm.renew_s=300", "swarm.refresh_s=300"),
     ]

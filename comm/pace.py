@@ -108,6 +108,7 @@ class Prior:
     ends: dict[int, dict[int, float]] = field(default_factory=dict)
     nexts: dict[int, dict[PeerId, float]] = field(default_factory=dict)
     tokens_per_s: float = 0.0  # through the whole swarm
+    size: int = 0  # variables of the programme
 
 
 @dataclass(slots=True)

@@ -111,13 +111,13 @@ class Terms:
         """How many are here."""
         return sum(self.first <= cut.first and cut.last <= self.last for cut in self.cuts)
 
-    def share(self, first: int, last: int) -> float:
-        """The part of the model's parameters in layers [first, last)."""
-        return share(self.cuts, first, last)
-
     def begins(self, layer: int) -> bool:
         """Whether others' legs may begin here with this layer."""
         return any(cut.first == layer for cut in self.cuts if max(1, self.first) <= cut.first < self.last)
+
+    def behind(self, layer: int) -> int:
+        """At how many layers behind this one they may."""
+        return sum(layer < cut.first < self.last for cut in self.cuts)
 
     def size(self, carry: Carry) -> int:
         """Bytes that may come with it; none, if it is not for us."""
@@ -205,6 +205,7 @@ class Routes:
     _outboxes: dict[PeerId, Outbox] = field(default_factory=dict)
     _last_token: int = 0
     _own_part: float = 0.0  # of the model, that is here
+    _shares: dict[tuple[int, int], float] = field(default_factory=dict)  # of the model, by layers [first, last)
     _look_at: Seconds | None = None
     _ends: dict[int, Stride[int]] = field(default_factory=dict)  # by the layer that a leg begins with
     _worked: float = 0.0  # tokens through our share of the model, since the last step
@@ -216,7 +217,7 @@ class Routes:
         stages = -(-terms.layers // (terms.last - terms.first))
         self.window = Window(terms.capacity, FULL if full else LEAN, max(2, min(stages, terms.capacity)))
         self.ledger = Tally() if terms.synchronous else Ledger(terms.at_least)
-        self._own_part = terms.share(terms.first, terms.last)
+        self._own_part = self._share(terms.first, terms.last)
         self.doubts = Doubts(self.terms.run)
 
     @property
@@ -245,7 +246,7 @@ class Routes:
         """This peer's place from now on; legs are taken again."""
         self.terms, self.draining, self.ledger.at_least = terms, False, terms.at_least
         self.window.most, self.prior = terms.capacity, Prior()
-        self._own_part = terms.share(terms.first, terms.last)
+        self._own_part = self._share(terms.first, terms.last)
         self._ends.clear()
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
@@ -371,8 +372,15 @@ class Routes:
             return Refused("busy")
         ends = self.prior.ends.get(offer.first, {})
         last = max(ends, key=ends.__getitem__) if ends else terms.last
-        part = terms.share(offer.first, last) * (1.0 if last == terms.layers else FORWARD_PART)
+        part = self._share(offer.first, last) * (1.0 if last == terms.layers else FORWARD_PART)
         return Load(terms.run, self._wait_s(), self._seconds(part), last)
+
+    def _share(self, first: int, last: int) -> float:
+        """The part of the model's parameters in layers [first, last)."""
+        found = self._shares.get((first, last))
+        if found is None:
+            found = self._shares[first, last] = share(self.terms.cuts, first, last)
+        return found
 
     def _seconds(self, part: float) -> Seconds:
         """Of computing: so much of a micro-batch through the whole model."""
@@ -384,9 +392,9 @@ class Routes:
         parts = 0.0
         for leg in self.legs.values():
             if leg.stage is Stage.FORWARD:
-                parts += FORWARD_PART * self.terms.share(leg.id.first, leg.last)
+                parts += FORWARD_PART * self._share(leg.id.first, leg.last)
             elif leg.stage is Stage.BACKWARD:
-                parts += (1 - FORWARD_PART) * self.terms.share(leg.id.first, leg.last)
+                parts += (1 - FORWARD_PART) * self._share(leg.id.first, leg.last)
         return self._seconds(parts)
 
     def _room(self, first: int) -> bool:
@@ -396,19 +404,19 @@ class Routes:
         place is kept for each layer behind this one at which legs may enter (buffer classes: Merlin and Schweitzer,
         1980). Else peers that hold the same layers could fill each other up with legs that wait for one another.
         """
-        capacity = self.terms.capacity
-        at_work = [leg for leg in self.legs.values() if leg.stage is not Stage.HELD]
-        behind = sum(first < cut.first < self.terms.last for cut in self.terms.cuts)
-        kept = min(behind, capacity // KEPT_PART)
-        if len(at_work) >= capacity or len(self.legs) >= MOST_HELD * capacity:
+        capacity, at_work, own = self.terms.capacity, 0, 0
+        for leg in self.legs.values():
+            at_work += leg.stage is not Stage.HELD
+            own += leg.own
+        if at_work >= capacity or len(self.legs) >= MOST_HELD * capacity:
             return False
+        kept = min(self.terms.behind(first), capacity // KEPT_PART)
         if self.terms.first > 0:
-            return len(at_work) < capacity - kept
-        own = sum(leg.own for leg in at_work)
+            return at_work < capacity - kept
         if first == 0:
             return own < capacity - kept
         wanted = min(self.window.size, capacity - kept) - own  # nobody else can begin ours: others' have others, too
-        return len(at_work) - own < capacity // KEPT_PART or len(at_work) + wanted < capacity
+        return at_work - own < capacity // KEPT_PART or at_work + wanted < capacity
 
     def _asked_again(self, leg: Leg, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
         """Whoever asked before has been given up, or is gone: the new asker gets the answer."""
@@ -484,7 +492,7 @@ class Routes:
         if leg is None or leg.offers is None:
             return []
         load = answer if isinstance(answer, Load) and leg.last < answer.last <= self.terms.layers else None
-        leg.offers.answered(peer, load, self.terms.share(leg.last, load.last) if load else 0.0)
+        leg.offers.answered(peer, load, self._share(leg.last, load.last) if load else 0.0)
         if load is None:
             leg.busy.append(peer)
         if leg.offers.asked:
@@ -511,7 +519,7 @@ class Routes:
 
     def _guess_s(self, leg: Leg) -> Seconds:
         """What the rest of the model takes of the usual device."""
-        rest = self.terms.share(leg.last, self.terms.layers)
+        rest = self._share(leg.last, self.terms.layers)
         return leg.tokens * rest / self.usual_speed if self.usual_speed > 0 else 0.0
 
     def _awaited(self, token: int, attempt: int) -> Leg | None:
@@ -612,7 +620,7 @@ class Routes:
         if leg.own and at_the_end:
             entry = replace(entry, leg=LegId(self.terms.peer, done.number, 0))
         self._tokens = done.tokens
-        self._worked += done.tokens * self.terms.share(leg.id.first, leg.last)
+        self._worked += done.tokens * self._share(leg.id.first, leg.last)
         if leg.stage is Stage.GONE:
             self.legs.pop(leg.token)
             return self.ledger.add(leg.token, entry, Mark.VOID)

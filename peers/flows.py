@@ -12,6 +12,7 @@ swarm. As a linear programme (HiGHS) over hops (span i carries from cut a to cut
 Links are not in it: their delay costs a hop, and what they cannot carry shows in the times that routes measure.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 
 HOP_COST = 0.01  # of the flow: so much throughput is given up for one hop less
-MOST_HOPS = 40_000  # variables, a second or so; a swarm of more different spans goes by measured times alone
+MOST_HOPS = 40_000  # variables, some seconds; a swarm of more different spans goes by measured times alone
 LEAST_RATE = 1e-6  # of all speed
-PAUSE_S = 0.004  # for each variable, until a flow is solved anew: so much more than solving takes
-CHANGED = 0.05  # of all speed: for less that changed a flow is not worth a new one
+PAUSE_S = 0.01  # for each variable, until a flow is solved anew: a thousand times what solving takes
+CHANGED = 0.1  # of all speed: for less that changed a flow is not worth a new one
 Span = tuple[int, int]  # fragments [begin, end)
 
 
@@ -59,9 +60,15 @@ def changed(before: Mapping[Span, float], now: Mapping[Span, float]) -> bool:
     return differing > CHANGED * sum(now.values())
 
 
-def size(spans: Iterable[Span]) -> int:
-    """How many variables the flow through these has."""
-    return sum((end - begin) * (end - begin + 1) // 2 for begin, end in spans)
+def _hops(spans: Iterable[Span]) -> list[tuple[Span, int, int]]:
+    """Of each span, between cuts at which some span begins or ends.
+
+    A cut in between, which no span tells apart from its neighbours, is as good as turns between those two.
+    """
+    known = list(spans)
+    cuts = sorted({cut for span in known for cut in span})
+    inside = {span: [cut for cut in cuts if span[0] <= cut <= span[1]] for span in known}
+    return [(span, a, b) for span in known for a, b in itertools.combinations(inside[span], 2)]
 
 
 def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, others: Iterable[Place]) -> Prior:
@@ -69,13 +76,13 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, othe
 
     Empty if nothing flows, or if there are too many different spans.
     """
-    hops = [(span, a, b) for span in speed for a in range(*span) for b in range(a + 1, span[1] + 1)]
+    hops = _hops(speed)
     total = sum(speed.values())
     if not hops or len(hops) > MOST_HOPS or total <= 0:
         return Prior()
     rates = _rates(cuts, list(speed.values()), list(speed), hops, total)
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
-    prior = Prior(tokens_per_s=float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0)) * total)
+    prior = Prior(size=len(hops), tokens_per_s=float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0)) * total)
     through: dict[tuple[Span, int], float] = {}
     for (span, a, b), rate in zip(hops, rates, strict=True):
         if rate > LEAST_RATE:

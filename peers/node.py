@@ -674,7 +674,7 @@ class Node:
         if not self._routed or self.phase is not Phase.TRAINING or now < self._flows_at:
             return []
         holders = self.roster.holders
-        self._flows_at = now + max(FLOWS_S, flows.PAUSE_S * flows.size(self._known_speeds))
+        self._flows_at = now + max(FLOWS_S, flows.PAUSE_S * self.routes.prior.size)
         if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
             self.roster.renew_soon(now)
         self.routes.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0

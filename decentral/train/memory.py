@@ -28,6 +28,7 @@ TRAINING_BYTES = 20
 GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12, "synchronous": 24}
 PASSING_BYTES = 16
 UNDER_WAY = 4  # micro-batches that any span must have room for: with fewer its device waits for the links
+MOST_WAITING = 5  # at each device of a long route
 MOST_UNDER_WAY = 64
 MOST_SEQUENCES = 512  # of a micro-batch whose size is `auto`
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
@@ -52,9 +53,13 @@ class Needs:
     def under_way(self, begin: int, end: int) -> int:
         """Micro-batches that fragments [begin, end) need room for: those that are behind it, with spans like this one,
         and their own. A stage with P - 1 others behind it holds P of them (PipeDream's 1F1B, arXiv 1806.03377, section
-        3.2) where nothing ever waits. The more stages there are, the more routes, and the more waits at each."""
-        stages = -(-(len(self.fragments) - begin) // max(1, end - begin))
-        return min(MOST_UNDER_WAY, max(UNDER_WAY, stages * (stages + 2) // 2))
+        3.2) where nothing ever waits. Where routes are many, gradients come back as they happen to, and it takes about
+        five at each device to keep it busy nine tenths of the time (a queue with random arrivals)."""
+        width = max(1, end - begin)
+        if 2 * width >= len(self.fragments):
+            return UNDER_WAY
+        behind = -(-(len(self.fragments) - begin) // width)
+        return min(MOST_UNDER_WAY, max(UNDER_WAY, MOST_WAITING * behind))
 
     def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
         """Micro-batches that fit beside the span."""

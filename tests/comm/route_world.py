@@ -191,7 +191,7 @@ class World:
         leg = peer.routes.legs.get(getattr(job, "token", -1))
         if isinstance(job, jobs.Forward) and job.last == self.cuts[-1].last:
             share = 1.0
-        part = peer.routes.terms.share(leg.id.first, leg.last) if leg is not None else 0.0
+        part = jobs.share(self.cuts, leg.id.first, leg.last) if leg is not None else 0.0
         took = share * part * peer.seconds
         peer.free_at = max(peer.free_at, self.now) + took
         peer.busy_s += took

@@ -103,7 +103,7 @@ def test_the_narrower_a_span_the_more_micro_batches_it_must_have_room_for() -> N
     assert [found.under_way(0, width) for width in (count, count // 2, count // 6, 1)] == [
         4,
         4,
-        24,
+        30,
         memory.MOST_UNDER_WAY,
     ]
     assert found.under_way(count - 1, count) == 4
