@@ -22,7 +22,7 @@ from decentral.core.units import Seconds
 
 Choice = TypeVar("Choice", int, PeerId)
 
-FULL = (1.0, 2.0)  # micro-batches of ours that wait, at least and at most, for each device on the way: none idles
+FULL = (1.5, 3.0)  # micro-batches of ours that wait, at least and at most, for each device on the way: none idles
 LEAN = (0.125, 0.5)  # where each step waits for all that is under way: more of them make a larger batch than was asked
 MANY = 4  # micro-batches in a step; where there are as many, a few that wait make it no larger
 RECENT = 32  # micro-batches along one route
@@ -30,6 +30,7 @@ FADES = 0.002  # of the distance to what is seen now, for each micro-batch
 SLOWER = 2.0
 MOST_KNOWN = 256  # next peers whose seconds are known
 MOST_ROUTES = 64  # whose bases are known; the longest unused is forgotten
+MANY_ROUTES = 8  # from so many on a new route is measured by the fastest of all
 NEWEST = 0.2  # weight of the newest in a running average
 LEAST_PART = 0.02  # of the best one's turns, for a peer that the prior leaves out
 MOST_TIMES_SLOWER = 16.0  # than the others, a peer can look by that alone: it must be asked again some time
@@ -68,16 +69,22 @@ class Window:
     bases: dict[tuple[PeerId, ...], Base] = field(default_factory=dict)  # by route
     _waiting: float = 0.0  # the part of its time that a micro-batch waits somewhere, running average
     _typical_s: Seconds | None = None
+    _fastest_s: Seconds = math.inf  # of any route; fades as a base does
     _since: int = 0  # completions since the size was last changed
 
     def done(self, seconds: Seconds, route: tuple[PeerId, ...]) -> None:
         """A micro-batch took so long along this route, from its start to its end."""
-        base = self.bases.pop(route, None) or Base(min(seconds, self._usual_s()))
+        fading = FADES * (seconds - self._fastest_s) if self._fastest_s < math.inf else 0.0
+        self._fastest_s = min(seconds, self._fastest_s + fading)
+        base = self.bases.pop(route, None)
+        new_one_s = self._fastest_s if len(self.bases) >= MANY_ROUTES else seconds  # or the first of each never waited
+        least_s = base.least if base else new_one_s
+        base = base or Base(seconds)
         base.saw(seconds)
         self.bases[route] = base  # the last used one comes last
         if len(self.bases) > MOST_ROUTES:
             del self.bases[next(iter(self.bases))]
-        self._waiting += NEWEST * (1 - base.least / max(1e-9, seconds) - self._waiting)
+        self._waiting += NEWEST * (1 - min(least_s, base.least) / max(1e-9, seconds) - self._waiting)
         self._typical_s = seconds if self._typical_s is None else (1 - NEWEST) * self._typical_s + NEWEST * seconds
         self._since += 1
         devices = len(route) + 1
@@ -91,11 +98,6 @@ class Window:
         elif self.size * self._waiting > most:
             self.size = max(2, self.size - 1)
         self.size = min(self.size, self.most)
-
-    def _usual_s(self) -> Seconds:
-        """Where routes are so many that hardly one comes twice, a new one is measured by the others."""
-        known = self.bases.values()
-        return median(base.least for base in known) if len(known) == MOST_ROUTES else math.inf
 
     def typical_s(self) -> Seconds | None:
         return self._typical_s

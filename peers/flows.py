@@ -28,7 +28,8 @@ from decentral.core.jobs import Fragment
 HOP_COST = 0.01  # of the flow: so much throughput is given up for one hop less
 MOST_HOPS = 40_000  # variables, some seconds; a swarm of more different spans goes by measured times alone
 LEAST_RATE = 1e-6  # of all speed
-PAUSE_S = 0.01  # for each variable, until a flow is solved anew: a thousand times what solving takes
+AT_ONCE = 200  # variables of a small swarm's flow, which is solved whenever enough has changed
+PAUSE_S = 0.5  # for each variable more, until a flow is solved anew: one peer changes little of it
 CHANGED = 0.1  # of all speed: for less that changed a flow is not worth a new one
 Span = tuple[int, int]  # fragments [begin, end)
 
@@ -82,7 +83,10 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, othe
         return Prior()
     rates = _rates(cuts, list(speed.values()), list(speed), hops, total)
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
-    prior = Prior(size=len(hops), tokens_per_s=float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0)) * total)
+    prior = Prior(
+        size=len(hops),
+        tokens_per_s=float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0)) * total,
+    )
     through: dict[tuple[Span, int], float] = {}
     for (span, a, b), rate in zip(hops, rates, strict=True):
         if rate > LEAST_RATE:

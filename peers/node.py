@@ -674,7 +674,7 @@ class Node:
         if not self._routed or self.phase is not Phase.TRAINING or now < self._flows_at:
             return []
         holders = self.roster.holders
-        self._flows_at = now + max(FLOWS_S, flows.PAUSE_S * self.routes.prior.size)
+        self._flows_at = now + FLOWS_S + flows.PAUSE_S * max(0, self.routes.prior.size - flows.AT_ONCE)
         if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
             self.roster.renew_soon(now)
         self.routes.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0

@@ -106,4 +106,4 @@ def test_the_narrower_a_span_the_more_micro_batches_it_must_have_room_for() -> N
         30,
         memory.MOST_UNDER_WAY,
     ]
-    assert found.under_way(count - 1, count) == 4
+    assert found.under_way(count - 1, count) == memory.MOST_WAITING
