@@ -83,7 +83,8 @@ def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> 
     shape = Shape.of(config.load(None, [*settings, *overrides]), Pace(step_s, 0.05), THROTTLES, TOKENS)
     count = len(shape.fragments)
     needs = memory.needs(shape.config, shape.fragments)
-    rooms = [needs.of(0, max(1, round(count * part))) for part in PARTS]
+    widths = [max(1, round(count * part)) for part in PARTS]
+    rooms = [needs.of(0, width, needs.under_way(0, width)) for width in widths]
     return replace(shape, plain=True, memory=tuple(rooms))
 
 

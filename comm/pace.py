@@ -22,7 +22,7 @@ from decentral.core.units import Seconds
 
 Choice = TypeVar("Choice", int, PeerId)
 
-FULL = (1.5, 3.0)  # micro-batches of ours that wait, at least and at most, for each device on the way: none idles
+FULL = (1.0, 2.0)  # micro-batches of ours that wait, at least and at most, for each device on the way: none idles
 LEAN = (0.125, 0.5)  # where each step waits for all that is under way: more of them make a larger batch than was asked
 MANY = 4  # micro-batches in a step; where there are as many, a few that wait make it no larger
 RECENT = 32  # micro-batches along one route
@@ -84,12 +84,13 @@ class Window:
         self.bases[route] = base  # the last used one comes last
         if len(self.bases) > MOST_ROUTES:
             del self.bases[next(iter(self.bases))]
-        self._waiting += NEWEST * (1 - min(least_s, base.least) / max(1e-9, seconds) - self._waiting)
+        waited = 1 - min(least_s, base.least) / max(1e-9, seconds)
+        self._waiting += NEWEST * (waited - self._waiting)
         self._typical_s = seconds if self._typical_s is None else (1 - NEWEST) * self._typical_s + NEWEST * seconds
         self._since += 1
-        devices = len(route) + 1
+        devices = (len(route) + 1) * (1.5 if len(self.bases) == MOST_ROUTES else 1.0)  # chance needs longer queues
         least, most = (devices * many for many in self.waiting)
-        self.starting = self.starting and self.size * self._waiting < least
+        self.starting = self.starting and self.size * max(waited, self._waiting) < least
         if self._since < self.size and not self.starting:
             return
         self._since = 0

@@ -83,10 +83,8 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, othe
         return Prior()
     rates = _rates(cuts, list(speed.values()), list(speed), hops, total)
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
-    prior = Prior(
-        size=len(hops),
-        tokens_per_s=float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0)) * total,
-    )
+    begun = float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0))
+    prior = Prior(tokens_per_s=begun * total, size=len(hops))
     through: dict[tuple[Span, int], float] = {}
     for (span, a, b), rate in zip(hops, rates, strict=True):
         if rate > LEAST_RATE:

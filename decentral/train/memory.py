@@ -28,7 +28,8 @@ TRAINING_BYTES = 20
 GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12, "synchronous": 24}
 PASSING_BYTES = 16
 UNDER_WAY = 4  # micro-batches that any span must have room for: with fewer its device waits for the links
-MOST_WAITING = 5  # at each device of a long route
+AT_EACH = 5  # device of a long route
+LEAST_OF_LONG = 32
 MOST_UNDER_WAY = 64
 MOST_SEQUENCES = 512  # of a micro-batch whose size is `auto`
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
@@ -45,21 +46,26 @@ class Needs:
     kept: tuple[int, ...]
 
     def of(self, begin: int, end: int, under_way: int | None = None) -> int:
-        """Of fragments [begin, end) with so many micro-batches under way; with as many as routes need."""
+        """Of fragments [begin, end) with so many micro-batches under way; with as many as they need at least."""
         part = slice(begin, end)
-        many = self.under_way(begin, end) if under_way is None else under_way
+        many = self.least_under_way(end - begin) if under_way is None else under_way
         return sum(self.state[part]) + max(self.passing[part], default=0) + many * sum(self.kept[part])
 
+    def least_under_way(self, width: int) -> int:
+        """Micro-batches that a span of so many fragments must have room for: the narrower spans are, the longer are
+        routes, and the first of P stages holds P of them (PipeDream's 1F1B, arXiv 1806.03377, section 3.2)."""
+        stages = -(-len(self.fragments) // max(1, width))
+        return min(LEAST_OF_LONG, max(UNDER_WAY, stages + 2))
+
     def under_way(self, begin: int, end: int) -> int:
-        """Micro-batches that fragments [begin, end) need room for: those that are behind it, with spans like this one,
-        and their own. A stage with P - 1 others behind it holds P of them (PipeDream's 1F1B, arXiv 1806.03377, section
-        3.2) where nothing ever waits. Where routes are many, gradients come back as they happen to, and it takes about
-        five at each device to keep it busy nine tenths of the time (a queue with random arrivals)."""
+        """Micro-batches that fragments [begin, end) should have room for: those that are behind it, with spans like
+        this one, and their own. Where routes are many, gradients come back as they happen to, and it takes about five
+        at each device to keep it busy nine tenths of the time (a queue with random arrivals)."""
         width = max(1, end - begin)
         if 2 * width >= len(self.fragments):
             return UNDER_WAY
         behind = -(-(len(self.fragments) - begin) // width)
-        return min(MOST_UNDER_WAY, max(UNDER_WAY, MOST_WAITING * behind))
+        return min(MOST_UNDER_WAY, max(self.least_under_way(width), AT_EACH * behind))
 
     def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
         """Micro-batches that fit beside the span."""
@@ -109,11 +115,17 @@ def reach(found: Needs, memory_bytes: int) -> Callable[[int], int]:
 
 @lru_cache(maxsize=64)
 def _widest(found: Needs, memory_bytes: int) -> tuple[int, ...]:
-    """Where the widest span ends that fits, from each fragment on: a narrower one may need more micro-batches' room."""
+    """Where the widest span ends that fits, from each fragment on: with the micro-batches that it should have room for,
+    or else with those that it must. A narrower one may need room for more of them."""
     count = len(found.fragments)
-    ends = (range(count, begin, -1) for begin in range(count))
-    fits = [[end for end in those if found.of(begin, end) <= memory_bytes] for begin, those in enumerate(ends)]
-    return tuple(those[0] if those else begin for begin, those in enumerate(fits))
+
+    def end_of(begin: int) -> int:
+        ends = range(count, begin, -1)
+        well = (end for end in ends if found.of(begin, end, found.under_way(begin, end)) <= memory_bytes)
+        badly = (end for end in ends if found.of(begin, end) <= memory_bytes)
+        return next(well, next(badly, begin))
+
+    return tuple(map(end_of, range(count)))
 
 
 def check(found: Needs, memory_bytes: int) -> None:

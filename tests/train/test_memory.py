@@ -100,10 +100,16 @@ def test_the_narrower_a_span_the_more_micro_batches_it_must_have_room_for() -> N
     """The first of P stages holds P micro-batches while they are on their way."""
     found = memory.needs(config.Config(model=config.Model(depth=16), gossip=config.Gossip(fragment_parameters=1)))
     count = len(found.fragments)
-    assert [found.under_way(0, width) for width in (count, count // 2, count // 6, 1)] == [
-        4,
-        4,
-        30,
-        memory.MOST_UNDER_WAY,
-    ]
-    assert found.under_way(count - 1, count) == memory.MOST_WAITING
+    widths = (count, count // 2, count // 6, 1)
+    assert [found.least_under_way(width) for width in widths] == [4, 4, 8, count + 2]
+    assert [found.under_way(0, width) for width in widths] == [4, 4, 30, memory.MOST_UNDER_WAY]
+    assert [found.under_way(count - 3, count), found.under_way(count - 1, count)] == [8, 20]
+
+
+def test_a_span_grows_as_far_as_its_micro_batches_have_room_and_at_least_as_they_must() -> None:
+    found = memory.needs(config.Config(model=config.Model(depth=16), gossip=config.Gossip(fragment_parameters=1)))
+    well = found.of(3, 6, found.under_way(3, 6))
+    assert memory.reach(found, well)(3) >= 6
+    assert found.of(3, 5) < found.of(3, 5, found.under_way(3, 5))
+    assert memory.reach(found, found.of(3, 4))(3) == 4  # less than it should have, and all that it must
+    assert memory.reach(found, found.of(3, 4) - 1)(3) == 3
