@@ -137,6 +137,11 @@ class World:
                 self._fail(number, "cut")
         self._at(self.now + DETECT_S, victim.name, "detected")
 
+    def forget_what_was_for(self, name: str) -> None:
+        """It was restarted: jobs, answers and questions of its life before reach nobody."""
+        self._events = [event for event in self._events if event[2] != name or isinstance(event[3], _Deadline)]
+        heapq.heapify(self._events)
+
     def run(self, seconds: float) -> None:
         end = self.now + seconds
         while True:

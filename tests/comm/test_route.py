@@ -1,5 +1,6 @@
 """Routes in virtual time: what is lost, late, killed or asked twice, each layer counts a micro-batch once at most."""
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -7,13 +8,13 @@ import pytest
 
 from decentral import audit
 from decentral.comm.codec import Envelope
-from decentral.comm.messages import Carry, Hop, LegId, Refused, Returned, Settle, Unsettled
+from decentral.comm.messages import Carry, Carrying, Hop, LegId, Refused, Returned, Settle, Unsettled
 from decentral.comm.pace import DEADLINE_FLOOR_S
-from decentral.comm.route import MOST_HELD
+from decentral.comm.route import MOST_HELD, Routes
 from decentral.comm.transport import Answered, Ask, Asked, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from tests.comm.route_world import RUN, World, cuts_of, is_settle, layout
+from tests.comm.route_world import RUN, Device, World, cuts_of, is_settle, layout
 
 CUTS = cuts_of([100, 100, 100, 100])
 
@@ -340,3 +341,79 @@ def test_without_overlap_lost_questions_do_not_stop_it_for_good() -> None:
     world.run(20.0)
     assert sum(peer.routes.completed for peer in world.peers.values()) > before + 50
     assert result(world).sound
+
+
+def test_a_leg_that_is_only_late_is_asked_after_and_not_sent_twice() -> None:
+    world = World(CUTS)
+    for name, first, last in (("A", 0, 2), ("C", 2, 4), ("D", 2, 4)):
+        world.add(name, first, last, seconds=1.0)
+    sent: list[LegId] = []
+    asked_after: list[Ask] = []
+
+    def seen(now: float, ask: Ask) -> bool:
+        match ask.envelope.message:
+            case Carry() as carry:
+                sent.append(LegId(carry.starter, carry.number, carry.first))
+            case Carrying():
+                asked_after.append(ask)
+        return False
+
+    world.loses = seen
+    world.start()
+    world.run(60.0)
+    world.peers[PeerId("C")].seconds = world.peers[PeerId("D")].seconds = 4.0  # both later than any deadline
+    world.run(60.0)
+    assert asked_after
+    assert len(sent) == len(set(sent))
+    settled_down(world)
+    assert result(world).sound
+
+
+def test_who_does_not_know_of_a_leg_any_more_says_so_and_another_gets_it() -> None:
+    world = World(CUTS)
+    for name, first, last in (("A", 0, 2), ("C", 2, 4), ("D", 2, 4)):
+        world.add(name, first, last)
+    world.start()
+    world.run(5.0)
+    starter, restarted = world.peers[PeerId("A")].routes, world.peers[PeerId("C")]
+    assert restarted.routes.legs
+    restarted.routes, restarted.device = Routes(restarted.routes.terms, restarted.routes.view, True), Device(end=4)
+    world.forget_what_was_for("C")
+    before = starter.completed
+    world.run(DEADLINE_FLOOR_S + 20.0)
+    assert starter.completed > before + 50
+    settled_down(world)
+    assert result(world).sound
+
+
+def test_a_question_that_took_so_long_that_its_leg_is_counted_is_refused() -> None:
+    world = World(CUTS)
+    end = world.add("C", 2, 4)
+    world.start()
+    carry = Asked(1, PeerId("M"), Envelope(Carry(RUN, "S", 1, 2, 1, 5.0, 20.0, layout(2, 1)), bytes(20)))
+    end.routes.handle(carry, 1.0)
+    world.run(2.0)
+    end.routes.handle(jobs.Backed(1, 8, 1.0, layout(2, 1)[:1], bytes(16)), 2.0)
+    end.routes.handle(Asked(2, PeerId("S"), Envelope(Settle(RUN, (LegId("S", 1, 2),), ()))), 3.0)
+    (reply,) = end.routes.handle(replace(carry, request=3), 4.0)
+    assert isinstance(reply, Reply)
+    assert reply.envelope.message == Refused("counted")
+
+
+def test_a_starter_keeps_room_for_legs_that_enter_behind_its_first_layer_and_for_its_own() -> None:
+    world = World(CUTS)
+    starter = world.add("A", 0, 3, capacity=16).routes
+    ours = [starter._new_leg(LegId("A", number, 0), 3, 0.0, PeerId("A")) for number in range(14)]
+    for leg in ours:
+        leg.own = True
+    assert not starter._room(0)
+    assert starter._room(1)
+    for leg in ours[10:]:
+        starter.legs.pop(leg.token)
+    starter.window.size = 16
+    others = [starter._new_leg(LegId("B", number, 1), 3, 0.0, PeerId("B")) for number in range(2)]
+    assert starter._room(0)
+    assert not starter._room(1)  # what is left is wanted for micro-batches that only it can begin
+    starter.window.size = 10
+    assert starter._room(1)
+    assert len(others) == 2

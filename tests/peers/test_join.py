@@ -8,12 +8,12 @@ import pytest
 from decentral.comm import blobs
 from decentral.comm.codec import Envelope
 from decentral.comm.messages import PullState, Refused, StateChunk
-from decentral.comm.transport import Answered, Ask, AskFailed
+from decentral.comm.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
 from decentral.core.machine import Effect, Log, Woke
 from decentral.peers.fetch import DONORS, PIECE_BYTES
-from decentral.peers.join import GIVE_UP_S, LOOKS, MOST_PATIENT, RETRY_S, Join, State
+from decentral.peers.join import GIVE_UP_S, LOOKS, MOST_PATIENT, MOST_SERVED, RETRY_S, SERVED_S, Donor, Join, State
 
 RUN = RunId("gpt-3fa2c1")
 A, B = PeerId("A"), PeerId("B")
@@ -344,3 +344,15 @@ def test_a_holder_whose_record_comes_back_is_waited_for() -> None:
     new.live = [A, B]
     new.wake(RETRY_S)
     assert len(new.finish().blobs) == 2
+
+
+def test_a_donor_serves_so_many_newcomers_at_a_time_and_the_next_when_one_is_done() -> None:
+    donor = Donor(RUN, FRAGMENTS)
+    pull = PullState(RUN, 0, 0, PIECE_BYTES)
+    told = [donor.asked(number, PeerId(f"N{number}"), pull, 0, 0.0) for number in range(MOST_SERVED + 1)]
+    (refusal,) = told[-1]
+    assert isinstance(refusal, Reply)
+    assert refusal.envelope.message == Refused("busy")
+    assert not any(isinstance(effect, Reply) for effects in told[:-1] for effect in effects)
+    assert donor.asked(50, PeerId("N0"), pull, 0, 4.0) == []  # those that are served go on
+    assert donor.asked(51, PeerId("late"), pull, 0, SERVED_S + 1.0) == []
