@@ -30,6 +30,7 @@ FADES = 0.002  # of the distance to what is seen now, for each micro-batch
 SLOWER = 2.0
 MOST_KNOWN = 256  # next peers whose seconds are known
 MOST_ROUTES = 64  # whose bases are known; the longest unused is forgotten
+AT_RANDOM = 3.0  # times as many wait where hardly a route comes twice: legs arrive as they happen to
 MANY_ROUTES = 8  # from so many on a new route is measured by the fastest of all
 NEWEST = 0.2  # weight of the newest in a running average
 LEAST_PART = 0.02  # of the best one's turns, for a peer that the prior leaves out
@@ -74,22 +75,12 @@ class Window:
 
     def done(self, seconds: Seconds, route: tuple[PeerId, ...]) -> None:
         """A micro-batch took so long along this route, from its start to its end."""
-        fading = FADES * (seconds - self._fastest_s) if self._fastest_s < math.inf else 0.0
-        self._fastest_s = min(seconds, self._fastest_s + fading)
-        base = self.bases.pop(route, None)
-        new_one_s = self._fastest_s if len(self.bases) >= MANY_ROUTES else seconds  # or the first of each never waited
-        least_s = base.least if base else new_one_s
-        base = base or Base(seconds)
-        base.saw(seconds)
-        self.bases[route] = base  # the last used one comes last
-        if len(self.bases) > MOST_ROUTES:
-            del self.bases[next(iter(self.bases))]
-        waited = 1 - min(least_s, base.least) / max(1e-9, seconds)
+        waited = 1 - self._base_s(seconds, route) / max(1e-9, seconds)
         self._waiting += NEWEST * (waited - self._waiting)
         self._typical_s = seconds if self._typical_s is None else (1 - NEWEST) * self._typical_s + NEWEST * seconds
         self._since += 1
-        devices = (len(route) + 1) * (1.5 if len(self.bases) == MOST_ROUTES else 1.0)  # chance needs longer queues
-        least, most = (devices * many for many in self.waiting)
+        by_chance = AT_RANDOM if len(self.bases) == MOST_ROUTES else 1.0
+        least, most = (by_chance * (len(route) + 1) * many for many in self.waiting)
         self.starting = self.starting and self.size * max(waited, self._waiting) < least
         if self._since < self.size and not self.starting:
             return
@@ -99,6 +90,19 @@ class Window:
         elif self.size * self._waiting > most:
             self.size = max(2, self.size - 1)
         self.size = min(self.size, self.most)
+
+    def _base_s(self, seconds: Seconds, route: tuple[PeerId, ...]) -> Seconds:
+        """What this one would have taken if nothing had waited. Where routes are many a new one is measured by the
+        fastest of all: else the first of each would look as if it had never waited."""
+        fading = FADES * (seconds - self._fastest_s) if self._fastest_s < math.inf else 0.0
+        self._fastest_s = min(seconds, self._fastest_s + fading)
+        known = self.bases.pop(route, None)
+        base = self.bases[route] = known or Base(seconds)  # the last used one comes last
+        base.saw(seconds)
+        if len(self.bases) > MOST_ROUTES:
+            del self.bases[next(iter(self.bases))]
+        many = len(self.bases) > MANY_ROUTES
+        return self._fastest_s if many and not known else base.least
 
     def typical_s(self) -> Seconds | None:
         return self._typical_s
