@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from decentral import audit
-from decentral.comm import compress, route
+from decentral.comm import compress, leg
 from decentral.comm.identity import Identity
 from decentral.comm.loopback import Loopback, LoopbackDirectory
 from decentral.core import config, jobs
@@ -95,7 +95,7 @@ class Swarm:
         device = choose("cpu", "float32", 1.0, self.seconds)
         compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, compress, device, folder, span))
         capacity = self.needs.capacity(0, 3, self.half)
-        terms = route.Terms(
+        terms = leg.Terms(
             RUN, own.peer, *span, compute.cuts, 1, capacity, 1, compute.layout, self.run.routes.overlap
         )  # fmt: skip
         setup = Setup(

@@ -16,14 +16,14 @@ Backward passes go before forward ones, and our own new micro-batches come last.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from typing import Protocol
 
 from decentral.comm.codec import Envelope
 from decentral.comm.doubt import Completed, Doubts
 from decentral.comm.ledger import Entry, Ledger, Mark, reaches_the_end
+from decentral.comm.leg import Leg, Stage, Terms
 from decentral.comm.messages import (
     MAX_HOPS,
     MAX_LEGS,
@@ -44,7 +44,7 @@ from decentral.comm.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Offers, p
 from decentral.comm.pace import FULL, LEAN, MANY, NEWEST, Prior, Stride, Turns, Window, budget_s
 from decentral.comm.tally import Tally
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
-from decentral.core.ids import PeerId, RunId
+from decentral.core.ids import PeerId
 from decentral.core.jobs import (
     Backed,
     Backward,
@@ -52,10 +52,8 @@ from decentral.core.jobs import (
     Forget,
     Forward,
     Forwarded,
-    Fragment,
     HopFailed,
     Job,
-    Layout,
     Sealed,
     Stepped,
     share,
@@ -84,90 +82,6 @@ class View(Protocol):
     def successors(self, layer: int) -> Sequence[PeerId]:
         """Who else holds this layer, and trains."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """This peer's place in the model. `layout(layer, sequences)`: of what enters that layer."""
-
-    run: RunId
-    peer: PeerId
-    first: int
-    last: int
-    cuts: tuple[Fragment, ...]  # of the whole model; a leg ends where one of them does
-    most_sequences: int
-    capacity: int  # micro-batches that the memory takes
-    at_least: int  # micro-batches in an optimizer's step
-    layout: Callable[[int, int], Layout]
-    overlap: bool = False  # begin more before the last ones' step is taken: busier devices, stale gradients
-    synchronous: bool = False  # steps are taken in rounds, by all peers at once: comm/rounds.py
-
-    @property
-    def layers(self) -> int:
-        return self.cuts[-1].last
-
-    @property
-    def fragments(self) -> int:
-        """How many are here."""
-        return sum(self.first <= cut.first and cut.last <= self.last for cut in self.cuts)
-
-    def begins(self, layer: int) -> bool:
-        """Whether others' legs may begin here with this layer."""
-        return any(cut.first == layer for cut in self.cuts if max(1, self.first) <= cut.first < self.last)
-
-    def behind(self, layer: int) -> int:
-        """At how many layers behind this one they may."""
-        return sum(layer < cut.first < self.last for cut in self.cuts)
-
-    def size(self, carry: Carry) -> int:
-        """Bytes that may come with it; none, if it is not for us."""
-        if not self.begins(carry.first) or carry.sequences > self.most_sequences:
-            return 0
-        return sum(section.size for section in self.layout(carry.first, carry.sequences))
-
-
-class Stage(Enum):
-    FORWARD = auto()
-    AWAY = auto()
-    BACKWARD = auto()
-    HELD = auto()
-    GONE = auto()  # nobody waits for it, but the compute thread is at it
-
-
-@dataclass(slots=True)
-class Leg:
-    """A micro-batch's way through this peer."""
-
-    token: int
-    id: LegId
-    last: int
-    own: bool
-    began: Seconds
-    answer_by: Seconds  # then the asker goes elsewhere
-    until: Seconds  # then the starter gives up
-    asker: PeerId
-    request: int | None = None  # the question that waits for our answer
-    stage: Stage = Stage.FORWARD
-    sequences: int = 0
-    tokens: int = 0
-    loss: float = 0.0
-    layout: Layout = ()  # of the payload
-    payload: bytes = b""  # what we sent on, kept until its gradient is here
-    to: PeerId | None = None  # whose answer we wait for
-    attempts: int = 0
-    tried: list[PeerId] = field(default_factory=list)  # who took it, and failed
-    busy: list[PeerId] = field(default_factory=list)  # who had no room for it, since the last pause
-    refusals: int = 0
-    offers: Offers | None = None
-    retry_at: Seconds | None = None
-    look_at: Seconds | None = None  # when to ask the next peer whether it is still at it
-    late: bool = False
-    hops: tuple[Hop, ...] = ()  # after ours
-    answer: Envelope | None = None
-    round: int = 0
-
-    def deadline(self) -> Seconds:
-        return self.until if self.own or self.stage is Stage.HELD else min(self.until, self.answer_by)
 
 
 @dataclass(slots=True)
@@ -817,4 +731,4 @@ class Routes:
         return effects
 
 
-__all__ = ["Routes", "Terms", "View"]
+__all__ = ["Routes", "View"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from decentral.comm import route
+from decentral.comm import leg
 from decentral.comm.identity import Signer
 from decentral.comm.transport import Directory
 from decentral.core import config
@@ -137,10 +137,10 @@ class Model:
     layout: Callable[[int, int], Layout]
 
 
-def terms(wish: Wish, model: Model, held: Sequence[Fragment], capacity: int) -> route.Terms:
+def terms(wish: Wish, model: Model, held: Sequence[Fragment], capacity: int) -> leg.Terms:
     """Our place in the routes of micro-batches, with these fragments."""
     whole = len(held) == len(model.cuts)
-    return route.Terms(
+    return leg.Terms(
         run=wish.name,
         peer=wish.own.peer,
         first=held[0].first,

@@ -16,6 +16,7 @@ from random import Random
 from decentral.comm.codec import Envelope
 from decentral.comm.exchange import Exchange
 from decentral.comm.identity import Signer
+from decentral.comm.leg import Terms as RouteTerms
 from decentral.comm.messages import (
     MAX_PROBE_BYTES,
     Carry,
@@ -45,7 +46,6 @@ from decentral.comm.meter import Meter
 from decentral.comm.push import PushExchange
 from decentral.comm.rounds import Rounds
 from decentral.comm.route import Routes
-from decentral.comm.route import Terms as RouteTerms
 from decentral.comm.snapshots import Terms
 from decentral.comm.swap import SwapExchange
 from decentral.comm.transport import Answered, Asked, AskFailed, Found, Reply

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from decentral.comm.leg import Terms
 from decentral.comm.messages import Settle
-from decentral.comm.route import Routes, Terms
+from decentral.comm.route import Routes
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId, RunId

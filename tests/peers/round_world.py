@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentral.comm import route
+from decentral.comm import leg
 from decentral.comm.rounds import Rounds
 from decentral.core import jobs, rng
 from decentral.core.ids import PeerId
@@ -84,7 +84,7 @@ class World(Swarm):
             addresses=(),
             contacts=contacts,
             restored_step=compute.lr_step if training.restored else None,
-            routes=route.Terms(*place, compute.layout, synchronous=True),
+            routes=leg.Terms(*place, compute.layout, synchronous=True),
             versions=compute.versions,
         )
 

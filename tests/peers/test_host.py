@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from decentral import audit
-from decentral.comm import route
+from decentral.comm import leg
 from decentral.comm.identity import Identity
 from decentral.comm.loopback import Loopback, LoopbackDirectory
 from decentral.core import config, jobs, journal
@@ -78,9 +78,9 @@ class Swarm:
         self.hosts[name] = Host(node, transport, LoopbackDirectory(self.network), compute, lines, book, clock())
         return self.hosts[name]
 
-    def routes(self, peer: PeerId, compute: Compute) -> route.Terms:
+    def routes(self, peer: PeerId, compute: Compute) -> leg.Terms:
         held = compute.fragments
-        return route.Terms(RUN, peer, held[0].first, held[-1].last, compute.cuts, 4, 8, 1, compute.layout)
+        return leg.Terms(RUN, peer, held[0].first, held[-1].last, compute.cuts, 4, 8, 1, compute.layout)
 
     def room(self, compute: Compute) -> Room:
         """For two of the three fragments."""

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from decentral.comm import blobs, messages
 from decentral.comm.codec import Envelope
 from decentral.comm.identity import Identity
+from decentral.comm.leg import Terms
 from decentral.comm.messages import MAX_PATIENCE_S, Hello, Member, Message, Ping, Pong, Pull, Refused, Snapshot, Welcome
-from decentral.comm.route import Terms
 from decentral.comm.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Lookup, Reply
 from decentral.core import jobs
 from decentral.core.config import Config, Gossip
