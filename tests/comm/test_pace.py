@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.comm.messages import MAX_ROUTE_S
-from decentral.comm.pace import DEADLINE_FLOOR_S, DEADLINE_TOP_S, MOST_ROUTES, Stride, Turns, Window, budget_s
+from decentral.comm.pace import (
+    DEADLINE_FLOOR_S,
+    DEADLINE_TOP_S,
+    MOST_ROUTES,
+    SLACK,
+    UNKNOWN_S,
+    Stride,
+    Turns,
+    Window,
+    budget_s,
+)
 from decentral.core.ids import PeerId
 
 A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
@@ -95,3 +105,33 @@ def test_where_hardly_a_route_comes_twice_a_new_one_is_measured_by_the_others() 
     for number in range(20 * size):
         window.done(3.0, (PeerId(f"Q{number}"),))
     assert window.size < size  # two thirds of the time are waiting, though no route was seen before
+
+
+def test_a_window_doubles_until_something_waits_and_then_grows_no_more() -> None:
+    window = Window(64, size=4)
+    for _ in range(4):
+        window.done(1.0, (A, B))
+    assert window.size == 8
+    for _ in range(40):
+        window.done(3.0, (A, B))
+    assert not window.starting
+    assert window.size <= 12
+
+
+def test_the_more_devices_are_on_the_way_the_more_may_wait() -> None:
+    sizes = []
+    for route in ((A,), (A, B, C, PeerId("D"), PeerId("E"))):
+        window = Window(64)
+        window.done(1.0, route)
+        for _ in range(400):
+            window.done(1.0 + window.size / 8, route)  # each that waits costs an eighth of the way
+        sizes.append(window.size)
+    assert sizes[0] < sizes[1]
+
+
+def test_a_first_deadline_goes_by_what_the_devices_say_and_later_ones_by_what_others_took() -> None:
+    turns = Turns()
+    assert turns.deadline_s(A, 0.0) == UNKNOWN_S
+    assert turns.deadline_s(A, 50.0) == SLACK * 50.0
+    turns.served(B, 20.0)
+    assert turns.deadline_s(A, 50.0) == SLACK * 20.0
