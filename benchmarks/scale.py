@@ -1,8 +1,8 @@
 """A large swarm that holds a model in spans, preempted and replaced: tokens/s over the flow bound, and coverage.
 
-    python -m benchmarks.scale [--peers 1000] [--layers 64] [--seconds 3600] [--life 14400] [--json FILE]
+    python -m benchmarks.scale [--peers 1000] [--layers 64] [--seconds 3600] [--step 256] [--life 14400] [--json FILE]
 
-Every peer has room for an eighth of the layers, a quarter of them for a fourth; speeds differ fourfold. Lives are
+A peer has room for an eighth to a third of the layers; speeds differ fourfold, and with them the rooms. Lives are
 exponential, and whoever is preempted is replaced after a minute by a newcomer, which chooses its layers. The bound is
 that of peers/placement.py over the peers that train, every minute.
 """

@@ -1,8 +1,8 @@
 """Gradients whose starter says nothing: it is asked what became of them, and what is not coming is not waited for.
 
     held --wait--> asked --> it counts, or it does not: as if the starter had told us
-                            --> still under way: asked again, after twice the time
-                            --> no answer: the starter is gone, and nothing of it will ever be settled
+                         --> still under way: asked again, after twice the time
+                         --> no answer: the starter is gone, and nothing of it will ever be settled
 
 A Settle that was lost, a starter that was killed, and a route that went another way without us so cost a moment, and
 not the time for which legs are held. Taking somebody for dead who lives costs the micro-batches that wait here their

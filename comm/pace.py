@@ -164,8 +164,8 @@ class Turns:
     def expected_s(self, peer: PeerId) -> Seconds:
         return self.seconds.get(peer) or self._typical_s()
 
-    def _typical_s(self) -> Seconds:
-        return median(self.seconds.values()) if self.seconds else 1.0
+    def _typical_s(self, unknown_s: Seconds = 1.0) -> Seconds:
+        return median(self.seconds.values()) if self.seconds else unknown_s
 
     def served(self, peer: PeerId, seconds: Seconds) -> None:
         known = self.seconds.pop(peer, None)
@@ -183,8 +183,7 @@ class Turns:
         known = self.seconds.get(peer)
         if known is not None:
             return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * known))
-        usual_s = median(self.seconds.values()) if self.seconds else guess_s
-        return min(DEADLINE_TOP_S, max(UNKNOWN_S, SLACK * usual_s))
+        return min(DEADLINE_TOP_S, max(UNKNOWN_S, SLACK * self._typical_s(guess_s)))
 
 
 def budget_s(typical_s: Seconds | None) -> Seconds:

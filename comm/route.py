@@ -46,6 +46,7 @@ from decentral.comm.tally import Tally
 from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import (
+    FORWARD_PART,
     Backed,
     Backward,
     Draw,
@@ -67,7 +68,6 @@ MOST_HELD = 4  # times the micro-batches that the memory takes: legs, with those
 KEPT_PART = 8  # of the room, one part is kept for legs that enter at later layers
 MAX_TRIES = 6  # of one leg, at whichever peers
 RETRY_S = 0.25  # where nobody holds the next layer
-FORWARD_PART = 1 / 3  # of a micro-batch's computing
 BUSY = ("busy", "not-ready", "moved", "span")  # refusals that are nobody's fault; a record may be older than a span
 LEAST_S = 0.05  # less patience than this is none
 SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
@@ -118,7 +118,6 @@ class Routes:
     _running: set[int] = field(default_factory=set)
     _outboxes: dict[PeerId, Outbox] = field(default_factory=dict)
     _last_token: int = 0
-    _own_part: float = 0.0  # of the model, that is here
     _shares: dict[tuple[int, int], float] = field(default_factory=dict)  # of the model, by layers [first, last)
     _look_at: Seconds | None = None
     _ends: dict[int, Stride[int]] = field(default_factory=dict)  # by the layer that a leg begins with
@@ -131,7 +130,6 @@ class Routes:
         stages = -(-terms.layers // (terms.last - terms.first))
         self.window = Window(terms.capacity, FULL if full else LEAN, max(2, min(stages, terms.capacity)))
         self.ledger = Tally() if terms.synchronous else Ledger(terms.at_least)
-        self._own_part = self._share(terms.first, terms.last)
         self.doubts = Doubts(self.terms.run)
 
     @property
@@ -160,7 +158,6 @@ class Routes:
         """This peer's place from now on; legs are taken again."""
         self.terms, self.draining, self.ledger.at_least = terms, False, terms.at_least
         self.window.most, self.prior = terms.capacity, Prior()
-        self._own_part = self._share(terms.first, terms.last)
         self._ends.clear()
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
@@ -193,23 +190,20 @@ class Routes:
                 self.doubts.answered(peer)
                 return self._told(peer, Settle(self.terms.run, (), tuple(self.doubts.of(peer))))
             case Answered(tag=("offer", int() as token, int() as attempt), peer=peer, envelope=Envelope(answer)):
-                return self._offered(self._offering(token, attempt), peer, answer, now)
+                return self._offered(self._awaited(token, attempt), peer, answer, now)
             case AskFailed(tag=("offer", int() as token, int() as attempt), peer=peer):
-                return self._offered(self._offering(token, attempt), peer, None, now)
+                return self._offered(self._awaited(token, attempt), peer, None, now)
             case Answered(tag=("carrying", int() as token, int() as attempt), peer=peer, envelope=Envelope(Done())):
                 leg = self._awaited(token, attempt)
                 return self._only_late(leg, peer, now) if leg else []
-            case Answered(tag=("carrying", int() as token, int() as attempt), peer=peer):
+            case Answered(tag=("carrying", int() as token, int() as attempt)):
                 leg = self._awaited(token, attempt)
-                return self._missed(leg, peer, now) if leg else []
-            case AskFailed(tag=("carrying", int() as token, int() as attempt), peer=peer):
+                return self._missed(leg, event.peer, now) if leg else []
+            case AskFailed(tag=("route" | "carrying", int() as token, int() as attempt), peer=peer):
                 leg = self._awaited(token, attempt)
                 return self._missed(leg, peer, now) if leg else []
             case Answered(tag=("route", int() as token, int() as attempt)):
                 return self._answered(event, self._awaited(token, attempt), now)
-            case AskFailed(tag=("route", int() as token, int() as attempt), peer=peer):
-                leg = self._awaited(token, attempt)
-                return self._missed(leg, peer, now) if leg else []
             case Answered(tag=("settle",), peer=peer) | AskFailed(tag=("settle",), peer=peer):
                 self._outboxes.setdefault(peer, Outbox()).asking = False
             case Forwarded() | Backed() | HopFailed():
@@ -386,8 +380,7 @@ class Routes:
         peers = [peer for peer in holders if peer not in leg.tried] or list(holders)
         peers = [peer for peer in peers if peer not in leg.busy]
         if not peers:
-            leg.retry_at, leg.busy = now + (self._pause_s(leg) if leg.busy else RETRY_S), []
-            return []
+            return self._wait(leg, now)
         rates = self.prior.nexts.get(leg.last, {})
         if len(peers) <= FEW:
             return self._send_to(leg, self.turns.choose(leg.last, peers, rates), now)
@@ -396,11 +389,6 @@ class Routes:
         tag = ("offer", leg.token, leg.attempts)
         offer = Envelope(Offer(self.terms.run, leg.last, leg.sequences))
         return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(leg.offers.asked)]
-
-    def _offering(self, token: int, attempt: int) -> Leg | None:
-        """The leg that waits for the answer to this offer."""
-        leg = self.legs.get(token)
-        return leg if leg and leg.stage is Stage.AWAY and leg.offers and leg.attempts == attempt else None
 
     def _offered(self, leg: Leg | None, peer: PeerId, answer: object, now: Seconds) -> list[Effect]:
         if leg is None or leg.offers is None:
@@ -437,9 +425,10 @@ class Routes:
         return leg.tokens * rest / self.usual_speed if self.usual_speed > 0 else 0.0
 
     def _awaited(self, token: int, attempt: int) -> Leg | None:
-        """The leg that waits for the answer to this attempt."""
+        """The leg that waits for the answer to this attempt, or offer."""
         leg = self.legs.get(token)
-        return leg if leg and leg.stage is Stage.AWAY and leg.to and leg.attempts == attempt else None
+        waits = leg and leg.stage is Stage.AWAY and (leg.to or leg.offers)
+        return leg if leg and waits and leg.attempts == attempt else None
 
     def _answered(self, event: Answered, leg: Leg | None, now: Seconds) -> list[Effect]:
         if leg is None:
@@ -478,12 +467,15 @@ class Routes:
     def _after_refusal(self, leg: Leg, now: Seconds) -> list[Effect]:
         if len(leg.busy) < MOST_BUSY:
             return self._send(leg, now)
-        leg.to, leg.busy, leg.retry_at = None, [], now + self._pause_s(leg)
-        return []
+        leg.to = None
+        return self._wait(leg, now)
 
-    def _pause_s(self, leg: Leg) -> Seconds:
-        """Sooner than we would be through with a leg of ours nothing will have changed."""
-        return pause_s(leg.refusals, self._seconds(self._own_part))
+    def _wait(self, leg: Leg, now: Seconds) -> list[Effect]:
+        """Until somebody holds the next layer; or has room: sooner than a leg of ours takes that will not change."""
+        leg_s = self._seconds(self._share(self.terms.first, self.terms.last))
+        leg.retry_at = now + (pause_s(leg.refusals, leg_s) if leg.busy else RETRY_S)
+        leg.busy = []
+        return []
 
     def _look_after(self, leg: Leg) -> Ask:
         """Its gradient should be here. Who is only slow keeps the leg, or all would be computed twice when all are."""

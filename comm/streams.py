@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 from decentral.comm import blobs
 from decentral.comm.codec import Envelope
-from decentral.comm.messages import Refused
+from decentral.comm.messages import MAX_ROUTE_S, Refused
 from decentral.comm.transport import Answer, AskError, BlobBound, Handler
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 
 MAX_STREAMS = 64  # questions answered at the same time; more are refused as busy
 READ_S = 30.0  # for a question to arrive whole
-ANSWER_S = 3700.0  # for us to find the answer: a micro-batch has to come back from the end of its route
+ANSWER_S = MAX_ROUTE_S + 100.0  # for us to find the answer: a micro-batch has to come back from the end of its route
 WRITE_S = 60.0  # for the answer to leave
 LINGER_S = 1.0  # for an asker who was refused to hang up
 LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # and what of its question is read until then

@@ -81,7 +81,7 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, othe
     total = sum(speed.values())
     if not hops or len(hops) > MOST_HOPS or total <= 0:
         return Prior()
-    rates = _rates(cuts, list(speed.values()), list(speed), hops, total)
+    rates = _rates(cuts, speed, hops)
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
     begun = float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0))
     prior = Prior(tokens_per_s=begun * total, size=len(hops))
@@ -100,26 +100,20 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, othe
     return prior
 
 
-def _rates(
-    cuts: Sequence[Fragment],
-    speed: Sequence[float],
-    spans: Sequence[Span],
-    hops: Sequence[tuple[Span, int, int]],
-    total: float,
-) -> list[float]:
+def _rates(cuts: Sequence[Fragment], speed: Mapping[Span, float], hops: Sequence[tuple[Span, int, int]]) -> list[float]:
     """z of each hop, in parts of the sum of all speeds."""
     whole = sum(cut.parameters for cut in cuts)
     before = np.concatenate(([0.0], np.cumsum([cut.parameters / whole for cut in cuts])))
-    number = {span: index for index, span in enumerate(spans)}
+    number = {span: index for index, span in enumerate(speed)}
     index, a, b = np.array([(number[span], a, b) for span, a, b in hops]).T
     count, inner = len(hops), len(cuts) - 1
     column = np.arange(count)
-    work = coo_matrix((before[b] - before[a], (index, column)), shape=(len(spans), count))
+    work = coo_matrix((before[b] - before[a], (index, column)), shape=(len(speed), count))
     into, out = b < len(cuts), a > 0
     values = np.concatenate((np.ones(into.sum()), -np.ones(out.sum())))
     rows, columns = np.concatenate((b[into], a[out])) - 1, np.concatenate((column[into], column[out]))
     balance = coo_matrix((values, (rows, columns)), shape=(inner, count)) if inner else None
-    within = np.array(speed) / total
+    within = np.array(list(speed.values())) / sum(speed.values())
     cost = np.where(a == 0, -1.0, 0.0) + HOP_COST
     kept = (balance.tocsr(), np.zeros(inner)) if balance is not None else (None, None)
     found = linprog(cost, work.tocsr(), within, *kept, method="highs")

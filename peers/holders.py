@@ -23,13 +23,17 @@ class Holders:
 
     own: PeerId
     layers: int
-    count: int = 0  # of peers that hold something
     speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens/s of all with the same layers
-    changes: int = 0
+    changes: int = 0  # so far, of who holds what and how fast it is
     _alike: Counter[tuple[int, int]] = field(default_factory=Counter)  # peers with the same layers
     _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # layers, tokens/s
     _by_layer: dict[int, list[tuple[int, PeerId]]] = field(default_factory=dict)  # by distance
     _near: dict[int, list[PeerId]] = field(default_factory=dict)  # what was asked for since it changed
+
+    @property
+    def count(self) -> int:
+        """Peers that hold something."""
+        return len(self._places)
 
     def put(self, peer: PeerId, record: PeerRecord) -> None:
         first, last = (record.first, min(record.last, self.layers)) if record.phase == "training" else (0, 0)
@@ -45,7 +49,7 @@ class Holders:
         if first >= last:
             return
         self._places[peer] = (first, last, speed)
-        self.count, self.changes = self.count + 1, self.changes + 1
+        self.changes += 1
         self._alike[first, last] += 1
         self.speeds[first, last] = self.speeds.get((first, last), 0.0) + speed
         place = (self._distance(peer), peer)
@@ -57,7 +61,7 @@ class Holders:
         first, last, speed = self._places.pop(peer, (0, 0, 0.0))
         if first >= last:
             return
-        self.count, self.changes = self.count - 1, self.changes + 1
+        self.changes += 1
         self._alike[first, last] -= 1
         self.speeds[first, last] -= speed
         if not self._alike[first, last]:

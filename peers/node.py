@@ -84,6 +84,7 @@ from decentral.peers.join import Donor, Join
 from decentral.peers.join import State as JoinState
 from decentral.peers.move import Drained, Hold, Moves, Room
 from decentral.peers.move import State as MoveState
+from decentral.peers.placement import holder_of
 from decentral.peers.plans import Plans
 from decentral.peers.plans import key_of as plan_key
 from decentral.peers.probe import Prober, zeros
@@ -384,17 +385,22 @@ class Node:
                 return self._gossip(event, run, index, now)
             case Swap(offered) | Push(offered):
                 return self._gossip(event, offered.run, offered.fragment, now)
-            case Carry(run=run) | Offer(run=run) | Carrying(run=run) if run == self.setup.run and self.routes:
-                return self.routes.handle(event, now)
-            case Settle(run=run) | Unsettled(run=run) if run == self.setup.run and self.routes:
+            case Carry(run=run) | Offer(run=run) | Carrying(run=run) | Settle(run=run) | Unsettled(run=run) if (
+                run == self.setup.run and self.routes
+            ):
                 return self.routes.handle(event, now)
             case Follow(run=run) | Collect(run=run) if run == self.setup.run and self.rounds:
                 return self.rounds.handle(event, now)
-            case PullState(run=run) | Carry(run=run) | Offer(run=run) | Carrying(run=run) if run != self.setup.run:
-                return [self._reply(event, self._other_run(run))]
-            case Settle(run=run) | Unsettled(run=run) if run != self.setup.run:
-                return [self._reply(event, self._other_run(run))]
-            case Follow(run=run) | Collect(run=run) if run != self.setup.run:
+            case (
+                PullState(run=run)
+                | Carry(run=run)
+                | Offer(run=run)
+                | Carrying(run=run)
+                | Settle(run=run)
+                | Unsettled(run=run)
+                | Follow(run=run)
+                | Collect(run=run)
+            ) if run != self.setup.run:
                 return [self._reply(event, self._other_run(run))]
         return [self._reply(event, Refused("unexpected"))]
 
@@ -592,10 +598,10 @@ class Node:
         found = self._whole.get((first, last))
         if found is None:
             cuts = self.setup.routes.cuts if self.setup.routes else self.setup.fragments
-            inside = [cut.index for cut in cuts if first <= cut.first and cut.last <= last]
+            held = holder_of(cuts, first, last, 0.0)
             if len(self._whole) > MOST_SPANS:
                 self._whole.clear()
-            found = self._whole[first, last] = range(inside[0], inside[-1] + 1) if inside else range(0)
+            found = self._whole[first, last] = range(held.begin, held.end)
         return found
 
     def _follow(self, effects: list[Effect], now: Seconds) -> list[Effect]:

@@ -9,9 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from decentral.core import jobs
-from decentral.core.jobs import Fragment, share
-
-FORWARD = 1 / 3  # of a micro-batch's computing; the rest is its backward pass
+from decentral.core.jobs import FORWARD_PART, Fragment, share
 
 
 class Passage(Protocol):
@@ -83,9 +81,9 @@ def work(job: jobs.Job, cuts: Sequence[Fragment], held: Mapping[int, Passage]) -
     """How much of one micro-batch's computing through the whole model this job is. Ask before it is done."""
     match job:
         case jobs.Draw(_, last):
-            return share(cuts, 0, last) * (1.0 if last == cuts[-1].last else FORWARD)
+            return share(cuts, 0, last) * (1.0 if last == cuts[-1].last else FORWARD_PART)
         case jobs.Forward(_, first, last):
-            return share(cuts, first, last) * (1.0 if last == cuts[-1].last else FORWARD)
+            return share(cuts, first, last) * (1.0 if last == cuts[-1].last else FORWARD_PART)
         case jobs.Backward(token) if token in held:
-            return (1 - FORWARD) * share(cuts, held[token].first, held[token].last)
+            return (1 - FORWARD_PART) * share(cuts, held[token].first, held[token].last)
     return 0.0

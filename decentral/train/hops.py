@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.jobs import Layout, Section
+from decentral.core.jobs import FORWARD_PART, Layout, Section
 from decentral.train import gpt
-from decentral.train.hopping import FORWARD
 from decentral.train.inner import Live, step_clipped
 from decentral.train.sections import Codecs
 from decentral.train.step import Device, slow_down
@@ -101,7 +100,7 @@ class Hops:
             return self._turn(token, Held(0, last, None, left_BTD, targets_BT.numel()), targets_BT, began, number)
         self.held[token] = Held(0, last, None, left_BTD, inputs_BT.numel())
         forwarded = self._forwarded(token, number, left_BTD, targets_BT, last)
-        slow_down(self.device, time.perf_counter() - began, self._share(0, last) * FORWARD)
+        slow_down(self.device, time.perf_counter() - began, self._share(0, last) * FORWARD_PART)
         return forwarded
 
     def forward(self, job: jobs.Forward) -> jobs.Forwarded | jobs.Backed | jobs.HopFailed:
@@ -116,7 +115,7 @@ class Hops:
         if job.last < self.end:
             self.held[job.token] = Held(job.first, job.last, entered_BTD, left, targets_BT.numel())
             forwarded = self._forwarded(job.token, 0, left, targets_BT, job.last)
-            slow_down(self.device, time.perf_counter() - began, self._share(job.first, job.last) * FORWARD)
+            slow_down(self.device, time.perf_counter() - began, self._share(job.first, job.last) * FORWARD_PART)
             return forwarded
         held = Held(job.first, job.last, entered_BTD, left, targets_BT.numel())
         return self._turn(job.token, held, targets_BT, began)
@@ -132,7 +131,7 @@ class Hops:
             return jobs.HopFailed(job.token, error.reason)
         del self.held[job.token]
         backed = self._back(job.token, held, gradient, 0.0)
-        slow_down(self.device, time.perf_counter() - began, self._share(held.first, held.last) * (1 - FORWARD))
+        slow_down(self.device, time.perf_counter() - began, self._share(held.first, held.last) * (1 - FORWARD_PART))
         return backed
 
     def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
