@@ -96,7 +96,8 @@ class Swarm:
         compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, compress, device, folder, span))
         capacity = self.needs.capacity(0, 3, self.half)
         terms = leg.Terms(
-            RUN, own.peer, *span, compute.cuts, 1, capacity, 1, compute.layout, self.run.routes.overlap
+            RUN, own.peer, *span, compute.cuts, 1, capacity, 1, compute.layout, self.needs.kept, self.run.routes.slots,
+            self.run.routes.overlap,
         )  # fmt: skip
         setup = Setup(
             config=self.run,

@@ -5,7 +5,8 @@
     void      its starter tried another way, gave up, or is gone: it must not count
 
 Gradients cannot be taken out of a sum, so a sum is sealed, later gradients go into the next one, and the sealed sum is
-applied when all in it are settled, or dropped when one of them is void. There is one sealed sum at a time.
+applied when all in it are settled, or dropped when one of them is void. There are a few slots for sealed sums. What
+waits is spread over them evenly: the fewer micro-batches are in a sum, the fewer go with one that is void.
 """
 
 from dataclasses import dataclass, field
@@ -39,10 +40,11 @@ class Entry:
 @dataclass(slots=True)
 class Ledger:
     at_least: int  # micro-batches in one step, where there are so many
+    slots: int = 1  # sealed sums at a time
     quiet: bool = True  # nothing is between its forward and its backward pass, or that does not matter
     entries: dict[int, Entry] = field(default_factory=dict)  # by token
     marks: dict[int, Mark] = field(default_factory=dict)
-    closing: tuple[int, ...] | None = None
+    closing: dict[int, tuple[int, ...]] = field(default_factory=dict)  # who is in each sealed sum: by slot
     sealing: bool = False
     counted: int = 0
     dropped: int = 0
@@ -58,9 +60,9 @@ class Ledger:
     def void(self, token: int) -> list[Effect]:
         return self._mark(token, Mark.VOID)
 
-    def sealed(self, tokens: tuple[int, ...]) -> list[Effect]:
-        """The compute thread tells whose gradients are in the sealed sum."""
-        self.sealing, self.closing = False, tokens
+    def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
+        """The compute thread tells whose gradients are in a sealed sum."""
+        self.sealing, self.closing[slot] = False, tokens
         return self._turn()
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
@@ -87,39 +89,47 @@ class Ledger:
 
     def _turn(self) -> list[Effect]:
         effects: list[Effect] = []
-        if self.closing is not None:
-            effects += self._finish(self.closing)
-        filled = len(self.entries) - len(self.closing or ())
-        if self.closing is None and not self.sealing and self.quiet and filled >= self.at_least:
+        for slot in list(self.closing):
+            effects += self._finish(slot)
+        if self.sealing or not self.quiet or len(self.closing) == self.slots:
+            return effects
+        sealed = sum(map(len, self.closing.values()))
+        even = -(-len(self.entries) // (self.slots + 1)) if self.slots > 1 else 0
+        if len(self.entries) - sealed >= max(self.at_least, even):
             self.sealing = True
             effects.append(self._seal())
         return effects
 
     def _seal(self) -> Seal:
-        ready = all(mark is Mark.SETTLED for mark in self.marks.values())
-        return Seal(tuple(self.entries), self._apply(list(self.entries.values()))) if ready else Seal()
+        slot = next(slot for slot in range(self.slots) if slot not in self.closing)
+        closing = {token for tokens in self.closing.values() for token in tokens}
+        filled = [token for token in self.entries if token not in closing]
+        if any(self.marks[token] is not Mark.SETTLED for token in filled):
+            return Seal(slot=slot)
+        return Seal(tuple(filled), self._apply([self.entries[token] for token in filled], slot), slot)
 
-    def _finish(self, closing: tuple[int, ...]) -> list[Effect]:
+    def _finish(self, slot: int) -> list[Effect]:
+        closing = self.closing[slot]
         marks = {self.marks[token] for token in closing}
         if Mark.HELD in marks and Mark.VOID not in marks:
             return []
         void = sum(self.marks[token] is Mark.VOID for token in closing)
         entries = self._taken(closing)
-        self.closing = None
+        del self.closing[slot]
         if void:
             self.dropped += len(entries)
-            return [Drop(), log("uncounted", of=[entry.line() for entry in entries], void=void)]
-        return [self._apply(entries), self._counted(entries)]
+            return [Drop(slot), log("uncounted", of=[entry.line() for entry in entries], void=void)]
+        return [self._apply(entries, slot), self._counted(entries)]
 
     def _taken(self, tokens: tuple[int, ...]) -> list[Entry]:
         for token in tokens:
             del self.marks[token]
         return [self.entries.pop(token) for token in tokens]
 
-    def _apply(self, entries: list[Entry]) -> Apply:
+    def _apply(self, entries: list[Entry], slot: int) -> Apply:
         own = [entry for entry in entries if entry.own]
         loss = sum(entry.loss for entry in entries) / max(1, sum(entry.tokens for entry in entries))
-        return Apply(sum(entry.tokens for entry in own), len(own), loss)
+        return Apply(sum(entry.tokens for entry in own), len(own), loss, slot)
 
     def _counted(self, entries: list[Entry]) -> Log:
         self.counted += len(entries)

@@ -8,7 +8,7 @@ from decentral.comm.codec import Envelope
 from decentral.comm.messages import Carry, Hop, LegId
 from decentral.comm.offers import Offers
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, Layout
+from decentral.core.jobs import MOST_UNDER_WAY, Fragment, Layout
 from decentral.core.units import Seconds
 
 
@@ -22,9 +22,11 @@ class Terms:
     last: int
     cuts: tuple[Fragment, ...]  # of the whole model; a leg ends where one of them does
     most_sequences: int
-    capacity: int  # micro-batches that the memory takes
+    capacity: int  # micro-batches through the whole span that the memory takes
     at_least: int  # micro-batches in an optimizer's step
     layout: Callable[[int, int], Layout]
+    activations: tuple[int, ...] = ()  # bytes that a micro-batch keeps in each of the cuts; none: all take the same
+    slots: int = 1  # for sums of gradients that wait to be settled
     overlap: bool = False  # begin more before the last ones' step is taken: busier devices, stale gradients
     synchronous: bool = False  # steps are taken in rounds, by all peers at once: comm/rounds.py
 
@@ -39,6 +41,19 @@ class Terms:
     def behind(self, layer: int) -> int:
         """At how many layers behind this one they may."""
         return sum(layer < cut.first < self.last for cut in self.cuts)
+
+    @property
+    def most(self) -> int:
+        """Of our own micro-batches at a time: many of them may take less than one through the whole span."""
+        return MOST_UNDER_WAY if self.activations else self.capacity
+
+    def room(self, first: int, last: int) -> float:
+        """That a leg through [first, last) takes; one through the whole span takes 1."""
+        span = self._bytes(self.first, self.last)
+        return self._bytes(max(first, self.first), last) / span if span else 1.0
+
+    def _bytes(self, first: int, last: int) -> int:
+        return sum(size for cut, size in zip(self.cuts, self.activations, strict=False) if first <= cut.first < last)
 
     def size(self, carry: Carry) -> int:
         """Bytes that may come with it; none, if it is not for us."""
@@ -62,6 +77,7 @@ class Leg:
     token: int
     id: LegId
     last: int
+    room: float  # that its activations take: comm/leg.py's Terms
     own: bool
     began: Seconds
     answer_by: Seconds  # then the asker goes elsewhere

@@ -110,12 +110,18 @@ class Window:
 
 @dataclass(slots=True)
 class Prior:
-    """Rates, in any unit: of what enters at a layer, how much ends where at this peer; who carries on from a layer."""
+    """Rates, in any unit: of what enters at a layer, how much ends where at this peer; and who carries on from a layer,
+    by the layers that they hold: all with the same ones share it by their speeds."""
 
     ends: dict[int, dict[int, float]] = field(default_factory=dict)
-    nexts: dict[int, dict[PeerId, float]] = field(default_factory=dict)
+    nexts: dict[int, dict[tuple[int, int], float]] = field(default_factory=dict)  # for each token/s
     tokens_per_s: float = 0.0  # through the whole swarm
     size: int = 0  # variables of the programme
+
+    def rate(self, layer: int, place: tuple[int, int, float]) -> float:
+        """Of what a peer with layers [first, last) and so many tokens/s carries on from this layer."""
+        first, last, tokens_per_s = place
+        return self.nexts.get(layer, {}).get((first, last), 0.0) * tokens_per_s
 
 
 @dataclass(slots=True)

@@ -47,6 +47,7 @@ from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import (
     FORWARD_PART,
+    MOST_UNDER_WAY,
     Backed,
     Backward,
     Draw,
@@ -70,6 +71,7 @@ MAX_TRIES = 6  # of one leg, at whichever peers
 RETRY_S = 0.25  # where nobody holds the next layer
 BUSY = ("busy", "not-ready", "moved", "span")  # refusals that are nobody's fault; a record may be older than a span
 LEAST_S = 0.05  # less patience than this is none
+ROUNDING = 1e-6  # of sums of parts of the memory
 SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
 GRACE_S = 1.0  # for a Settle that is on its way when its starter's time is over
 SETTLE_S = 5.0  # deadline of a Settle
@@ -81,6 +83,10 @@ class View(Protocol):
 
     def successors(self, layer: int) -> Sequence[PeerId]:
         """Who else holds this layer, and trains."""
+        ...
+
+    def place(self, peer: PeerId) -> tuple[int, int, float]:
+        """Which layers [first, last) one of them holds, and its tokens/s of the whole model."""
         ...
 
 
@@ -119,6 +125,7 @@ class Routes:
     _outboxes: dict[PeerId, Outbox] = field(default_factory=dict)
     _last_token: int = 0
     _shares: dict[tuple[int, int], float] = field(default_factory=dict)  # of the model, by layers [first, last)
+    _rooms: dict[tuple[int, int], float] = field(default_factory=dict)  # of the memory, by layers [first, last)
     _look_at: Seconds | None = None
     _ends: dict[int, Stride[int]] = field(default_factory=dict)  # by the layer that a leg begins with
     _worked: float = 0.0  # tokens through our share of the model, since the last step
@@ -128,8 +135,8 @@ class Routes:
         terms = self.terms
         full = terms.overlap or terms.synchronous or terms.at_least >= MANY
         stages = -(-terms.layers // (terms.last - terms.first))
-        self.window = Window(terms.capacity, FULL if full else LEAN, max(2, min(stages, terms.capacity)))
-        self.ledger = Tally() if terms.synchronous else Ledger(terms.at_least)
+        self.window = Window(terms.most, FULL if full else LEAN, max(2, min(stages, terms.capacity)))
+        self.ledger = Tally() if terms.synchronous else Ledger(terms.at_least, terms.slots)
         self.doubts = Doubts(self.terms.run)
 
     @property
@@ -157,8 +164,9 @@ class Routes:
     def hold(self, terms: Terms) -> None:
         """This peer's place from now on; legs are taken again."""
         self.terms, self.draining, self.ledger.at_least = terms, False, terms.at_least
-        self.window.most, self.prior = terms.capacity, Prior()
+        self.window.most, self.prior = terms.most, Prior()
         self._ends.clear()
+        self._rooms.clear()
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         self.ledger.quiet = self._quiet()
@@ -209,8 +217,8 @@ class Routes:
             case Forwarded() | Backed() | HopFailed():
                 self._running.discard(event.token)
                 return self._computed(event, now)
-            case Sealed(tokens):
-                return self.ledger.sealed(tokens)
+            case Sealed(tokens, slot):
+                return self.ledger.sealed(tokens, slot)
             case Stepped(seconds=seconds, legs=legs):
                 self._measure(seconds)
                 return self.ledger.stepped(legs) if legs else []
@@ -300,7 +308,8 @@ class Routes:
         parts = 0.0
         for leg in self.legs.values():
             if leg.stage is Stage.FORWARD:
-                parts += FORWARD_PART * self._share(leg.id.first, leg.last)
+                there_and_back = leg.last == self.terms.layers
+                parts += (1.0 if there_and_back else FORWARD_PART) * self._share(leg.id.first, leg.last)
             elif leg.stage is Stage.BACKWARD:
                 parts += (1 - FORWARD_PART) * self._share(leg.id.first, leg.last)
         return self._seconds(parts)
@@ -312,19 +321,31 @@ class Routes:
         place is kept for each layer behind this one at which legs may enter (buffer classes: Merlin and Schweitzer,
         1980). Else peers that hold the same layers could fill each other up with legs that wait for one another.
         """
-        capacity, at_work, own = self.terms.capacity, 0, 0
+        capacity, count, at_work, begun, own = self.terms.capacity, 0, 0.0, 0, 0.0
         for leg in self.legs.values():
-            at_work += leg.stage is not Stage.HELD
-            own += leg.own
-        if at_work >= capacity or len(self.legs) >= MOST_HELD * capacity:
+            if leg.stage is not Stage.HELD:
+                count, at_work = count + 1, at_work + leg.room
+                if leg.own:
+                    begun, own = begun + 1, own + leg.room
+        more = self._room_of(first, self.terms.last)
+        if count >= MOST_UNDER_WAY or len(self.legs) >= MOST_HELD * capacity or at_work + more > capacity + ROUNDING:
             return False
         kept = min(self.terms.behind(first), capacity // KEPT_PART)
+        most = capacity - kept + ROUNDING
         if self.terms.first > 0:
-            return at_work < capacity - kept
+            return at_work + more <= most
         if first == 0:
-            return own < capacity - kept
-        wanted = min(self.window.size, capacity - kept) - own  # nobody else can begin ours: others' have others, too
-        return at_work - own < capacity // KEPT_PART or at_work + wanted < capacity
+            return own + more <= most
+        usual = own / begun if begun else 1.0
+        wanted = min(self.window.size * usual, capacity - kept) - own  # nobody else can begin ours: others' can go on
+        others = at_work - own + more
+        return others <= capacity // KEPT_PART + ROUNDING or others + own + wanted <= capacity + ROUNDING
+
+    def _room_of(self, first: int, last: int) -> float:
+        found = self._rooms.get((first, last))
+        if found is None:
+            found = self._rooms[first, last] = self.terms.room(first, last)
+        return found
 
     def _asked_again(self, leg: Leg, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
         """Whoever asked before has been given up, or is gone: the new asker gets the answer."""
@@ -381,7 +402,7 @@ class Routes:
         peers = [peer for peer in peers if peer not in leg.busy]
         if not peers:
             return self._wait(leg, now)
-        rates = self.prior.nexts.get(leg.last, {})
+        rates = {peer: self.prior.rate(leg.last, self.view.place(peer)) for peer in peers}
         if len(peers) <= FEW:
             return self._send_to(leg, self.turns.choose(leg.last, peers, rates), now)
         leg.offers, leg.attempts = Offers(), leg.attempts + 1
@@ -659,7 +680,8 @@ class Routes:
 
     def _new_leg(self, name: LegId, last: int, now: Seconds, asker: PeerId) -> Leg:
         self._last_token += 1
-        leg = Leg(self._last_token, name, last, False, now, now, now, asker, round=self.round)
+        room = self._room_of(name.first, last)
+        leg = Leg(self._last_token, name, last, room, False, now, now, now, asker, round=self.round)
         self.legs[leg.token] = leg
         return leg
 

@@ -46,7 +46,7 @@ class Tally:
     def void(self, token: int) -> list[Effect]:
         return []
 
-    def sealed(self, tokens: tuple[int, ...]) -> list[Effect]:
+    def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
         return []
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:

@@ -154,7 +154,8 @@ async def prepare(
 
 def _model(compute: Compute) -> Model:
     size = compute.setup.config.train.micro_batch
-    return Model(compute.cuts, size if isinstance(size, int) else measure.LARGEST, compute.layout)
+    most = size if isinstance(size, int) else measure.LARGEST
+    return Model(compute.cuts, most, memory.needs(compute.setup.config).kept, compute.layout)
 
 
 def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute, memory_bytes: int) -> Profile:

@@ -134,6 +134,7 @@ class Model:
 
     cuts: tuple[Fragment, ...]  # of all of it
     most_sequences: int
+    activations: tuple[int, ...]  # bytes that a micro-batch keeps in each of the cuts
     layout: Callable[[int, int], Layout]
 
 
@@ -150,6 +151,8 @@ def terms(wish: Wish, model: Model, held: Sequence[Fragment], capacity: int) -> 
         capacity=capacity,
         at_least=1 if whole and not wish.run.synchronous else wish.run.train.accumulate,
         layout=model.layout,
+        activations=model.activations,
+        slots=wish.run.routes.slots,
         overlap=wish.run.routes.overlap,
         synchronous=wish.run.synchronous,
     )

@@ -13,16 +13,13 @@ Links are not in it: their delay costs a hop, and what they cannot carry shows i
 """
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from decentral.comm.pace import Prior
-from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 
 HOP_COST = 0.01  # of the flow: so much throughput is given up for one hop less
@@ -32,20 +29,6 @@ AT_ONCE = 200  # variables of a small swarm's flow, which is solved whenever eno
 PAUSE_S = 0.5  # for each variable more, until a flow is solved anew: one peer changes little of it
 CHANGED = 0.1  # of all speed: for less that changed a flow is not worth a new one
 Span = tuple[int, int]  # fragments [begin, end)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A peer's fragments [begin, end) and its speed in tokens/s of the whole model."""
-
-    peer: PeerId
-    begin: int
-    end: int
-    tokens_per_s: float
-
-    @property
-    def span(self) -> Span:
-        return self.begin, self.end
 
 
 def rounded(speed: Mapping[Span, float]) -> dict[Span, float]:
@@ -72,8 +55,8 @@ def _hops(spans: Iterable[Span]) -> list[tuple[Span, int, int]]:
     return [(span, a, b) for span in known for a, b in itertools.combinations(inside[span], 2)]
 
 
-def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, others: Iterable[Place]) -> Prior:
-    """How far a peer with the span `own` should carry what enters where, and to which of the others.
+def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> Prior:
+    """How far a peer with the span `own` should carry what enters where, and to whom.
 
     Empty if nothing flows, or if there are too many different spans.
     """
@@ -85,18 +68,12 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, othe
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
     begun = float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0))
     prior = Prior(tokens_per_s=begun * total, size=len(hops))
-    through: dict[tuple[Span, int], float] = {}
     for (span, a, b), rate in zip(hops, rates, strict=True):
         if rate > LEAST_RATE:
-            through[span, a] = through.get((span, a), 0.0) + rate
+            nexts, held = prior.nexts.setdefault(layers[a], {}), (layers[span[0]], layers[span[1]])
+            nexts[held] = nexts.get(held, 0.0) + rate / speed[span]
             if span == own:
                 prior.ends.setdefault(layers[a], {})[layers[b]] = rate
-    for place in others:
-        part = place.tokens_per_s / speed.get(place.span, math.inf)
-        for a in range(place.begin, place.end):
-            rate = part * through.get((place.span, a), 0.0)
-            if rate > 0:
-                prior.nexts.setdefault(layers[a], {})[place.peer] = rate
     return prior
 
 

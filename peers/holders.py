@@ -74,7 +74,7 @@ class Holders:
 
     def place(self, peer: PeerId) -> tuple[int, int, float]:
         """Layers [first, last) of one that holds some, and its tokens/s."""
-        return self._places[peer]
+        return self._places.get(peer, (0, 0, 0.0))
 
     def near(self, layer: int) -> Sequence[PeerId]:
         """Up to NEIGHBOURS holders of the layer, in the order of their ids."""

@@ -674,6 +674,9 @@ class Node:
             return self.rounds.successors(layer)
         return self.roster.holders.near(layer)
 
+    def place(self, peer: PeerId) -> tuple[int, int, float]:
+        return self.roster.holders.place(peer)
+
     def _look_at_flows(self, now: Seconds) -> list[Effect]:
         """Now and then, if the roster or its speeds have changed; and others are told when our own speed has."""
         assert self.routes is not None
@@ -699,8 +702,7 @@ class Node:
         if not anew and not flows.changed(self._known_speeds, speeds):
             return
         self._known_speeds = speeds
-        near = {peer for cut in cuts[own[0] + 1 : own[1] + 1] for peer in self.roster.holders.near(cut.first)}
-        self.routes.prior = flows.solve(cuts, speeds, own, [self._place(peer) for peer in sorted(near)])
+        self.routes.prior = flows.solve(cuts, speeds, own)
 
     def _speeds(self, own: flows.Span) -> dict[flows.Span, float]:
         """How fast all are that hold the same fragments, ourselves included."""
@@ -712,11 +714,6 @@ class Node:
             if span and not by_itself:
                 found[span[0], span[-1] + 1] = found.get((span[0], span[-1] + 1), 0.0) + speed
         return flows.rounded(found)
-
-    def _place(self, peer: PeerId) -> flows.Place:
-        first, last, speed = self.roster.holders.place(peer)
-        span = self._whole_fragments(first, last)
-        return flows.Place(peer, span.start, span.stop, speed)
 
     # What rounds ask of the swarm: comm/rounds.View
 

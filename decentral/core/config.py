@@ -137,6 +137,12 @@ class Routes(Strict):
     wire: Literal["bf16", "int8", "fp32"] = "bf16"  # activations and their gradients; int8 is blockwise
     holders: Positive = 2  # of each layer: a peer gives none up that fewer others hold, but to take lost layers
     overlap: bool = False  # begin micro-batches before the last ones' step is taken: docs/ROUTES.md has what it costs
+    sums: Annotated[int, Field(ge=1, le=16)] = 4  # of gradients that wait to be settled, with `overlap`; else one
+
+    @property
+    def slots(self) -> int:
+        """Without overlap no forward pass begins before the sum that waits is applied."""
+        return self.sums if self.overlap else 1
 
 
 class Swarm(Strict):

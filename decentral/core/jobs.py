@@ -13,6 +13,9 @@ from pydantic import Field, Strict
 from decentral.core.ids import PeerId
 
 FORWARD_PART = 1 / 3  # of a micro-batch's computing; the rest is its backward pass
+MOST_UNDER_WAY = (
+    48  # micro-batches at a peer: each is a question that stays open, and comm/streams.py answers 64 at once
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +181,17 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Take the optimizer's step with the sealed sum. The rest is for the report: what of it we started ourselves."""
+    """Take the optimizer's step with a sealed sum. The rest is for the report: what of it we started ourselves."""
 
     tokens: int
     micro_batches: int
     loss: float
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Close the sum of gradients: those of later backward passes go into the next one.
+    """Close the sum of gradients, and keep it in this slot: those of later backward passes go into the next one.
 
     If it is the sum of exactly these legs, all of which may be counted, `then` the step is taken at once, before any
     later forward pass; else it has to wait.
@@ -195,11 +199,14 @@ class Seal:
 
     ready: tuple[int, ...] = ()
     then: Apply | None = None
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Throw the sealed sum away: not all of it may be counted."""
+    """Throw a sealed sum away: not all of it may be counted."""
+
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,9 +387,10 @@ class HopFailed:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Whose gradients are in the sealed sum."""
+    """Whose gradients are in the sum that was sealed."""
 
     tokens: tuple[int, ...]
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from decentral.audit import Span, covered, overlap
 from decentral.comm.route import AT_ONCE, MOST_HELD, SETTLES_KEPT
 from decentral.core import jobs
 from decentral.core.ids import PeerId
+from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.virtual import VirtualHost
@@ -127,19 +128,20 @@ class RouteAudit:
         host = member.host
         if host is None or host.node.routes is None:
             return
-        routes, room = host.node.routes, host.node.routes.terms.capacity
+        routes, terms, room = host.node.routes, host.node.routes.terms, host.node.routes.terms.capacity
         told = max((len(box.count) + len(box.release) for box in routes._outboxes.values()), default=0)
-        held = len(host.training.hops.held) if isinstance(host.training, Sketch) else 0
-        sizes = {
+        graphs = list(host.training.hops.held.values()) if isinstance(host.training, Sketch) else []
+        sizes: dict[str, tuple[float, float]] = {
             "legs": (len(routes.legs), MOST_HELD * room),
             "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * room),
-            "activations": (held, room + AT_ONCE),
+            "graphs": (len(graphs), MOST_UNDER_WAY + AT_ONCE),
+            "spans' activations": (sum(terms.room(one.first, one.last) for one in graphs), room + AT_ONCE),
             "settles for one peer": (told, 2 * SETTLES_KEPT),
             "peers to be told": (len(routes._outboxes), MOST_TOLD * max(living, 4)),
         }
         for what, (size, most) in sizes.items():
             if size > most:
-                self.violated("bounded", f"{member.peer}: {size} {what}, at most {most}", host)
+                self.violated("bounded", f"{member.peer}: {size:g} {what}, at most {most:g}", host)
 
     # At the end
 

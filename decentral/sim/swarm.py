@@ -106,7 +106,8 @@ class Shape:
         def layout(layer: int, sequences: int) -> jobs.Layout:
             return hops.layout(self.config, compress, widths[layer], sequences)
 
-        return place.Model(self.fragments, self.tokens_per_step // self.config.model.context, layout)
+        kept = memory.needs(self.config, self.fragments).kept
+        return place.Model(self.fragments, self.tokens_per_step // self.config.model.context, kept, layout)
 
     def state_layouts(self) -> list[jobs.Layout]:
         if self.donated is not None:

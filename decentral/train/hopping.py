@@ -34,11 +34,11 @@ class Carrier(Protocol):
 
     def forget(self, tokens: Sequence[int]) -> jobs.Forgotten: ...
 
-    def seal(self) -> jobs.Sealed: ...
+    def seal(self, slot: int) -> jobs.Sealed: ...
 
-    def drop(self) -> jobs.Forgotten: ...
+    def drop(self, slot: int) -> jobs.Forgotten: ...
 
-    def apply(self, lr_step: int) -> None: ...
+    def apply(self, lr_step: int, slot: int) -> None: ...
 
 
 class Worker(Protocol):
@@ -47,7 +47,7 @@ class Worker(Protocol):
     def draw(self, job: jobs.Draw) -> jobs.Outcome: ...
 
     def counted(self, job: jobs.Apply) -> jobs.Stepped:
-        """The sealed sum has been applied: one more step."""
+        """A sealed sum has been applied: one more step."""
         ...
 
 
@@ -61,19 +61,19 @@ def do(job: jobs.Hopping, layers: Carrier, worker: Worker) -> jobs.Outcome:
             return layers.backward(job)
         case jobs.Forget(tokens):
             return layers.forget(tokens)
-        case jobs.Seal(ready, then):
-            sealed = layers.seal()
+        case jobs.Seal(ready, then, slot):
+            sealed = layers.seal(slot)
             if then is None or set(sealed.tokens) != set(ready):
                 return sealed
             return replace(_apply(then, layers, worker), legs=sealed.tokens)
-        case jobs.Drop():
-            return layers.drop()
+        case jobs.Drop(slot):
+            return layers.drop(slot)
         case jobs.Apply():
             return _apply(job, layers, worker)
 
 
 def _apply(job: jobs.Apply, layers: Carrier, worker: Worker) -> jobs.Stepped:
-    layers.apply(worker.lr_step)
+    layers.apply(worker.lr_step, job.slot)
     return worker.counted(job)
 
 

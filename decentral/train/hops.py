@@ -3,7 +3,7 @@
     forward    decode what came, run the layers, keep the graph, encode what goes on
     backward   decode the gradient that came back, run the graph backwards, encode the gradient of what came
     seal       the sum of gradients so far is set apart; later ones go into a new sum
-    apply      AdamW on each fragment with its sealed sum, divided by the tokens behind it
+    apply      AdamW on each fragment with a sealed sum, divided by the tokens behind it
 
 Gradients are of the sum of the tokens' losses, not of their mean: sums of micro-batches of any size then add up to the
 exact gradient of all their tokens, and each fragment divides by the tokens that it has seen itself.
@@ -53,12 +53,12 @@ class Held:
 
 @dataclass(slots=True)
 class Sums:
-    """Sums of gradients: the one that is being filled, and the sealed one."""
+    """Sums of gradients: the one that is being filled, and those that are sealed, by slot."""
 
     filled: list[Tensor]  # by fragment; a peer that trains in no other way fills its own gradients in place
-    sealed: list[Tensor]
+    sealed: list[list[Tensor]]
     filled_tokens: list[int]
-    sealed_tokens: list[int]
+    sealed_tokens: list[list[int]]
     legs: list[int] = field(default_factory=list)  # whose gradients are being filled in
 
 
@@ -83,8 +83,9 @@ class Hops:
         self.held: dict[int, Held] = {}
         count = len(lives)
         grads = [live.grad for live in lives] if alone else [torch.zeros_like(live.grad) for live in lives]
-        sealed = [torch.zeros_like(live.grad) for live in lives]
-        self.sums = Sums(grads, sealed, [0] * count, [0] * count)
+        slots = range(run.routes.slots)
+        sealed = [[torch.zeros_like(live.grad) for live in lives] for _ in slots]
+        self.sums = Sums(grads, sealed, [0] * count, [[0] * count for _ in slots])
         self._parameters = max(1, sum(gpt.parameters(run.model)))
 
     # Through the layers
@@ -141,25 +142,26 @@ class Hops:
 
     # The optimizer's step
 
-    def seal(self) -> jobs.Sealed:
+    def seal(self, slot: int) -> jobs.Sealed:
         sums = self.sums
-        for filled, sealed in zip(sums.filled, sums.sealed, strict=True):
+        for filled, sealed in zip(sums.filled, sums.sealed[slot], strict=True):
             sealed.copy_(filled)
             filled.zero_()
-        sums.sealed_tokens, sums.filled_tokens = sums.filled_tokens, [0] * len(self.lives)
+        sums.sealed_tokens[slot], sums.filled_tokens = sums.filled_tokens, [0] * len(self.lives)
         legs, sums.legs = tuple(sums.legs), []
-        return jobs.Sealed(legs)
+        return jobs.Sealed(legs, slot)
 
-    def drop(self) -> jobs.Forgotten:
-        self.sums.sealed_tokens = [0] * len(self.lives)
+    def drop(self, slot: int) -> jobs.Forgotten:
+        self.sums.sealed_tokens[slot] = [0] * len(self.lives)
         return jobs.Forgotten()
 
-    def apply(self, lr_step: int) -> None:
-        """AdamW on each fragment, with the mean gradient of what is sealed."""
-        for live, gradient, tokens in zip(self.lives, self.sums.sealed, self.sums.sealed_tokens, strict=True):
+    def apply(self, lr_step: int, slot: int) -> None:
+        """AdamW on each fragment, with the mean gradient of what is sealed there."""
+        sums = self.sums
+        for live, gradient, tokens in zip(self.lives, sums.sealed[slot], sums.sealed_tokens[slot], strict=True):
             if tokens:
                 step_clipped(live, gradient.div_(tokens), lr_step, tokens)
-        self.drop()
+        self.drop(slot)
 
     def clear(self) -> None:
         """What is in the sums is over, or was of other weights."""

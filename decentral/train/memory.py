@@ -1,6 +1,7 @@
 """What a span takes of a device's memory: the model that decides which layers a peer may hold.
 
-    a parameter   20 bytes  theta, its gradient, the sealed sum of gradients, two moments of AdamW    fp32
+    a parameter   20 bytes  theta, its gradient, a sealed sum of gradients, two moments of AdamW    fp32
+                   4        each further sealed sum that `routes.sums` allows
                   20        gossip by `pull`: phi, baseline, momentum, residual, the closed window    fp32
                    4        two published snapshots, int8 and 4-bit, with their scales
                   24        instead of both, in a synchronous run: of three holders, the sums of two rounds     fp32
@@ -20,17 +21,17 @@ from functools import lru_cache
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.core.jobs import Fragment
+from decentral.core.jobs import MOST_UNDER_WAY, Fragment
 from decentral.train import gpt
 from decentral.train.inner import fragments_of
 
 TRAINING_BYTES = 20
+SUM_BYTES = 4
 GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12, "synchronous": 24}
 PASSING_BYTES = 16
 UNDER_WAY = 4  # micro-batches that any span must have room for: with fewer its device waits for the links
 AT_EACH = 5  # micro-batches that a span of a long route should have room for, for each stage from it to the end
 LEAST_OF_LONG = 32  # more than that no span must have room for, however long its routes are
-MOST_UNDER_WAY = 48  # each is a question that stays open, and comm/streams.py answers 64 at a time
 MOST_SEQUENCES = 512  # of a micro-batch whose size is `auto`
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
 RETURNED_BYTES = 1 << 20
@@ -81,7 +82,8 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None) -> Needs:
     """Of this run's model, in fp32 (bf16 keeps less). `cuts`: as if it were cut into these."""
     model = run.model
     cut = tuple(cuts or fragments_of(run))
-    state = [one.parameters * (TRAINING_BYTES + GOSSIP_BYTES[run.gossip.algorithm]) for one in cut]
+    each_takes = TRAINING_BYTES + SUM_BYTES * (run.routes.slots - 1) + GOSSIP_BYTES[run.gossip.algorithm]
+    state = [one.parameters * each_takes for one in cut]
     sequences = run.train.micro_batch if isinstance(run.train.micro_batch, int) else 1
     layers = kept(model)
     tokens = sequences * model.context

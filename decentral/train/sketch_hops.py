@@ -60,16 +60,15 @@ class SketchHops:
     held: dict[int, Carried] = field(default_factory=dict)
     stepped: tuple[Carried, ...] = ()  # what was in the last sum that was applied
     _filled: list[Carried] = field(default_factory=list)
-    _sealed: tuple[Carried, ...] = ()
+    _sealed: dict[int, tuple[Carried, ...]] = field(default_factory=dict)  # by slot
     _legs: list[int] = field(default_factory=list)
     _numbers: list[Numbers] = field(init=False)
     _sums: NDArray[np.float64] = field(init=False)  # fragments x numbers, over tokens
-    _sealed_sums: NDArray[np.float64] = field(init=False)
+    _sealed_sums: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._numbers = [live.theta.numpy() for live in self.lives]
         self._sums = np.zeros((len(self.lives), len(self._numbers[0])))
-        self._sealed_sums = np.zeros_like(self._sums)
 
     # A micro-batch
 
@@ -109,30 +108,30 @@ class SketchHops:
 
     # The optimizer's step
 
-    def seal(self) -> jobs.Sealed:
-        self._sums, self._sealed_sums = self._sealed_sums, self._sums
-        self._sums[:] = 0.0
-        self._sealed, self._filled = tuple(self._filled), []
+    def seal(self, slot: int) -> jobs.Sealed:
+        self._sealed_sums[slot], self._sums = self._sums, np.zeros_like(self._sums)
+        self._sealed[slot], self._filled = tuple(self._filled), []
         legs, self._legs = tuple(self._legs), []
-        return jobs.Sealed(legs)
+        return jobs.Sealed(legs, slot)
 
-    def drop(self) -> jobs.Forgotten:
-        self._sealed = ()
+    def drop(self, slot: int) -> jobs.Forgotten:
+        self._sealed[slot] = ()
         return jobs.Forgotten()
 
-    def apply(self, lr_step: int) -> None:
+    def apply(self, lr_step: int, slot: int) -> None:
+        sealed, sums = self._sealed.get(slot, ()), self._sealed_sums.get(slot)
         for index, (live, fragment) in enumerate(zip(self.lives, self.fragments, strict=True)):
-            through = [one for one in self._sealed if one.first <= fragment.first and fragment.last <= one.last]
+            through = [one for one in sealed if one.first <= fragment.first and fragment.last <= one.last]
             tokens = sum(one.tokens for one in through)
-            if not tokens:
+            if not tokens or sums is None:
                 continue
             noise = self.chance.normal(0.0, self.bowl.noise / len(through) ** 0.5, len(self._numbers[index]))
-            self._numbers[index] -= self.bowl.rate * self._sealed_sums[index] / tokens - noise
+            self._numbers[index] -= self.bowl.rate * sums[index] / tokens - noise
             live.tokens += tokens
             live.rates += self.learning_rate
             live.steps += 1
-        self.stepped = self._sealed
-        self.drop()
+        self.stepped = sealed
+        self.drop(slot)
 
     # Helpers
 

@@ -38,7 +38,7 @@ class Device:
 
     number: int = 0
     legs: list[int] = field(default_factory=list)
-    sealed: tuple[int, ...] = ()
+    sealed: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by slot
     held: set[int] = field(default_factory=set)
     taken: list[tuple[int, ...]] = field(default_factory=list)
     end: int = 0  # of the model
@@ -63,14 +63,15 @@ class Device:
             case jobs.Forget(tokens):
                 self.held -= set(tokens)
                 return jobs.Forgotten()
-            case jobs.Seal(ready, then):
-                self.sealed, self.legs = tuple(self.legs), []
-                if then is None or set(ready) != set(self.sealed):
-                    return jobs.Sealed(self.sealed)
-                self.taken.append(self.sealed)
-                return jobs.Stepped(len(self.taken), 0, then.tokens, then.loss, 0.1, then.micro_batches, self.sealed)
-            case jobs.Apply():
-                self.taken.append(self.sealed)
+            case jobs.Seal(ready, then, slot):
+                sealed, self.legs = tuple(self.legs), []
+                if then is None or set(ready) != set(sealed):
+                    self.sealed[slot] = sealed
+                    return jobs.Sealed(sealed, slot)
+                self.taken.append(sealed)
+                return jobs.Stepped(len(self.taken), 0, then.tokens, then.loss, 0.1, then.micro_batches, sealed)
+            case jobs.Apply(slot=slot):
+                self.taken.append(self.sealed.pop(slot))
                 return jobs.Stepped(len(self.taken), 0, job.tokens, job.loss, 0.1, job.micro_batches)
             case jobs.Drop():
                 return jobs.Forgotten()
@@ -115,9 +116,12 @@ class World:
         capacity: int = 16,
         at_least: int = 1,
         overlap: bool = True,
+        slots: int = 1,
+        activations: tuple[int, ...] = (),
     ) -> Peer:
         peer = PeerId(name)
-        terms = Terms(RUN, peer, first, last, self.cuts, 64, capacity, at_least, layouts, overlap)
+        of_swarm = RUN, peer, first, last, self.cuts, 64
+        terms = Terms(*of_swarm, capacity, at_least, layouts, activations, slots if overlap else 1, overlap)
         routes = Routes(terms, View(self, peer))
         device = device or Device(end=self.cuts[-1].last)
         self.peers[peer] = Peer(peer, routes, device, seconds)
@@ -246,6 +250,10 @@ class View:
             for name, peer in sorted(self.world.peers.items())
             if name != self.own and peer.routes.terms.first <= layer < peer.routes.terms.last
         ]
+
+    def place(self, peer: PeerId) -> tuple[int, int, float]:
+        terms = self.world.peers[peer].routes.terms
+        return terms.first, terms.last, 1.0
 
 
 def cuts_of(parameters: Sequence[int]) -> list[Fragment]:

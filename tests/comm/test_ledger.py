@@ -74,6 +74,31 @@ def test_what_was_sealed_is_applied_even_if_nothing_else_comes() -> None:
     assert Drop() not in ledger.sealed(())
 
 
+def test_sums_wait_side_by_side_and_a_void_one_takes_only_its_own_with_it() -> None:
+    ledger = Ledger(1, slots=2)
+    assert ledger.add(1, entry(1), Mark.HELD) == [Seal(slot=0)]
+    ledger.sealed((1,), 0)
+    assert ledger.add(2, entry(2), Mark.HELD) == [Seal(slot=1)]
+    ledger.sealed((2,), 1)
+    assert ledger.void(1)[0] == Drop(0)
+    assert ledger.settle(2)[0] == Apply(0, 0, 2.0, slot=1)
+    assert (ledger.counted, ledger.dropped) == (1, 1)
+
+
+def test_what_waits_is_spread_evenly_over_the_slots() -> None:
+    ledger = Ledger(1, slots=2)
+    ledger.add(1, entry(1), Mark.HELD)
+    ledger.sealed((1,), 0)
+    ledger.quiet = False
+    for number in range(2, 5):
+        ledger.add(number, entry(number), Mark.HELD)
+    assert kinds(ledger.look(quiet=True)) == ["Seal"]  # four wait: two of them, at least, in the second sum
+    ledger.sealed((2, 3, 4), 1)
+    assert kinds(ledger.settle(1)) == ["Apply", "counted"]
+    assert ledger.add(5, entry(5), Mark.HELD) == []  # of four the slots have three already
+    assert ledger.add(6, entry(6), Mark.HELD) == [Seal(slot=0)]
+
+
 @pytest.mark.parametrize(
     ("hops", "whole"),
     [

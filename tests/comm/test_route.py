@@ -238,6 +238,21 @@ def test_more_legs_than_the_memory_takes_are_refused() -> None:
     assert replies == [Reply(3, Envelope(Refused("busy"))), Reply(4, Envelope(Refused("busy")))]
 
 
+def test_legs_through_a_part_of_the_span_take_as_much_less_memory() -> None:
+    world = World(CUTS)
+    last = world.add("C", 1, 4, capacity=2, activations=(1, 6, 2, 2))
+    world.start()
+
+    def refused(number: int, first: int) -> bool:
+        carry = Carry(RUN, "S", number, first, 1, 5.0, 20.0, layout(first, 1))
+        effects = last.routes.handle(Asked(number, PeerId("M"), Envelope(carry, bytes(20))), 1.0)
+        return Reply(number, Envelope(Refused("busy"))) in effects
+
+    assert [refused(number, 2) for number in range(4)] == [False] * 4  # 4 times 4/10 of the span
+    assert refused(4, 1)
+    assert not refused(5, 2)
+
+
 def test_legs_that_are_only_held_leave_their_room_to_others_up_to_a_limit() -> None:
     world = World(CUTS)
     last = world.add("C", 2, 4, capacity=2)

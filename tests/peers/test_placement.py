@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.comm.pace import Prior
-from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.peers import flows, placement
 from decentral.peers.placement import Holder
@@ -73,44 +72,42 @@ def test_the_flow_is_the_tightest_of_all_cuts(held: list[Holder], parameters: li
     assert placement.flow(fragments, held) == pytest.approx(tightest, rel=1e-6, abs=1e-9)
 
 
-SHARED = [("A", (0, 3), 4.0), ("B", (3, 6), 1.0), ("C", (3, 6), 3.0)]
-
-
-def solved(fragments: list[Fragment], places: list[flows.Place], own: flows.Place) -> Prior:
+def solved(fragments: list[Fragment], held: list[Holder], own: Holder) -> Prior:
     speed: dict[flows.Span, float] = {}
-    for place in places:
-        speed[place.span] = speed.get(place.span, 0.0) + place.tokens_per_s
-    return flows.solve(fragments, speed, own.span, [place for place in places if place != own])
+    for one in held:
+        speed[one.begin, one.end] = speed.get((one.begin, one.end), 0.0) + one.tokens_per_s
+    return flows.solve(fragments, speed, (own.begin, own.end))
 
 
 @given(held=holders)
 def test_the_routes_flow_carries_what_the_cuts_let_through_but_for_the_cost_of_hops(held: list[Holder]) -> None:
     bound = placement.flow(SIX, held)
-    places = [flows.Place(PeerId(f"P{i}"), one.begin, one.end, one.tokens_per_s) for i, one in enumerate(held)]
-    prior = solved(SIX, places, places[0])
+    prior = solved(SIX, held, held[0])
     assert bound * 0.9 - 1e-9 <= prior.tokens_per_s <= bound * (1 + 1e-6) + 1e-9
 
 
 def test_what_enters_a_peer_leaves_it_by_the_flow() -> None:
-    places = [flows.Place(PeerId(name), *span, 1.0) for name, span in (("A", (0, 4)), ("B", (2, 6)))]
-    prior = solved(SIX, places, places[0])
+    held = [Holder(0, 4, 1.0), Holder(2, 6, 1.0)]
+    prior = solved(SIX, held, held[0])
     assert prior.tokens_per_s == pytest.approx(2.0)
     assert sum(prior.ends[0].values()) == pytest.approx(1.0)
     assert sum(end * rate for end, rate in prior.ends[0].items()) == pytest.approx(3.0)  # half of the layers
     for end, rate in prior.ends[0].items():
-        assert prior.nexts[end] == {"B": pytest.approx(rate)}
+        assert prior.rate(end, (2, 6, 1.0)) == pytest.approx(rate)
+        assert prior.rate(end, (0, 4, 1.0)) == 0.0
 
 
 def test_a_swarm_too_large_to_solve_goes_without_a_prior() -> None:
     fragments = [Fragment(i, i, i + 1, 1) for i in range(64)]
-    places = [flows.Place(PeerId(f"P{i}"), i, 64, 1.0) for i in range(64)]
-    assert solved(fragments, places, places[0]) == Prior()
+    held = [Holder(i, 64, 1.0) for i in range(64)]
+    assert solved(fragments, held, held[0]) == Prior()
 
 
-def test_peers_with_the_same_span_share_its_flow_by_their_speeds() -> None:
-    places = [flows.Place(PeerId(name), *span, speed) for name, span, speed in SHARED]
-    nexts = solved(SIX, places, places[0]).nexts[3]
-    assert nexts[places[1].peer] * 3 == pytest.approx(nexts[places[2].peer])
+def test_peers_with_the_same_span_share_its_flow_by_their_speeds_even_one_that_came_since() -> None:
+    held = [Holder(0, 3, 4.0), Holder(3, 6, 1.0), Holder(3, 6, 3.0)]
+    prior = solved(SIX, held, held[0])
+    assert prior.rate(3, (3, 6, 1.0)) * 2 == pytest.approx(prior.rate(3, (3, 6, 2.0)))
+    assert prior.rate(3, (3, 6, 4.0)) == pytest.approx(prior.ends[0][3])
 
 
 def test_a_flow_is_worth_a_new_one_when_a_twentieth_of_all_speed_has_changed() -> None:

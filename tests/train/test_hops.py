@@ -38,16 +38,15 @@ def world_of(computes: dict[str, Compute], at_least: int) -> World:
     """The flow makes use of every span, so micro-batches leave and enter spans in the middle."""
     first = next(iter(computes.values()))
     world = World(first.cuts)
-    places = []
+    speed: dict[flows.Span, float] = {}
     for name, compute in computes.items():
         held = compute.fragments
         span = held[0].first, held[-1].last
         world.add(name, *span, seconds=0.1, device=compute, layouts=compute.layout, at_least=at_least)
-        places.append(flows.Place(PeerId(name), held[0].index, held[-1].index + 1, 100.0))
+        speed[held[0].index, held[-1].index + 1] = 1.0
     for name, peer in world.peers.items():
-        own = next(place for place in places if place.peer == name)
-        speed = {place.span: place.tokens_per_s for place in places}
-        peer.routes.prior = flows.solve(first.cuts, speed, own.span, [place for place in places if place != own])
+        held = computes[name].fragments
+        peer.routes.prior = flows.solve(first.cuts, speed, (held[0].index, held[-1].index + 1))
     return world
 
 

@@ -10,6 +10,7 @@ import torch
 
 from decentral.core import config, jobs
 from decentral.core.errors import UserError
+from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.train import gpt, memory
 from decentral.train.compute import Compute, Setup
 
@@ -54,7 +55,9 @@ def test_the_state_of_a_parameter_is_what_the_tensors_take(setup_of: Callable[..
     assert compute.hops is not None
     tensors = [t for name, t in compute.mixing.tensors().items() if not name.endswith("exp_avg_sq.")]
     held = sum(t.numel() * t.element_size() for t in tensors)  # theta, two moments, phi, b, m, e, the closed window
-    held += sum(t.numel() * 4 for t in (*compute.hops.sums.filled, *compute.hops.sums.sealed))
+    held += sum(
+        t.numel() * 4 for t in (*compute.hops.sums.filled, *(t for slot in compute.hops.sums.sealed for t in slot))
+    )
     needs = memory.needs(setup.config)
     said = sum(fragment.parameters for fragment in compute.fragments) * 40
     assert held == said
@@ -78,7 +81,7 @@ def test_a_memory_for_not_even_one_layer_is_the_users_to_mend() -> None:
 def test_room_for_more_micro_batches_is_used_up_to_a_limit() -> None:
     needs = memory.needs(config.Config(model=config.Model(depth=4, width=128)))
     assert needs.capacity(0, 2, needs.of(0, 2)) == memory.UNDER_WAY
-    assert needs.capacity(0, 2, 1 << 50) == memory.MOST_UNDER_WAY
+    assert needs.capacity(0, 2, 1 << 50) == MOST_UNDER_WAY
 
 
 def test_a_freed_tensor_goes_back_to_the_machine() -> None:
@@ -102,7 +105,7 @@ def test_the_narrower_a_span_the_more_micro_batches_it_must_have_room_for() -> N
     count = len(found.fragments)
     widths = (count, count // 2, count // 6, 1)
     assert [found.least_under_way(width) for width in widths] == [4, 4, 8, count + 2]
-    assert [found.under_way(0, width) for width in widths] == [4, 4, 30, memory.MOST_UNDER_WAY]
+    assert [found.under_way(0, width) for width in widths] == [4, 4, 30, MOST_UNDER_WAY]
     assert [found.under_way(count - 3, count), found.under_way(count - 1, count)] == [8, 20]
 
 
