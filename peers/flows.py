@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import linprog
@@ -30,6 +31,7 @@ MOST_HOPS = 40_000  # variables, some seconds; a swarm of more different spans g
 LEAST_RATE = 1e-6  # of all speed
 AT_ONCE = 200  # variables of a small swarm's flow, which is solved whenever enough has changed
 PAUSE_S = 0.5  # for each variable more, until a flow is solved anew: one peer changes little of it
+KEPT = 128  # flows: of simulated peers, many have just heard the same
 CHANGED = 0.1  # of all speed: for less that changed a flow is not worth a new one
 Span = tuple[int, int]  # fragments [begin, end)
 
@@ -46,6 +48,15 @@ class Place:
     @property
     def span(self) -> Span:
         return self.begin, self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Of equal rosters the same: rates in parts of the sum of all speeds, by span, cut where it enters and ends."""
+
+    hops: int  # variables
+    begun: float
+    carried: Mapping[tuple[Span, int], Mapping[int, float]]
 
 
 def rounded(speed: Mapping[Span, float]) -> dict[Span, float]:
@@ -77,20 +88,16 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, othe
 
     Empty if nothing flows, or if there are too many different spans.
     """
-    hops = _hops(speed)
     total = sum(speed.values())
-    if not hops or len(hops) > MOST_HOPS or total <= 0:
+    flow = _flow(tuple(cuts), tuple(speed.items())) if total > 0 else None
+    if flow is None:
         return Prior()
-    rates = _rates(cuts, speed, hops)
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
-    begun = float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0))
-    prior = Prior(tokens_per_s=begun * total, size=len(hops))
-    through: dict[tuple[Span, int], float] = {}
-    for (span, a, b), rate in zip(hops, rates, strict=True):
-        if rate > LEAST_RATE:
-            through[span, a] = through.get((span, a), 0.0) + rate
-            if span == own:
-                prior.ends.setdefault(layers[a], {})[layers[b]] = rate
+    prior = Prior(tokens_per_s=flow.begun * total, size=flow.hops)
+    for (span, a), rates in flow.carried.items():
+        if span == own:
+            prior.ends[layers[a]] = {layers[b]: rate for b, rate in rates.items()}
+    through = {entry: sum(rates.values()) for entry, rates in flow.carried.items()}
     for place in others:
         part = place.tokens_per_s / speed.get(place.span, math.inf)
         for a in range(place.begin, place.end):
@@ -98,6 +105,22 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, othe
             if rate > 0:
                 prior.nexts.setdefault(layers[a], {})[place.peer] = rate
     return prior
+
+
+@lru_cache(maxsize=KEPT)
+def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) -> Flow | None:
+    """None if nothing can flow, or if there are too many different spans."""
+    speed = dict(speeds)
+    hops = _hops(speed)
+    if not hops or len(hops) > MOST_HOPS:
+        return None
+    rates = _rates(cuts, speed, hops)
+    begun = float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0))
+    carried: dict[tuple[Span, int], dict[int, float]] = {}
+    for (span, a, b), rate in zip(hops, rates, strict=True):
+        if rate > LEAST_RATE:
+            carried.setdefault((span, a), {})[b] = rate
+    return Flow(len(hops), begun, carried)
 
 
 def _rates(cuts: Sequence[Fragment], speed: Mapping[Span, float], hops: Sequence[tuple[Span, int, int]]) -> list[float]:
