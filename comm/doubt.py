@@ -32,18 +32,24 @@ class Doubts:
     run: RunId
     _due: dict[LegId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when, and how long to wait after that
     _asking: dict[PeerId, tuple[LegId, ...]] = field(default_factory=dict)
+    _wake_at: Seconds | None = None
+    _changed: bool = False  # since that was found
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest(at for leg, (at, _) in self._due.items() if leg.starter not in self._asking)
+        if self._changed:
+            self._wake_at = earliest(at for leg, (at, _) in self._due.items() if leg.starter not in self._asking)
+            self._changed = False
+        return self._wake_at
 
     def hold(self, leg: LegId, now: Seconds, took_s: Seconds) -> None:
         """`took_s`: from here to the end of its route and back. The way back to the starter takes about as long."""
         wait_s = max(DOUBT_S, took_s / 4)
         self._due[leg] = (now + wait_s, 2 * wait_s)
+        self._changed = True
 
     def forget(self, leg: LegId) -> None:
-        self._due.pop(leg, None)
+        self._changed |= self._due.pop(leg, None) is not None
 
     def ask(self, now: Seconds) -> list[Ask]:
         """One question at a time to each starter, about all of its legs that are due."""
@@ -52,6 +58,7 @@ class Doubts:
             if at <= now and leg.starter not in self._asking:
                 due.setdefault(PeerId(leg.starter), []).append(leg)
         asks = []
+        self._changed |= bool(due)
         for starter, legs in due.items():
             self._asking[starter] = told = tuple(legs[:MAX_LEGS])
             for leg in told:
@@ -62,6 +69,7 @@ class Doubts:
 
     def answered(self, starter: PeerId) -> tuple[LegId, ...]:
         """An answer, or none, is here: the legs that were asked about."""
+        self._changed = True
         return self._asking.pop(starter, ())
 
     def of(self, starter: PeerId) -> list[LegId]:

@@ -1,5 +1,6 @@
 """A peer's place in the routes of micro-batches, and a leg: one micro-batch's way through one peer."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -70,6 +71,9 @@ class Stage(Enum):
     GONE = auto()  # nobody waits for it, but the compute thread is at it
 
 
+AWAY, HELD, GONE = Stage.AWAY, Stage.HELD, Stage.GONE  # looking a member up costs as much as all of Leg.wake_at
+
+
 @dataclass(slots=True)
 class Leg:
     """A micro-batch's way through this peer."""
@@ -103,8 +107,21 @@ class Leg:
     answer: Envelope | None = None
     round: int = 0
 
+    def wake_at(self) -> Seconds:
+        """When something has to be done about it, if nothing happens before."""
+        if self.stage is GONE:
+            return math.inf
+        at = self.deadline()
+        if self.stage is AWAY:
+            if self.retry_at is not None and self.retry_at < at:
+                at = self.retry_at
+            if self.look_at is not None and self.look_at < at:
+                at = self.look_at
+        return at
+
     def deadline(self) -> Seconds:
-        return self.until if self.own or self.stage is Stage.HELD else min(self.until, self.answer_by)
+        starters = self.own or self.stage is HELD or self.until < self.answer_by
+        return self.until if starters else self.answer_by
 
 
 __all__ = ["Leg", "Stage", "Terms"]

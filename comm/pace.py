@@ -113,8 +113,8 @@ class Prior:
     """Rates, in any unit: of what enters at a layer, how much ends where at this peer; and who carries on from a layer,
     by the layers that they hold: all with the same ones share it by their speeds."""
 
-    ends: dict[int, dict[int, float]] = field(default_factory=dict)
-    nexts: dict[int, dict[tuple[int, int], float]] = field(default_factory=dict)  # for each token/s
+    ends: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(default_factory=dict)  # for each token/s
     tokens_per_s: float = 0.0  # through the whole swarm
     size: int = 0  # variables of the programme
 

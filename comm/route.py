@@ -16,6 +16,7 @@ Backward passes go before forward ones, and our own new micro-batches come last.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -143,14 +144,12 @@ class Routes:
     def wake_at(self) -> Seconds | None:
         if not self.active:
             return None
-        times = [self._look_at, self.doubts.wake_at]
+        first = earliest((self._look_at, self.doubts.wake_at))
         for leg in self.legs.values():
-            if leg.stage is Stage.GONE:
-                continue
-            times.append(leg.deadline())
-            if leg.stage is Stage.AWAY:
-                times += leg.retry_at, leg.look_at
-        return earliest(times)
+            at = leg.wake_at()
+            if first is None or at < first:
+                first = at
+        return None if first == math.inf else first
 
     @property
     def idle(self) -> bool:

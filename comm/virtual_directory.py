@@ -60,6 +60,9 @@ class Records:
         return found
 
     def _version(self, versions: list[Version], reader: PeerId, now: Seconds) -> Version | None:
+        newest = versions[-1]
+        if not self.stale and newest.seen <= now and self._heard(newest, reader):
+            return newest
         known = [one for one in versions if one.seen <= now and self._heard(one, reader)]
         if len(known) > 1 and self.stale and self.chance.random() < self.stale:
             return known[-2]

@@ -14,6 +14,8 @@ Links are not in it: their delay costs a hop, and what they cannot carry shows i
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import linprog
@@ -27,8 +29,19 @@ MOST_HOPS = 40_000  # variables, some seconds; a swarm of more different spans g
 LEAST_RATE = 1e-6  # of all speed
 AT_ONCE = 200  # variables of a small swarm's flow, which is solved whenever enough has changed
 PAUSE_S = 0.5  # for each variable more, until a flow is solved anew: one peer changes little of it
+KEPT = 128  # flows: of simulated peers, many have just heard the same
 CHANGED = 0.1  # of all speed: for less that changed a flow is not worth a new one
 Span = tuple[int, int]  # fragments [begin, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Of equal rosters the same: rates in parts of the sum of all speeds, by layers as a Prior has them."""
+
+    hops: int  # variables
+    begun: float
+    ends: Mapping[Span, Mapping[int, Mapping[int, float]]]  # by span
+    nexts: Mapping[int, Mapping[tuple[int, int], float]]
 
 
 def rounded(speed: Mapping[Span, float]) -> dict[Span, float]:
@@ -60,21 +73,31 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> P
 
     Empty if nothing flows, or if there are too many different spans.
     """
-    hops = _hops(speed)
     total = sum(speed.values())
-    if not hops or len(hops) > MOST_HOPS or total <= 0:
+    flow = _flow(tuple(cuts), tuple(speed.items())) if total > 0 else None
+    if flow is None:
         return Prior()
+    return Prior(flow.ends.get(own, {}), flow.nexts, flow.begun * total, flow.hops)
+
+
+@lru_cache(maxsize=KEPT)
+def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) -> Flow | None:
+    """None if nothing can flow, or if there are too many different spans."""
+    speed = dict(speeds)
+    hops = _hops(speed)
+    if not hops or len(hops) > MOST_HOPS:
+        return None
     rates = _rates(cuts, speed, hops)
-    layers = [*(cut.first for cut in cuts), cuts[-1].last]
     begun = float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0))
-    prior = Prior(tokens_per_s=begun * total, size=len(hops))
+    layers = [*(cut.first for cut in cuts), cuts[-1].last]
+    ends: dict[Span, dict[int, dict[int, float]]] = {}
+    nexts: dict[int, dict[tuple[int, int], float]] = {}
     for (span, a, b), rate in zip(hops, rates, strict=True):
         if rate > LEAST_RATE:
-            nexts, held = prior.nexts.setdefault(layers[a], {}), (layers[span[0]], layers[span[1]])
-            nexts[held] = nexts.get(held, 0.0) + rate / speed[span]
-            if span == own:
-                prior.ends.setdefault(layers[a], {})[layers[b]] = rate
-    return prior
+            ends.setdefault(span, {}).setdefault(layers[a], {})[layers[b]] = rate
+            carried, held = nexts.setdefault(layers[a], {}), (layers[span[0]], layers[span[1]])
+            carried[held] = carried.get(held, 0.0) + rate / speed[span]
+    return Flow(len(hops), begun, ends, nexts)
 
 
 def _rates(cuts: Sequence[Fragment], speed: Mapping[Span, float], hops: Sequence[tuple[Span, int, int]]) -> list[float]:

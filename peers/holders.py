@@ -6,9 +6,9 @@ nobody measures more than NEIGHBOURS of them.
 """
 
 import bisect
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from decentral.core import rng
 from decentral.core.ids import PeerId
@@ -25,10 +25,9 @@ class Holders:
     layers: int
     speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens/s of all with the same layers
     changes: int = 0  # so far, of who holds what and how fast it is
-    _alike: Counter[tuple[int, int]] = field(default_factory=Counter)  # peers with the same layers
     _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # layers, tokens/s
-    _by_layer: dict[int, list[tuple[int, PeerId]]] = field(default_factory=dict)  # by distance
-    _near: dict[int, list[PeerId]] = field(default_factory=dict)  # what was asked for since it changed
+    _alike: dict[tuple[int, int], list[tuple[int, PeerId]]] = field(default_factory=dict)  # with the same, by distance
+    _near: dict[int, list[PeerId]] = field(default_factory=dict)  # what was asked for since something changed
 
     @property
     def count(self) -> int:
@@ -50,27 +49,21 @@ class Holders:
             return
         self._places[peer] = (first, last, speed)
         self.changes += 1
-        self._alike[first, last] += 1
         self.speeds[first, last] = self.speeds.get((first, last), 0.0) + speed
-        place = (self._distance(peer), peer)
-        for layer in range(first, last):
-            bisect.insort(self._by_layer.setdefault(layer, []), place)
-            self._near.pop(layer, None)
+        bisect.insort(self._alike.setdefault((first, last), []), (self._distance(peer), peer))
+        self._near.clear()
 
     def drop(self, peer: PeerId) -> None:
         first, last, speed = self._places.pop(peer, (0, 0, 0.0))
         if first >= last:
             return
         self.changes += 1
-        self._alike[first, last] -= 1
         self.speeds[first, last] -= speed
-        if not self._alike[first, last]:
+        held = self._alike[first, last]
+        del held[bisect.bisect_left(held, (self._distance(peer), peer))]
+        if not held:
             del self.speeds[first, last], self._alike[first, last]
-        place = (self._distance(peer), peer)
-        for layer in range(first, last):
-            held = self._by_layer[layer]
-            del held[bisect.bisect_left(held, place)]
-            self._near.pop(layer, None)
+        self._near.clear()
 
     def place(self, peer: PeerId) -> tuple[int, int, float]:
         """Layers [first, last) of one that holds some, and its tokens/s."""
@@ -79,7 +72,8 @@ class Holders:
     def near(self, layer: int) -> Sequence[PeerId]:
         """Up to NEIGHBOURS holders of the layer, in the order of their ids."""
         if layer not in self._near:
-            self._near[layer] = sorted(peer for _, peer in self._by_layer.get(layer, ())[:NEIGHBOURS])
+            spans = [held[:NEIGHBOURS] for (first, last), held in self._alike.items() if first <= layer < last]
+            self._near[layer] = sorted(peer for _, peer in sorted(chain.from_iterable(spans))[:NEIGHBOURS])
         return self._near[layer]
 
     def _distance(self, peer: PeerId) -> int:

@@ -230,18 +230,20 @@ class Node:
     def wake_at(self) -> Seconds | None:
         if self.phase is Phase.LEFT:
             return None
-        times = [self.roster.wake_at, self.join.wake_at, self.prober.wake_at, self.progress.wake_at]
         if self._gossip_at is None:
             self._gossip_at = earliest(one.wake_at for one in self.gossip.values()) or math.inf
-        times.append(self._gossip_at)
-        if self.moves:
-            times.append(self.moves.wake_at)
-        if self.routes:
-            times.append(self.routes.wake_at)
-            if self.routes.active and self._routed:
-                times.append(self._flows_at)
-        if self.rounds:
-            times.append(self.rounds.wake_at)
+        routes = self.routes
+        times = (
+            self.roster.wake_at,
+            self.join.wake_at,
+            self.prober.wake_at,
+            self.progress.wake_at,
+            self._gossip_at,
+            self.moves.wake_at if self.moves else None,
+            routes.wake_at if routes else None,
+            self._flows_at if routes and routes.active and self._routed else None,
+            self.rounds.wake_at if self.rounds else None,
+        )
         first = earliest(times)
         return None if first == math.inf else first
 

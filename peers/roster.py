@@ -121,9 +121,9 @@ class Roster:
     def _expire(self, now: Seconds) -> list[Effect]:
         if self._expiry_at is None or now < self._expiry_at:
             return []
-        next_at = earliest(entry.expires for entry in self.live.values() if entry.expires > now)
-        self._expiry_at = None if next_at is None else max(next_at, now + self.limits.refresh_s / 4)
         gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
+        next_at = min([entry.expires for entry in self.live.values() if entry.expires > now], default=None)
+        self._expiry_at = None if next_at is None else max(next_at, now + self.limits.refresh_s / 4)
         return [effect for peer in gone for effect in self._drop(peer, "expired", now)]
 
     def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[Effect]:
