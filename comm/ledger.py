@@ -100,7 +100,7 @@ class Ledger:
         return Seal(tuple(self.entries), self._apply(list(self.entries.values()))) if ready else Seal()
 
     def _finish(self, closing: tuple[int, ...]) -> list[Effect]:
-        marks = {self.marks[token] for token in closing}
+        marks = [self.marks[token] for token in closing]
         if Mark.HELD in marks and Mark.VOID not in marks:
             return []
         void = sum(self.marks[token] is Mark.VOID for token in closing)
