@@ -4,7 +4,8 @@
 
 A peer has room for an eighth to a third of the layers; speeds differ fourfold, and with them the rooms. Lives are
 exponential, and whoever is preempted is replaced after a minute by a newcomer, which chooses its layers. The bound is
-that of peers/placement.py over the peers that train, every minute.
+that of peers/placement.py over the peers that train, every minute. `share`: tokens that a layer's weights have counted,
+mean over layers by their parameters, over the bound; `begun`: the same of the starters' own.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from decentral.core import config, jobs, rng
-from decentral.core.machine import Effect
+from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
 from decentral.peers.placement import flow, holder_of
 from decentral.peers.virtual import Pace, VirtualHost
@@ -42,18 +43,29 @@ class Watching:
     """Tokens that were counted, and the peers that were there, minute by minute."""
 
     shape: Shape
-    tokens: int = 0  # since the last sample
+    counted: float = 0.0  # tokens through the whole model, since the last sample
+    begun: int = 0
     jobs_done: int = 0
     hosts: dict[str, VirtualHost] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    parts: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
         self.hosts[host.peer] = host
+        for effect in effects:
+            if isinstance(effect, Log) and effect.event == "counted":
+                legs = effect.fields["of"]
+                self.counted += sum(tokens * self._part(first, last) for _, _, first, last, tokens in legs)
+
+    def _part(self, first: int, last: int) -> float:
+        if (first, last) not in self.parts:
+            self.parts[first, last] = jobs.share(self.shape.fragments, first, last)
+        return self.parts[first, last]
 
     def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
         self.jobs_done += isinstance(outcome, jobs.Backed)
         if isinstance(outcome, jobs.Stepped):
-            self.tokens += outcome.tokens
+            self.begun += outcome.tokens
 
     def sample(self, at: Seconds) -> None:
         self.hosts = {peer: host for peer, host in self.hosts.items() if host.ended is None}
@@ -66,10 +78,11 @@ class Watching:
         ]  # fmt: skip
         holders = [sum(one.begin <= index < one.end for one in held) for index in range(len(cuts))]
         bound = flow(cuts, held)
-        share = self.tokens / SAMPLE_S / bound if bound else 0.0
-        row = {"at": round(at), "training": len(training), "share": round(share, 3), "fewest_holders": min(holders)}
-        self.rows.append(row | {"bound": round(bound), "legs": self.jobs_done})
-        self.tokens, self.jobs_done = 0, 0
+        shares = (tokens / SAMPLE_S / bound if bound else 0.0 for tokens in (self.counted, self.begun))
+        row = dict(zip(("share", "begun"), (round(share, 3) for share in shares), strict=True))
+        there = {"at": round(at), "training": len(training), "fewest_holders": min(holders)}
+        self.rows.append(there | row | {"bound": round(bound), "legs": self.jobs_done})
+        self.counted, self.begun, self.jobs_done = 0.0, 0, 0
 
 
 def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> Shape:
@@ -122,7 +135,9 @@ def main() -> None:
         "virtual_hours": args.seconds / 3600,
         "wall_s": round(time.monotonic() - began),
         "preempted": sum(fault.kind == "crash" for fault in lost),
-        "share": round(sum(row["share"] for row in settled) / max(1, len(settled)), 3),
+        "share": round(sum(row["share"] for row in watch.rows) / max(1, len(watch.rows)), 3),
+        "share_settled": round(sum(row["share"] for row in settled) / max(1, len(settled)), 3),
+        "begun_settled": round(sum(row["begun"] for row in settled) / max(1, len(settled)), 3),
         "fewest_holders": min((row["fewest_holders"] for row in settled), default=0),
         "events": report.events,
         "routed": report.routed,

@@ -110,7 +110,7 @@ class Ledger:
 
     def _finish(self, slot: int) -> list[Effect]:
         closing = self.closing[slot]
-        marks = {self.marks[token] for token in closing}
+        marks = [self.marks[token] for token in closing]
         if Mark.HELD in marks and Mark.VOID not in marks:
             return []
         void = sum(self.marks[token] is Mark.VOID for token in closing)

@@ -1,5 +1,6 @@
 """A peer's place in the routes of micro-batches, and a leg: one micro-batch's way through one peer."""
 
+import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,11 @@ class Terms:
     slots: int = 1  # for sums of gradients that wait to be settled
     overlap: bool = False  # begin more before the last ones' step is taken: busier devices, stale gradients
     synchronous: bool = False  # steps are taken in rounds, by all peers at once: comm/rounds.py
+    _entries: tuple[int, ...] = field(init=False, repr=False)  # layers of ours with which others' legs may begin
+
+    def __post_init__(self) -> None:
+        entries = tuple(cut.first for cut in self.cuts if max(1, self.first) <= cut.first < self.last)
+        object.__setattr__(self, "_entries", entries)  # frozen; every question is checked against it
 
     @property
     def layers(self) -> int:
@@ -37,11 +43,11 @@ class Terms:
 
     def begins(self, layer: int) -> bool:
         """Whether others' legs may begin here with this layer."""
-        return any(cut.first == layer for cut in self.cuts if max(1, self.first) <= cut.first < self.last)
+        return layer in self._entries
 
     def behind(self, layer: int) -> int:
         """At how many layers behind this one they may."""
-        return sum(layer < cut.first < self.last for cut in self.cuts)
+        return len(self._entries) - bisect.bisect_right(self._entries, layer)
 
     @property
     def most(self) -> int:

@@ -56,7 +56,8 @@ class Meter:
 
     def bandwidth(self, peer: PeerId) -> float | None:
         """Towards us, bytes/s; None where nothing was measured."""
-        return self.links.get(peer, Link()).down
+        link = self.links.get(peer)
+        return None if link is None else link.down
 
     def typical_down(self) -> float | None:
         return self._medians()[0]

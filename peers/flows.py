@@ -12,12 +12,12 @@ swarm. As a linear programme (HiGHS) over hops (span i carries from cut a to cut
 Links are not in it: their delay costs a hop, and what they cannot carry shows in the times that routes measure.
 """
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
@@ -32,6 +32,8 @@ PAUSE_S = 0.5  # for each variable more, until a flow is solved anew: one peer c
 KEPT = 128  # flows: of simulated peers, many have just heard the same
 CHANGED = 0.1  # of all speed: for less that changed a flow is not worth a new one
 Span = tuple[int, int]  # fragments [begin, end)
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,20 @@ def changed(before: Mapping[Span, float], now: Mapping[Span, float]) -> bool:
     return differing > CHANGED * sum(now.values())
 
 
-def _hops(spans: Iterable[Span]) -> list[tuple[Span, int, int]]:
-    """Of each span, between cuts at which some span begins or ends.
+def _hops(spans: Sequence[Span]) -> tuple[Ints, Ints, Ints]:
+    """(span's number, from, to) of each, between cuts at which some span begins or ends.
 
     A cut in between, which no span tells apart from its neighbours, is as good as turns between those two.
     """
-    known = list(spans)
-    cuts = sorted({cut for span in known for cut in span})
-    inside = {span: [cut for cut in cuts if span[0] <= cut <= span[1]] for span in known}
-    return [(span, a, b) for span in known for a, b in itertools.combinations(inside[span], 2)]
+    cuts = np.unique(np.array(spans))
+    index, a, b = [], [], []
+    for number, (begin, end) in enumerate(spans):
+        inside = cuts[(begin <= cuts) & (cuts <= end)]
+        first, second = np.triu_indices(len(inside), 1)
+        index.append(np.full(len(first), number))
+        a.append(inside[first])
+        b.append(inside[second])
+    return np.concatenate(index), np.concatenate(a), np.concatenate(b)
 
 
 def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> Prior:
@@ -83,39 +90,39 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> P
 @lru_cache(maxsize=KEPT)
 def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) -> Flow | None:
     """None if nothing can flow, or if there are too many different spans."""
-    speed = dict(speeds)
-    hops = _hops(speed)
-    if not hops or len(hops) > MOST_HOPS:
+    spans = [span for span, _ in speeds]
+    index, a, b = hops = _hops(spans)
+    if not 0 < len(index) <= MOST_HOPS:
         return None
-    rates = _rates(cuts, speed, hops)
-    begun = float(sum(rate for (_, a, _), rate in zip(hops, rates, strict=True) if a == 0))
+    rates = _rates(cuts, [speed for _, speed in speeds], hops)
+    begun = float(sum(rates[a == 0].tolist()))
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
     ends: dict[Span, dict[int, dict[int, float]]] = {}
     nexts: dict[int, dict[tuple[int, int], float]] = {}
-    for (span, a, b), rate in zip(hops, rates, strict=True):
-        if rate > LEAST_RATE:
-            ends.setdefault(span, {}).setdefault(layers[a], {})[layers[b]] = rate
-            carried, held = nexts.setdefault(layers[a], {}), (layers[span[0]], layers[span[1]])
-            carried[held] = carried.get(held, 0.0) + rate / speed[span]
-    return Flow(len(hops), begun, ends, nexts)
+    for hop in np.flatnonzero(rates > LEAST_RATE).tolist():
+        (span, speed), rate, enters = speeds[index[hop]], float(rates[hop]), layers[a[hop]]
+        ends.setdefault(span, {}).setdefault(enters, {})[layers[b[hop]]] = rate
+        carried, held = nexts.setdefault(enters, {}), (layers[span[0]], layers[span[1]])
+        carried[held] = carried.get(held, 0.0) + rate / speed
+    return Flow(len(index), begun, ends, nexts)
 
 
-def _rates(cuts: Sequence[Fragment], speed: Mapping[Span, float], hops: Sequence[tuple[Span, int, int]]) -> list[float]:
+def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, Ints, Ints]) -> Floats:
     """z of each hop, in parts of the sum of all speeds."""
     whole = sum(cut.parameters for cut in cuts)
     before = np.concatenate(([0.0], np.cumsum([cut.parameters / whole for cut in cuts])))
-    number = {span: index for index, span in enumerate(speed)}
-    index, a, b = np.array([(number[span], a, b) for span, a, b in hops]).T
-    count, inner = len(hops), len(cuts) - 1
+    index, a, b = hops
+    count, inner = len(index), len(cuts) - 1
     column = np.arange(count)
-    work = coo_matrix((before[b] - before[a], (index, column)), shape=(len(speed), count))
+    work = coo_matrix((before[b] - before[a], (index, column)), shape=(len(speeds), count))
     into, out = b < len(cuts), a > 0
     values = np.concatenate((np.ones(into.sum()), -np.ones(out.sum())))
     rows, columns = np.concatenate((b[into], a[out])) - 1, np.concatenate((column[into], column[out]))
     balance = coo_matrix((values, (rows, columns)), shape=(inner, count)) if inner else None
-    within = np.array(list(speed.values())) / sum(speed.values())
+    within = np.array(speeds) / sum(speeds)
     cost = np.where(a == 0, -1.0, 0.0) + HOP_COST
     kept = (balance.tocsr(), np.zeros(inner)) if balance is not None else (None, None)
     found = linprog(cost, work.tocsr(), within, *kept, method="highs")
     assert found.status == 0, found.message
-    return [max(0.0, float(rate)) for rate in found.x]
+    rates: Floats = np.maximum(0.0, found.x)
+    return rates

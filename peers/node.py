@@ -539,11 +539,11 @@ class Node:
     def holders(self, fragment: int) -> list[PeerId]:
         """Who else holds it, and trains."""
         cut = self._cut(fragment)
-        return [
+        return sorted(
             peer
-            for peer, entry in sorted(self.roster.live.items())
+            for peer, entry in self.roster.live.items()
             if entry.record.phase == "training" and entry.record.first <= cut.first and cut.last <= entry.record.last
-        ]
+        )
 
     def keepers(self, fragment: int) -> list[PeerId]:
         """Who else keeps the newest state of it that anybody keeps, if that is newer than what we keep."""

@@ -13,6 +13,7 @@ within one gap of S, and the best gaps are found by a walk over the fragments (D
 A peer that has chosen says so in the DHT, and looks again: of two that chose at the same time the later one yields.
 """
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +39,9 @@ class Holder:
 
 def holder_of(fragments: Sequence[Fragment], first: int, last: int, tokens_per_s: float) -> Holder:
     """Of layers [first, last): the whole fragments among them."""
-    inside = [index for index, one in enumerate(fragments) if first <= one.first and one.last <= last]
-    return Holder(inside[0], inside[-1] + 1, tokens_per_s) if inside else Holder(0, 0, tokens_per_s)
+    begin = bisect.bisect_left(fragments, first, key=lambda one: one.first)
+    end = bisect.bisect_right(fragments, last, key=lambda one: one.last)
+    return Holder(begin, end, tokens_per_s) if begin < end else Holder(0, 0, tokens_per_s)
 
 
 def choose(

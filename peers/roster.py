@@ -19,7 +19,7 @@ from decentral.comm.transport import Announce, Answered, AskFailed, Found, Looku
 from decentral.core.config import Swarm
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.machine import Effect, Woke, log
 from decentral.core.units import Seconds
 from decentral.peers import records
 from decentral.peers.holders import Holders
@@ -155,7 +155,7 @@ class Roster:
             return []
         self.live[peer] = Entry(record, expires, known.failures if known else 0)
         self.holders.put(peer, record)
-        self._expiry_at = earliest((self._expiry_at, expires))
+        self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
         effects: list[Effect] = []
         if known is None or known.record.addresses != record.addresses:
             effects.append(Learn(peer, record.addresses))

@@ -176,10 +176,11 @@ class Ledger:
     last_at: dict[PeerId, Seconds] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
+    _pack: Any = field(default_factory=lambda: msgpack.Packer().pack)  # one for all lines: there are many
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
         fields = log.fields
-        self._hash.update(msgpack.packb((peer, round(t, 6), log.event, fields)))
+        self._hash.update(self._pack((peer, round(t, 6), log.event, fields)))
         match log.event:
             case "step":
                 self.tokens[peer] += fields["tokens"]
