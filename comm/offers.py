@@ -13,7 +13,7 @@ from decentral.comm.messages import Load
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
-CANDIDATES = 2
+CANDIDATES = 8
 OFFER_S = 3.0  # who needs longer for a word is not asked for more
 MOST_BUSY = 6  # peers that are asked without a pause; then all are busy, more or less
 FEW = 4  # of so few holders each asker knows enough by their turns

@@ -69,6 +69,7 @@ class Window:
     starting: bool = True  # until something waits: one more for each that came back
     bases: dict[tuple[PeerId, ...], Base] = field(default_factory=dict)  # by route
     _waiting: float = 0.0  # the part of its time that a micro-batch waits somewhere, running average
+    _new: float = 0.0  # the part of routes that were not known, running average
     _typical_s: Seconds | None = None
     _fastest_s: Seconds = math.inf  # of any route; fades as a base does
     _since: int = 0  # completions since the size was last changed
@@ -79,7 +80,7 @@ class Window:
         self._waiting += NEWEST * (waited - self._waiting)
         self._typical_s = seconds if self._typical_s is None else (1 - NEWEST) * self._typical_s + NEWEST * seconds
         self._since += 1
-        by_chance = AT_RANDOM if len(self.bases) == MOST_ROUTES else 1.0
+        by_chance = AT_RANDOM if self._new > 0.5 and len(self.bases) > MANY_ROUTES else 1.0
         least, most = (by_chance * (len(route) + 1) * many for many in self.waiting)
         self.starting = self.starting and self.size * max(waited, self._waiting) < least
         if self._since < self.size and not self.starting:
@@ -97,6 +98,7 @@ class Window:
         fading = FADES * (seconds - self._fastest_s) if self._fastest_s < math.inf else 0.0
         self._fastest_s = min(seconds, self._fastest_s + fading)
         known = self.bases.pop(route, None)
+        self._new += NEWEST * ((known is None) - self._new)
         base = self.bases[route] = known or Base(seconds)  # the last used one comes last
         base.saw(seconds)
         if len(self.bases) > MOST_ROUTES:

@@ -128,6 +128,7 @@ class Routes:
     _shares: dict[tuple[int, int], float] = field(default_factory=dict)  # of the model, by layers [first, last)
     _rooms: dict[tuple[int, int], float] = field(default_factory=dict)  # of the memory, by layers [first, last)
     _look_at: Seconds | None = None
+    _wake: Seconds | None = None  # the earliest wish of all; infinite: none; None: to be looked for
     _ends: dict[int, Stride[int]] = field(default_factory=dict)  # by the layer that a leg begins with
     _worked: float = 0.0  # tokens through our share of the model, since the last step
     _early: list[tuple[int, Job]] = field(default_factory=list)  # of the next round: by token
@@ -142,14 +143,13 @@ class Routes:
 
     @property
     def wake_at(self) -> Seconds | None:
+        """Looked for once after each event: it takes a look at every leg."""
         if not self.active:
             return None
-        first = earliest((self._look_at, self.doubts.wake_at))
-        for leg in self.legs.values():
-            at = leg.wake_at()
-            if first is None or at < first:
-                first = at
-        return None if first == math.inf else first
+        if self._wake is None:
+            at = earliest((self._look_at, self.doubts.wake_at, *(leg.wake_at() for leg in self.legs.values())))
+            self._wake = math.inf if at is None else at
+        return None if self._wake == math.inf else self._wake
 
     @property
     def idle(self) -> bool:
@@ -168,6 +168,13 @@ class Routes:
         self._rooms.clear()
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
+        if isinstance(event, Asked):
+            said = self._said(event)
+            if said is not None:
+                return [Reply(event.request, Envelope(said))]
+        elif isinstance(event, Answered | AskFailed) and event.tag[0] == "offer" and self._heard(event):
+            return []
+        self._wake = None
         self.ledger.quiet = self._quiet()
         effects = self._react(event, now)
         effects += self.ledger.look(self._quiet())
@@ -179,12 +186,6 @@ class Routes:
                 return self._overdue(now) + list(self.doubts.ask(now))
             case Asked(envelope=Envelope(Carry() as carry)):
                 return self._asked(event, carry, now)
-            case Asked(request, _, Envelope(Offer() as offer)):
-                return [Reply(request, Envelope(self._load(offer)))]
-            case Asked(request, sender, Envelope(Carrying(leg=name))):
-                leg = self.legs.get(self._by_id.get(name, -1))
-                here = leg is not None and leg.asker == sender
-                return [Reply(request, Envelope(Done() if here else Refused("gone")))]
             case Asked(request, sender, Envelope(Settle() as told)):
                 return [*self._told(sender, told), Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(Unsettled(legs=legs))):
@@ -196,10 +197,8 @@ class Routes:
             case AskFailed(tag=("doubt",), peer=peer):
                 self.doubts.answered(peer)
                 return self._told(peer, Settle(self.terms.run, (), tuple(self.doubts.of(peer))))
-            case Answered(tag=("offer", int() as token, int() as attempt), peer=peer, envelope=Envelope(answer)):
-                return self._offered(self._awaited(token, attempt), peer, answer, now)
-            case AskFailed(tag=("offer", int() as token, int() as attempt), peer=peer):
-                return self._offered(self._awaited(token, attempt), peer, None, now)
+            case Answered(tag=("offer", int() as token, *_)) | AskFailed(tag=("offer", int() as token, *_)):
+                return self._offered(self.legs[token], now)
             case Answered(tag=("carrying", int() as token, int() as attempt), peer=peer, envelope=Envelope(Done())):
                 leg = self._awaited(token, attempt)
                 return self._only_late(leg, peer, now) if leg else []
@@ -240,6 +239,16 @@ class Routes:
         return self._ends.setdefault(first, Stride()).choose(able) if able else self.terms.last
 
     # Others' micro-batches
+
+    def _said(self, event: Asked) -> Load | Done | Refused | None:
+        """What is answered to questions that change nothing: there are many more of them than of legs."""
+        match event.envelope.message:
+            case Offer() as offer:
+                return self._load(offer)
+            case Carrying(leg=name):
+                leg = self.legs.get(self._by_id.get(name, -1))
+                return Done() if leg is not None and leg.asker == event.sender else Refused("gone")
+        return None
 
     def _asked(self, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
         name = LegId(carry.starter, carry.number, carry.first)
@@ -410,15 +419,21 @@ class Routes:
         offer = Envelope(Offer(self.terms.run, leg.last, leg.sequences))
         return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(leg.offers.asked)]
 
-    def _offered(self, leg: Leg | None, peer: PeerId, answer: object, now: Seconds) -> list[Effect]:
+    def _heard(self, event: Answered | AskFailed) -> bool:
+        """Whether we have to hear from others, too, before the leg goes on; or nobody waits for this any more."""
+        _, token, attempt = event.tag
+        leg = self._awaited(int(token), int(attempt))
         if leg is None or leg.offers is None:
-            return []
+            return True
+        answer = event.envelope.message if isinstance(event, Answered) else None
         load = answer if isinstance(answer, Load) and leg.last < answer.last <= self.terms.layers else None
-        leg.offers.answered(peer, load, self._share(leg.last, load.last) if load else 0.0)
+        leg.offers.answered(event.peer, load, self._share(leg.last, load.last) if load else 0.0)
         if load is None:
-            leg.busy.append(peer)
-        if leg.offers.asked:
-            return []
+            leg.busy.append(event.peer)
+        return bool(leg.offers.asked)
+
+    def _offered(self, leg: Leg, now: Seconds) -> list[Effect]:
+        assert leg.offers is not None
         best, leg.offers = leg.offers.best, None
         if best is not None:
             return self._send_to(leg, best, now)
@@ -688,7 +703,7 @@ class Routes:
 
     def begin_round(self, round: int, active: bool, quota: int) -> list[Effect]:
         """The weights are those of this round. Micro-batches that came early are of it now."""
-        self.round, self.active, self.quota = round, active, quota
+        self.round, self.active, self.quota, self._wake = round, active, quota, None
         early, self._early = self._early, []
         effects: list[Effect] = []
         for token, job in early:
@@ -706,12 +721,13 @@ class Routes:
 
     def give_up_own(self) -> list[Effect]:
         """Nobody is left to carry what we begin."""
-        self.quota = 0
+        self.quota, self._wake = 0, None
         own = [leg for leg in self.legs.values() if leg.own and leg.stage is not Stage.GONE]
         return [effect for leg in own for effect in self._give_up(leg, "gone")]
 
     def end_round(self, everything: bool = False) -> list[Effect]:
         """Nothing more of it counts: what is under way is let go of. `everything`: also what came early."""
+        self._wake = None
         effects: list[Effect] = []
         for leg in list(self.legs.values()):
             if leg.stage is Stage.GONE or (leg.round > self.round and not everything):

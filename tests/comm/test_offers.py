@@ -72,7 +72,7 @@ def test_where_many_could_carry_on_activations_go_to_one_that_was_asked_first() 
     carries = [to for kind, to in asked if kind == "Carry"]
     offers = [to for kind, to in asked if kind == "Offer"]
     assert set(carries) <= set(offers)
-    assert 1.5 * len(carries) < len(offers) <= 2 * len(carries) + 2
+    assert len(offers) >= (FEW + 2) * len(carries)  # so few holders are all asked
     assert len(set(carries)) == FEW + 2  # all ends get their share
 
 
