@@ -9,6 +9,7 @@ Turns    interleaved weighted round robin, as stride scheduling: each choice cos
          section 3.2, has the seconds alone).
 """
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -138,11 +139,17 @@ class Stride(Generic[Choice]):
     paid: dict[Choice, float] = field(default_factory=dict)
 
     def choose(self, costs: Mapping[Choice, float]) -> Choice:
-        self.paid = {one: min(self.paid.get(one, self.now), self.now + cost) for one, cost in costs.items()}
-        chosen = min(costs, key=lambda one: (self.paid[one] + costs[one], one))
-        self.paid[chosen] += costs[chosen]
-        self.now += 1 / sum(1 / cost for cost in costs.values())
-        return chosen
+        return self.choose_some(costs, 1)[0]
+
+    def choose_some(self, costs: Mapping[Choice, float], count: int) -> list[Choice]:
+        """So many different ones, or all: each of them has its turn."""
+        paid, now = self.paid, self.now
+        self.paid = paid = {one: min(paid.get(one, now), now + cost) for one, cost in costs.items()}
+        chosen = heapq.nsmallest(count, ((paid[one] + cost, one) for one, cost in costs.items()))
+        for pays, one in chosen:
+            paid[one] = pays
+        self.now += len(chosen) / sum(1 / cost for cost in costs.values())
+        return [one for _, one in chosen]
 
 
 @dataclass(slots=True)
@@ -154,20 +161,17 @@ class Turns:
 
     def choose(self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float]) -> PeerId:
         """One of these. `rates`: the prior's; a peer that is not in it is asked now and then, to know what it does."""
-        top = max((rates.get(peer, 0.0) for peer in peers), default=0.0)
-        part = {peer: max(LEAST_PART, rates.get(peer, 0.0) / top) if top else 1.0 for peer in peers}
-        typical = self._typical_s()
-        costs = {peer: self.seconds.get(peer, typical) / part[peer] for peer in peers}
-        return self._strides.setdefault(layer, Stride()).choose(costs)
+        return self.choose_some(layer, peers, rates, 1)[0]
 
     def choose_some(
         self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float], count: int
     ) -> list[PeerId]:
         """So many different ones of these, or all."""
-        chosen: list[PeerId] = []
-        while len(chosen) < min(count, len(peers)):
-            chosen.append(self.choose(layer, [peer for peer in peers if peer not in chosen], rates))
-        return chosen
+        top = max((rates.get(peer, 0.0) for peer in peers), default=0.0)
+        part = {peer: max(LEAST_PART, rates.get(peer, 0.0) / top) if top else 1.0 for peer in peers}
+        typical = self._typical_s()
+        costs = {peer: self.seconds.get(peer, typical) / part[peer] for peer in peers}
+        return self._strides.setdefault(layer, Stride()).choose_some(costs, count)
 
     def expected_s(self, peer: PeerId) -> Seconds:
         return self.seconds.get(peer) or self._typical_s()
