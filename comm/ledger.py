@@ -89,9 +89,11 @@ class Ledger:
 
     def _turn(self) -> list[Effect]:
         effects: list[Effect] = []
+        if self.sealing:
+            return effects  # it may be followed by its step at once: the journal has steps in the order they are taken
         for slot in list(self.closing):
             effects += self._finish(slot)
-        if self.sealing or not self.quiet or len(self.closing) == self.slots:
+        if not self.quiet or len(self.closing) == self.slots:
             return effects
         sealed = sum(map(len, self.closing.values()))
         even = -(-len(self.entries) // (self.slots + 1)) if self.slots > 1 else 0

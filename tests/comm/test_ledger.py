@@ -85,6 +85,19 @@ def test_sums_wait_side_by_side_and_a_void_one_takes_only_its_own_with_it() -> N
     assert (ledger.counted, ledger.dropped) == (1, 1)
 
 
+def test_the_journal_names_steps_in_the_order_in_which_they_are_taken() -> None:
+    ledger = Ledger(1, slots=2)
+    ledger.add(1, entry(1), Mark.HELD)
+    ledger.sealed((1,), 0)
+    assert kinds(ledger.add(2, entry(2), Mark.SETTLED)) == ["Seal"]  # its step is taken at once
+    assert ledger.settle(1) == []
+    counted, applied, after = ledger.stepped((2,))
+    assert isinstance(counted, Log)
+    assert isinstance(after, Log)
+    assert applied == Apply(0, 0, 2.0, slot=0)
+    assert [line.fields["of"][0][1] for line in (counted, after)] == [2, 1]
+
+
 def test_what_waits_is_spread_evenly_over_the_slots() -> None:
     ledger = Ledger(1, slots=2)
     ledger.add(1, entry(1), Mark.HELD)
