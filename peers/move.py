@@ -172,6 +172,8 @@ class Moves:
                 return [Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(Stay(fragment=index))):
                 return self._asked_to_stay(request, sender, index, now)
+            case Drained() if self.state is State.DRAINING and self._left_alone():
+                return self._fail("needed", now)
             case Drained() if self.state is State.DRAINING:
                 self.state, self.wake_at = State.SWITCHING, None
                 cuts = self.room.needs.fragments[self.goal.start : self.goal.stop]
@@ -186,6 +188,8 @@ class Moves:
         self.wake_at = now + RETRY_S
         if self.state is State.DRAINING and now >= self._until:
             return self._fail("legs", now)
+        if self.state is State.DRAINING and self._left_alone():
+            return self._fail("needed", now)  # we take no legs, and nobody else does
         if self.state is not State.FETCHING:
             return []
         if self.fetch.complete:
@@ -222,6 +226,11 @@ class Moves:
         self.state, self._until = State.DRAINING, now + DRAIN_S
         self.wake_at = now + RETRY_S
         return []
+
+    def _left_alone(self) -> bool:
+        """Whether of those who promised to stay so many are gone that what we give up has too few holders."""
+        held = {index: set(self.view.holders(index)) for index in self.lost}
+        return any(len(held[index].intersection(self._promises[index])) < self.needed for index in self.lost)
 
     def _arrive(self, now: Seconds) -> list[Effect]:
         line = self._line("done", "", now)

@@ -221,6 +221,22 @@ def test_legs_that_do_not_end_keep_us_where_we_are() -> None:
     assert not swarm["B"].drains
 
 
+@pytest.mark.parametrize("drained", [True, False])
+def test_who_waits_for_its_legs_goes_on_serving_when_those_who_promised_to_stay_have_died(drained: bool) -> None:
+    swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(2, 4))
+    swarm.begin("B", range(1, 3))
+    swarm.deliver_all()
+    assert swarm["B"].drains
+    swarm.spans[PeerId("A")] = range(0)
+    if drained:
+        swarm.tell("B", Drained())
+    else:
+        swarm.wake("B", RETRY_S)
+    assert swarm.said("B") == [("failed", "needed")]
+    assert swarm["B"].held == range(0, 2)
+    assert not swarm["B"].drains
+
+
 def test_what_nobody_holds_or_keeps_is_begun_only_on_request() -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2))
     swarm.begin("B", range(1, 3))
