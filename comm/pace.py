@@ -198,8 +198,13 @@ class Turns:
         return min(DEADLINE_TOP_S, max(UNKNOWN_S, SLACK * self._typical_s(guess_s)))
 
 
-def budget_s(typical_s: Seconds | None) -> Seconds:
-    """How long a starter tries to get one micro-batch through, retries included."""
+def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
+    """How long a starter tries to get one micro-batch through, retries included.
+
+    `guess_s`: where none has come through yet, what it would take if nothing waited; 0: unknown.
+    """
+    if typical_s is None and guess_s > 0:
+        return min(MAX_ROUTE_S, max(UNKNOWN_S, 2 * SLACK * guess_s))
     if typical_s is None or not math.isfinite(typical_s):
         return MAX_ROUTE_S
     return min(MAX_ROUTE_S, max(1.5 * DEADLINE_FLOOR_S, 2 * SLACK * typical_s))

@@ -260,13 +260,25 @@ class Routes:
         leg = self._new_leg(name, self._end(carry.first), now, event.sender)
         leg.request, leg.sequences, leg.round = event.request, carry.sequences, carry.round
         self._extend(leg, carry, now)
+        effects = self._supersede(leg)
         self._by_id[name] = leg.token
         job = Forward(leg.token, carry.first, leg.last, carry.sequences, carry.layout, event.envelope.blob)
         if carry.round > self.round:
             self._early.append((leg.token, job))
         else:
             heapq.heappush(self._ready, (FORWARD, leg.token, job))
-        return []
+        return effects
+
+    def _supersede(self, new: Leg) -> list[Effect]:
+        """Of a micro-batch that comes again by another way, what was held for the same layers: no route has both.
+
+        Its sum would wait to be settled, and this leg for a step that takes the sum.
+        """
+        if self.terms.synchronous:
+            return []
+        same = [leg for leg in self.legs.values() if (leg.id.starter, leg.id.number) == (new.id.starter, new.id.number)]
+        held = [leg for leg in same if leg.stage is Stage.HELD and leg.id.first < new.last and new.id.first < leg.last]
+        return [effect for leg in held for effect in self._give_up(leg, "moved")]
 
     def _refusal(self, event: Asked, carry: Carry) -> str:
         """Why not, in one word; empty if we take it."""
@@ -445,7 +457,7 @@ class Routes:
         if patience_s < LEAST_S:
             return self._give_up(leg, "late")
         leg.to, leg.attempts = to, leg.attempts + 1
-        leg.look_at, leg.late = now + self.turns.deadline_s(to, self._guess_s(leg)), False
+        leg.look_at, leg.late = now + self.turns.deadline_s(to, self._guess_s(leg, leg.last)), False
         leg.tried.append(to)
         hold_s = min(MAX_ROUTE_S, max(0.0, leg.until - now))
         name = leg.id
@@ -454,9 +466,9 @@ class Routes:
         tag = ("route", leg.token, leg.attempts)
         return [Ask(tag, to, Envelope(carry, leg.payload), patience_s, leg.layout[0].size)]
 
-    def _guess_s(self, leg: Leg) -> Seconds:
-        """What the rest of the model takes of the usual device."""
-        rest = self._share(leg.last, self.terms.layers)
+    def _guess_s(self, leg: Leg, first: int) -> Seconds:
+        """What the model from this layer on takes of the usual device."""
+        rest = self._share(first, self.terms.layers)
         return leg.tokens * rest / self.usual_speed if self.usual_speed > 0 else 0.0
 
     def _awaited(self, token: int, attempt: int) -> Leg | None:
@@ -523,7 +535,7 @@ class Routes:
     def _only_late(self, leg: Leg, peer: PeerId, now: Seconds) -> list[Effect]:
         if not leg.late:
             self.turns.missed(peer)
-        leg.late, leg.look_at = True, now + self.turns.deadline_s(peer, self._guess_s(leg))
+        leg.late, leg.look_at = True, now + self.turns.deadline_s(peer, self._guess_s(leg, leg.last))
         return []
 
     def _missed(self, leg: Leg, peer: PeerId, now: Seconds) -> list[Effect]:
@@ -552,6 +564,8 @@ class Routes:
             leg.id = LegId(self.terms.peer, done.number, 0)
         self._tokens = done.tokens
         leg.sequences, leg.tokens, leg.layout, leg.payload = done.sequences, done.tokens, done.layout, done.blob
+        if leg.own and self.window.typical_s() is None:
+            leg.until = leg.began + budget_s(None, self._guess_s(leg, 0))
         return self._send(leg, now)
 
     def _backed(self, leg: Leg, done: Backed, now: Seconds) -> list[Effect]:

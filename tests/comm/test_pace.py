@@ -67,6 +67,8 @@ def test_deadlines_have_a_floor_and_a_top() -> None:
     turns.seconds[B] = 1000.0
     assert turns.deadline_s(B, 0.0) == DEADLINE_TOP_S
     assert budget_s(None) == budget_s(1e9) == MAX_ROUTE_S
+    assert budget_s(None, guess_s=0.1) == UNKNOWN_S
+    assert UNKNOWN_S < budget_s(None, guess_s=10.0) < MAX_ROUTE_S
 
 
 def pipeline(window: Window, base_s: float, service_s: float, completions: int) -> float:

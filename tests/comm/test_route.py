@@ -8,6 +8,7 @@ import pytest
 
 from decentral import audit
 from decentral.comm.codec import Envelope
+from decentral.comm.leg import Stage
 from decentral.comm.messages import Carry, Carrying, Hop, LegId, Refused, Returned, Settle, Unsettled
 from decentral.comm.pace import DEADLINE_FLOOR_S
 from decentral.comm.route import MOST_HELD, Routes
@@ -268,6 +269,26 @@ def test_legs_that_are_only_held_leave_their_room_to_others_up_to_a_limit() -> N
 
     assert [ask(number) for number in range(MOST_HELD * 2)] == [[]] * (MOST_HELD * 2)
     assert ask(99) == [Reply(99, Envelope(Refused("busy")))]
+
+
+@pytest.mark.parametrize(("number", "stages"), [(7, [Stage.HELD]), (8, [Stage.HELD, Stage.FORWARD])])
+def test_what_is_held_of_a_micro_batch_does_not_keep_it_waiting_when_it_comes_by_another_way(
+    number: int, stages: list[Stage]
+) -> None:
+    """Its sum would wait for the starter, the starter for this leg, and this leg for a step that takes the sum."""
+    world = World(CUTS)
+    last = world.add("C", 1, 4, overlap=False)
+    world.start()
+
+    def ask(number: int, first: int) -> None:
+        carry = Carry(RUN, "S", number, first, 1, 5.0, 50.0, layout(first, 1))
+        for effect in last.routes.handle(Asked(first, PeerId("M"), Envelope(carry, bytes(20))), world.now):
+            world._carry(last, effect)
+        world.run(0.5)
+
+    ask(7, 2)  # held: its starter has not settled it
+    ask(number, 1)
+    assert [leg.stage for leg in last.routes.legs.values()] == stages
 
 
 def test_a_backward_pass_goes_before_forward_passes() -> None:
