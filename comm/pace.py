@@ -12,7 +12,7 @@ Turns    interleaved weighted round robin, as stride scheduling: each choice cos
 import heapq
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, TypeVar
@@ -120,11 +120,16 @@ class Prior:
     nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(default_factory=dict)  # for each token/s
     tokens_per_s: float = 0.0  # through the whole swarm
     size: int = 0  # variables of the programme
+    spans: Collection[tuple[int, int]] = ()  # layers that somebody held then
 
     def rate(self, layer: int, place: tuple[int, int, float]) -> float:
-        """Of what a peer with layers [first, last) and so many tokens/s carries on from this layer."""
+        """Of what a peer with layers [first, last) and so many tokens/s carries on from this layer. Whose layers nobody
+        held then carries as much as others."""
         first, last, tokens_per_s = place
-        return self.nexts.get(layer, {}).get((first, last), 0.0) * tokens_per_s
+        rates = self.nexts.get(layer, {})
+        if (first, last) in rates or (first, last) in self.spans or not rates:
+            return rates.get((first, last), 0.0) * tokens_per_s
+        return sum(rates.values()) / len(rates) * tokens_per_s
 
 
 @dataclass(slots=True)

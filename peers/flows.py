@@ -44,6 +44,7 @@ class Flow:
     begun: float
     ends: Mapping[Span, Mapping[int, Mapping[int, float]]]  # by span
     nexts: Mapping[int, Mapping[tuple[int, int], float]]
+    spans: frozenset[tuple[int, int]]
 
 
 def rounded(speed: Mapping[Span, float]) -> dict[Span, float]:
@@ -84,7 +85,7 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> P
     flow = _flow(tuple(cuts), tuple(speed.items())) if total > 0 else None
     if flow is None:
         return Prior()
-    return Prior(flow.ends.get(own, {}), flow.nexts, flow.begun * total, flow.hops)
+    return Prior(flow.ends.get(own, {}), flow.nexts, flow.begun * total, flow.hops, flow.spans)
 
 
 @lru_cache(maxsize=KEPT)
@@ -104,7 +105,7 @@ def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) ->
         ends.setdefault(span, {}).setdefault(enters, {})[layers[b[hop]]] = rate
         carried, held = nexts.setdefault(enters, {}), (layers[span[0]], layers[span[1]])
         carried[held] = carried.get(held, 0.0) + rate / speed
-    return Flow(len(index), begun, ends, nexts)
+    return Flow(len(index), begun, ends, nexts, frozenset((layers[begin], layers[end]) for begin, end in spans))
 
 
 def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, Ints, Ints]) -> Floats:

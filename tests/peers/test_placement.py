@@ -108,6 +108,8 @@ def test_peers_with_the_same_span_share_its_flow_by_their_speeds_even_one_that_c
     prior = solved(SIX, held, held[0])
     assert prior.rate(3, (3, 6, 1.0)) * 2 == pytest.approx(prior.rate(3, (3, 6, 2.0)))
     assert prior.rate(3, (3, 6, 4.0)) == pytest.approx(prior.ends[0][3])
+    assert prior.rate(3, (2, 5, 4.0)) == pytest.approx(prior.ends[0][3])  # nobody held that when it was solved
+    assert prior.rate(3, (0, 3, 4.0)) == 0.0
 
 
 def test_a_flow_is_worth_a_new_one_when_a_twentieth_of_all_speed_has_changed() -> None:
