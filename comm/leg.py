@@ -87,7 +87,7 @@ class Leg:
     token: int
     id: LegId
     last: int
-    room: float  # that its activations take: comm/leg.py's Terms
+    room: float  # that its activations take: Terms.room
     own: bool
     began: Seconds
     answer_by: Seconds  # then the asker goes elsewhere

@@ -1,9 +1,9 @@
-"""Whom to send a micro-batch to where many could carry on: the better of two.
+"""Whom to send a micro-batch to where many could carry on: the best of a few.
 
-    leg --Offer--> two holders of the next layer --Load--> the one that is through soonest, per layer that it takes
+    leg --Offer--> some holders of the next layer --Load--> the one that is through soonest, per layer that it takes
 
-Nobody knows how much a thousand peers have to do, and what one knew would be old; but of two that are drawn by chance
-the one with less to do is nearly as good as the best of all (the power of two choices, Mitzenmacher 2001). It costs a
+Nobody knows how much a thousand peers have to do, and what one knew would be old; but of a few that are drawn by chance
+the one with least to do is nearly as good as the best of all (the power of two choices, Mitzenmacher 2001). It costs a
 round trip before the activations are sent, and none of them is sent to a peer that has no room.
 """
 

@@ -59,6 +59,7 @@ from decentral.core.jobs import (
     Job,
     Sealed,
     Stepped,
+    forward_part,
     share,
 )
 from decentral.core.machine import Effect, Woke, earliest, log
@@ -308,7 +309,7 @@ class Routes:
             return Refused("busy")
         ends = self.prior.ends.get(offer.first, {})
         last = max(ends, key=ends.__getitem__) if ends else terms.last
-        part = self._share(offer.first, last) * (1.0 if last == terms.layers else FORWARD_PART)
+        part = self._share(offer.first, last) * forward_part(last, terms.layers)
         return Load(terms.run, self._wait_s(), self._seconds(part), last)
 
     def _share(self, first: int, last: int) -> float:
@@ -328,8 +329,7 @@ class Routes:
         parts = 0.0
         for leg in self.legs.values():
             if leg.stage is Stage.FORWARD:
-                there_and_back = leg.last == self.terms.layers
-                parts += (1.0 if there_and_back else FORWARD_PART) * self._share(leg.id.first, leg.last)
+                parts += forward_part(leg.last, self.terms.layers) * self._share(leg.id.first, leg.last)
             elif leg.stage is Stage.BACKWARD:
                 parts += (1 - FORWARD_PART) * self._share(leg.id.first, leg.last)
         return self._seconds(parts)

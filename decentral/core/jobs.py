@@ -13,9 +13,7 @@ from pydantic import Field, Strict
 from decentral.core.ids import PeerId
 
 FORWARD_PART = 1 / 3  # of a micro-batch's computing; the rest is its backward pass
-MOST_UNDER_WAY = (
-    48  # micro-batches at a peer: each is a question that stays open, and comm/streams.py answers 64 at once
-)
+MOST_UNDER_WAY = 48  # micro-batches at a peer: each is an open question, and comm/streams.py answers 64 at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +30,12 @@ def share(cuts: Sequence[Fragment], first: int, last: int) -> float:
     """The part of the parameters of a model, cut into these, in layers [first, last)."""
     inside = sum(cut.parameters for cut in cuts if first <= cut.first and cut.last <= last)
     return inside / sum(cut.parameters for cut in cuts)
+
+
+def forward_part(last: int, layers: int) -> float:
+    """Of a micro-batch's computing in layers up to `last`, what is done at once: at the model's end all of it, since
+    the backward pass follows."""
+    return 1.0 if last == layers else FORWARD_PART
 
 
 @dataclass(frozen=True, slots=True)

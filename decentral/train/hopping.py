@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from decentral.core import jobs
-from decentral.core.jobs import FORWARD_PART, Fragment, share
+from decentral.core.jobs import FORWARD_PART, Fragment, forward_part, share
 
 
 class Passage(Protocol):
@@ -81,9 +81,9 @@ def work(job: jobs.Job, cuts: Sequence[Fragment], held: Mapping[int, Passage]) -
     """How much of one micro-batch's computing through the whole model this job is. Ask before it is done."""
     match job:
         case jobs.Draw(_, last):
-            return share(cuts, 0, last) * (1.0 if last == cuts[-1].last else FORWARD_PART)
+            return share(cuts, 0, last) * forward_part(last, cuts[-1].last)
         case jobs.Forward(_, first, last):
-            return share(cuts, first, last) * (1.0 if last == cuts[-1].last else FORWARD_PART)
+            return share(cuts, first, last) * forward_part(last, cuts[-1].last)
         case jobs.Backward(token) if token in held:
             return (1 - FORWARD_PART) * share(cuts, held[token].first, held[token].last)
     return 0.0

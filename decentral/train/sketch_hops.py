@@ -60,11 +60,10 @@ class SketchHops:
     held: dict[int, Carried] = field(default_factory=dict)
     stepped: tuple[Carried, ...] = ()  # what was in the last sum that was applied
     _filled: list[Carried] = field(default_factory=list)
-    _sealed: dict[int, tuple[Carried, ...]] = field(default_factory=dict)  # by slot
+    _sealed: dict[int, tuple[tuple[Carried, ...], NDArray[np.float64]]] = field(default_factory=dict)  # by slot
     _legs: list[int] = field(default_factory=list)
     _numbers: list[Numbers] = field(init=False)
     _sums: NDArray[np.float64] = field(init=False)  # fragments x numbers, over tokens
-    _sealed_sums: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._numbers = [live.theta.numpy() for live in self.lives]
@@ -109,21 +108,21 @@ class SketchHops:
     # The optimizer's step
 
     def seal(self, slot: int) -> jobs.Sealed:
-        self._sealed_sums[slot], self._sums = self._sums, np.zeros_like(self._sums)
-        self._sealed[slot], self._filled = tuple(self._filled), []
+        self._sealed[slot] = tuple(self._filled), self._sums
+        self._sums, self._filled = np.zeros_like(self._sums), []
         legs, self._legs = tuple(self._legs), []
         return jobs.Sealed(legs, slot)
 
     def drop(self, slot: int) -> jobs.Forgotten:
-        self._sealed[slot] = ()
+        self._sealed.pop(slot, None)
         return jobs.Forgotten()
 
     def apply(self, lr_step: int, slot: int) -> None:
-        sealed, sums = self._sealed.get(slot, ()), self._sealed_sums.get(slot)
+        sealed, sums = self._sealed.pop(slot, ((), self._sums))  # what was dropped moves nothing
         for index, (live, fragment) in enumerate(zip(self.lives, self.fragments, strict=True)):
             through = [one for one in sealed if one.first <= fragment.first and fragment.last <= one.last]
             tokens = sum(one.tokens for one in through)
-            if not tokens or sums is None:
+            if not tokens:
                 continue
             noise = self.chance.normal(0.0, self.bowl.noise / len(through) ** 0.5, len(self._numbers[index]))
             self._numbers[index] -= self.bowl.rate * sums[index] / tokens - noise
@@ -131,7 +130,6 @@ class SketchHops:
             live.rates += self.learning_rate
             live.steps += 1
         self.stepped = sealed
-        self.drop(slot)
 
     # Helpers
 

@@ -1,4 +1,4 @@
-"""Of two that could carry on, the one that is through first; and how long to wait when all are busy."""
+"""Of those that could carry on, the one that is through first; and how long to wait when all are busy."""
 
 from decentral.comm.codec import Envelope
 from decentral.comm.messages import Carry, Load, Offer, Refused
