@@ -12,14 +12,13 @@ carried already, because the peer in between is gone, sends the same gradient ag
 Exactly once: gradients are held (comm/ledger.py) until the starter, to whom the route's hops come back with the
 gradient, has settled them. It settles one route per micro-batch, so each layer counts it once, or not at all.
 
-Backward passes go before forward ones, and our own new micro-batches come last.
+This file is a leg's life. Who is next is comm/onward.py; what the legs take of memory and time, comm/workload.py; what
+the compute thread gets first, comm/work.py (our own new micro-batches come last); what others are told, comm/outbox.py.
 """
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from decentral.comm.codec import Envelope
 from decentral.comm.doubt import Completed, Doubts
@@ -27,8 +26,6 @@ from decentral.comm.ledger import Entry, Ledger, Mark, reaches_the_end
 from decentral.comm.leg import Leg, Stage, Terms
 from decentral.comm.messages import (
     MAX_HOPS,
-    MAX_LEGS,
-    MAX_ROUTE_S,
     Carry,
     Carrying,
     Done,
@@ -41,64 +38,22 @@ from decentral.comm.messages import (
     Settle,
     Unsettled,
 )
-from decentral.comm.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Offers, pause_s
-from decentral.comm.pace import FULL, LEAN, MANY, NEWEST, Prior, Stride, Turns, Window, budget_s
+from decentral.comm.onward import LEAST_S, RETRY_S, Onward, View, Way
+from decentral.comm.outbox import Outboxes
+from decentral.comm.pace import FULL, LEAN, MANY, Window, budget_s
 from decentral.comm.tally import Tally
-from decentral.comm.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.transport import Answered, Asked, AskFailed, Reply
+from decentral.comm.work import Work
+from decentral.comm.workload import Workload
 from decentral.core.ids import PeerId
-from decentral.core.jobs import (
-    FORWARD_PART,
-    MOST_UNDER_WAY,
-    Backed,
-    Backward,
-    Draw,
-    Forget,
-    Forward,
-    Forwarded,
-    HopFailed,
-    Job,
-    Sealed,
-    Stepped,
-    forward_part,
-    share,
-)
+from decentral.core.jobs import Backed, Backward, Draw, Forget, Forward, Forwarded, HopFailed, Sealed, Stepped
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.units import Seconds
 
-BACKWARD, FORWARD = 0, 1  # in this order
-AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
-MOST_HELD = 4  # times the micro-batches that the memory takes: legs, with those whose backward pass is done
-KEPT_PART = 8  # of the room, one part is kept for legs that enter at later layers
-MAX_TRIES = 6  # of one leg, at whichever peers
-RETRY_S = 0.25  # where nobody holds the next layer
 BUSY = ("busy", "not-ready", "moved", "span", "oversize")  # nobody's fault: a record may be older than a span
-LEAST_S = 0.05  # less patience than this is none
-ROUNDING = 1e-6  # of sums of parts of the memory
 SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
 GRACE_S = 1.0  # for a Settle that is on its way when its starter's time is over
-SETTLE_S = 5.0  # deadline of a Settle
-SETTLES_KEPT = 4096  # legs that wait to be settled or released at one peer; older ones run out of time there
-
-
-class View(Protocol):
-    """What routes need to know of the swarm; peers/node.py has it from the roster."""
-
-    def successors(self, layer: int) -> Sequence[PeerId]:
-        """Who else holds this layer, and trains."""
-        ...
-
-    def place(self, peer: PeerId) -> tuple[int, int, float]:
-        """Which layers [first, last) one of them holds, and its tokens/s of the whole model."""
-        ...
-
-
-@dataclass(slots=True)
-class Outbox:
-    """What a peer is to be told about legs; one question at a time."""
-
-    count: list[LegId] = field(default_factory=list)
-    release: list[LegId] = field(default_factory=list)
-    asking: bool = False
+COUNTED_KEPT = 4096  # legs of others that are known to have been counted
 
 
 @dataclass(slots=True)
@@ -109,11 +64,10 @@ class Routes:
     draining: bool = False  # no new legs: those that are here are brought to their end
     legs: dict[int, Leg] = field(default_factory=dict)
     window: Window = field(init=False)
-    turns: Turns = field(default_factory=Turns)
-    prior: Prior = field(default_factory=Prior)
-    _tokens: int = 0  # of the latest micro-batch
-    speed: float = 0.0  # tokens/s of the whole model, if we computed without a pause; 0: not measured yet
-    usual_speed: float = 0.0  # of the others, as they say; 0: nobody does
+    work: Work = field(default_factory=Work)
+    workload: Workload = field(init=False)
+    outboxes: Outboxes = field(init=False)
+    onward: Onward = field(init=False)
     ledger: Ledger | Tally = field(init=False)
     quota: int | None = None  # micro-batches that we may still begin; None: as many as the window has room for
     completed: int = 0
@@ -122,17 +76,10 @@ class Routes:
     round: int = 0
     _by_id: dict[LegId, int] = field(default_factory=dict)
     _counted: dict[LegId, None] = field(default_factory=dict)  # the latest of others
-    _ready: list[tuple[int, int, Job]] = field(default_factory=list)  # heap: backward first, then the older
-    _running: set[int] = field(default_factory=set)
-    _outboxes: dict[PeerId, Outbox] = field(default_factory=dict)
     _last_token: int = 0
-    _shares: dict[tuple[int, int], float] = field(default_factory=dict)  # of the model, by layers [first, last)
-    _rooms: dict[tuple[int, int], float] = field(default_factory=dict)  # of the memory, by layers [first, last)
     _look_at: Seconds | None = None
     _wake: Seconds | None = None  # the earliest wish of all; infinite: none; None: to be looked for
-    _ends: dict[int, Stride[int]] = field(default_factory=dict)  # by the layer that a leg begins with
-    _worked: float = 0.0  # tokens through our share of the model, since the last step
-    _early: list[tuple[int, Job]] = field(default_factory=list)  # of the next round: by token
+    _early: list[Forward] = field(default_factory=list)  # of the next round
 
     def __post_init__(self) -> None:
         terms = self.terms
@@ -140,7 +87,9 @@ class Routes:
         stages = -(-terms.layers // (terms.last - terms.first))
         self.window = Window(terms.most, FULL if full else LEAN, max(2, min(stages, terms.capacity)))
         self.ledger = Tally() if terms.synchronous else Ledger(terms.at_least, terms.slots)
-        self.doubts = Doubts(self.terms.run)
+        self.doubts, self.outboxes = Doubts(terms.run), Outboxes(terms.run)
+        self.workload = Workload(terms)
+        self.onward = Onward(terms, self.view, self.workload, self.outboxes)
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -164,9 +113,9 @@ class Routes:
     def hold(self, terms: Terms) -> None:
         """This peer's place from now on; legs are taken again."""
         self.terms, self.draining, self.ledger.at_least = terms, False, terms.at_least
-        self.window.most, self.prior = terms.most, Prior()
-        self._ends.clear()
-        self._rooms.clear()
+        self.window.most = terms.most
+        self.workload.hold(terms)
+        self.onward.hold(terms)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         if isinstance(event, Asked):
@@ -179,7 +128,8 @@ class Routes:
         self.ledger.quiet = self._quiet()
         effects = self._react(event, now)
         effects += self.ledger.look(self._quiet())
-        return effects + self._dispatch() + self._begin_more(now) + self._tell()
+        effects += self.work.dispatch(forward=not self._draining())
+        return effects + self._begin_more(now) + self.outboxes.tell()
 
     def _react(self, event: object, now: Seconds) -> list[Effect]:
         match event:
@@ -199,45 +149,22 @@ class Routes:
                 self.doubts.answered(peer)
                 return self._told(peer, Settle(self.terms.run, (), tuple(self.doubts.of(peer))))
             case Answered(tag=("offer", int() as token, *_)) | AskFailed(tag=("offer", int() as token, *_)):
-                return self._offered(self.legs[token], now)
-            case Answered(tag=("carrying", int() as token, int() as attempt), peer=peer, envelope=Envelope(Done())):
-                leg = self._awaited(token, attempt)
-                return self._only_late(leg, peer, now) if leg else []
-            case Answered(tag=("carrying", int() as token, int() as attempt)):
-                leg = self._awaited(token, attempt)
-                return self._missed(leg, event.peer, now) if leg else []
-            case AskFailed(tag=("route" | "carrying", int() as token, int() as attempt), peer=peer):
-                leg = self._awaited(token, attempt)
-                return self._missed(leg, peer, now) if leg else []
-            case Answered(tag=("route", int() as token, int() as attempt)):
-                return self._answered(event, self._awaited(token, attempt), now)
+                heard = self.legs[token]
+                return self._on(heard, self.onward.offered(heard, now))
+            case Answered(tag=("route" | "carrying", *_)) | AskFailed(tag=("route" | "carrying", *_)):
+                leg = self._awaited(event)
+                return self._from_next(leg, event, now) if leg else []
             case Answered(tag=("settle",), peer=peer) | AskFailed(tag=("settle",), peer=peer):
-                self._outboxes.setdefault(peer, Outbox()).asking = False
+                self.outboxes.told(peer)
             case Forwarded() | Backed() | HopFailed():
-                self._running.discard(event.token)
+                self.work.done(event.token)
                 return self._computed(event, now)
             case Sealed(tokens, slot):
                 return self.ledger.sealed(tokens, slot)
             case Stepped(seconds=seconds, legs=legs):
-                self._measure(seconds)
+                self.workload.stepped(seconds)
                 return self.ledger.stepped(legs) if legs else []
         return []
-
-    def _measure(self, seconds: Seconds) -> None:
-        """How fast this device really is, by what it computed in so many seconds of computing.
-
-        Times are averaged, not rates: so who becomes much slower knows it after a few steps.
-        """
-        if self._worked > 0 and seconds > 0:
-            newest_s = seconds / self._worked
-            self.speed = 1 / ((1 - NEWEST) / self.speed + NEWEST * newest_s if self.speed else newest_s)
-        self._worked = 0.0
-
-    def _end(self, first: int) -> int:
-        """How far we carry what enters there: by the prior's flow, in turns; without one to the end of our span."""
-        rates = {end: rate for end, rate in self.prior.ends.get(first, {}).items() if rate > 0}
-        able = {end: 1 / rate for end, rate in rates.items() if end == self.terms.layers or self.view.successors(end)}
-        return self._ends.setdefault(first, Stride()).choose(able) if able else self.terms.last
 
     # Others' micro-batches
 
@@ -258,16 +185,16 @@ class Routes:
         refusal = self._refusal(event, carry)
         if refusal:
             return [Reply(event.request, Envelope(Refused(refusal)))]
-        leg = self._new_leg(name, self._end(carry.first), now, event.sender)
+        leg = self._new_leg(name, self.onward.end(carry.first), now, event.sender)
         leg.request, leg.sequences, leg.round = event.request, carry.sequences, carry.round
         self._extend(leg, carry, now)
         effects = self._supersede(leg)
         self._by_id[name] = leg.token
         job = Forward(leg.token, carry.first, leg.last, carry.sequences, carry.layout, event.envelope.blob)
         if carry.round > self.round:
-            self._early.append((leg.token, job))
+            self._early.append(job)
         else:
-            heapq.heappush(self._ready, (FORWARD, leg.token, job))
+            self.work.push(job)
         return effects
 
     def _supersede(self, new: Leg) -> list[Effect]:
@@ -296,7 +223,7 @@ class Routes:
             return "late"
         if carry.round > self.round + 1:
             return "not-ready"
-        return "" if self._room(carry.first) and not self.draining else "busy"
+        return "" if self._has_room(carry.first) and not self.draining else "busy"
 
     def _load(self, offer: Offer) -> Load | Refused:
         """How soon we would be through with one more leg."""
@@ -305,67 +232,14 @@ class Routes:
             return Refused("not-ready")
         if not terms.begins(offer.first):
             return Refused("span")
-        if not self._room(offer.first):
+        if not self._has_room(offer.first):
             return Refused("busy")
-        ends = self.prior.ends.get(offer.first, {})
-        last = max(ends, key=ends.__getitem__) if ends else terms.last
-        part = self._share(offer.first, last) * forward_part(last, terms.layers)
-        return Load(terms.run, self._wait_s(), self._seconds(part), last)
+        last = self.onward.usual_end(offer.first)
+        wait_s = self.workload.wait_s(self.legs.values())
+        return Load(terms.run, wait_s, self.workload.leg_s(offer.first, last), last)
 
-    def _share(self, first: int, last: int) -> float:
-        """The part of the model's parameters in layers [first, last)."""
-        found = self._shares.get((first, last))
-        if found is None:
-            found = self._shares[first, last] = share(self.terms.cuts, first, last)
-        return found
-
-    def _seconds(self, part: float) -> Seconds:
-        """Of computing: so much of a micro-batch through the whole model."""
-        speed = self.speed or self.usual_speed
-        return part * self._tokens / speed if speed else 0.0
-
-    def _wait_s(self) -> Seconds:
-        """Of computing that is here to be done."""
-        parts = 0.0
-        for leg in self.legs.values():
-            if leg.stage is Stage.FORWARD:
-                parts += forward_part(leg.last, self.terms.layers) * self._share(leg.id.first, leg.last)
-            elif leg.stage is Stage.BACKWARD:
-                parts += (1 - FORWARD_PART) * self._share(leg.id.first, leg.last)
-        return self._seconds(parts)
-
-    def _room(self, first: int) -> bool:
-        """For a leg that enters at this layer.
-
-        Legs that are only held have given their activations back: they take an answer each, and have more room. One
-        place is kept for each layer behind this one at which legs may enter (buffer classes: Merlin and Schweitzer,
-        1980). Else peers that hold the same layers could fill each other up with legs that wait for one another.
-        """
-        capacity, count, at_work, begun, own = self.terms.capacity, 0, 0.0, 0, 0.0
-        for leg in self.legs.values():
-            if leg.stage is not Stage.HELD:
-                count, at_work = count + 1, at_work + leg.room
-                if leg.own:
-                    begun, own = begun + 1, own + leg.room
-        more = self._room_of(first, self.terms.last)
-        if count >= MOST_UNDER_WAY or len(self.legs) >= MOST_HELD * capacity or at_work + more > capacity + ROUNDING:
-            return False
-        kept = min(self.terms.behind(first), capacity // KEPT_PART)
-        most = capacity - kept + ROUNDING
-        if self.terms.first > 0:
-            return at_work + more <= most
-        if first == 0:
-            return own + more <= most
-        usual = own / begun if begun else 1.0
-        wanted = min(self.window.size * usual, capacity - kept) - own  # nobody else can begin ours: others' can go on
-        others = at_work - own + more
-        return others <= capacity // KEPT_PART + ROUNDING or others + own + wanted <= capacity + ROUNDING
-
-    def _room_of(self, first: int, last: int) -> float:
-        found = self._rooms.get((first, last))
-        if found is None:
-            found = self._rooms[first, last] = self.terms.room(first, last)
-        return found
+    def _has_room(self, first: int) -> bool:
+        return self.workload.has_room(first, self.legs, self.window.size)
 
     def _asked_again(self, leg: Leg, event: Asked, carry: Carry, now: Seconds) -> list[Effect]:
         """Whoever asked before has been given up, or is gone: the new asker gets the answer."""
@@ -391,7 +265,7 @@ class Routes:
                 effects += self.ledger.settle(leg.token)
                 self._remove(leg)
                 self._counted[name] = None
-                if len(self._counted) > SETTLES_KEPT:
+                if len(self._counted) > COUNTED_KEPT:
                     del self._counted[next(iter(self._counted))]
         for name in told.release:
             leg = self.legs.get(self._by_id.get(name, -1))
@@ -410,86 +284,38 @@ class Routes:
         count, release = (tuple(leg for leg in legs if leg in known) for legs in (told.count, told.release))
         return Settle(told.run, count, release)
 
-    # The way on
+    # What the next peer says
 
-    def _send(self, leg: Leg, now: Seconds) -> list[Effect]:
-        """Asks the next peer to carry on, or waits until there is one."""
-        leg.stage, leg.retry_at, leg.look_at, leg.to = Stage.AWAY, None, None, None
-        if len(leg.tried) >= MAX_TRIES:
-            return self._give_up(leg, "tried")
-        holders = self.view.successors(leg.last)
-        peers = [peer for peer in holders if peer not in leg.tried] or list(holders)
-        peers = [peer for peer in peers if peer not in leg.busy]
-        if not peers:
-            return self._wait(leg, now)
-        rates = {peer: self.prior.rate(leg.last, self.view.place(peer)) for peer in peers}
-        if len(peers) <= FEW:
-            return self._send_to(leg, self.turns.choose(leg.last, peers, rates), now)
-        leg.offers, leg.attempts = Offers(), leg.attempts + 1
-        leg.offers.asked.update(self.turns.choose_some(leg.last, peers, rates, CANDIDATES))
-        tag = ("offer", leg.token, leg.attempts)
-        offer = Envelope(Offer(self.terms.run, leg.last, leg.sequences))
-        return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(leg.offers.asked)]
-
-    def _heard(self, event: Answered | AskFailed) -> bool:
-        """Whether we have to hear from others, too, before the leg goes on; or nobody waits for this any more."""
+    def _awaited(self, event: Answered | AskFailed) -> Leg | None:
+        """The leg that waits for this answer."""
         _, token, attempt = event.tag
-        leg = self._awaited(int(token), int(attempt))
-        if leg is None or leg.offers is None:
-            return True
-        answer = event.envelope.message if isinstance(event, Answered) else None
-        load = answer if isinstance(answer, Load) and leg.last < answer.last <= self.terms.layers else None
-        leg.offers.answered(event.peer, load, self._share(leg.last, load.last) if load else 0.0)
-        if load is None:
-            leg.busy.append(event.peer)
-        return bool(leg.offers.asked)
-
-    def _offered(self, leg: Leg, now: Seconds) -> list[Effect]:
-        assert leg.offers is not None
-        best, leg.offers = leg.offers.best, None
-        if best is not None:
-            return self._send_to(leg, best, now)
-        leg.refusals += CANDIDATES
-        return self._after_refusal(leg, now)
-
-    def _send_to(self, leg: Leg, to: PeerId, now: Seconds) -> list[Effect]:
-        patience_s = min(leg.deadline() - now, MAX_ROUTE_S)
-        if patience_s < LEAST_S:
-            return self._give_up(leg, "late")
-        leg.to, leg.attempts = to, leg.attempts + 1
-        leg.look_at, leg.late = now + self.turns.deadline_s(to, self._guess_s(leg, leg.last)), False
-        leg.tried.append(to)
-        hold_s = min(MAX_ROUTE_S, max(0.0, leg.until - now))
-        name = leg.id
-        place = (name.starter, name.number, leg.last, leg.sequences)
-        carry = Carry(self.terms.run, *place, patience_s, hold_s, leg.layout, leg.round)
-        tag = ("route", leg.token, leg.attempts)
-        return [Ask(tag, to, Envelope(carry, leg.payload), patience_s, leg.layout[0].size)]
-
-    def _guess_s(self, leg: Leg, first: int) -> Seconds:
-        """What the model from this layer on takes of the usual device."""
-        rest = self._share(first, self.terms.layers)
-        return leg.tokens * rest / self.usual_speed if self.usual_speed > 0 else 0.0
-
-    def _awaited(self, token: int, attempt: int) -> Leg | None:
-        """The leg that waits for the answer to this attempt, or offer."""
-        leg = self.legs.get(token)
+        leg = self.legs.get(int(token))
         waits = leg and leg.stage is Stage.AWAY and (leg.to or leg.offers)
         return leg if leg and waits and leg.attempts == attempt else None
 
-    def _answered(self, event: Answered, leg: Leg | None, now: Seconds) -> list[Effect]:
-        if leg is None:
-            return []
-        returned = event.envelope.message
-        if isinstance(returned, Refused) and returned.reason in BUSY:
-            return self._not_now(leg, now)
-        if not isinstance(returned, Returned) or not self._fits(leg, event.peer, returned, event.envelope.blob):
-            return self._missed(leg, event.peer, now)
-        self.turns.served(event.peer, event.seconds)
-        leg.stage, leg.hops, leg.loss = Stage.BACKWARD, returned.hops, returned.loss
-        job = Backward(leg.token, returned.layout, event.envelope.blob)
-        heapq.heappush(self._ready, (BACKWARD, leg.token, job))
-        return []
+    def _heard(self, event: Answered | AskFailed) -> bool:
+        """Whether an answer to an offer changes nothing: others are still to be heard, or the leg has gone on."""
+        leg = self._awaited(event)
+        return leg is None or leg.offers is None or not self.onward.heard(leg, event)
+
+    def _on(self, leg: Leg, way: Way) -> list[Effect]:
+        return self._give_up(leg, way) if isinstance(way, str) else way
+
+    def _from_next(self, leg: Leg, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
+        match event:
+            case Answered(tag=("carrying", *_), envelope=Envelope(Done())):
+                self.onward.only_late(leg, event.peer, now)
+                return []
+            case Answered(tag=("route", *_), envelope=Envelope(Refused(reason))) if reason in BUSY:
+                return self._on(leg, self.onward.refused(leg, now))
+            case Answered(tag=("route", *_), envelope=Envelope(Returned() as said, blob)) if self._fits(
+                leg, event.peer, said, blob
+            ):
+                self.onward.turns.served(event.peer, event.seconds)
+                leg.stage, leg.hops, leg.loss = Stage.BACKWARD, said.hops, said.loss
+                self.work.push(Backward(leg.token, said.layout, blob))
+                return []
+        return self._on(leg, self.onward.missed(leg, event.peer, now))
 
     def _fits(self, leg: Leg, peer: PeerId, returned: Returned, blob: bytes) -> bool:
         hops = returned.hops
@@ -502,47 +328,6 @@ class Routes:
             and hops[0].peer == peer
             and reaches_the_end(hops, leg.last, self.terms.layers)
         )
-
-    def _not_now(self, leg: Leg, now: Seconds) -> list[Effect]:
-        """That peer has no room: another one, or, when all have been asked, a moment's patience."""
-        assert leg.to is not None
-        leg.tried.remove(leg.to)
-        leg.busy.append(leg.to)
-        leg.refusals += 1
-        return self._after_refusal(leg, now)
-
-    def _after_refusal(self, leg: Leg, now: Seconds) -> list[Effect]:
-        if len(leg.busy) < MOST_BUSY:
-            return self._send(leg, now)
-        leg.to = None
-        return self._wait(leg, now)
-
-    def _wait(self, leg: Leg, now: Seconds) -> list[Effect]:
-        """Until somebody holds the next layer; or has room: sooner than a leg of ours takes that will not change."""
-        leg_s = self._seconds(self._share(self.terms.first, self.terms.last))
-        leg.retry_at = now + (pause_s(leg.refusals, leg_s) if leg.busy else RETRY_S)
-        leg.busy = []
-        return []
-
-    def _look_after(self, leg: Leg) -> Ask:
-        """Its gradient should be here. Who is only slow keeps the leg, or all would be computed twice when all are."""
-        assert leg.to is not None
-        leg.look_at = None
-        name = LegId(leg.id.starter, leg.id.number, leg.last)
-        tag = ("carrying", leg.token, leg.attempts)
-        return Ask(tag, leg.to, Envelope(Carrying(self.terms.run, name)), OFFER_S)
-
-    def _only_late(self, leg: Leg, peer: PeerId, now: Seconds) -> list[Effect]:
-        if not leg.late:
-            self.turns.missed(peer)
-        leg.late, leg.look_at = True, now + self.turns.deadline_s(peer, self._guess_s(leg, leg.last))
-        return []
-
-    def _missed(self, leg: Leg, peer: PeerId, now: Seconds) -> list[Effect]:
-        """No gradient from there: it costs the peer its turns, and another one gets the same activations."""
-        self.turns.missed(peer)
-        self._outbox(peer).release.append(LegId(leg.id.starter, leg.id.number, leg.last))
-        return self._send(leg, now)
 
     # What the compute thread reports
 
@@ -562,11 +347,11 @@ class Routes:
             return self._let_go(leg)
         if leg.own:
             leg.id = LegId(self.terms.peer, done.number, 0)
-        self._tokens = done.tokens
+        self.workload.tokens = done.tokens
         leg.sequences, leg.tokens, leg.layout, leg.payload = done.sequences, done.tokens, done.layout, done.blob
         if leg.own and self.window.typical_s() is None:
-            leg.until = leg.began + budget_s(None, self._guess_s(leg, 0))
-        return self._send(leg, now)
+            leg.until = leg.began + budget_s(None, self.workload.rest_s(leg.tokens, 0))
+        return self._on(leg, self.onward.send(leg, now))
 
     def _backed(self, leg: Leg, done: Backed, now: Seconds) -> list[Effect]:
         at_the_end = leg.last == self.terms.layers
@@ -574,8 +359,7 @@ class Routes:
         entry = Entry(leg.id, leg.last, done.tokens, loss, leg.own)
         if leg.own and at_the_end:
             entry = replace(entry, leg=LegId(self.terms.peer, done.number, 0))
-        self._tokens = done.tokens
-        self._worked += done.tokens * self._share(leg.id.first, leg.last)
+        self.workload.backed(leg, done.tokens)
         if leg.stage is Stage.GONE:
             self.legs.pop(leg.token)
             return self.ledger.add(leg.token, entry, Mark.VOID)
@@ -594,7 +378,7 @@ class Routes:
     def _complete(self, leg: Leg, entry: Entry, now: Seconds) -> list[Effect]:
         """The whole route's gradients are there: from now on they count."""
         for hop in leg.hops:
-            self._outbox(PeerId(hop.peer)).count.append(LegId(leg.id.starter, leg.id.number, hop.first))
+            self.outboxes.count(PeerId(hop.peer), LegId(leg.id.starter, leg.id.number, hop.first))
         self.window.done(now - leg.began, tuple(PeerId(hop.peer) for hop in leg.hops))
         self.completed += 1
         self._settled.add(leg.id.number, leg.hops)
@@ -608,7 +392,7 @@ class Routes:
             return self._let_go(leg)
         if leg.stage is Stage.BACKWARD:
             assert leg.to is not None
-            return self._missed(leg, leg.to, now)
+            return self._on(leg, self.onward.missed(leg, leg.to, now))
         return self._give_up(leg, reason)
 
     # The end of a leg
@@ -621,9 +405,9 @@ class Routes:
             if now >= leg.deadline():
                 effects += self._give_up(leg, "late")
             elif leg.retry_at is not None and now >= leg.retry_at:
-                effects += self._send(leg, now)
+                effects += self._on(leg, self.onward.send(leg, now))
             elif leg.stage is Stage.AWAY and leg.look_at is not None and now >= leg.look_at:
-                effects.append(self._look_after(leg))
+                effects.append(self.onward.look_after(leg))
         return effects
 
     def _give_up(self, leg: Leg, reason: str) -> list[Effect]:
@@ -638,13 +422,10 @@ class Routes:
             self._remove(leg)
             return effects
         if leg.stage is Stage.AWAY and leg.to:
-            self._outbox(leg.to).release.append(LegId(leg.id.starter, leg.id.number, leg.last))
-        queued = [item for item in self._ready if item[1] == leg.token]
-        if queued:
-            self._ready = [item for item in self._ready if item[1] != leg.token]
-            heapq.heapify(self._ready)
+            self.onward.release(leg, leg.to)
+        self.work.drop(leg.token)
         self._by_id.pop(leg.id, None)
-        if leg.token in self._running:
+        if leg.token in self.work.running:
             leg.stage, leg.request = Stage.GONE, None
             return effects
         return effects + self._let_go(leg)
@@ -664,22 +445,12 @@ class Routes:
         """Whether no leg here is between its forward and its backward pass."""
         if self.terms.overlap:
             return True
-        waiting = {token for priority, token, _ in self._ready if priority == FORWARD}
+        waiting = self.work.waiting
         return all(leg.stage is Stage.HELD or token in waiting for token, leg in self.legs.items())
 
     def _draining(self) -> bool:
         """Whether gradients wait for a step: what came between now would be computed with weights of two versions."""
         return self.ledger.waiting and not self.terms.overlap
-
-    def _dispatch(self) -> list[Effect]:
-        jobs: list[Effect] = []
-        while self._ready and len(self._running) < AT_ONCE:
-            if self._ready[0][0] == FORWARD and self._draining():
-                break
-            _, token, job = heapq.heappop(self._ready)
-            self._running.add(token)
-            jobs.append(job)
-        return jobs
 
     def _begin_more(self, now: Seconds) -> list[Effect]:
         """Our own micro-batches, as many as the window has room for, while the compute thread has nothing better."""
@@ -689,26 +460,25 @@ class Routes:
         if not self.active or self.draining or self.terms.first > 0 or alone:
             return jobs
         own = sum(leg.own for leg in self.legs.values())
-        while self._has_room(own):
-            end = self._end(0)
+        while self._may_begin(own):
+            end = self.onward.end(0)
             if end < self.terms.layers and not self.view.successors(end):
                 self._look_at = now + RETRY_S
                 break
             leg = self._new_leg(LegId(self.terms.peer, 0, 0), end, now, self.terms.peer)
             leg.own, leg.until = True, now + budget_s(self.window.typical_s())
-            self._running.add(leg.token)
-            jobs.append(Draw(leg.token, leg.last))
+            jobs.append(self.work.begin(Draw(leg.token, leg.last)))
             own += 1
             self.quota = None if self.quota is None else self.quota - 1
         return jobs
 
-    def _has_room(self, own: int) -> bool:
-        idle = len(self._running) < AT_ONCE and self._room(0)
+    def _may_begin(self, own: int) -> bool:
+        idle = not self.work.full and self._has_room(0)
         return idle and own < self.window.size and self.quota != 0 and not self._draining()
 
     def _new_leg(self, name: LegId, last: int, now: Seconds, asker: PeerId) -> Leg:
         self._last_token += 1
-        room = self._room_of(name.first, last)
+        room = self.workload.room_of(name.first, last)
         leg = Leg(self._last_token, name, last, room, False, now, now, now, asker, round=self.round)
         self.legs[leg.token] = leg
         return leg
@@ -720,10 +490,10 @@ class Routes:
         self.round, self.active, self.quota, self._wake = round, active, quota, None
         early, self._early = self._early, []
         effects: list[Effect] = []
-        for token, job in early:
-            leg = self.legs.get(token)
+        for job in early:
+            leg = self.legs.get(job.token)
             if leg is not None and leg.stage is Stage.FORWARD and active:
-                heapq.heappush(self._ready, (FORWARD, token, job))
+                self.work.push(job)
             elif leg is not None:
                 effects += self._give_up(leg, "not-ready")
         return effects
@@ -752,26 +522,5 @@ class Routes:
                 effects += self._give_up(leg, "late")
         return effects
 
-    # What others are told
 
-    def _outbox(self, peer: PeerId) -> Outbox:
-        box = self._outboxes.setdefault(peer, Outbox())
-        del box.count[:-SETTLES_KEPT], box.release[:-SETTLES_KEPT]
-        return box
-
-    def _tell(self) -> list[Effect]:
-        effects: list[Effect] = []
-        for peer, box in list(self._outboxes.items()):
-            if box.asking:
-                continue
-            if not (box.count or box.release):
-                del self._outboxes[peer]
-                continue
-            told = Settle(self.terms.run, tuple(box.count[:MAX_LEGS]), tuple(box.release[:MAX_LEGS]))
-            del box.count[:MAX_LEGS], box.release[:MAX_LEGS]
-            box.asking = True
-            effects.append(Ask(("settle",), peer, Envelope(told), SETTLE_S))
-        return effects
-
-
-__all__ = ["Routes", "View"]
+__all__ = ["Routes"]

@@ -669,7 +669,7 @@ class Node:
     def _holds(self, index: int) -> bool:
         return any(fragment.index == index for fragment in self.setup.fragments)
 
-    # What routes ask of the swarm: comm/route.View
+    # What routes ask of the swarm: comm/onward.View
 
     def successors(self, layer: int) -> Sequence[PeerId]:
         if self.rounds:
@@ -685,10 +685,10 @@ class Node:
         if not self._routed or self.phase is not Phase.TRAINING or now < self._flows_at:
             return []
         holders = self.roster.holders
-        self._flows_at = now + FLOWS_S + flows.PAUSE_S * max(0, self.routes.prior.size - flows.AT_ONCE)
-        if self.routes.speed and not 0.8 < self._advertised / self.routes.speed < 1.25:
+        self._flows_at = now + FLOWS_S + flows.PAUSE_S * max(0, self.routes.onward.prior.size - flows.AT_ONCE)
+        if self.routes.workload.speed and not 0.8 < self._advertised / self.routes.workload.speed < 1.25:
             self.roster.renew_soon(now)
-        self.routes.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
+        self.routes.workload.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
         self._solve_flows()
         return self._look_at_spans(now)
 
@@ -697,19 +697,19 @@ class Node:
         assert self.routes is not None
         cuts, ours = self.routes.terms.cuts, self.setup.fragments
         own = ours[0].index, ours[-1].index + 1
-        seen = self.roster.holders.changes, f"{self.routes.speed:.1e}"
+        seen = self.roster.holders.changes, f"{self.routes.workload.speed:.1e}"
         if seen == self._seen and not anew:
             return
         self._seen, speeds = seen, self._speeds(own)
         if not anew and not flows.changed(self._known_speeds, speeds):
             return
         self._known_speeds = speeds
-        self.routes.prior = flows.solve(cuts, speeds, own)
+        self.routes.onward.prior = flows.solve(cuts, speeds, own)
 
     def _speeds(self, own: flows.Span) -> dict[flows.Span, float]:
         """How fast all are that hold the same fragments, ourselves included."""
         assert self.routes is not None
-        found = {own: self.routes.speed or self.setup.profile.tokens_per_s}
+        found = {own: self.routes.workload.speed or self.setup.profile.tokens_per_s}
         for (first, last), speed in self.roster.holders.speeds.items():
             by_itself = (first, last) == (0, self.setup.layers) and not self.rounds
             span = self._whole_fragments(first, last)
@@ -786,7 +786,9 @@ class Node:
 
     def _tokens_per_s(self) -> float:
         """As measured in training: by a peer that trains alone from its progress, else from its part in routes."""
-        measured = self.progress.tokens_per_s if self.setup.whole else self.routes.speed if self.routes else 0.0
+        measured = (
+            self.progress.tokens_per_s if self.setup.whole else self.routes.workload.speed if self.routes else 0.0
+        )
         return measured or self.setup.profile.tokens_per_s
 
     def _traffic(self) -> Log:

@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentral.audit import Span, covered, overlap
-from decentral.comm.route import AT_ONCE, MOST_HELD, SETTLES_KEPT
+from decentral.comm import outbox
+from decentral.comm.work import AT_ONCE
+from decentral.comm.workload import MOST_HELD
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.jobs import MOST_UNDER_WAY
@@ -129,15 +131,15 @@ class RouteAudit:
         if host is None or host.node.routes is None:
             return
         routes, terms, room = host.node.routes, host.node.routes.terms, host.node.routes.terms.capacity
-        told = max((len(box.count) + len(box.release) for box in routes._outboxes.values()), default=0)
+        told = max((len(box.count) + len(box.release) for box in routes.outboxes.boxes.values()), default=0)
         graphs = list(host.training.hops.held.values()) if isinstance(host.training, Sketch) else []
         sizes: dict[str, tuple[float, float]] = {
             "legs": (len(routes.legs), MOST_HELD * room),
             "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * room),
             "graphs": (len(graphs), MOST_UNDER_WAY + AT_ONCE),
             "spans' activations": (sum(terms.room(one.first, one.last) for one in graphs), room + AT_ONCE),
-            "settles for one peer": (told, 2 * SETTLES_KEPT),
-            "peers to be told": (len(routes._outboxes), MOST_TOLD * max(living, 4)),
+            "settles for one peer": (told, 2 * outbox.KEPT),
+            "peers to be told": (len(routes.outboxes.boxes), MOST_TOLD * max(living, 4)),
         }
         for what, (size, most) in sizes.items():
             if size > most:

@@ -11,8 +11,9 @@ from decentral.comm.codec import Envelope
 from decentral.comm.leg import Stage
 from decentral.comm.messages import Carry, Carrying, Hop, LegId, Refused, Returned, Settle, Unsettled
 from decentral.comm.pace import DEADLINE_FLOOR_S
-from decentral.comm.route import MOST_HELD, Routes
+from decentral.comm.route import Routes
 from decentral.comm.transport import Answered, Ask, Asked, Reply
+from decentral.comm.workload import MOST_HELD
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from tests.comm.route_world import RUN, Device, World, cuts_of, is_settle, layout
@@ -442,14 +443,14 @@ def test_a_starter_keeps_room_for_legs_that_enter_behind_its_first_layer_and_for
     ours = [starter._new_leg(LegId("A", number, 0), 3, 0.0, PeerId("A")) for number in range(14)]
     for leg in ours:
         leg.own = True
-    assert not starter._room(0)
-    assert starter._room(1)
+    assert not starter._has_room(0)
+    assert starter._has_room(1)
     for leg in ours[10:]:
         starter.legs.pop(leg.token)
     starter.window.size = 16
     others = [starter._new_leg(LegId("B", number, 1), 3, 0.0, PeerId("B")) for number in range(2)]
-    assert starter._room(0)
-    assert not starter._room(1)  # what is left is wanted for micro-batches that only it can begin
+    assert starter._has_room(0)
+    assert not starter._has_room(1)  # what is left is wanted for micro-batches that only it can begin
     starter.window.size = 10
-    assert starter._room(1)
+    assert starter._has_room(1)
     assert len(others) == 2

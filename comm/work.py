@@ -1,0 +1,59 @@
+"""Work for the compute thread: backward passes before forward ones, older legs before newer ones.
+
+    pushed --dispatch--> running --done-->
+
+A leg has one job at a time. A few jobs are at the thread, the others wait here, where they can still be dropped.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+
+from decentral.core.jobs import Backward, Draw, Forward
+
+BACKWARD, FORWARD = 0, 1  # in this order
+AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
+
+
+@dataclass(slots=True)
+class Work:
+    running: set[int] = field(default_factory=set)  # tokens of legs whose job is at the thread
+    _ready: list[tuple[int, int, Forward | Backward]] = field(default_factory=list)  # heap, by order and token
+
+    @property
+    def full(self) -> bool:
+        return len(self.running) >= AT_ONCE
+
+    @property
+    def waiting(self) -> set[int]:
+        """Legs whose forward pass has not begun."""
+        return {token for order, token, _ in self._ready if order == FORWARD}
+
+    def push(self, job: Forward | Backward) -> None:
+        order = BACKWARD if isinstance(job, Backward) else FORWARD
+        heapq.heappush(self._ready, (order, job.token, job))
+
+    def begin(self, draw: Draw) -> Draw:
+        """A micro-batch of our own goes to the thread at once: it begins where there is nothing better to do."""
+        self.running.add(draw.token)
+        return draw
+
+    def done(self, token: int) -> None:
+        self.running.discard(token)
+
+    def drop(self, token: int) -> None:
+        """What waits of this leg is not computed."""
+        if any(item[1] == token for item in self._ready):
+            self._ready = [item for item in self._ready if item[1] != token]
+            heapq.heapify(self._ready)
+
+    def dispatch(self, forward: bool) -> list[Forward | Backward]:
+        """What the thread gets now. `forward`: forward passes, too."""
+        jobs: list[Forward | Backward] = []
+        while self._ready and not self.full and (forward or self._ready[0][0] == BACKWARD):
+            _, token, job = heapq.heappop(self._ready)
+            self.running.add(token)
+            jobs.append(job)
+        return jobs
+
+
+__all__ = ["AT_ONCE", "Work"]

@@ -1,0 +1,58 @@
+"""Work: which job the compute thread gets next."""
+
+from decentral.comm.work import AT_ONCE, Work
+from decentral.core.jobs import Backward, Draw, Forward
+
+
+def forward(token: int) -> Forward:
+    return Forward(token, 1, 3, 1, (), b"")
+
+
+def backward(token: int) -> Backward:
+    return Backward(token, (), b"")
+
+
+def through(work: Work, forward: bool = True) -> list[int]:
+    """The order in which a thread that takes one job after another gets what is there."""
+    order: list[int] = []
+    while jobs := work.dispatch(forward):
+        for job in jobs:
+            order.append(job.token)
+            work.done(job.token)
+    return order
+
+
+def test_backward_passes_go_first_and_older_legs_before_newer_ones() -> None:
+    work = Work()
+    for job in (forward(4), forward(1), backward(3), backward(2)):
+        work.push(job)
+    assert through(work) == [2, 3, 1, 4]
+
+
+def test_while_gradients_wait_for_a_step_only_backward_passes_are_computed() -> None:
+    work = Work()
+    for job in (forward(1), backward(2)):
+        work.push(job)
+    assert through(work, forward=False) == [2]
+    assert work.waiting == {1}
+    assert through(work) == [1]
+
+
+def test_the_thread_has_one_job_in_work_and_one_that_follows() -> None:
+    work = Work()
+    work.begin(Draw(1, 3))
+    for token in range(2, 9):
+        work.push(forward(token))
+    assert [job.token for job in work.dispatch(forward=True)] == [2]
+    assert work.full
+    assert len(work.running) == AT_ONCE
+    work.done(1)
+    assert [job.token for job in work.dispatch(forward=True)] == [3]
+
+
+def test_what_is_dropped_is_never_computed() -> None:
+    work = Work()
+    for token in (3, 1, 2):
+        work.push(forward(token))
+    work.drop(1)
+    assert through(work) == [2, 3]
