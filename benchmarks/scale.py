@@ -5,11 +5,13 @@
 A peer has room for an eighth to a third of the layers; speeds differ fourfold, and with them the rooms. Lives are
 exponential, and whoever is preempted is replaced after a minute by a newcomer, which chooses its layers. The bound is
 that of peers/placement.py over the peers that train, every minute. `share`: tokens that a layer's weights have counted,
-mean over layers by their parameters, over the bound; `begun`: the same of the starters' own.
+mean over layers by their parameters, over the bound; `begun`: the same of the starters' own. Ctrl-C,
+or SIGTERM: it ends after the minute that it is at, and says what there is.
 """
 
 import argparse
 import json
+import signal
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from decentral.peers.virtual import Pace, VirtualHost
 from decentral.sim import run as runs
 from decentral.sim.faults import Fault
 from decentral.sim.geography import Wires
-from decentral.sim.run import Scenario, run
+from decentral.sim.run import Enough, Scenario, run
 from decentral.sim.swarm import Shape
 from decentral.train import memory
 
@@ -125,6 +127,12 @@ def main() -> None:
     def tell(at: Seconds) -> None:
         watch.sample(at)
         print(json.dumps(watch.rows[-1] | {"wall_s": round(time.monotonic() - began)}), flush=True)
+        if stopped:
+            raise Enough
+
+    stopped: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
 
     runs.SAMPLES = round(args.seconds / SAMPLE_S)
     report = run(scenario, tell, watch)
@@ -132,9 +140,9 @@ def main() -> None:
     result = {
         "peers": args.peers,
         "fragments": len(shape.fragments),
-        "virtual_hours": args.seconds / 3600,
+        "virtual_hours": round(report.seconds / 3600, 3),
         "wall_s": round(time.monotonic() - began),
-        "preempted": sum(fault.kind == "crash" for fault in lost),
+        "preempted": sum(fault.kind == "crash" and fault.at <= report.seconds for fault in lost),
         "share": round(sum(row["share"] for row in watch.rows) / max(1, len(watch.rows)), 3),
         "share_settled": round(sum(row["share"] for row in settled) / max(1, len(settled)), 3),
         "begun_settled": round(sum(row["begun"] for row in settled) / max(1, len(settled)), 3),

@@ -7,7 +7,7 @@ import gc
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +88,10 @@ class Report:
 Tell = Callable[[Seconds], None]
 
 
+class Enough(Exception):
+    """Raised by a run's `tell`: it ends here, and reports what there is."""
+
+
 def run(scenario: Scenario, tell: Tell | None = None, watch: Watch | None = None) -> Report:
     """Raises Violation. `tell` hears how far it is, once a sample; `watch` sees all where nothing is audited."""
     audit = Audit(scenario.shape.config.gossip.max_age_s)
@@ -98,7 +102,7 @@ def run(scenario: Scenario, tell: Tell | None = None, watch: Watch | None = None
     audit.swarm, audit.storm = swarm, storm
     ledger = Ledger(swarm)
     swarm.journal = ledger.line
-    with _few_collections(scenario.peers > MANY):
+    with _few_collections(scenario.peers > MANY), suppress(Enough):
         _start(swarm, scenario)
         storm.plan(scenario.faults)
         for moment, sampled in _moments(scenario):
@@ -111,8 +115,8 @@ def run(scenario: Scenario, tell: Tell | None = None, watch: Watch | None = None
                     tell(moment)
     if scenario.audited:
         ttl_s = scenario.shape.config.swarm.record_ttl_s
-        audit.finish(settled=scenario.seconds >= storm.last_at + ttl_s + SETTLE_S)
-    return ledger.report(scenario, audit)
+        audit.finish(settled=swarm.agenda.now >= storm.last_at + ttl_s + SETTLE_S)
+    return ledger.report(replace(scenario, seconds=swarm.agenda.now), audit)
 
 
 class Unwatched:

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from decentral.core import config
+from decentral.core.units import Seconds
 from decentral.peers.virtual import Pace
 from decentral.sim import faults, sweep
 from decentral.sim import run as runs
 from decentral.sim.audit import Violation
 from decentral.sim.gradients import real_gradients
-from decentral.sim.run import Scenario, run, shrink
+from decentral.sim.run import Enough, Scenario, run, shrink
 from decentral.sim.swarm import Shape
 from decentral.train import outer
 
@@ -60,6 +61,16 @@ def test_samples_cover_the_run_and_see_who_is_there() -> None:
     assert (len(report.samples), report.samples[-1].at) == (runs.SAMPLES, 40.0)
     live = {round(one.at, 6): one.live for one in report.samples}
     assert (live[19.0], live[25.0], live[35.0]) == (3, 2, 3)
+
+
+def test_a_run_whose_watcher_has_seen_enough_reports_what_there_is() -> None:
+    def tell(at: Seconds) -> None:
+        if at >= 10:
+            raise Enough
+
+    stopped, whole = run(scenario(), tell), run(scenario(seconds=10.0))
+    assert (stopped.seconds, stopped.samples[-1].at) == (10.0, 10.0)
+    assert (stopped.tokens, stopped.digest) == (whole.tokens, whole.digest)
 
 
 def test_recovery_is_timed_from_the_end_of_each_fault() -> None:
