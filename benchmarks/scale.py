@@ -100,7 +100,7 @@ def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> 
     needs = memory.needs(shape.config, shape.fragments)
     widths = [max(1, round(count * part)) for part in PARTS]
     rooms = [needs.of(0, width, needs.under_way(0, width)) for width in widths]
-    return replace(shape, plain=True, memory=tuple(rooms))
+    return replace(shape, plain=True, moves=False, memory=tuple(rooms))
 
 
 def churn(peers: int, seconds: Seconds, life_s: Seconds, seed: int) -> list[Fault]:

@@ -68,7 +68,7 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
         )
     many = flags.peers > MANY
     pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
-    shape = replace(Shape.of(run_config, pace, flags.throttle, flags.tokens_per_step), plain=many)
+    shape = replace(Shape.of(run_config, pace, flags.throttle, flags.tokens_per_step), plain=many, moves=not many)
     if flags.memory:
         shape = replace(shape, memory=flags.memory)
         check_memory(shape)

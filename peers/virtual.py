@@ -378,7 +378,7 @@ def _weight(job: jobs.Job, outcome: jobs.Outcome) -> int:
             return sum(len(part.blob) for part in parts)
         case jobs.Absorb(contribution=part), _:
             return len(part.blob)
-        case jobs.ImportState(blobs=blobs), _:
+        case jobs.ImportState(blobs=blobs) | jobs.Move(blobs=blobs), _:
             return sum(len(blob) for _, _, blob in blobs)
         case _, jobs.WindowClosed(blob=blob) | jobs.StateExported(blob=blob):
             return len(blob)

@@ -25,6 +25,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.peers.move import Room
 from decentral.peers.node import Node, Phase, Setup
 from decentral.peers.records import Profile
 from decentral.peers.virtual import Pace, Respond, Training, VirtualHost, Watch
@@ -33,6 +34,7 @@ from decentral.sim.placing import FarDirectory, VirtualClock, play
 from decentral.sim.sky import Sky
 from decentral.train import gpt, hops, memory, mix
 from decentral.train.inner import fragments_of
+from decentral.train.shift import KeptState
 from decentral.train.sketch import NUMBERS, Checkpoint, HollowCodecs, PlainCodecs, Sketch
 
 RUN = RunId("simulated-000000")
@@ -86,6 +88,7 @@ class Shape:
     tokens_per_step: int = 1024
     memory: tuple[int, ...] = ()  # bytes for the model, of the peers in turn; (): each takes all of it
     spans: tuple[tuple[int, int], ...] = ()  # layers of the peers in turn, instead of those that they would choose
+    moves: bool = True  # peers that hold spans change them, by plans and to cover lost layers; not those of `spans`
     plain: bool = False  # nothing is quantised: for thousands of peers
     gradients: Callable[["Member"], Training] | None = None  # real ones instead of a sketch
     donated: tuple[jobs.Layout, ...] | None = None  # a fragment's state as newcomers get it, if it is a real one
@@ -126,8 +129,9 @@ class Member:
     host: VirtualHost | None = None
     port: Port | None = None
     disk: Checkpoint | None = None
+    shelf: dict[int, KeptState] = field(default_factory=dict)  # on its disk, too: what it gave up
     reserved: int = 0  # micro-batch numbers that its disk says may have been given out
-    span: tuple[int, int] | None = None  # layers of its present life
+    span: tuple[int, int] | None = None  # layers with which its present life began
     placing: bool = False  # it looks for its layers
     has_run: bool = False  # its disk knows the run: a restart needs no contact
     book: tuple[PeerId, ...] = ()
@@ -212,7 +216,7 @@ class Swarm:
     def _wish(self, member: Member) -> place.Wish:
         room = self.shape.memory[member.number % len(self.shape.memory)]
         spans = self.shape.spans
-        kept = member.span if member.disk is not None else spans[member.number % len(spans)] if spans else None
+        kept = member.disk.span if member.disk is not None else spans[member.number % len(spans)] if spans else None
         return place.Wish(self.shape.config, RUN, VirtualSigner(member.peer), (), room, kept)
 
     def _live(self, member: Member, contacts: tuple[PeerId, ...], placed: place.Placed | None) -> None:
@@ -314,6 +318,7 @@ class Swarm:
             self.model.layout,
             disk=member.disk,
             reserved=member.reserved,
+            shelf=member.shelf,
         )
 
     def _step_s(self, member: Member) -> Seconds:
@@ -324,11 +329,13 @@ class Swarm:
     ) -> Setup:
         config, wish = self.shape.config, self._wish(member) if placed else None
         restored = training.lr_step if training.restored else None
-        profile = Profile("simulated", 1 << 34, 1e12, self.shape.tokens_per_step / self._step_s(member))
+        memory_bytes = placed.memory_bytes if placed else 1 << 34
+        profile = Profile("simulated", memory_bytes, 1e12, self.shape.tokens_per_step / self._step_s(member))
         assert member.span is not None
         first, last = member.span
         held = [one for one in self.shape.fragments if first <= one.first and one.last <= last]
         routes = place.terms(wish, self.model, held, placed.capacity) if wish and placed else None
+        moves = placed is not None and self.shape.moves and not self.shape.spans and isinstance(training, Sketch)
         return Setup(
             config=config,
             run=RUN,
@@ -341,6 +348,8 @@ class Swarm:
             contacts=contacts,
             restored_step=restored,
             routes=routes,
+            room=Room(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
+            kept=training.kept if isinstance(training, Sketch) else (),
         )
 
     def _keep(self, member: Member, keep_disk: bool) -> None:
@@ -350,6 +359,7 @@ class Swarm:
         if isinstance(training, Sketch):
             member.disk = training.disk if keep_disk else None
             member.reserved = training.reserved if keep_disk else 0
+            member.shelf = member.shelf if keep_disk else {}
         if not keep_disk:
             member.has_run = False
 

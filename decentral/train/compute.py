@@ -24,6 +24,7 @@ from decentral.train.kept import Shelf
 from decentral.train.mixing import Mixing, unpacked
 from decentral.train.position import Position
 from decentral.train.sections import Codecs
+from decentral.train.shift import shift_of
 from decentral.train.step import Device, Forward, chain, held_out_loss, train_step
 
 
@@ -237,21 +238,13 @@ class Compute:
 
     def _move(self, job: jobs.Move) -> jobs.Moved:
         """All is checked, and what we give up is on the disk, before anything changes; and it can be changed back."""
-        held, layouts = self.fragments, self.layouts()
+        held, layouts = self.fragments, dict(enumerate(self.layouts()))
         span = held[0].first, held[-1].last
-        gained = [cut.index for cut in self.cuts if job.first <= cut.first < job.last and cut not in held]
-        lost = [cut.index for cut in held if not job.first <= cut.first < job.last]
-        given = {fragment: (fragment, layout, blob) for fragment, layout, blob in job.blobs}
-        for index in gained:
-            found = None if index in given else self.kept.read(index)
-            if found is not None and found[1] == layouts[index]:
-                given[index] = index, found[1], found[2]
         try:
-            blobs = [given[index] for index in sorted(given)]
-            donated = unpacked(self.setup.codecs, blobs, {index: layouts[index] for index in gained})
+            shift = shift_of(job, self.cuts, held, layouts, self.setup.codecs, self.kept.read)
         except ProtocolError as error:
             return jobs.Moved(False, error.reason)
-        given_up = [(out.fragment, out.layout, out.blob) for out in map(self.mixing.export, lost)]
+        given_up = [(out.fragment, out.layout, out.blob) for out in map(self.mixing.export, shift.lost)]
         try:
             for state in given_up:
                 self.kept.write(state, self.lr_step)
@@ -259,11 +252,11 @@ class Compute:
         except (OSError, RuntimeError) as error:  # a full disk, a device out of memory
             if self.fragments != held:
                 self._occupy(*span)
-                self.mixing.start(unpacked(self.setup.codecs, given_up, {index: layouts[index] for index in lost}))
+                self.mixing.start(unpacked(self.setup.codecs, given_up, layouts))
             return jobs.Moved(False, "disk" if isinstance(error, OSError) else "memory")
-        self.mixing.start(donated)
-        self.mixing.begin_anew(gained)
-        self.kept.forget(gained)
+        self.mixing.start(shift.states)
+        self.mixing.begin_anew(shift.gained)
+        self.kept.forget(shift.gained)
         self.lr_step = max(self.lr_step, job.step)
         return jobs.Moved(True, kept=self.kept.kept(cut.index for cut in self.cuts))
 

@@ -16,6 +16,7 @@ from safetensors.numpy import save
 
 from decentral.core.jobs import Donated, Kept, Layout, Section
 from decentral.train.checkpoint import write_atomically
+from decentral.train.shift import KeptState
 
 _NAME = "kept-{}.safetensors"
 
@@ -34,8 +35,8 @@ class Shelf:
         data = save({"state": np.frombuffer(blob, dtype=np.uint8)}, {"facts": json.dumps(facts)})
         write_atomically(self._path(fragment), data)
 
-    def read(self, fragment: int) -> tuple[int, Layout, bytes] | None:
-        """Step, sections and blob; None if nothing of this run can be read."""
+    def read(self, fragment: int) -> KeptState | None:
+        """None if nothing of this run can be read."""
         found = self._facts(fragment)
         if found is None:
             return None

@@ -19,11 +19,12 @@ from decentral.core.errors import ProtocolError
 from decentral.core.hollow import Hollow
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.train import hopping
+from decentral.train import hopping, mix
 from decentral.train.inner import Live
 from decentral.train.mixing import Mixing
 from decentral.train.position import Position
 from decentral.train.sections import Codecs
+from decentral.train.shift import KeptState, shift_of
 from decentral.train.sketch_hops import Bowl, SketchHops
 
 Numbers = NDArray[np.float32]
@@ -97,6 +98,7 @@ class Sketch:
     layout: Callable[[int, int], jobs.Layout]  # (layer, sequences): of a micro-batch that enters there
     disk: Checkpoint | None = None
     reserved: int = 0  # micro-batch numbers that the disk says may have been given out
+    shelf: dict[int, KeptState] = field(default_factory=dict)  # on the disk: states of fragments that were given up
     own_steps: int = 0
     lr_step: int = 0
     tokens: int = 0
@@ -109,17 +111,28 @@ class Sketch:
     _numbers: list[Numbers] = field(init=False)  # the weights of each fragment, as numpy sees them
 
     def __post_init__(self) -> None:
-        first, last = self.span
-        self.fragments = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
         mean = sum(cut.parameters for cut in self.cuts) / len(self.cuts)
-        lives = [_live(fragment, self.config.train) for fragment in self.fragments]
-        self.mixing = Mixing(lives, self.config.gossip, self.peer, HollowCodecs(self.codecs, mean / NUMBERS))
-        self._numbers = [live.theta.numpy() for live in lives]
+        self.mixing = Mixing([], self.config.gossip, self.peer, HollowCodecs(self.codecs, mean / NUMBERS))
+        self._occupy(*self.span)
         self._position = Position.at(self.reserved, self._reserve)
-        self.hops = self._hops(lives)
         if self.disk is not None:
             self._load(self.disk)
             self._resumed = True
+
+    def _occupy(self, first: int, last: int) -> None:
+        """Holds layers [first, last): those that are here as they are, the others with their initial weights."""
+        known = {mixed.live.fragment.index: mixed.live for mixed in self.mixing.fragments}
+        self.fragments = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
+        lives = [known.get(cut.index) or _live(cut, self.config.train) for cut in self.fragments]
+        self.span = first, last
+        self.mixing.hold(lives)
+        self._numbers = [live.theta.numpy() for live in lives]
+        self.hops = self._hops(lives)
+
+    @property
+    def kept(self) -> jobs.Kept:
+        """Which states of fragments that were given up the disk has, and of which steps."""
+        return tuple((fragment, step) for fragment, (step, _, _) in sorted(self.shelf.items()))
 
     @property
     def whole(self) -> bool:
@@ -171,10 +184,33 @@ class Sketch:
             case jobs.Start(newcomer):
                 self.mixing.begin(newcomer)
                 return jobs.Started(self.lr_step)
-            case jobs.Move() | jobs.ExportKept() | jobs.CloseRound() | jobs.Advance() | jobs.Finish():
+            case jobs.Move():
+                return self._move(job)
+            case jobs.ExportKept(fragment):
+                return jobs.KeptExported(fragment, *self.shelf.get(fragment, (0, (), b"")))
+            case jobs.CloseRound() | jobs.Advance() | jobs.Finish():
                 raise AssertionError(f"a sketch does no {job!r}")
             case _:
                 return hopping.do(job, self.hops, self)
+
+    def _move(self, job: jobs.Move) -> jobs.Moved:
+        """As train/compute.py does it."""
+        assert self.hops.idle, "a move begins when no leg is here"
+        layout = mix.layout_of(mix.donated(self.config.gossip), NUMBERS, self.mixing.codecs)
+        layouts = {cut.index: layout for cut in self.cuts}
+        try:
+            shift = shift_of(job, self.cuts, self.fragments, layouts, self.mixing.codecs, self.shelf.get)
+        except ProtocolError as error:
+            return jobs.Moved(False, error.reason)
+        for out in map(self.mixing.export, shift.lost):
+            self.shelf[out.fragment] = self.lr_step, out.layout, out.blob
+        self._occupy(job.first, job.last)
+        self.mixing.start(shift.states)
+        self.mixing.begin_anew(shift.gained)
+        for index in shift.gained:
+            self.shelf.pop(index, None)
+        self.lr_step = max(self.lr_step, job.step)
+        return jobs.Moved(True, kept=self.kept)
 
     # Routes
 

@@ -69,6 +69,11 @@ class SketchHops:
         self._numbers = [live.theta.numpy() for live in self.lives]
         self._sums = np.zeros((len(self.lives), len(self._numbers[0])))
 
+    @property
+    def idle(self) -> bool:
+        """Whether no micro-batch and no gradient is here."""
+        return not (self.held or self._filled or self._sealed)
+
     # A micro-batch
 
     def draw(self, job: jobs.Draw, number: int, tokens: int) -> jobs.Forwarded:
