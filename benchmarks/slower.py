@@ -30,9 +30,10 @@ from decentral.peers.book import AddressBook
 from decentral.peers.cover import Member
 from decentral.peers.host import Host, clock
 from decentral.peers.move import Room
-from decentral.peers.node import Node, Setup
+from decentral.peers.node import Node
 from decentral.peers.placement import Holder
 from decentral.peers.records import Profile
+from decentral.peers.setup import Setup
 from decentral.peers.weigh import Task, work_of
 from decentral.scheduler import flow, milp
 from decentral.scheduler.arrays import Ints

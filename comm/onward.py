@@ -33,7 +33,7 @@ Way = list[Effect] | str  # a leg's way on, or why there is none
 
 
 class View(Protocol):
-    """What routes need to know of the swarm; peers/node.py has it from the roster."""
+    """What routes need to know of the swarm; peers/routing.py has it from the roster."""
 
     def successors(self, layer: int) -> Sequence[PeerId]:
         """Who else holds this layer, and trains."""

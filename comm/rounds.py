@@ -57,7 +57,7 @@ MAX_KNOWN = 64  # newcomers that wait to be let in
 
 
 class View(Protocol):
-    """What rounds need to know of the swarm; peers/node.py has it from the roster and the meter."""
+    """What rounds need to know of the swarm; peers/selection.py has it from the roster and the meter."""
 
     def acquaintances(self) -> Sequence[PeerId]:
         """Who may be in the run already."""

@@ -22,7 +22,7 @@ MAX_HELD = 256  # questions that wait for a snapshot that is not there yet
 
 
 class View(Protocol):
-    """What gossip needs to know of the swarm; peers/node.py has it from the roster and the meter."""
+    """What gossip needs to know of the swarm; peers/selection.py has it from the roster and the meter."""
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """Whom to ask in this window."""

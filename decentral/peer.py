@@ -33,8 +33,9 @@ from decentral.peers import plans, records
 from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
 from decentral.peers.move import Room
-from decentral.peers.node import Node, Setup
+from decentral.peers.node import Node
 from decentral.peers.records import Profile
+from decentral.peers.setup import Setup
 from decentral.place import Model, Placed, WallClock, Wish, choose_place, terms
 from decentral.train import checkpoint, data, measure, memory
 from decentral.train.compute import Compute

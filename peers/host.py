@@ -33,7 +33,8 @@ from decentral.core.journal import Journal
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.units import Seconds
 from decentral.peers.book import AddressBook
-from decentral.peers.node import Node, Stop
+from decentral.peers.node import Node
+from decentral.peers.progress import Stop
 from decentral.peers.roster import Learn
 from decentral.peers.weigh import Weigh, weigh
 
@@ -77,7 +78,7 @@ class Host:
         self._stopped = loop.create_future()
         self._thread = threading.Thread(target=self._compute, args=(loop,), name="compute", daemon=True)
         self._thread.start()
-        await self.transport.serve(self._answer, self.node.blob_bound)
+        await self.transport.serve(self._answer, self.node.answers.blob_bound)
         self._carry_all(self.node.begin(self.now()))
         self._spawn(self._report_refusals())
         reason = await self._stopped

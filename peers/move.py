@@ -70,7 +70,7 @@ class Drained:
 
 
 class View(Protocol):
-    """What a move needs to know of the swarm; peers/node.py has it from the roster."""
+    """What a move needs to know of the swarm; peers/spans.py has it from the roster."""
 
     def holders(self, fragment: int) -> Sequence[PeerId]:
         """Who else holds this fragment, and trains."""

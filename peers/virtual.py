@@ -30,7 +30,8 @@ from decentral.core.agenda import Agenda, Timer
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.units import Seconds
-from decentral.peers.node import Node, Stop
+from decentral.peers.node import Node
+from decentral.peers.progress import Stop
 from decentral.peers.roster import Learn
 from decentral.peers.weigh import Weigh, weigh
 from decentral.train.mixing import Mixing
@@ -256,7 +257,7 @@ class VirtualHost:
         self._frozen: deque[object] | None = None  # events that came while the process was stopped
 
     def start(self) -> None:
-        self.wire.serve(self._serve, self.node.blob_bound)
+        self.wire.serve(self._serve, self.node.answers.blob_bound)
         self._carry_all(Woke(), self.node.begin(self.clock()))
 
     def stop(self, reason: str) -> None:

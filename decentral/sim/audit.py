@@ -183,7 +183,7 @@ class Audit:
         gossip = host.node.setup.config.gossip
         if gossip.algorithm != "pull":
             return  # a round is as old as its slowest peer, and the two sides of a swap merge it both or not at all
-        period_s = host.node.period_s(host.node.gossip[fragment].size)
+        period_s = host.node.selection.period_s(host.node.gossip.running[fragment].size)
         limit_s = self.max_age_s + ENOUGH * period_s + self._skew_s() + SLACK_S + self._slowest_step_s(host)
         for one in contributions:
             found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))
@@ -271,7 +271,7 @@ class Audit:
         asked = min((question.began for question in port.asked), default=now)
         if now - asked > LONGEST_QUESTION_S:
             self._violated("bounded", f"{member.peer} has waited {now - asked:.0f} s for an answer", host)
-        for exchange in host.node.gossip.values():
+        for exchange in host.node.gossip.running.values():
             held = len(exchange.shelf.held) if hasattr(exchange, "shelf") else 0
             if held > MAX_HELD:
                 self._violated("bounded", f"{held} answers are held at {member.peer}", host)

@@ -26,8 +26,9 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.move import Room
-from decentral.peers.node import Node, Phase, Setup
+from decentral.peers.node import Node, Phase
 from decentral.peers.records import Profile
+from decentral.peers.setup import Setup
 from decentral.peers.virtual import Pace, Respond, Training, VirtualHost, Watch
 from decentral.sim.geography import Earth
 from decentral.sim.placing import FarDirectory, VirtualClock, play

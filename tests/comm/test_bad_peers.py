@@ -17,8 +17,9 @@ from decentral.comm.transport import Asked, Reply
 from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment
-from decentral.peers.node import Node, Setup
+from decentral.peers.node import Node
 from decentral.peers.records import Profile
+from decentral.peers.setup import Setup
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 PING = codec.encode(Ping(1))
@@ -49,7 +50,7 @@ def test_bad_input_is_counted_and_a_good_question_is_still_answered(kind: str, t
             node = Node(
                 Setup(Config(), RunId("run"), own, [Fragment(0, 0, 1, 9)], [()], 1, Profile("cpu", 1, 1.0, 1.0), ())
             )
-            await a.serve(handler_of(node), node.blob_bound)
+            await a.serve(handler_of(node), node.answers.blob_bound)
             await b.connect((await a.addresses())[0])
             _, _, writer = await b._p2p.call_binary_stream_handler(PeerID.from_base58(a.peer), PROTOCOL)
             with closing(writer):

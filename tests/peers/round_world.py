@@ -17,8 +17,8 @@ from decentral.core import jobs, rng
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
-from decentral.peers.node import Setup
 from decentral.peers.records import Profile
+from decentral.peers.setup import Setup
 from decentral.peers.virtual import Pace, Training, VirtualHost
 from decentral.place import Placed
 from decentral.sim.geography import Earth, Wires

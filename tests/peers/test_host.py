@@ -20,8 +20,9 @@ from decentral.core.units import Amount
 from decentral.peers.book import AddressBook
 from decentral.peers.host import Host, clock
 from decentral.peers.move import Room
-from decentral.peers.node import Node, Setup
+from decentral.peers.node import Node
 from decentral.peers.records import Profile
+from decentral.peers.setup import Setup
 from decentral.train import memory, replicas
 from decentral.train.compute import Compute
 from decentral.train.compute import Setup as ComputeSetup

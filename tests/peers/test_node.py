@@ -24,8 +24,9 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Section
 from decentral.core.machine import Effect, Woke
 from decentral.peers import records
-from decentral.peers.node import Node, Phase, Setup
+from decentral.peers.node import Node, Phase
 from decentral.peers.records import PeerRecord, Profile
+from decentral.peers.setup import Setup
 
 RUN = RunId("gpt-3fa2c1")
 NOW = 1.7e9
@@ -383,10 +384,10 @@ def test_gossip_before_we_train_is_refused() -> None:
 def test_the_bound_of_a_blob_follows_the_fragment_and_only_some_messages_have_one() -> None:
     node = Played("pull", "joining").node
     snapshot = Snapshot(RUN, 1, 7, 64, 0.5, NOW, LAYOUT, blobs.digest(BLOB))
-    assert node.blob_bound(messages.Push(snapshot)) == 200 * 8 + 1024
-    assert node.blob_bound(messages.Swap(dataclasses.replace(snapshot, fragment=2))) == 0
-    assert node.blob_bound(messages.Probe(0)) == messages.MAX_PROBE_BYTES
-    assert node.blob_bound(snapshot) == 0
+    assert node.answers.blob_bound(messages.Push(snapshot)) == 200 * 8 + 1024
+    assert node.answers.blob_bound(messages.Swap(dataclasses.replace(snapshot, fragment=2))) == 0
+    assert node.answers.blob_bound(messages.Probe(0)) == messages.MAX_PROBE_BYTES
+    assert node.answers.blob_bound(snapshot) == 0
 
 
 # What a node does
@@ -413,7 +414,7 @@ def test_it_asks_no_peer_that_is_still_joining() -> None:
     sealed = newcomer.seal(f"{RUN}/peers", records.pack(record), played.now + 600)
     played.deliver(Found(f"{RUN}/peers", {newcomer.peer: sealed}))
     assert newcomer.peer in played.node.roster.live
-    assert newcomer.peer not in played.node.partners(0, played.now)
+    assert newcomer.peer not in played.node.selection.partners(0, played.now)
 
 
 def test_a_partner_that_never_answers_is_dropped_and_training_goes_on() -> None:
@@ -430,6 +431,6 @@ def test_a_partner_that_never_answers_is_dropped_and_training_goes_on() -> None:
 
 def test_the_period_grows_where_the_link_is_too_slow_for_a_window() -> None:
     played = Played("pull", "training")
-    assert played.node.period_s(1000) == 1.0
+    assert played.node.selection.period_s(1000) == 1.0
     played.node.meter.saw("slow", 10.0, 0, 70_000)  # type: ignore[arg-type]
-    assert played.node.period_s(200_000) > 10.0
+    assert played.node.selection.period_s(200_000) > 10.0
