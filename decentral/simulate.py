@@ -186,7 +186,12 @@ def _routed(report: Report) -> str:
         f"  micro-batches: {counts['everywhere']} counted once in all layers ({counts['tokens']:,} tokens), "
         f"{counts['in_part']} in a part of them, {counts['twice']} twice; "
         f"{counts['thrown_away']} legs' gradients thrown away\n"
+        f"  plans {report.plans}, moves {_moves(report, 'done')}/{_moves(report, 'failed')} (done/failed)\n"
     )
+
+
+def _moves(report: Report, outcome: str) -> int:
+    return sum(count for name, count in report.moves.items() if name.endswith(outcome))
 
 
 def check_memory(shape: Shape) -> None:

@@ -161,6 +161,7 @@ class Node:
             self.moves.wake_at if self.moves else None,
             self.routes.wake_at if self.routes else None,
             self.routing.wake_at if self.routing else None,
+            self.spans.wake_at if self.spans and self.phase is Phase.TRAINING else None,
             self.rounds.wake_at if self.rounds else None,
         )
         return earliest(times)
@@ -316,12 +317,13 @@ class Node:
     def _look_around(self, now: Seconds) -> list[Effect]:
         """Now and then: where routes should run, and which layers we should hold. Others hear of our new speed."""
         assert self.routing is not None
-        if self.phase is not Phase.TRAINING or not self.routing.due(now):
+        if self.phase is not Phase.TRAINING:
             return []
-        if self.advert.outdated:
-            self.roster.renew_soon(now)
-        self.routing.look(now)
-        return self.spans.look(now) if self.spans else []
+        if self.routing.due(now):
+            if self.advert.outdated:
+                self.roster.renew_soon(now)
+            self.routing.look(now)
+        return self.spans.look(now) if self.spans and now >= self.spans.wake_at else []
 
     # What moves do to us: peers/move.py
 

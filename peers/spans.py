@@ -22,6 +22,7 @@ from decentral.peers.routing import Routing
 from decentral.peers.selection import NEVER, Selection
 from decentral.peers.setup import Setup
 
+LOOK_S = 2.0  # between two looks at the swarm
 WIRE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp32": 4.0}  # a number between two layers
 
 
@@ -35,6 +36,7 @@ class Spans:
     moves: Moves = field(init=False)
     cover: Cover = field(init=False)
     plans: Plans = field(init=False)
+    wake_at: Seconds = 0.0  # of a peer that trains
 
     def __post_init__(self) -> None:
         setup = self.setup()
@@ -55,6 +57,7 @@ class Spans:
 
     def look(self, now: Seconds) -> list[Effect]:
         """Whether we should hold other layers: lost ones, if it is our turn, or those of the plan that we adopted."""
+        self.wake_at = now + LOOK_S
         members, coming = self._members()
         effects = self.plans.look(members, now)
         if self.moves.why == "plan":

@@ -13,7 +13,7 @@ from whole spans to parts). As a linear programme (HiGHS):
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from decentral.scheduler.arrays import Floats, Ints
 from decentral.scheduler.work import Work
 
 Holds = NDArray[np.bool_]
+MOST_KNOWN = 1024
 NEAREST = 8  # of a peer's links between two layers that many peers hold
 
 
@@ -90,6 +91,24 @@ def maximum(work: Work, spans_N2: Ints) -> Flow:
         idle_N=1 - (computed * work.seconds_NL).sum(axis=1),
         price_L=_prices(found.ineqlin.marginals[:peers], holds_NL, work.seconds_NL),
     )
+
+
+@dataclass(slots=True)
+class Flows:
+    """The flows of one task's spans. A search of a small swarm comes back to the same spans again and again."""
+
+    work: Work
+    _known: dict[bytes, Flow] = field(default_factory=dict)
+
+    def maximum(self, spans_N2: Ints) -> Flow:
+        """As the function of that name."""
+        key = spans_N2.tobytes()
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            found = self._known[key] = maximum(self.work, spans_N2)
+        return found
 
 
 def held(work: Work, spans_N2: Ints) -> Holds:

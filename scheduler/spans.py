@@ -13,7 +13,7 @@ import numpy as np
 
 from decentral.scheduler import flow, milp
 from decentral.scheduler.arrays import Ints
-from decentral.scheduler.flow import Flow
+from decentral.scheduler.flow import Flow, Flows
 from decentral.scheduler.progress import Budget, Progress
 from decentral.scheduler.work import Work
 
@@ -26,7 +26,7 @@ MOST_RESTARTS = 30
 def search(work: Work, region_N: Ints, budget: Budget, rng: np.random.Generator, first: Ints | None = None) -> Ints:
     """Spans N x 2 of the best throughput found. `first`: spans to begin with (replanning)."""
     small = milp.options(work) <= SMALL
-    progress = Progress(budget.part(0.5) if small else budget, np.inf)
+    progress, flows = Progress(budget.part(0.5) if small else budget, np.inf), Flows(work)
     starts = [first] if first is not None else []
     starts += [chains(work, groups, rng) for groups in groupings(work, region_N)]
     starts += [fill(work, rng) for _ in range(DRAWS if work.peers <= 16 else 2)]
@@ -36,7 +36,7 @@ def search(work: Work, region_N: Ints, budget: Budget, rng: np.random.Generator,
     for spans in starts:
         if not judged or not progress.late(flow_s):
             begin = progress.seconds()
-            judged.append((flow.maximum(work, spans), spans))
+            judged.append((flows.maximum(spans), spans))
             flow_s = max(flow_s, progress.seconds() - begin)
     best = here = max(judged, key=lambda pair: (work.valid(pair[1]), pair[0].tokens_per_s))
     stuck, walked = 0, 0
@@ -44,13 +44,13 @@ def search(work: Work, region_N: Ints, budget: Budget, rng: np.random.Generator,
         if stuck > PATIENCE * work.peers:
             if walked > MOST_RESTARTS:
                 break
-            here = _restart(work, best[1], rng)
+            here = _restart(flows, best[1], rng)
             stuck, walked = 0, walked + 1
         child = mutated(work, here[1], here[0], rng)
         stuck += 1
         if work.valid(child):
             begin = progress.seconds()
-            found = flow.maximum(work, child)
+            found = flows.maximum(child)
             flow_s = max(flow_s, progress.seconds() - begin)
             if found.tokens_per_s > here[0].tokens_per_s * (1 + 1e-9):
                 stuck = 0
@@ -62,14 +62,16 @@ def search(work: Work, region_N: Ints, budget: Budget, rng: np.random.Generator,
     return _finished(work, best[1], best[0].tokens_per_s, budget) if small else best[1]
 
 
-def _restart(work: Work, best: Ints, rng: np.random.Generator) -> tuple[Flow, Ints]:
+def _restart(flows: Flows, best: Ints, rng: np.random.Generator) -> tuple[Flow, Ints]:
     """Somewhere else: half of the time the best with a few spans let go, else a new random filling."""
+    work = flows.work
     spans = fill(work, rng)
     if rng.random() < 0.5:
         kept = rng.random(work.peers) < 0.7
         spans = np.where(kept[:, None], best, spans)
     spans = spans if work.valid(spans) else repaired(work, spans)
-    return (flow.maximum(work, spans), spans) if work.valid(spans) else (flow.maximum(work, best), best)
+    spans = spans if work.valid(spans) else best
+    return flows.maximum(spans), spans
 
 
 def _finished(work: Work, spans: Ints, tokens_per_s: float, budget: Budget) -> Ints:

@@ -134,6 +134,8 @@ class Audit:
                 self._absorbed(host, fragment, contribution)
             case jobs.Seal() | jobs.Apply(), jobs.Stepped() if host.ended is None:
                 self.routes.stepped(host, self._life(host.peer))
+            case jobs.Move(), jobs.Moved(accepted=True):
+                self._moved(host)
             case _, jobs.Saved():
                 account = self.accounts[host.peer]
                 account.saved = Account(dict(account.merged), set(account.absorbed))
@@ -227,6 +229,14 @@ class Audit:
         ]
         if long_there:
             self._violated("holds state", f"started from nothing while {long_there[0].peer} trains", host)
+
+    def _moved(self, host: VirtualHost) -> None:
+        """What it gained begins with a donor's state, as a newcomer's does, though it may have held it before."""
+        account, before = self.accounts[host.peer], {one.index for one in host.node.setup.fragments}
+        gained = {mixed.live.fragment.index for mixed in host.training.mixing.fragments} - before
+        account.merged = {name: window for name, window in account.merged.items() if name[1] not in gained}
+        account.absorbed = {name for name in account.absorbed if name[1] not in gained}
+        account.weights = {index: weight for index, weight in account.weights.items() if index not in gained}
 
     def _weighed(self, host: VirtualHost) -> None:
         """A new life: it weighs what its checkpoint says, and what only its last life had taken is nobody's."""

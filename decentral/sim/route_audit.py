@@ -7,6 +7,7 @@
                  peer threw its gradients away
     covered      a layer's last living holder does not let go of it
     bounded      legs, what waits to be settled, held activations and the ledger have limits
+    converges    all who follow a plan follow the same one, soon after somebody found it
     goes on      while each layer has a holder and nothing is wrong with the network, micro-batches are counted
 
 Assertions in train/sketch_hops.py hold that activations and gradients come where they belong.
@@ -25,6 +26,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.peers.plans import Plan
 from decentral.peers.virtual import VirtualHost
 from decentral.sim.swarm import Member
 from decentral.train.sketch import Sketch
@@ -33,6 +35,7 @@ from decentral.train.sketch_hops import Carried
 MOST_IN_SUMS = 64  # times the legs that a peer has room for: a sum may wait for LONGEST_S
 MOST_TOLD = 8  # times the peers that are there: outboxes
 LONGEST_S = 60.0  # in which a micro-batch of these swarms is settled, or given up
+CONVERGED_S = 30.0  # after which all who can be reached have seen a plan, and judged it
 STALLED_S = 2 * LONGEST_S  # without a micro-batch counted anywhere
 SETTLED_S = 2 * LONGEST_S + 5.0  # after its first count a micro-batch counts everywhere, or will not
 
@@ -58,6 +61,7 @@ class RouteAudit:
     counted_at: Seconds = 0.0
     _steps: dict[PeerId, Steps] = field(default_factory=dict)
     _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # by fragment: peer, and which life
+    _plans: dict[PeerId, tuple[Plan | None, Seconds]] = field(default_factory=dict)  # that it follows, and since when
 
     # Event by event
 
@@ -111,6 +115,22 @@ class RouteAudit:
         quiet_since = max(self.troubled_at, self.counted_at)
         if now - quiet_since > STALLED_S:
             self.violated("goes on", f"nothing was counted for {now - quiet_since:.0f} s", None)
+        self._check_plans(living, now)
+
+    def _check_plans(self, living: Sequence[Member], now: Seconds) -> None:
+        followed: list[tuple[Member, Plan]] = []
+        for member in living:
+            spans = member.host.node.spans if member.training and member.host is not None else None
+            plan = spans.plans.adopted if spans else None
+            known, since = self._plans.get(member.peer, (None, now))
+            if known is None or known != plan:
+                self._plans[member.peer] = plan, now
+            elif now - max(since, self.troubled_at) > CONVERGED_S:
+                followed.append((member, known))
+        for member, plan in followed[1:]:
+            if plan != followed[0][1]:
+                first = followed[0][0].peer
+                self.violated("converges", f"{member.peer} and {first} follow different plans", member.host)
 
     def _covered(self, living: Sequence[Member], fragments: Sequence[jobs.Fragment]) -> dict[int, dict[PeerId, int]]:
         holders: dict[int, dict[PeerId, int]] = {one.index: {} for one in fragments}

@@ -69,6 +69,8 @@ class Report:
     failures: dict[str, int] = field(default_factory=dict)  # of exchanges, by reason
     exchange_s: float = 0.0  # mean, of those done
     routed: dict[str, int] = field(default_factory=dict)  # micro-batches by what became of them: decentral/audit.py
+    moves: dict[str, int] = field(default_factory=dict)  # of spans, by why and outcome: "plan done"
+    plans: int = 0  # different ones that were followed
     loss: float = 0.0
     spread: float = 0.0
     roster_error: float = 0.0
@@ -179,6 +181,8 @@ class Ledger:
     joined_at: dict[PeerId, Seconds] = field(default_factory=dict)
     last_at: dict[PeerId, Seconds] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
+    moves: Counter[str] = field(default_factory=Counter)
+    plans: set[str] = field(default_factory=set)
     _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
     _pack: Any = field(default_factory=lambda: msgpack.Packer().pack)  # one for all lines: there are many
 
@@ -200,6 +204,10 @@ class Ledger:
                 self.joined_at[peer], self.busy_s[peer] = t, 0.0
             case "counted" | "uncounted":
                 self.counts.add(log.event, fields)
+            case "move":
+                self.moves[f"{fields['why']} {fields['outcome']}"] += 1
+            case "plan":
+                self.plans.add(fields["digest"])
 
     def sample(self) -> None:
         living = self.swarm.living
@@ -235,6 +243,7 @@ class Ledger:
         report.exchange_s = round(self.seconds / max(1, self.exchanges["done"]), 4)
         if swarm.shape.memory:
             report.routed = self.counts.result(swarm.shape.fragments[-1].last).figures()
+        report.moves, report.plans = dict(self.moves), len(self.plans)
         report.by_peer = [self._of(member) for member in swarm.members]
         busy = [one["busy_fraction"] for one in report.by_peer if one["lives"] == 1 and one["alive"]]
         report.busy_fraction = min(busy, default=0.0)

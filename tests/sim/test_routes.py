@@ -1,6 +1,7 @@
 """Swarms that hold the model in spans, in virtual time: the real nodes, jobs and placement, with sketched weights."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from decentral.comm import compress
 from decentral.core import config, jobs, rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Apply, Backed, Backward, Draw, Drop, Forward, Forwarded, HopFailed, Seal, Sealed
+from decentral.peers.plans import Plans
 from decentral.peers.virtual import Pace
 from decentral.sim import faults, sweep
+from decentral.sim.audit import Violation
 from decentral.sim.geography import Wires
 from decentral.sim.gradients import real_gradients
 from decentral.sim.run import Report, Scenario, Unwatched, run
@@ -73,6 +76,35 @@ def test_a_killed_peer_comes_back_to_its_layers_and_its_numbers_go_on() -> None:
     assert report.by_peer[0]["tokens"] > 0
     late = [one.tokens for one in report.samples]
     assert late[-1] > late[len(late) // 2] > 0
+
+
+def test_a_layer_whose_holders_all_die_is_taken_over_by_another_peer() -> None:
+    """Nobody keeps a state of it, so it begins anew when its holders have had a minute to come back."""
+    report = run(scenario("crash 1,2 at 30", seconds=130.0))
+    assert report.moves == {"lost done": 1}
+    assert report.routed["twice"] == 0
+    counted = {round(one.at): one.tokens for one in report.samples}
+    assert counted[31] > 0
+    assert counted[90] - counted[40] < 64 * 8  # what was under way
+    assert counted[130] > counted[100] + 64 * 8
+
+
+SLOW = replace(scenario("slow 3 x5 at 30 for 300", seconds=100.0), peers=6)
+
+
+def test_peers_follow_one_plan_and_move_while_they_train() -> None:
+    planned, stayed = run(SLOW), run(replace(SLOW, shape=replace(SLOW.shape, moves=False)))
+    assert planned.moves["plan done"] >= 2
+    assert 1 <= planned.plans <= 3
+    assert planned.routed["twice"] == stayed.routed["twice"] == stayed.plans == 0
+    late = [sum(two.tokens - one.tokens for one, two in pairwise(report.samples[-10:])) for report in (planned, stayed)]
+    assert late[0] > 1.1 * late[1]
+
+
+def test_peers_that_do_not_look_at_others_plans_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plans, "_read", lambda *_: None)
+    with pytest.raises(Violation, match="follow different plans"):
+        run(SLOW)
 
 
 def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
@@ -152,6 +184,20 @@ def test_a_sum_that_is_dropped_moves_nothing() -> None:
     last.do(Drop())
     last.do(Apply(0, 0, 0.0))
     assert [mixed.live.tokens for mixed in last.mixing.fragments] == [0, 0]
+
+
+def test_what_a_move_gives_up_is_on_the_disk_and_taken_back_from_there() -> None:
+    mover = sketch(0, 3)
+    mover.do(jobs.Start(newcomer=False))
+    for mixed, weight in zip(mover.mixing.fragments, (0.25, 0.5), strict=True):
+        mixed.live.theta.fill_(weight)
+        mover.do(jobs.CloseWindow(mixed.live.fragment.index, 1))
+        mover.do(jobs.Merge(mixed.live.fragment.index, 1, ()))
+    assert mover.do(jobs.Move(2, 4, (), 9)) == jobs.Moved(True, kept=((0, 0),))
+    assert [float(mixed.live.theta[0]) for mixed in mover.mixing.fragments] == pytest.approx([0.5, 1.0], abs=0.01)
+    assert mover.do(jobs.Move(0, 3, (), 9)) == jobs.Moved(True, kept=((2, 9),))
+    assert mover.lr_step == 9
+    assert float(mover.mixing.fragments[0].live.theta[0]) == pytest.approx(0.25, abs=0.01)
 
 
 def test_the_gradient_of_another_micro_batch_is_noticed() -> None:
