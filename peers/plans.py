@@ -6,9 +6,11 @@
 
 One figure of merit (scheduler/replan.py): the tokens that the swarm trains within HORIZON_S, moves included, by the
 measured speeds, memories and links in everybody's record. A plan is adopted only if its figure is better by a margin
-(scheduler/plan.py) than that of staying; of several the best one, of equal ones that with the fewest moves, then with
-the lowest digest. Weighing takes seconds in a large swarm, so a host does it beside its event loop: effect Weigh, event
-Weighed.
+(scheduler/plan.py) than that of staying, and let go when it is not better any more; of several the best one. Of equal
+ones all take the same: of those proposed within the same TIES_S, the first ones, that with the fewest moves, then with
+the lowest digest. That order is in the plans, so it does not matter who heard of which when; and whoever weighs weighs
+all plans that are there, so that who came late finds what others follow. Weighing takes seconds in a large swarm, so a
+host does it beside its event loop: effect Weigh, event Weighed.
 
 Peers that hold the whole model train by themselves, and are in no plan.
 """
@@ -38,7 +40,7 @@ from decentral.scheduler.margin import adopts
 from decentral.train.memory import Needs
 
 MOST_SPANS = 4096
-MOST_PLANS = 8  # that are weighed at a time
+MOST_PLANS = 8  # that are weighed at a time: the latest
 PLAN_TTL_S = 120.0
 LOOK_S = 4.0  # between two looks at others' plans
 NEW_S = 20.0  # after somebody came: it chose its span for the swarm's good, and its speed has to be measured
@@ -48,7 +50,7 @@ BACKOFF_S = 6.0  # at most, after the pause: mostly the first one's plan is ther
 REST_S = 30.0  # after a plan, before changes of speeds alone lead to another
 GIVE_UP_S = 120.0  # a plan that we could not follow for so long is let go
 WAIT_S = 6.0  # before the first move: an equal plan may turn up meanwhile that all take instead
-TIES_S = 10.0  # after it was adopted, a plan gives way to equal ones no more
+TIES_S = 10.0  # of plans that are equal the first ones go before later ones: some have moved for them
 RETRY_S = 3.0  # between two tries to move
 NOISE = 0.03  # of what measurements say, beside the margin of a plan that is known exactly
 CHANGED = 1.5  # times faster or slower: a change
@@ -106,7 +108,6 @@ class Plans:
     chance: Random
     adopted: Plan | None = None
     tried: int = 0  # moves that were begun for it
-    _adopted_at: Seconds = 0.0
     _until: Seconds = 0.0  # of the adopted plan
     _move_at: Seconds = 0.0
     _known: dict[PeerId, Member] = field(default_factory=dict)  # the swarm when we last weighed
@@ -118,8 +119,8 @@ class Plans:
     _search_at: Seconds | None = None
     _look_at: Seconds = 0.0
     _rest_until: Seconds = 0.0
-    _fresh: dict[str, Plan] = field(default_factory=dict)  # by digest: others' plans that were not weighed yet
-    _seen: dict[str, Seconds] = field(default_factory=dict)  # by digest: plans that were, and until when they are there
+    _there: dict[PeerId, tuple[Plan, Seconds]] = field(default_factory=dict)  # each proposer's latest, and until when
+    _fresh: bool = False  # some of them were not weighed yet
     _weighing: tuple[int, tuple[Plan, ...], dict[PeerId, Member]] | None = None
     _number: int = 0
 
@@ -193,10 +194,10 @@ class Plans:
 
     def _weigh(self, members: Mapping[PeerId, Member], searches: bool) -> Weigh:
         self._number += 1
-        proposals = tuple(self._fresh.values())
-        if self.adopted is not None:
-            proposals += (self.adopted,)  # it has to be the best of all, so that everybody follows the same
-        self._fresh = {}
+        proposals = tuple(plan for plan, _ in self._there.values())
+        if self.adopted is not None and self.adopted not in proposals:
+            proposals += (self.adopted,)
+        self._fresh = False
         self._weighing = (self._number, proposals, dict(members))
         if searches or self._search_at is None:
             self._why, self._changed = self._changed, ""
@@ -209,6 +210,8 @@ class Plans:
         assert self._weighing is not None
         (_, proposals, members), self._weighing = self._weighing, None
         plans = list(zip(found.proposed, proposals, strict=True))
+        if any(plan == self.adopted and tokens <= found.stay_tokens for tokens, plan in plans):
+            self.adopted = None
         ours = self._ours(found, self._why, now)
         if ours is not None:
             plans.append((found.found_tokens, ours))
@@ -217,12 +220,11 @@ class Plans:
         equal = [one for one in better if not adopts(1 / most, 1 / one[0]) and not adopts(1 / one[0], 1 / most)]
         if not equal:
             return []
-        tokens, best = min(equal, key=lambda one: (one[1].moves, one[1].digest()))
-        settled = now > self._adopted_at + TIES_S and any(plan is self.adopted for _, plan in equal)
-        if best is self.adopted or settled:
+        tokens, best = min(equal, key=lambda one: _rank(one[1]))
+        if best == self.adopted:
             return []
         self.adopted, self.tried, self._known = best, 0, members
-        self._adopted_at, self._until, self._rest_until = now, now + GIVE_UP_S, now + REST_S
+        self._until, self._rest_until = now + GIVE_UP_S, now + REST_S
         self._move_at = now + WAIT_S
         self._changed, self._search_at = "", None
         line = log("plan", digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason)
@@ -237,32 +239,40 @@ class Plans:
 
     def _announce(self, plan: Plan, now: Seconds) -> Announce:
         key, expires = key_of(self.run), now + PLAN_TTL_S
-        self._seen[plan.digest()] = expires
+        self._there[self.own.peer] = plan, expires
         return Announce(key, self.own.peer, self.own.seal(key, pack(plan), expires), expires)
 
     # Others' plans
 
     def _read(self, values: Mapping[str, bytes], now: Seconds) -> None:
-        """Those that we have not weighed yet. What is no plan of this run, or breaks its bounds, is left out."""
-        self._seen = {digest: until for digest, until in self._seen.items() if now < until}
+        """Those that are there. What is no plan of this run, or breaks its bounds, is left out."""
+        before = {proposer: one for proposer, one in self._there.items() if now < one[1]}
+        found = dict(before)
         for subkey, value in sorted(values.items()):
-            if subkey == self.own.peer or len(self._fresh) >= MOST_PLANS:
+            if subkey == self.own.peer:
                 continue
             try:
                 body, expires = self.own.open(key_of(self.run), PeerId(subkey), value, now)
                 plan = unpack(body)
             except ProtocolError:
                 continue
-            digest = plan.digest()
-            if plan.run == self.run and digest not in self._seen and is_sound(plan.spans, len(self.needs.fragments)):
-                self._seen[digest] = min(expires, now + PLAN_TTL_S)
-                self._fresh[digest] = plan
+            sound = plan.time < now + PLAN_TTL_S and is_sound(plan.spans, len(self.needs.fragments))
+            if plan.run == self.run and sound:
+                found[PeerId(subkey)] = plan, min(expires, now + PLAN_TTL_S)
+        latest = sorted(found, key=lambda proposer: (-found[proposer][0].time, proposer))[:MOST_PLANS]
+        self._there = {proposer: found[proposer] for proposer in latest}
+        self._fresh |= any(before.get(one, (None,))[0] != self._there[one][0] for one in latest)
 
 
 def is_sound(spans: Spans, fragments: int) -> bool:
     """Whether every peer is there once, with fragments that there are. Memory and coverage: when it is weighed."""
     peers = [peer for peer, _, _ in spans]
     return len(set(peers)) == len(peers) and all(begin < end <= fragments for _, begin, end in spans)
+
+
+def _rank(plan: Plan) -> tuple[float, int, str]:
+    """Of equal plans the least one is taken."""
+    return plan.time // TIES_S, plan.moves, plan.digest()
 
 
 def _better(stay: float, proposed: float) -> bool:

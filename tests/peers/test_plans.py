@@ -14,6 +14,7 @@ from decentral.core.machine import Effect, Log
 from decentral.peers.cover import Member
 from decentral.peers.plans import (
     BACKOFF_S,
+    MOST_PLANS,
     PAUSE_S,
     REST_S,
     RETRY_S,
@@ -146,17 +147,68 @@ def test_proposals_at_the_same_time_end_in_one_best_swarm() -> None:
     assert together.moved == moved
 
 
+class Judge:
+    """One peer's plans, which hears of others', and whose figures are given."""
+
+    def __init__(self) -> None:
+        self.plans = Plans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+
+    def hears(self, proposals: dict[str, Plan], now: float) -> list[Weigh]:
+        key = key_of(RUN)
+        values = {name: VirtualSigner(PeerId(name)).seal(key, pack(one), 2e9) for name, one in proposals.items()}
+        self.plans.handle(Found(key, values), now)
+        return [effect for effect in self.plans.look(EVEN, now) if isinstance(effect, Weigh)]
+
+    def judges(self, proposals: dict[str, Plan], figures: dict[str, float], now: float, stay: float = 1.0) -> None:
+        """`figures`: tokens by the plans' reasons."""
+        (asked,) = self.hears(proposals, now)
+        weighing = self.plans._weighing
+        assert weighing is not None
+        tokens = tuple(figures[plan.reason] for plan in weighing[1])
+        self.plans.handle(Weighed(asked.number, bytes(16), stay, tokens), now + 1.0)
+
+
 def test_of_equal_plans_all_take_the_one_with_the_fewest_moves() -> None:
-    plans = Plans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
-    key = key_of(RUN)
-    proposals = [plan(moves=moves, reason=str(number)) for number, moves in enumerate((3, 1, 2))]
-    values = {
-        name: VirtualSigner(PeerId(name)).seal(key, pack(one), 2e9) for name, one in zip("BCD", proposals, strict=True)
-    }
-    plans.handle(Found(key, values), 100.0)
-    (asked,) = (effect for effect in plans.look(EVEN, 100.0) if isinstance(effect, Weigh))
-    plans.handle(Weighed(asked.number, bytes(16), 1.0, (99.0, 100.0, 99.5)), 101.0)
-    assert plans.adopted == proposals[1]
+    judge = Judge()
+    proposals = {name: plan(moves=moves, reason=name) for name, moves in (("B", 3), ("C", 1), ("D", 2))}
+    judge.judges(proposals, {"B": 99.0, "C": 100.0, "D": 99.5}, 100.0)
+    assert judge.plans.adopted == proposals["C"]
+
+
+@pytest.mark.parametrize("order", ["BC", "CB"])
+def test_of_equal_plans_the_first_one_is_followed_whichever_was_heard_of_first(order: str) -> None:
+    judge, equal = Judge(), {"B": 100.0, "C": 100.0}
+    proposals = {"B": plan(time=99.0, moves=3, reason="B"), "C": plan(time=115.0, moves=1, reason="C")}
+    judge.judges({order[0]: proposals[order[0]]}, equal, 116.0)
+    assert judge.plans.adopted == proposals[order[0]]
+    judge.judges(proposals, equal, 150.0)
+    assert judge.plans.adopted == proposals["B"]
+
+
+def test_a_plan_that_is_no_better_than_staying_any_more_is_let_go() -> None:
+    judge, proposals = Judge(), {"B": plan(reason="B"), "C": plan(reason="C", moves=2)}
+    judge.judges({"B": proposals["B"]}, {"B": 100.0}, 100.0)
+    assert judge.plans.adopted == proposals["B"]
+    judge.judges(proposals, {"B": 98.0, "C": 101.0}, 110.0, stay=100.0)
+    assert judge.plans.adopted is None
+
+
+def test_only_the_latest_plan_of_each_proposer_is_weighed_and_only_so_many() -> None:
+    judge = Judge()
+    many = {f"P{number:02}": plan(time=50.0 + number, reason=str(number)) for number in range(3 * MOST_PLANS)}
+    (asked,) = judge.hears(many, 100.0)
+    assert len(asked.proposals) == MOST_PLANS
+    judge.plans.handle(Weighed(asked.number, bytes(16), 1.0, (1.0,) * MOST_PLANS), 101.0)
+    assert judge.hears(many, 110.0) == []  # nothing new
+    last = max(many)
+    (asked,) = judge.hears(many | {last: plan(time=100.0, reason="again")}, 120.0)
+    weighing = judge.plans._weighing
+    assert weighing is not None
+    assert {one.reason for one in weighing[1]} == {*map(str, range(2 * MOST_PLANS, 3 * MOST_PLANS - 1)), "again"}
+
+
+def test_a_plan_of_a_time_to_come_is_left_out() -> None:
+    assert Judge().hears({"B": plan(time=1e9)}, 100.0) == []
 
 
 def test_a_plan_that_is_hardly_better_moves_nobody() -> None:
@@ -246,7 +298,7 @@ def test_what_is_found_is_the_best_there_is_for_a_small_swarm() -> None:
 
 
 def plan(**change: object) -> Plan:
-    return replace(Plan(RUN, 1e9, bytes(16), 5.0, 1, "x", (("A", 0, 2),)), **change)  # type: ignore[arg-type]
+    return replace(Plan(RUN, 100.0, bytes(16), 5.0, 1, "x", (("A", 0, 2),)), **change)  # type: ignore[arg-type]
 
 
 def test_a_plan_comes_back_as_it_was() -> None:

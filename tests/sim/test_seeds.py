@@ -10,6 +10,7 @@ import pytest
 
 from decentral.comm import blobs, exchange, ledger, snapshots, virtual
 from decentral.core.units import Seconds
+from decentral.peers import move, plans
 from decentral.sim import sweep
 from decentral.train import outer, position
 
@@ -22,6 +23,9 @@ FOUND = {
     51: "spans: of a newcomer's donors none held a layer that somebody else held, and it waited for ever",
     68: "as 28",
     75: "spans: the last holder of a layer died while a newcomer fetched it, and it waited for ever",
+    115: "spans: of equal plans some followed one and some the other: each had settled on what it had heard of first",
+    167: "spans: as 115, and a plan that was no better than staying any more went on being followed",
+    199: "spans: as 115, and who had come late never judged the plan that the others followed",
     249: "allreduce, all down at once: who came back was rounds apart from the others",
     256: "a freeze of 75 s: after it, answers were merged that had come before it",
     298: "the same",
@@ -105,6 +109,16 @@ def no_reserved_numbers(off: Switch) -> None:
     off.setattr(position.Position, "take", lambda own, wished: wished)
 
 
+def no_others_plans(off: Switch) -> None:
+    """Everybody follows what it finds itself."""
+    off.setattr(plans.Plans, "_read", lambda *_: None)
+
+
+def no_promises(off: Switch) -> None:
+    """Whoever moves needs nobody to stay with what it gives up."""
+    off.setattr(move.Moves, "needed", property(lambda own: 0))
+
+
 DEFENCES = {  # how to switch it off, the rule that is violated then, and the seed that found it first
     "count-once baseline": (no_baseline, "baseline", 0),
     "digest check": (no_digests, "whole", 10),
@@ -113,6 +127,8 @@ DEFENCES = {  # how to switch it off, the rule that is violated then, and the se
     "replay check": (no_replay_check, "once", 35),
     "void marks": (no_void_marks, "counted", 11),
     "reserved numbers": (no_reserved_numbers, "counted", 67),
+    "others' plans": (no_others_plans, "converges", 51),
+    "promises": (no_promises, "covered", 51),
 }
 LOOK = 200  # seeds, in which each must be found
 
