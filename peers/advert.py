@@ -25,17 +25,18 @@ class Advert:
     donor: Donor
     gossip: Exchanges
     routes: Routes | None
-    _tokens_per_s: float = 0.0  # in our last record
+    told: Profile | None = None  # what our last record says; None: there was none yet
 
     @property
     def outdated(self) -> bool:
         """Whether our routes have found another speed than others were told."""
         speed = self.routes.workload.speed if self.routes else 0.0
-        return speed != 0 and not 0.8 < self._tokens_per_s / speed < 1.25
+        told = self.told.tokens_per_s if self.told else 0.0
+        return speed != 0 and not 0.8 < told / speed < 1.25
 
     def compose(self, phase: Phase, now: Seconds) -> PeerRecord:
         setup, progress, profile = self.setup(), self.progress, self.profile()
-        self._tokens_per_s = profile.tokens_per_s
+        self.told = profile
         return PeerRecord(
             run=setup.run,
             time=now,

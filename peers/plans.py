@@ -41,14 +41,13 @@ from decentral.train.memory import Needs
 
 MOST_SPANS = 4096
 MOST_PLANS = 8  # that are weighed at a time: the latest
-PLAN_TTL_S = 120.0
+PLAN_S = HORIZON_S  # from its proposal: then it is let go of, by all at the same time
 LOOK_S = 4.0  # between two looks at others' plans
 NEW_S = 20.0  # after somebody came: it chose its span for the swarm's good, and its speed has to be measured
 PAUSE_S = 3.0  # after a change: others follow, and speeds are averages; again while it goes on ...
 MOST_PAUSE_S = 8.0  # ... until so long after it began
 BACKOFF_S = 6.0  # at most, after the pause: mostly the first one's plan is there before the others search
 REST_S = 30.0  # after a plan, before changes of speeds alone lead to another
-GIVE_UP_S = 120.0  # a plan that we could not follow for so long is let go
 WAIT_S = 6.0  # before the first move: an equal plan may turn up meanwhile that all take instead
 TIES_S = 10.0  # of plans that are equal the first ones go before later ones: some have moved for them
 RETRY_S = 3.0  # between two tries to move
@@ -108,7 +107,6 @@ class Plans:
     chance: Random
     adopted: Plan | None = None
     tried: int = 0  # moves that were begun for it
-    _until: Seconds = 0.0  # of the adopted plan
     _move_at: Seconds = 0.0
     _known: dict[PeerId, Member] = field(default_factory=dict)  # the swarm when we last weighed
     _latest: dict[PeerId, Member] = field(default_factory=dict)  # at the last look
@@ -131,7 +129,7 @@ class Plans:
         if now >= self._look_at:
             self._look_at = now + LOOK_S
             effects.append(Lookup(key_of(self.run)))
-        if self.adopted is not None and now > self._until:
+        if self.adopted is not None and now > self.adopted.time + PLAN_S:
             self.adopted = None
         self._notice(members, now)
         covered = all(any(index in one.held for one in members.values()) for index in range(len(self.needs.fragments)))
@@ -195,8 +193,6 @@ class Plans:
     def _weigh(self, members: Mapping[PeerId, Member], searches: bool) -> Weigh:
         self._number += 1
         proposals = tuple(plan for plan, _ in self._there.values())
-        if self.adopted is not None and self.adopted not in proposals:
-            proposals += (self.adopted,)
         self._fresh = False
         self._weighing = (self._number, proposals, dict(members))
         if searches or self._search_at is None:
@@ -224,7 +220,7 @@ class Plans:
         if best == self.adopted:
             return []
         self.adopted, self.tried, self._known = best, 0, members
-        self._until, self._rest_until = now + GIVE_UP_S, now + REST_S
+        self._rest_until = now + REST_S
         self._move_at = now + WAIT_S
         self._changed, self._search_at = "", None
         line = log("plan", digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason)
@@ -238,7 +234,7 @@ class Plans:
         return Plan(self.run, now, found.topology, after, found.moved, reason, found.found)
 
     def _announce(self, plan: Plan, now: Seconds) -> Announce:
-        key, expires = key_of(self.run), now + PLAN_TTL_S
+        key, expires = key_of(self.run), now + PLAN_S
         self._there[self.own.peer] = plan, expires
         return Announce(key, self.own.peer, self.own.seal(key, pack(plan), expires), expires)
 
@@ -256,12 +252,14 @@ class Plans:
                 plan = unpack(body)
             except ProtocolError:
                 continue
-            sound = plan.time < now + PLAN_TTL_S and is_sound(plan.spans, len(self.needs.fragments))
+            sound = abs(plan.time - now) < PLAN_S and is_sound(plan.spans, len(self.needs.fragments))
             if plan.run == self.run and sound:
-                found[PeerId(subkey)] = plan, min(expires, now + PLAN_TTL_S)
+                found[PeerId(subkey)] = plan, min(expires, plan.time + PLAN_S)
         latest = sorted(found, key=lambda proposer: (-found[proposer][0].time, proposer))[:MOST_PLANS]
         self._there = {proposer: found[proposer] for proposer in latest}
         self._fresh |= any(before.get(one, (None,))[0] != self._there[one][0] for one in latest)
+        if all(plan != self.adopted for plan, _ in self._there.values()):
+            self.adopted = None  # whoever proposed it has a newer one
 
 
 def is_sound(spans: Spans, fragments: int) -> bool:

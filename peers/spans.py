@@ -60,7 +60,7 @@ class Spans:
         self.wake_at = now + LOOK_S
         members, coming = self._members()
         effects = self.plans.look(members, now)
-        if self.moves.why == "plan":
+        if self.moves.why == "plan" and self.plans.adopted is not None:
             effects += self.moves.follow(self.plans.wanted(self.moves.held), now)
         if self.moves.state is not State.SETTLED or now < self.moves.rest_until:
             return effects
@@ -91,7 +91,10 @@ class Spans:
     # The swarm
 
     def _members(self) -> tuple[dict[PeerId, Member], list[range]]:
-        """Who trains, ourselves included; the spans of those who are joining."""
+        """Who trains, ourselves included; the spans of those who are joining.
+
+        Of ourselves, too, what the record says: all have to judge a plan by the same figures, to follow the same one.
+        """
         setup, live = self.setup(), self.selection.roster.live
         whole = self.routing.whole_fragments
         spans = {peer: whole(entry.record.first, entry.record.last) for peer, entry in live.items()}
@@ -100,7 +103,7 @@ class Spans:
             for peer, entry in live.items()
             if entry.record.phase == "training"
         }
-        members[setup.own.peer] = _member(setup.held, self.advert.profile())
+        members[setup.own.peer] = _member(setup.held, self.advert.told or self.advert.profile())
         return members, [span for peer, span in spans.items() if peer not in members]
 
 
