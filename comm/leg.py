@@ -93,6 +93,7 @@ class Leg:
     answer_by: Seconds  # then the asker goes elsewhere
     until: Seconds  # then the starter gives up
     asker: PeerId
+    drawn: Seconds  # when its starter began it, by the starter's clock
     request: int | None = None  # the question that waits for our answer
     stage: Stage = Stage.FORWARD
     sequences: int = 0
@@ -112,6 +113,11 @@ class Leg:
     hops: tuple[Hop, ...] = ()  # after ours
     answer: Envelope | None = None
     round: int = 0
+
+    @property
+    def order(self) -> tuple[Seconds, str, int]:
+        """Of its micro-batch among all, the same at every peer; the older one is less."""
+        return self.drawn, self.id.starter, self.id.number
 
     def wake_at(self) -> Seconds:
         """When something has to be done about it, if nothing happens before."""

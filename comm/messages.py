@@ -194,7 +194,8 @@ class Load:
 class Carry:
     """Take micro-batch (starter, number) through layer `first` and on. The answer comes when its gradient is back.
 
-    `patience_s`: how long the asker waits. `hold_s`: for how long the starter may still settle it.
+    `patience_s`: how long the asker waits. `hold_s`: for how long the starter may still settle it. `drawn`: when the
+    starter began it, by its own clock; for the order among micro-batches, not to measure times by.
     """
 
     run: Run
@@ -206,6 +207,7 @@ class Carry:
     hold_s: Annotated[float, Strict(), Field(ge=0, le=MAX_ROUTE_S, allow_inf_nan=False)]
     layout: Sections
     round: Count = 0  # of synchronous training: whose weights it is to meet
+    drawn: UnixTime = 0.0
 
 
 @dataclass(frozen=True, slots=True)

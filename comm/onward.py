@@ -118,7 +118,7 @@ class Onward:
         hold_s = min(MAX_ROUTE_S, max(0.0, leg.until - now))
         name = leg.id
         place = (name.starter, name.number, leg.last, leg.sequences)
-        carry = Carry(self.terms.run, *place, patience_s, hold_s, leg.layout, leg.round)
+        carry = Carry(self.terms.run, *place, patience_s, hold_s, leg.layout, leg.round, leg.drawn)
         tag = ("route", leg.token, leg.attempts)
         return [Ask(tag, to, Envelope(carry, leg.payload), patience_s, leg.layout[0].size)]
 

@@ -17,7 +17,7 @@ the compute thread gets first, comm/work.py (our own new micro-batches come last
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from decentral.comm.codec import Envelope
@@ -53,6 +53,7 @@ from decentral.core.units import Seconds
 BUSY = ("busy", "not-ready", "moved", "span", "oversize")  # nobody's fault: a record may be older than a span
 SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
 GRACE_S = 1.0  # for a Settle that is on its way when its starter's time is over
+UNDER_WAY = (Stage.FORWARD, Stage.AWAY, Stage.BACKWARD)
 COUNTED_KEPT = 4096  # legs of others that are known to have been counted
 
 
@@ -128,7 +129,7 @@ class Routes:
         self.ledger.quiet = self._quiet()
         effects = self._react(event, now)
         effects += self.ledger.look(self._quiet())
-        effects += self.work.dispatch(forward=not self._draining())
+        effects += self.work.dispatch(self._is_older() if self._draining() else None)
         return effects + self._begin_more(now) + self.outboxes.tell()
 
     def _react(self, event: object, now: Seconds) -> list[Effect]:
@@ -186,6 +187,7 @@ class Routes:
         if refusal:
             return [Reply(event.request, Envelope(Refused(refusal)))]
         leg = self._new_leg(name, self.onward.end(carry.first), now, event.sender)
+        leg.drawn = carry.drawn
         leg.request, leg.sequences, leg.round = event.request, carry.sequences, carry.round
         self._extend(leg, carry, now)
         effects = self._supersede(leg)
@@ -452,6 +454,19 @@ class Routes:
         """Whether gradients wait for a step: what came between now would be computed with weights of two versions."""
         return self.ledger.waiting and not self.terms.overlap
 
+    def _is_older(self) -> Callable[[int], bool]:
+        """While gradients wait for a step: which forward passes may still begin. Those of micro-batches that are older
+        than one that is between its passes here.
+
+        They make the step wait longer, but not for ever: what is new is younger. Were all kept back, two peers that
+        each wait for a micro-batch whose forward pass the other one keeps back would wait until they give them up. So
+        the oldest of all is kept back by none that is kept back itself (wait-die: Rosenkrantz, Stearns, Lewis 1978).
+        """
+        waiting = self.work.waiting
+        between = [leg.order for token, leg in self.legs.items() if leg.stage in UNDER_WAY and token not in waiting]
+        youngest = max(between, default=None)
+        return lambda token: youngest is not None and self.legs[token].order < youngest
+
     def _begin_more(self, now: Seconds) -> list[Effect]:
         """Our own micro-batches, as many as the window has room for, while the compute thread has nothing better."""
         jobs: list[Effect] = []
@@ -479,7 +494,7 @@ class Routes:
     def _new_leg(self, name: LegId, last: int, now: Seconds, asker: PeerId) -> Leg:
         self._last_token += 1
         room = self.workload.room_of(name.first, last)
-        leg = Leg(self._last_token, name, last, room, False, now, now, now, asker, round=self.round)
+        leg = Leg(self._last_token, name, last, room, False, now, now, now, asker, now, round=self.round)
         self.legs[leg.token] = leg
         return leg
 

@@ -6,6 +6,7 @@ A leg has one job at a time. A few jobs are at the thread, the others wait here,
 """
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decentral.core.jobs import Backward, Draw, Forward
@@ -46,13 +47,19 @@ class Work:
             self._ready = [item for item in self._ready if item[1] != token]
             heapq.heapify(self._ready)
 
-    def dispatch(self, forward: bool) -> list[Forward | Backward]:
-        """What the thread gets now. `forward`: forward passes, too."""
+    def dispatch(self, may: Callable[[int], bool] | None = None) -> list[Forward | Backward]:
+        """What the thread gets now. `may(token)`: whether this leg's forward pass may begin; None: any may."""
         jobs: list[Forward | Backward] = []
-        while self._ready and not self.full and (forward or self._ready[0][0] == BACKWARD):
-            _, token, job = heapq.heappop(self._ready)
+        kept: list[tuple[int, int, Forward | Backward]] = []
+        while self._ready and not self.full:
+            order, token, job = heapq.heappop(self._ready)
+            if may is not None and order == FORWARD and not may(token):
+                kept.append((order, token, job))
+                continue
             self.running.add(token)
             jobs.append(job)
+        for item in kept:
+            heapq.heappush(self._ready, item)
         return jobs
 
 

@@ -241,19 +241,21 @@ class Plans:
     # Others' plans
 
     def _read(self, values: Mapping[str, bytes], now: Seconds) -> None:
-        """Those that are there. What is no plan of this run, or breaks its bounds, is left out."""
+        """Each proposer's latest, ours from before a restart among them: the DHT may show an older one for a while.
+
+        What is no plan of this run, or breaks its bounds, is left out.
+        """
         before = {proposer: one for proposer, one in self._there.items() if now < one[1]}
         found = dict(before)
         for subkey, value in sorted(values.items()):
-            if subkey == self.own.peer:
-                continue
             try:
                 body, expires = self.own.open(key_of(self.run), PeerId(subkey), value, now)
                 plan = unpack(body)
             except ProtocolError:
                 continue
             sound = abs(plan.time - now) < PLAN_S and is_sound(plan.spans, len(self.needs.fragments))
-            if plan.run == self.run and sound:
+            known = found.get(PeerId(subkey))
+            if plan.run == self.run and sound and (known is None or plan.time > known[0].time):
                 found[PeerId(subkey)] = plan, min(expires, plan.time + PLAN_S)
         latest = sorted(found, key=lambda proposer: (-found[proposer][0].time, proposer))[:MOST_PLANS]
         self._there = {proposer: found[proposer] for proposer in latest}

@@ -35,7 +35,7 @@ from decentral.train.sketch_hops import Carried
 MOST_IN_SUMS = 64  # times the legs that a peer has room for: a sum may wait for LONGEST_S
 MOST_TOLD = 8  # times the peers that are there: outboxes
 LONGEST_S = 60.0  # in which a micro-batch of these swarms is settled, or given up
-CONVERGED_S = 30.0  # after which all who can be reached have seen a plan, and judged it
+CONVERGED_S = 40.0  # after which all have seen who is there, and which plans are, and judged them
 STALLED_S = 2 * LONGEST_S  # without a micro-batch counted anywhere
 SETTLED_S = 2 * LONGEST_S + 5.0  # after its first count a micro-batch counts everywhere, or will not
 
@@ -62,6 +62,8 @@ class RouteAudit:
     _steps: dict[PeerId, Steps] = field(default_factory=dict)
     _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # by fragment: peer, and which life
     _plans: dict[PeerId, tuple[Plan | None, Seconds]] = field(default_factory=dict)  # that it follows, and since when
+    _there: frozenset[tuple[PeerId, int]] = frozenset()  # who trains, and in which life
+    _changed_at: Seconds = 0.0  # that
 
     # Event by event
 
@@ -118,6 +120,10 @@ class RouteAudit:
         self._check_plans(living, now)
 
     def _check_plans(self, living: Sequence[Member], now: Seconds) -> None:
+        there = frozenset((member.peer, member.lives) for member in living if member.training)
+        if there != self._there:
+            self._there, self._changed_at = there, now
+        quiet_since = max(self.troubled_at, self._changed_at)
         followed: list[tuple[Member, Plan]] = []
         for member in living:
             spans = member.host.node.spans if member.training and member.host is not None else None
@@ -125,7 +131,7 @@ class RouteAudit:
             known, since = self._plans.get(member.peer, (None, now))
             if known is None or known != plan:
                 self._plans[member.peer] = plan, now
-            elif now - max(since, self.troubled_at) > CONVERGED_S:
+            elif now - max(since, quiet_since) > CONVERGED_S:
                 followed.append((member, known))
         for member, plan in followed[1:]:
             if plan != followed[0][1]:

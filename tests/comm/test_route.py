@@ -10,7 +10,7 @@ from decentral import audit
 from decentral.comm.codec import Envelope
 from decentral.comm.leg import Stage
 from decentral.comm.messages import Carry, Carrying, Hop, LegId, Refused, Returned, Settle, Unsettled
-from decentral.comm.pace import DEADLINE_FLOOR_S
+from decentral.comm.pace import DEADLINE_FLOOR_S, Prior
 from decentral.comm.route import Routes
 from decentral.comm.transport import Answered, Ask, Asked, Reply
 from decentral.comm.workload import MOST_HELD
@@ -62,6 +62,23 @@ def test_the_journal_says_what_the_devices_took() -> None:
         legs = [one for line in peer.lines if line["event"] == "counted" for one in line["of"]]
         taken: list[tuple[int, ...]] = peer.device.taken  # type: ignore[attr-defined]
         assert sum(map(len, taken)) == len(legs)
+
+
+def test_starters_that_hand_on_to_each_other_do_not_wait_for_each_other() -> None:
+    """Exact gradients: A's micro-batches go on at B, and B's at A, while both have gradients that wait for a step."""
+    world = World(CUTS)
+    for name, first, last in (("A", 0, 3), ("B", 0, 3), ("C", 3, 4)):
+        peer = world.add(name, first, last, overlap=False)
+        peer.routes.onward.prior = Prior(ends={0: {2: 1.0}, 2: {3: 1.0}})
+    world.start()
+    completed = [0]
+    for _ in range(20):
+        world.run(1.0)
+        completed.append(sum(peer.routes.completed for peer in world.peers.values()))
+    assert min(after - before for before, after in pairwise(completed)) > 0
+    settled_down(world)
+    assert result(world).sound
+    assert result(world).in_part == 0
 
 
 @pytest.mark.parametrize("victim", ["B", "C", "M"])

@@ -1,7 +1,6 @@
 """Swarms that hold the model in spans, in virtual time: the real nodes, jobs and placement, with sketched weights."""
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -89,16 +88,16 @@ def test_a_layer_whose_holders_all_die_is_taken_over_by_another_peer() -> None:
     assert counted[130] > counted[100] + 64 * 8
 
 
-SLOW = replace(scenario("slow 3 x5 at 30 for 300", seconds=100.0), peers=6)
+SLOW = replace(scenario("slow 3 x5 at 30 for 300", seconds=180.0), peers=6)
 
 
 def test_peers_follow_one_plan_and_move_while_they_train() -> None:
     planned, stayed = run(SLOW), run(replace(SLOW, shape=replace(SLOW.shape, moves=False)))
     assert planned.moves["plan done"] >= 2
-    assert 1 <= planned.plans <= 3
+    assert planned.plans >= 1
     assert planned.routed["twice"] == stayed.routed["twice"] == stayed.plans == 0
-    late = [sum(two.tokens - one.tokens for one, two in pairwise(report.samples[-10:])) for report in (planned, stayed)]
-    assert late[0] > 1.1 * late[1]
+    last_third = [report.tokens - report.samples[-67].tokens for report in (planned, stayed)]
+    assert last_third[0] > 1.1 * last_third[1]
 
 
 def test_peers_that_do_not_look_at_others_plans_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
