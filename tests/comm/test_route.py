@@ -331,6 +331,36 @@ def test_a_backward_pass_goes_before_forward_passes() -> None:
     assert [type(effect) for effect in effects if not isinstance(effect, Ask)] == [jobs.Backward]
 
 
+def test_while_a_step_waits_only_micro_batches_older_than_one_under_way_here_begin() -> None:
+    """Exact gradients. Were all kept back, peers that wait for each other's forward passes would wait for ever."""
+    world = World(CUTS)
+    middle = world.add("M", 1, 3, overlap=False)
+    world.add("C", 3, 4)
+    world.start()
+
+    def carried(number: int, drawn: float) -> list[int]:
+        """The legs whose forward passes begin when this micro-batch comes."""
+        carry = Carry(RUN, "S", number, 1, 1, 5.0, 20.0, layout(1, 1), 0, drawn)
+        effects = middle.routes.handle(Asked(number, PeerId("A"), Envelope(carry, bytes(20))), 1.0)
+        return [effect.token for effect in effects if isinstance(effect, jobs.Forward)]
+
+    def sent_on(token: int) -> Ask:
+        effects = middle.routes.handle(middle.device.do(jobs.Forward(token, 1, 3, 1, (), b"")), 1.1)
+        (ask,) = (effect for effect in effects if isinstance(effect, Ask))
+        return ask
+
+    assert carried(1, drawn=50.0) == [1]
+    sent_on(1)
+    assert carried(2, drawn=40.0) == [2]
+    ask = sent_on(2)
+    returned = Envelope(Returned(RUN, 1.0, 8, (Hop("C", 3, 4),), layout(3, 1)[:1]), bytes(16))
+    middle.routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0, 0), 1.2)
+    middle.routes.handle(middle.device.do(jobs.Backward(2, (), b"")), 1.3)
+    assert middle.routes.ledger.waiting  # for the first one to come back, and then for a step
+    assert carried(3, drawn=60.0) == []
+    assert carried(4, drawn=30.0) == [4]
+
+
 @pytest.mark.parametrize(
     "hops",
     [
