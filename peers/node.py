@@ -261,8 +261,7 @@ class Node:
         return effects
 
     def _heard_back(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        late = isinstance(event, AskFailed) and event.tag[0] == "route" and event.reason == "deadline"
-        effects = [] if late else self.roster.handle(event, now)  # all behind it may be late: it need not be dead
+        effects = [] if self._is_only_late(event) else self.roster.handle(event, now)
         if isinstance(event, Answered):
             self.sent_bytes += event.sent_bytes
             self.received_bytes += event.received_bytes
@@ -284,6 +283,12 @@ class Node:
             case ("round" | "follow" | "elsewhere", *_) if self.rounds:
                 effects += self.rounds.handle(event, now)
         return effects
+
+    def _is_only_late(self, event: Answered | AskFailed) -> bool:
+        """Whether it says nothing of the peer's being there: an answer that waits for its device, or all behind it."""
+        swaps = self.setup.config.gossip.algorithm == "symmetric"
+        waits = event.tag[0] == "route" or (event.tag[0] == "exchange" and swaps)
+        return waits and isinstance(event, AskFailed) and event.reason == "deadline"
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
         if self.spans and event.key == plan_key(self.setup.run):

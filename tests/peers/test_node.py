@@ -429,6 +429,21 @@ def test_a_partner_that_never_answers_is_dropped_and_training_goes_on() -> None:
     assert played.node.exchanges["solo"] >= 2
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "reason", "known"),
+    [
+        ("pull", "deadline", False),
+        ("symmetric", "deadline", True),  # its answer waits for the partner's device, which may be slow
+        ("symmetric", "cut", False),
+    ],
+)
+def test_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm, reason: str, known: bool) -> None:
+    played = Played(algorithm, "training")
+    for _ in range(3):
+        played.deliver(AskFailed(("exchange", 0, "swap", 1), played.known.peer, reason, 3.0))
+    assert (played.known.peer in played.node.roster.live) == known
+
+
 def test_the_period_grows_where_the_link_is_too_slow_for_a_window() -> None:
     played = Played("pull", "training")
     assert played.node.selection.period_s(1000) == 1.0

@@ -26,6 +26,7 @@ FOUND = {
     115: "spans: of equal plans some followed one and some the other: each had settled on what it had heard of first",
     167: "spans: as 115, and a plan that was no better than staying any more went on being followed",
     199: "spans: as 115, and who had come late never judged the plan that the others followed",
+    223: "spans, symmetric: a slow device's answer was late twice, and the peer was taken for dead",
     249: "allreduce, all down at once: who came back was rounds apart from the others",
     256: "a freeze of 75 s: after it, answers were merged that had come before it",
     298: "the same",
