@@ -26,7 +26,17 @@ from statistics import median
 from scipy.stats import spearmanr
 
 from decentral.core.journal import read
-from decentral.sim.calibrate import Device, Figures, Journals, Setting, device_of, figures, predict, retell, swarm_of
+from decentral.sim.calibrate import (
+    DevicePace,
+    Figures,
+    Journals,
+    Setting,
+    device_of,
+    figures,
+    predict,
+    retell,
+    swarm_of,
+)
 
 WARM_UP_S = 9.0  # the reference alone is still in its short windows then, on purpose
 MEASURED_S = 20.0
@@ -94,7 +104,7 @@ def _measure(setting: Setting, place: Path) -> Journals:
     return [list(read(peer / "journal.jsonl")) for peer in sorted(folder.glob("peer-*"))]
 
 
-def _compare(setting: Setting, device: Device, journals: Journals, micro_batch_s: float = 0.0) -> Compared:
+def _compare(setting: Setting, device: DevicePace, journals: Journals, micro_batch_s: float = 0.0) -> Compared:
     known = replace(setting, micro_batch_s=setting.micro_batch_s or micro_batch_s)
     return Compared(
         setting,
@@ -104,7 +114,7 @@ def _compare(setting: Setting, device: Device, journals: Journals, micro_batch_s
     )
 
 
-def _raw_micro_batch_s(device: Device, place: Path) -> float:
+def _raw_micro_batch_s(device: DevicePace, place: Path) -> float:
     """What a micro-batch takes where nothing is emulated and nobody else computes."""
     (alone,) = figures(_measure(RAW_REFERENCE, place), WARM_UP_S, MEASURED_S)
     return alone.step_s - device.beside_s
@@ -172,7 +182,7 @@ def _off(real: Figures, said: Figures) -> float:
     return said.tokens_per_s / real.tokens_per_s - 1
 
 
-def _json(device: Device, compared: Sequence[Compared], raw: Sequence[Compared]) -> dict[str, object]:
+def _json(device: DevicePace, compared: Sequence[Compared], raw: Sequence[Compared]) -> dict[str, object]:
     return {
         "device": asdict(device),
         "agreement": {

@@ -5,7 +5,7 @@
 
 Virtual time in one process, deterministic from the seed: a fast peer takes one step per unit, a slow one needs
 `--slow` units. Gradients are real (a byte-level GPT on the standard library's text), and so are the project's
-numerics: train/outer.py merges, comm/compress.py quantises. Every method is trained at each of `--rates`, and its
+numerics: train/outer.py merges, comm/wire/compress.py quantises. Every method is trained at each of `--rates`, and its
 best rate counts.
 
     recovered gain = (fastest peer alone - swarm) / (fastest peer alone - synchronous with free communication)
@@ -172,8 +172,8 @@ def _loss(seeds: Sequence[Result]) -> float:
 
 
 def _run_all(args: argparse.Namespace) -> Iterator[Result]:
-    model = config.Model(depth=2, width=64 if args.quick else 96, context=64 if args.quick else 96)
-    corpus = data.load(config.Data(), model)
+    model = config.ModelConfig(depth=2, width=64 if args.quick else 96, context=64 if args.quick else 96)
+    corpus = data.load(config.DataConfig(), model)
     for horizon in args.horizons:
         for seed in args.seeds:
             for name in args.methods:

@@ -26,7 +26,7 @@ Weights = dict[str, Tensor]
 class Shape:
     """Where each weight lies within a row."""
 
-    model: config.Model
+    model: config.ModelConfig
 
     def weights(self) -> dict[str, tuple[int, int]]:
         """Matrices first and gains last: only matrices are decayed."""
@@ -116,7 +116,7 @@ class Replicas:
         self.steps[peer] += 1
 
 
-def losses_P(model: config.Model, weights: Weights, inputs_PST: Tensor, targets_PST: Tensor) -> Tensor:
+def losses_P(model: config.ModelConfig, weights: Weights, inputs_PST: Tensor, targets_PST: Tensor) -> Tensor:
     """Each peer's mean cross-entropy on its own micro-batch."""
     P, S, T = inputs_PST.shape
     own = inputs_PST + torch.arange(P)[:, None, None] * model.vocabulary
@@ -147,7 +147,7 @@ def _normed(hidden: Tensor, gain: Tensor) -> Tensor:
     return F.rms_norm(hidden, (hidden.shape[-1],), eps=1e-5) * gain
 
 
-def _turned(model: config.Model, positions: int) -> tuple[Tensor, Tensor]:
+def _turned(model: config.ModelConfig, positions: int) -> tuple[Tensor, Tensor]:
     channels = model.d_model // model.n_heads
     rates = model.rope_theta ** (-torch.arange(0, channels, 2).float() / channels)
     angles = torch.outer(torch.arange(positions).float(), rates)

@@ -2,7 +2,7 @@
 
 Rules. A unit of time is one step of a fast peer; a slow peer needs several. Corrections are added at step edges,
 as in train/compute.py. Nobody waits: a peer pulls what its partners have published by the end of its own window,
-and merges it `latency` later. The numerics are train/outer.py's and comm/compress.py's. The whole model is one
+and merges it `latency` later. The numerics are train/outer.py's and comm/wire/compress.py's. The whole model is one
 fragment. Synchronous averaging is the same thing with aligned windows, all partners, no latency, and fp32.
 """
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.convergence_model import BETA1, BETA2, Replicas, Shape
-from decentral.comm import compress
+from decentral.comm.wire import compress
 from decentral.core import config, rng
 from decentral.train import data, outer
 
 SEQUENCES = 8  # a peer's micro-batch
 PEERS = 4
-BEHIND = 1.5  # as in comm/exchange.py
+BEHIND = 1.5  # as in comm/gossip/pull.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Setting:
     horizon: int
     seed: int
     rate: float
-    model: config.Model
+    model: config.ModelConfig
 
 
 @dataclass(slots=True)
 class Snapshot:
     """What a peer has published last. All vectors are as the partners will read them."""
 
-    window: outer.Window  # with phi
+    window: outer.WindowUpdate  # with phi
     sequence: int
 
 
@@ -65,8 +65,8 @@ class Pull:
     peer: int
     steps: int  # of the peer, at the close
     arrives: int
-    own: outer.Window
-    partners: list[outer.Window]
+    own: outer.WindowUpdate
+    partners: list[outer.WindowUpdate]
 
 
 class Swarm:
@@ -138,18 +138,18 @@ class Swarm:
             self.closed_at[peer] = now
             self.next_close[peer] = now + window
 
-    def _close(self, peer: int) -> outer.Window:
+    def _close(self, peer: int) -> outer.WindowUpdate:
         # What is owed comes on top at the next step edge; until then neither theta nor the baseline may have it.
         owed, slow = self.owed[peer], self.slow[peer]
         theta = self.replicas.theta_PN[peer] if owed is None else self.replicas.theta_PN[peer] + owed
         self.slow[peer], sent = outer.close(slow, theta, lambda x: self._coded("q4", x))
-        own = outer.Window(sent, self.tokens[peer], self.rates[peer])
+        own = outer.WindowUpdate(sent, self.tokens[peer], self.rates[peer])
         self.published[peer] = Snapshot(replace(own, phi=self._coded("int8", slow.phi)), self.closed[peer])
         self.closed[peer] += 1
         self.tokens[peer], self.rates[peer] = 0, 0.0
         return own
 
-    def _pull(self, peer: int, behind: bool) -> list[outer.Window]:
+    def _pull(self, peer: int, behind: bool) -> list[outer.WindowUpdate]:
         """Deltas from all partners; slow weights from one now and then, from all when windows were missed."""
         others = [other for other in range(self.method.peers) if other != peer and self.published[other]]
         chosen = self.chance.sample(others, min(self.method.partners, len(others)))
@@ -177,7 +177,7 @@ class Swarm:
             owed = self.owed[pull.peer]
             self.owed[pull.peer] = outcome.correction if owed is None else owed + outcome.correction
 
-    def _shift_moment(self, pull: Pull, outcome: outer.Outcome, strength: float) -> None:
+    def _shift_moment(self, pull: Pull, outcome: outer.OuterStep, strength: float) -> None:
         steps = self.replicas.steps[pull.peer]
         if not strength or not steps:
             return

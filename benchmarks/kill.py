@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from decentral.core.journal import read
-from decentral.local import Member, Swarm
+from decentral.local import LocalPeer, LocalSwarm
 from decentral.local import parse as parse_local
 
 Line = dict[str, Any]
@@ -36,7 +36,9 @@ POLL_S = 0.1
 def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
-        swarm = Swarm(parse_local(["--peers", "4", "--throttle", "1,1,1,10", "--stop-after", "1e4s"]), Path(folder))
+        swarm = LocalSwarm(
+            parse_local(["--peers", "4", "--throttle", "1,1,1,10", "--stop-after", "1e4s"]), Path(folder)
+        )
         try:
             swarm.start(Console(file=sys.stderr, highlight=False))
             time.sleep(WARM_UP_S)
@@ -53,7 +55,7 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def kill_one(swarm: Swarm, victim: int, seconds: float) -> Line:
+def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> Line:
     others = [number for number in range(4) if number != victim]
     name = _of(swarm, victim, "started")[-1]["peer"]
     time.sleep(seconds)
@@ -81,7 +83,7 @@ def kill_one(swarm: Swarm, victim: int, seconds: float) -> Line:
     return row
 
 
-def kill_all(swarm: Swarm, seconds: float) -> Line:
+def kill_all(swarm: LocalSwarm, seconds: float) -> Line:
     time.sleep(seconds)
     before = [_of(swarm, number, "eval")[-1]["loss"] for number in range(4)]
     killed_at = time.time()
@@ -96,23 +98,23 @@ def kill_all(swarm: Swarm, seconds: float) -> Line:
     return row
 
 
-def _member(swarm: Swarm, number: int) -> Member:
+def _member(swarm: LocalSwarm, number: int) -> LocalPeer:
     return [member for member in swarm.members if member.number == number][-1]
 
 
-def _kill(swarm: Swarm, number: int) -> None:
+def _kill(swarm: LocalSwarm, number: int) -> None:
     process = _member(swarm, number).process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _restart(swarm: Swarm, numbers: Sequence[int], since: float) -> list[Line]:
+def _restart(swarm: LocalSwarm, numbers: Sequence[int], since: float) -> list[Line]:
     for number in numbers:
         swarm.launch(number, None)
     return [_await(swarm, number, "joined", since) for number in numbers]
 
 
-def _await(swarm: Swarm, number: int, event: str, since: float) -> Line:
+def _await(swarm: LocalSwarm, number: int, event: str, since: float) -> Line:
     deadline = time.time() + REJOIN_S
     while time.time() < deadline:
         found = _member(swarm, number).happened(event, since)
@@ -122,7 +124,7 @@ def _await(swarm: Swarm, number: int, event: str, since: float) -> Line:
     raise SystemExit(f"peer {number} wrote no {event!r} within {REJOIN_S:.0f} s")
 
 
-def _of(swarm: Swarm, number: int, event: str) -> list[Line]:
+def _of(swarm: LocalSwarm, number: int, event: str) -> list[Line]:
     return [line for line in read(swarm.folders()[number] / "journal.jsonl") if line["event"] == event]
 
 
@@ -130,21 +132,21 @@ def _first(lines: Sequence[Line], since: float, peer: str) -> Line | None:
     return next((line for line in lines if line["t"] >= since and line["peer"] == peer), None)
 
 
-def _steps(swarm: Swarm, number: int, begins: float, ends: float) -> list[Line]:
+def _steps(swarm: LocalSwarm, number: int, begins: float, ends: float) -> list[Line]:
     return [line for line in _of(swarm, number, "step") if begins <= line["t"] <= ends]
 
 
-def _busy(swarm: Swarm, number: int, begins: float, ends: float) -> float:
+def _busy(swarm: LocalSwarm, number: int, begins: float, ends: float) -> float:
     steps = _steps(swarm, number, begins, ends)
     return float(round(sum(line["seconds"] for line in steps[1:]) / (steps[-1]["t"] - steps[0]["t"]), 3))
 
 
-def _gap(swarm: Swarm, number: int, begins: float, ends: float) -> float:
+def _gap(swarm: LocalSwarm, number: int, begins: float, ends: float) -> float:
     moments = [line["t"] for line in _steps(swarm, number, begins, ends)]
     return float(round(max(late - early for early, late in pairwise(moments)), 2))
 
 
-def _trouble(member: Member) -> list[str]:
+def _trouble(member: LocalPeer) -> list[str]:
     output = (member.folder / "output.txt").read_text(errors="replace")
     errors = [line for line in read(member.folder / "journal.jsonl") if line["event"] == "error"]
     found = [f"peer {member.number}: {line['reason']}" for line in errors]

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from decentral.comm import compress
-from decentral.core import config, jobs
+from decentral.comm.wire import compress
+from decentral.core import config, jobs, memory_needs
 from decentral.core.ids import PeerId
 from decentral.train import data, memory
-from decentral.train.compute import Compute, Setup
+from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import Device
 
 MB = 1e6
@@ -73,27 +73,27 @@ def resident(what: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def setup_of(run: config.Config, span: tuple[int, int], folder: Path) -> Setup:
+def setup_of(run: config.Config, span: tuple[int, int], folder: Path) -> ComputeSetup:
     folder.mkdir(exist_ok=True)
     device = Device(torch.device("cpu"), torch.float32)
     layers = memory.needs(run).span(*span)
-    return Setup(run, PeerId("A"), data.load(run.data, run.model), compress, device, folder, layers)
+    return ComputeSetup(run, PeerId("A"), data.load(run.data, run.model), compress, device, folder, layers)
 
 
 def work(run: config.Config, span: tuple[int, int], folder: Path) -> None:
     compute = Compute(setup_of(run, span, folder))
     first, last = compute.fragments[0].first, compute.fragments[-1].last
-    for number in range(2 * memory.UNDER_WAY):
+    for number in range(2 * memory_needs.LEAST_UNDER_WAY):
         forward(compute, run, number, first, last)
-        if number >= memory.UNDER_WAY - 1:
-            backward(compute, run, number - memory.UNDER_WAY + 1, last)
-    legs = compute.do(jobs.Seal())
-    assert isinstance(legs, jobs.Sealed)
+        if number >= memory_needs.LEAST_UNDER_WAY - 1:
+            backward(compute, run, number - memory_needs.LEAST_UNDER_WAY + 1, last)
+    executions = compute.do(jobs.Seal())
+    assert isinstance(executions, jobs.Sealed)
     compute.do(jobs.Apply(1, 1, 0.0))
     for fragment in compute.fragments:
         closed = compute.do(jobs.CloseWindow(fragment.index, 1))
         assert isinstance(closed, jobs.WindowClosed)
-        partners = [jobs.Contribution(PeerId(n), 1, closed.rates, closed.layout, closed.blob) for n in "BCD"]
+        partners = [jobs.Contribution(PeerId(n), 1, closed.lr_sum, closed.layout, closed.blob) for n in "BCD"]
         merged = compute.do(jobs.Merge(fragment.index, 1, tuple(partners)))
         assert isinstance(merged, jobs.Merged), merged
         compute.do(jobs.ExportState(fragment.index))
@@ -109,7 +109,7 @@ def forward(compute: Compute, run: config.Config, number: int, first: int, last:
         hidden = compress.encode(expected[0].codec, 0.1 * torch.randn(expected[0].elements))
         blob = hidden + bytes(expected[1].size)
         done = compute.do(jobs.Forward(number, first, last, sequences, expected, blob))
-    assert isinstance(done, jobs.Forwarded | jobs.Backed), done
+    assert isinstance(done, jobs.ForwardDone | jobs.BackwardDone), done
 
 
 def backward(compute: Compute, run: config.Config, number: int, last: int) -> None:
@@ -121,7 +121,7 @@ def backward(compute: Compute, run: config.Config, number: int, last: int) -> No
     (section, _) = compute.layout(last, sequences)
     blob = compress.encode(section.codec, 1e-3 * torch.randn(section.elements))
     done = compute.do(jobs.Backward(number, (section,), blob))
-    assert isinstance(done, jobs.Backed), done
+    assert isinstance(done, jobs.BackwardDone), done
 
 
 if __name__ == "__main__":

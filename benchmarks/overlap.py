@@ -3,7 +3,7 @@
     python -m benchmarks.overlap [--seconds 120] [--slow] [--json FILE]
 
 100 ms of computing for each of four layer groups, a delay on every link, the real nodes (decentral/sim). The bound is
-that of peers/placement.py: links cost nothing. `--slow`: one peer becomes 5 times slower in the middle of the run.
+that of peers/placement/span_choice.py: links cost nothing. `--slow`: one peer becomes 5 times slower in the middle of the run.
 """
 
 import argparse
@@ -20,12 +20,12 @@ import torch
 from decentral.core import config, jobs
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
-from decentral.peers.placement import flow, holder_of
-from decentral.peers.virtual import Pace, VirtualHost
+from decentral.peers.placement.span_choice import flow, holder_of
 from decentral.sim import faults
 from decentral.sim.geography import Wires
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import Shape
+from decentral.sim.virtual_host import Pace, VirtualHost
 
 LAYERS = 4  # groups, of 100 ms each
 STEP_S = 0.4
@@ -41,7 +41,7 @@ NEAR = 0.05
 class Watching:
     """Takes the place of the audit: what was counted when, and how long devices computed."""
 
-    counted: list[tuple[Seconds, int]] = field(default_factory=list)  # at their starters: when, and tokens
+    counted: list[tuple[Seconds, int]] = field(default_factory=list)  # at their origin peers: when, and tokens
     busy: dict[str, list[tuple[Seconds, Seconds]]] = field(default_factory=lambda: defaultdict(list))
     steps: int = 0
     micro_batches: int = 0  # in these steps

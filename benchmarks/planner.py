@@ -31,13 +31,23 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks import layout_bound
 from benchmarks import planner_published as published_code
 from decentral.core import config
-from decentral.scheduler import bound, evolve, flow, gcma, gossip, milp, spans, throughput, topology, work
-from decentral.scheduler.cost import layout, problem
-from decentral.scheduler.plan import regions_of, sync_plan
-from decentral.scheduler.progress import Budget
-from decentral.scheduler.topology import Topology, Workload
+from decentral.scheduler.shared import topology
+from decentral.scheduler.shared.search_budget import SearchBudget
+from decentral.scheduler.shared.topology import Topology, Workload
+from decentral.scheduler.sync import evolve, gcma
+from decentral.scheduler.sync.layout_cost import layout, problem
+from decentral.scheduler.sync.sync_plan import regions_of, sync_plan
+from decentral.scheduler.throughput import (
+    layer_costs,
+    max_flow,
+    milp,
+    partner_weights,
+    span_search,
+    throughput_plan,
+)
 
 OPTIMA = {"data-centre": 3.43980, "universities": 16.08684, "four-regions": 34.80204, "eight-cities": 49.21838,
           "spot": 31.63416}  # fmt: skip
@@ -137,8 +147,8 @@ def proof(seed: int, scale: float) -> None:
     baseline, _ = _gcma(swarm, seed, candidates)
     best = _genetic(swarm, seed, 10 * scale)[-1][0]
     begin = time.process_time()
-    budget = Budget(PROOF_S * scale, clock=time.process_time)
-    verdict = bound.below(task, min(AIM * baseline, best), budget)
+    budget = SearchBudget(PROOF_S * scale, clock=time.process_time)
+    verdict = layout_bound.below(task, min(AIM * baseline, best), budget)
     found = None if verdict.slots is None else layout(task, verdict.slots).cost.total
     _line("bound", seed=seed, gcma=baseline, genetic=best, aim=AIM * baseline, cut=min(AIM * baseline, best),
           none_below=verdict.proven and found is None, found=found, proven=verdict.proven,
@@ -150,7 +160,7 @@ def large(seed: int, scale: float) -> None:
         side = int(count**0.5)
         swarm = replace(scattered(count, seed), workload=Workload(side, side))
         begin = time.process_time()
-        plan = sync_plan(swarm, "genetic", seed, Budget(seconds * scale, clock=time.process_time))
+        plan = sync_plan(swarm, "genetic", seed, SearchBudget(seconds * scale, clock=time.process_time))
         used = time.process_time() - begin
         assert plan.cost is not None
         cost, hand = plan.cost["total"], min(plan.baselines.values())
@@ -165,20 +175,20 @@ def small(seed: int, scale: float) -> None:
     exact = milp.best_spans(task)
     between = time.process_time()
     assert exact is not None
-    budget = Budget(max(20.0, 3 * (between - begin)) * scale, clock=time.process_time)
-    found = spans.search(task, np.arange(task.peers) % 2, budget, np.random.default_rng(seed))
-    rates = [flow.maximum(task, way).tokens_per_s for way in (found, exact)]
+    budget = SearchBudget(max(20.0, 3 * (between - begin)) * scale, clock=time.process_time)
+    found = span_search.search(task, np.arange(task.peers) % 2, budget, np.random.default_rng(seed))
+    rates = [max_flow.maximum(task, way).tokens_per_s for way in (found, exact)]
     _line("small", seed=seed, peers=task.peers, layers=task.layers, of_exact=rates[0] / rates[1],
           exact_s=between - begin, seconds=time.process_time() - between)  # fmt: skip
 
 
 def unequal(seed: int, scale: float) -> None:
     swarm = mixed(seed)
-    task = work.of(swarm, config.load(None, LLAMA_7B))
-    baseline = throughput.random_throughput(task, seed)
-    budget = Budget(20 * scale, clock=time.process_time)
+    task = layer_costs.of(swarm, config.load(None, LLAMA_7B))
+    baseline = throughput_plan.random_throughput(task, seed)
+    budget = SearchBudget(20 * scale, clock=time.process_time)
     begin = time.process_time()
-    found = flow.maximum(task, spans.search(task, regions_of(swarm), budget, np.random.default_rng(seed)))
+    found = max_flow.maximum(task, span_search.search(task, regions_of(swarm), budget, np.random.default_rng(seed)))
     rate, bound = found.tokens_per_s, task.compute_bound()
     _line("unequal", seed=seed, tokens_per_s=rate, of_bound=rate / bound, of_random=rate / baseline,
           seconds=time.process_time() - begin)  # fmt: skip
@@ -188,16 +198,16 @@ def partners(seed: int, scale: float) -> None:
     for count in (16, 32, 64, 96):
         swarm = scattered(count, seed)
         begin = time.process_time()
-        budget = Budget(2 * scale, clock=time.process_time)
-        found = gossip.partners(swarm, np.ones((count, 1), dtype=bool), np.array([1e8]), budget)
+        budget = SearchBudget(2 * scale, clock=time.process_time)
+        found = partner_weights.partners(swarm, np.ones((count, 1), dtype=bool), np.array([1e8]), budget)
         _line("gossip", seed=seed, peers=count, of_uniform=found.mixing_per_s / found.uniform_per_s,
               of_bandwidth=found.mixing_per_s / found.bandwidth_per_s, seconds=time.process_time() - begin)  # fmt: skip
 
 
 def command(seed: int, scale: float) -> None:
-    budget = Budget(2 * scale, clock=time.process_time)
+    budget = SearchBudget(2 * scale, clock=time.process_time)
     begin = time.process_time()
-    plan = throughput.throughput_plan(mixed(seed), config.load(None, LLAMA_7B), "genetic", seed, budget)
+    plan = throughput_plan.throughput_plan(mixed(seed), config.load(None, LLAMA_7B), "genetic", seed, budget)
     assert plan.throughput is not None
     _line("command", seed=seed, asked_s=2 * scale, seconds=time.process_time() - begin,
           of_bound=plan.throughput["tokens_per_s"] / plan.throughput["bound"])  # fmt: skip
@@ -241,7 +251,7 @@ def mixed(seed: int) -> Topology:
     return topology.parse({"peers": peers, "based_on": "ten-cities"})
 
 
-def tiny(rng: np.random.Generator) -> work.Work:
+def tiny(rng: np.random.Generator) -> layer_costs.LayerCosts:
     """3 to 6 unequal peers that hold between two and most of 4 to 8 equal layers, on slow unequal links."""
     peers, layers = int(rng.integers(3, 7)), int(rng.integers(4, 9))
     link = rng.lognormal(0, 1, (peers, peers)) * 6e5
@@ -250,7 +260,9 @@ def tiny(rng: np.random.Generator) -> work.Work:
     speed, memory = rng.choice([1.0, 2.0, 4.0, 8.0], peers), rng.choice([2.5, 4.0, 6.0], peers)
     memory[: int(np.ceil(layers / 2))] += 1.0  # enough for every layer
     ones = np.ones(layers)
-    return work.Work(np.outer(1 / speed, ones) / 200, ones, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1)
+    return layer_costs.LayerCosts(
+        np.outer(1 / speed, ones) / 200, ones, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1
+    )
 
 
 def _genetic(swarm: Topology, seed: int, seconds: float) -> list[tuple[float, float]]:
@@ -263,7 +275,7 @@ def _genetic(swarm: Topology, seed: int, seconds: float) -> list[tuple[float, fl
         if not found or best < found[-1][0] - 1e-9:
             found.append((best, time.process_time() - begin))
 
-    budget = Budget(seconds, clock=time.process_time, report=note)
+    budget = SearchBudget(seconds, clock=time.process_time, report=note)
     slots = evolve.search(task, regions_of(swarm), budget, np.random.default_rng(seed))
     when = found[-1][1] if found else time.process_time() - begin
     return [*found, (layout(task, slots).cost.total, when)]
@@ -272,7 +284,7 @@ def _genetic(swarm: Topology, seed: int, seconds: float) -> list[tuple[float, fl
 def _gcma(swarm: Topology, seed: int, candidates: int) -> tuple[float, list[int]]:
     """What gcma reaches with so many candidates, and each peer's stage."""
     task = problem(swarm, swarm.workload or Workload())
-    budget = Budget(rounds=max(1, round((candidates - gcma.POPULATION) / gcma.TRIALS)))
+    budget = SearchBudget(rounds=max(1, round((candidates - gcma.POPULATION) / gcma.TRIALS)))
     slots = gcma.search(task, regions_of(swarm), budget, np.random.default_rng(seed))
     stage_N = np.empty(len(task), np.int64)
     stage_N[slots] = np.arange(len(task)) // task.replicas

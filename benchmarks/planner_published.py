@@ -6,7 +6,7 @@ of cyclic partitioning, whose gains are worked out from all pairs after every si
 all pairs; for each of the 28 pairs of stages a bottleneck matching by forbidding the dearest pair and solving the
 assignment again until that is infeasible; and the stages' order by a memoised recursion from each of the stages.
 
-Its random choices are those of `scheduler/gcma.py` (`gcma.draws`), so that both
+Its random choices are those of `scheduler/sync/gcma.py` (`gcma.draws`), so that both
 walk the same way and can be compared candidate by candidate. Two known differences: the matching value is that of the
 last feasible threshold in both, and no list of all past candidates is kept (nothing reads it).
 """
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from decentral.scheduler import gcma
-from decentral.scheduler.matching import held_karp
-from decentral.scheduler.topology import Topology, Workload
+from decentral.scheduler.shared.topology import Topology, Workload
+from decentral.scheduler.sync import gcma
+from decentral.scheduler.sync.matching import held_karp
 
 FORBIDDEN = 1e6
 Stages = list[list[int]]

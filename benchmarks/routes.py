@@ -22,9 +22,9 @@ from rich.console import Console
 
 from benchmarks.kill import _kill, _of, _restart, _trouble
 from decentral.audit import audit
-from decentral.comm.pace import DEADLINE_FLOOR_S
+from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S
 from decentral.core.journal import read
-from decentral.local import Swarm
+from decentral.local import LocalSwarm
 from decentral.local import parse as parse_local
 from decentral.train import replicas
 
@@ -38,7 +38,7 @@ def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory(prefix="routes-") as folder:
         flags = ["--peers", str(PEERS), "--memory", MEMORY, "--stop-after", "1e4s", *MODEL]
-        swarm = Swarm(parse_local(flags), Path(folder))
+        swarm = LocalSwarm(parse_local(flags), Path(folder))
         try:
             swarm.start(Console(file=sys.stderr, highlight=False))
             time.sleep(WARM_UP_S)
@@ -54,7 +54,7 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def kill_one(swarm: Swarm, victim: int, seconds: float) -> dict[str, Any]:
+def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> dict[str, Any]:
     killed_at = time.time()
     _kill(swarm, victim)
     time.sleep(seconds)
@@ -66,7 +66,7 @@ def kill_one(swarm: Swarm, victim: int, seconds: float) -> dict[str, Any]:
     row = {
         "victim": victim,
         "longest_gap_s": round(max(late - early for early, late in pairwise(after)), 2),
-        "two_deadlines_s": 2 * DEADLINE_FLOOR_S,
+        "two_deadlines_s": 2 * HOP_DEADLINE_FLOOR_S,
         "back_after_s": round(back - killed_at, 1),
         "counted": len(after) - 2,
     }
@@ -74,17 +74,17 @@ def kill_one(swarm: Swarm, victim: int, seconds: float) -> dict[str, Any]:
     return row
 
 
-def counted(swarm: Swarm) -> list[float]:
+def counted(swarm: LocalSwarm) -> list[float]:
     """When micro-batches were counted, at whichever peer."""
     return sorted(line["t"] for number in range(PEERS) for line in _of(swarm, number, "counted"))
 
 
-def conclude(swarm: Swarm) -> bool:
+def conclude(swarm: LocalSwarm) -> bool:
     """Prints what the journals and checkpoints say; whether something is wrong."""
     found = audit([list(read(folder / "journal.jsonl")) for folder in swarm.folders()], LAYERS)
     print(
         f"{found.everywhere} micro-batches counted once in all layers, {found.in_part} in a part of them, "
-        f"{len(found.twice)} twice; {found.dropped} legs' gradients thrown away"
+        f"{len(found.twice)} twice; {found.dropped} executions' gradients thrown away"
     )
     held = [weights for weights in map(replicas.read, swarm.folders()) if weights is not None]
     holders = {index: sum(index in own for own in held) for index in replicas.average(held)}

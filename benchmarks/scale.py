@@ -4,8 +4,8 @@
 
 A peer has room for an eighth to a third of the layers; speeds differ fourfold, and with them the rooms. Lives are
 exponential, and whoever is preempted is replaced after a minute by a newcomer, which chooses its layers. The bound is
-that of peers/placement.py over the peers that train, every minute. `share`: tokens that a layer's weights have counted,
-mean over layers by their parameters, over the bound; `begun`: the same of the starters' own. Ctrl-C,
+that of peers/placement/span_choice.py over the peers that train, every minute. `share`: tokens that a layer's weights have counted,
+mean over layers by their parameters, over the bound; `begun`: the same of the origin peers' own. Ctrl-C,
 or SIGTERM: it ends after the minute that it is at, and says what there is.
 """
 
@@ -22,13 +22,13 @@ import torch
 from decentral.core import config, jobs, rng
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
-from decentral.peers.placement import flow, holder_of
-from decentral.peers.virtual import Pace, VirtualHost
+from decentral.peers.placement.span_choice import flow, holder_of
 from decentral.sim import run as runs
 from decentral.sim.faults import Fault
 from decentral.sim.geography import Wires
 from decentral.sim.run import Enough, Scenario, run
 from decentral.sim.swarm import Shape
+from decentral.sim.virtual_host import Pace, VirtualHost
 from decentral.train import memory
 
 THROTTLES = (1.0, 0.5, 1.0, 0.25)
@@ -56,8 +56,8 @@ class Watching:
         self.hosts[host.peer] = host
         for effect in effects:
             if isinstance(effect, Log) and effect.event == "counted":
-                legs = effect.fields["of"]
-                self.counted += sum(tokens * self._part(first, last) for _, _, first, last, tokens in legs)
+                executions = effect.fields["of"]
+                self.counted += sum(tokens * self._part(first, last) for _, _, first, last, tokens in executions)
 
     def _part(self, first: int, last: int) -> float:
         if (first, last) not in self.parts:
@@ -65,7 +65,7 @@ class Watching:
         return self.parts[first, last]
 
     def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
-        self.jobs_done += isinstance(outcome, jobs.Backed)
+        self.jobs_done += isinstance(outcome, jobs.BackwardDone)
         if isinstance(outcome, jobs.Stepped):
             self.begun += outcome.tokens
 
@@ -136,7 +136,7 @@ def main() -> None:
 
     runs.SAMPLES = round(args.seconds / SAMPLE_S)
     report = run(scenario, tell, watch)
-    settled = [row for row in watch.rows if row["at"] > runs.JOIN_S + 2 * SAMPLE_S]
+    settled = [row for row in watch.rows if row["at"] > runs.START_SPREAD_S + 2 * SAMPLE_S]
     result = {
         "peers": args.peers,
         "fragments": len(shape.fragments),

@@ -5,7 +5,7 @@
 Six real peers in one process: real hosts, compute threads and protocol. The network is in memory, and computing is
 emulated: a micro-batch through the whole model takes --seconds. None holds more than half of the model; with
 `routes.overlap`, so that devices can be busy. Printed every ten seconds: tokens/s of the micro-batches that came
-back, over the flow bound of the best spans for the speeds at that time (a proven optimum: scheduler/milp.py); then
+back, over the flow bound of the best spans for the speeds at that time (a proven optimum: scheduler/throughput/milp.py); then
 plans and moves of all journals, and their audit.
 """
 
@@ -19,28 +19,28 @@ from pathlib import Path
 from typing import Any
 
 from decentral import audit
-from decentral.comm import compress, leg
-from decentral.comm.identity import Identity
-from decentral.comm.loopback import Loopback, LoopbackDirectory
-from decentral.core import config, jobs
+from decentral.comm.net.loopback import Loopback, LoopbackDirectory
+from decentral.comm.routes import stage
+from decentral.comm.wire import compress
+from decentral.comm.wire.identity import Identity
+from decentral.core import config, jobs, memory_needs
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import Journal, read
-from decentral.peers import placement
-from decentral.peers.book import AddressBook
-from decentral.peers.cover import Member
-from decentral.peers.host import Host, clock
-from decentral.peers.move import Room
-from decentral.peers.node import Node
-from decentral.peers.placement import Holder
-from decentral.peers.records import Profile
-from decentral.peers.setup import Setup
-from decentral.peers.weigh import Task, work_of
-from decentral.scheduler import flow, milp
-from decentral.scheduler.arrays import Ints
-from decentral.scheduler.work import Work
+from decentral.peers.hosts.host import Host, clock
+from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.records import Profile
+from decentral.peers.node.node import Node
+from decentral.peers.node.setup import NodeSetup
+from decentral.peers.placement import span_choice
+from decentral.peers.placement.layer_recovery import TrainingPeer
+from decentral.peers.placement.span_choice import Holder
+from decentral.peers.placement.span_move import MemoryBudget
+from decentral.peers.planning.plan_evaluation import PlanTask, work_of
+from decentral.scheduler.shared.arrays import Ints
+from decentral.scheduler.throughput import max_flow, milp
+from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.train import data, memory
-from decentral.train.compute import Compute
-from decentral.train.compute import Setup as ComputeSetup
+from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.measure import choose
 
 PEERS, EVERY_S = 6, 10.0
@@ -51,10 +51,10 @@ RUN = RunId("slower-000000")
 def run_config(overlap: bool) -> config.Config:
     """0.07 M parameters in six fragments: so small that what it really takes is less than what is emulated."""
     return config.Config(
-        model=config.Model(depth=4, width=32, context=4),
-        train=config.Train(micro_batch=1, warmup_steps=10),
-        gossip=config.Gossip(fragment_parameters=1000, window_s=2.0, start_window_s=2.0),
-        routes=config.Routes(overlap=overlap),
+        model=config.ModelConfig(depth=4, width=32, context=4),
+        train=config.TrainConfig(micro_batch=1, warmup_steps=10),
+        gossip=config.GossipConfig(fragment_parameters=1000, window_s=2.0, start_window_s=2.0),
+        routes=config.RoutesConfig(overlap=overlap),
     )
 
 
@@ -83,7 +83,7 @@ class Swarm:
     def start(self) -> list["asyncio.Task[str]"]:
         held: list[Holder] = []
         for _ in range(PEERS):
-            choice = placement.choose(self.needs.fragments, held, 1.0, memory.reach(self.needs, self.half))
+            choice = span_choice.choose(self.needs.fragments, held, 1.0, memory_needs.reach(self.needs, self.half))
             held.append(choice)
             self.add(self.needs.span(choice.begin, choice.end))
         return [asyncio.create_task(host.run()) for host in self.hosts]
@@ -96,11 +96,11 @@ class Swarm:
         device = choose("cpu", "float32", 1.0, self.seconds)
         compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, compress, device, folder, span))
         capacity = self.needs.capacity(0, 3, self.half)
-        terms = leg.Terms(
+        stage = stage.StageConfig(
             RUN, own.peer, *span, compute.cuts, 1, capacity, 1, compute.layout, self.needs.kept, self.run.routes.slots,
             self.run.routes.overlap,
         )  # fmt: skip
-        setup = Setup(
+        setup = NodeSetup(
             config=self.run,
             run=RUN,
             own=own,
@@ -109,8 +109,8 @@ class Swarm:
             layers=compute.model_layers,
             profile=Profile("emulated", self.half, 1e9, self.tokens / self.seconds),
             addresses=(),
-            routes=terms,
-            room=Room(self.needs, self.half, compute.layouts()),
+            routes=stage,
+            room=MemoryBudget(self.needs, self.half, compute.layouts()),
         )
         now = clock()
         journal, book = Journal(folder / "journal.jsonl", now), AddressBook(folder / "peers.json")
@@ -131,20 +131,20 @@ class Swarm:
 
     def best(self) -> float:
         """Tokens/s of the best spans for the present speeds."""
-        return flow.maximum(self.work(), self.best_spans()).tokens_per_s
+        return max_flow.maximum(self.work(), self.best_spans()).tokens_per_s
 
     def best_spans(self) -> Ints:
         spans = milp.best_spans(self.work())
         assert spans is not None
         return spans
 
-    def work(self) -> Work:
+    def work(self) -> LayerCosts:
         fast = self.tokens / self.seconds
         members = {
-            PeerId(str(number)): Member(range(0, 1), self.half, fast / self.slowed.get(number, 1.0))
+            PeerId(str(number)): TrainingPeer(range(0, 1), self.half, fast / self.slowed.get(number, 1.0))
             for number in range(PEERS)
         }
-        return work_of(Task(self.needs, tuple(members.items()), 64.0, 1))
+        return work_of(PlanTask(self.needs, tuple(members.items()), 64.0, 1))
 
     def lines(self, event: str) -> list[tuple[int, dict[str, Any]]]:
         folders = sorted(self.folder.glob("peer-*"))

@@ -1,7 +1,7 @@
 """python -m decentral.audit: whether each layer counted each micro-batch once, or not at all, by the peers' journals.
 
 A `counted` line says which micro-batches' gradients went into an optimizer's step, through which layers. Of a
-micro-batch (starter, number) no two of them may overlap; where they reach from the first layer to the last it counted
+micro-batch (origin peer, number) no two of them may overlap; where they reach from the first layer to the last it counted
 everywhere. In part: a peer died, or was told too late, after the others had counted it.
 """
 
@@ -21,13 +21,13 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class CountAudit:
     """Micro-batches by what became of them. `tokens`: of those that counted in all layers."""
 
     everywhere: int
     in_part: int
-    twice: tuple[tuple[str, int], ...]  # (starter, number) of those that some layer counted twice
-    dropped: int  # legs whose gradients were thrown away
+    twice: tuple[tuple[str, int], ...]  # (origin peer, number) of those that some layer counted twice
+    dropped: int  # executions whose gradients were thrown away
     tokens: int
 
     @property
@@ -56,18 +56,18 @@ class Counts:
         if event == "uncounted":
             self.dropped += len(fields["of"])
         elif event == "counted":
-            for starter, number, first, last, count in fields["of"]:
-                self.spans.setdefault((starter, number), []).append((first, last))
-                self.tokens[starter, number] = count
+            for origin, number, first, last, count in fields["of"]:
+                self.spans.setdefault((origin, number), []).append((first, last))
+                self.tokens[origin, number] = count
 
-    def result(self, layers: int) -> Audit:
+    def result(self, layers: int) -> CountAudit:
         twice = tuple(sorted(name for name, held in self.spans.items() if overlap(held)))
         everywhere = [name for name, held in self.spans.items() if name not in twice and covered(held) == layers]
         in_part = len(self.spans) - len(everywhere) - len(twice)
-        return Audit(len(everywhere), in_part, twice, self.dropped, sum(self.tokens[name] for name in everywhere))
+        return CountAudit(len(everywhere), in_part, twice, self.dropped, sum(self.tokens[name] for name in everywhere))
 
 
-def audit(journals: Iterable[Iterable[Mapping[str, Any]]], layers: int) -> Audit:
+def audit(journals: Iterable[Iterable[Mapping[str, Any]]], layers: int) -> CountAudit:
     """Of all lines of all peers' journals, over all their lives."""
     counts = Counts()
     for line in (line for lines in journals for line in lines):
@@ -97,7 +97,7 @@ def _main(flags: argparse.Namespace) -> None:
     print(
         f"{len(found)} journals: {result.everywhere} micro-batches counted once in all {layers} layers "
         f"({result.tokens:,} tokens), {result.in_part} in a part of them, {len(result.twice)} twice; "
-        f"{result.dropped} legs' gradients thrown away"
+        f"{result.dropped} executions' gradients thrown away"
     )
     if not result.sound:
         raise SystemExit(1)

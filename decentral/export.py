@@ -13,26 +13,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decentral import command, state
-from decentral.comm import compress
-from decentral.comm.codec import Envelope
-from decentral.comm.messages import MAX_CHUNK_BYTES, PullState, Refused, StateChunk
-from decentral.comm.transport import AskError, Transport
+from decentral.comm.wire import compress
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import MAX_CHUNK_BYTES, Refused, StateChunk, StateRequest
+from decentral.comm.wire.transport import AskError, Transport
 from decentral.core import config
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout
-from decentral.peers import records
-from decentral.peers.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
-from decentral.peers.records import PeerRecord
-from decentral.train import huggingface, mix, replicas
+from decentral.peers.joining.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
+from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerRecord
+from decentral.train import huggingface, replicas, update_rules
 from decentral.train.inner import fragments_of
 from decentral.train.replicas import Weights
 from decentral.train.sections import unpack
 from decentral.visit import Visit, visit
 
 MOST_HOLDERS = 16  # of a layer, who are asked for it: more would change the average by little
-LOOKS = 10  # into the DHT, until some peer's record is there
-LOOK_S = 1.0
+EXPORT_LOOKS = 10  # into the DHT, until some peer's record is there
+EXPORT_LOOK_S = 1.0
 WEIGHTS = ("phi", "theta")  # what a donor's blob calls them, by algorithm
 
 
@@ -90,12 +90,12 @@ async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]
 
 async def look(swarm: Visit) -> dict[PeerId, PeerRecord]:
     """The peers that train, by the DHT. Raises UserError if there are none."""
-    for _ in range(LOOKS):
+    for _ in range(EXPORT_LOOKS):
         found = await records.look(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
         live = {holder: record for holder, record in found.items() if record.phase == "training"}
         if live and all(contact in live for contact in swarm.contacts):
             return live
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(EXPORT_LOOK_S)
     if not live:
         raise UserError(f"run {swarm.run} has no peers that train")
     return live
@@ -134,7 +134,7 @@ async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Inc
     while not incoming.complete():
         offset = incoming.wanted()
         assert offset is not None
-        question = PullState(run, incoming.fragment.index, offset, PIECE_BYTES)
+        question = StateRequest(run, incoming.fragment.index, offset, PIECE_BYTES)
         answer = await transport.ask(holder, Envelope(question), PIECE_DEADLINE_S, MAX_CHUNK_BYTES)
         message = answer.envelope.message
         if not isinstance(message, StateChunk) or message.offset != offset:
@@ -144,8 +144,8 @@ async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Inc
 
 
 def donated_layouts(settings: config.Config) -> list[tuple[Fragment, Layout]]:
-    donated = mix.donated(settings.gossip)
-    return [(one, mix.layout_of(donated, one.parameters, compress)) for one in fragments_of(settings)]
+    donated = update_rules.donated(settings.gossip)
+    return [(one, update_rules.layout_of(donated, one.parameters, compress)) for one in fragments_of(settings)]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

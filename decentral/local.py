@@ -26,8 +26,8 @@ from decentral.core.errors import UserError
 from decentral.core.journal import read
 from decentral.core.units import Amount, readable_bytes
 
-START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
-LEAVE_S = 120.0
+PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
+PEER_LEAVE_S = 120.0
 POLL_S = 0.25
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
@@ -43,7 +43,7 @@ def _main(flags: argparse.Namespace) -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decentral-")))
         else:
             folder = Path(flags.state_dir)
-        swarm = Swarm(flags, folder)
+        swarm = LocalSwarm(flags, folder)
         stack.callback(swarm.kill)
         try:
             swarm.start(console)
@@ -58,7 +58,7 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 @dataclass(slots=True)
-class Member:
+class LocalPeer:
     """One peer process."""
 
     number: int
@@ -79,14 +79,14 @@ class Member:
         return bool(done >= goal.value)
 
 
-class Swarm:
+class LocalSwarm:
     """The processes that we started, and only those."""
 
     def __init__(self, flags: argparse.Namespace, folder: Path) -> None:
         self.flags, self.folder = flags, folder
         self.throttles = flags.throttle
         self.stop_after = Amount.parse(flags.stop_after)
-        self.members: list[Member] = []
+        self.members: list[LocalPeer] = []
         self.began = time.time()
         self.joined_at = self.began
         self.seconds = 0.0
@@ -134,7 +134,7 @@ class Swarm:
         for member in self.members:
             if member.process.poll() is None:
                 member.process.send_signal(signal.SIGINT)
-        deadline = time.time() + LEAVE_S
+        deadline = time.time() + PEER_LEAVE_S
         for member in self.members:
             try:
                 member.process.wait(max(0.1, deadline - time.time()))
@@ -163,15 +163,17 @@ class Swarm:
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         with (folder / "output.txt").open("ab") as output:
             process = subprocess.Popen(arguments, stdout=output, stderr=output, env=environment, start_new_session=True)
-        self.members.append(Member(number, folder, process))
+        self.members.append(LocalPeer(number, folder, process))
 
-    def await_event(self, member: Member, event: str) -> None:
-        deadline = time.time() + START_S
+    def await_event(self, member: LocalPeer, event: str) -> None:
+        deadline = time.time() + PEER_START_S
         while member.happened(event, self.began - 1) is None:
             if member.process.poll() is not None:
                 raise UserError(f"peer {member.number} did not start: {_last_words(member.folder)}")
             if time.time() > deadline:
-                raise UserError(f"peer {member.number} did not start within {START_S:.0f} s; is the machine loaded?")
+                raise UserError(
+                    f"peer {member.number} did not start within {PEER_START_S:.0f} s; is the machine loaded?"
+                )
             time.sleep(POLL_S)
 
     def _running(self) -> bool:

@@ -1,7 +1,7 @@
 """python -m decentral.peer: one peer. Starts a swarm, joins one, or goes on where this state folder stopped.
 
 meet     start libp2p, reach the swarm, learn the run and its config
-place    choose the layers to hold, where the memory does not take the whole model (decentral/place.py)
+place    choose the layers to hold, where the memory does not take the whole model (decentral/claim_span.py)
 prepare  load data and model, resume the checkpoint, measure the device
 train    until Ctrl-C or --stop-after; save; leave
 """
@@ -20,26 +20,26 @@ if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
 
 from decentral import __version__, command, state, view
-from decentral.comm import compress
-from decentral.comm.identity import Identity
-from decentral.comm.libp2p import HivemindDirectory, Libp2p
-from decentral.comm.transport import AskError
+from decentral.claim_span import Placed, RoutedModel, WallClock, Wish, choose_place, stage_config
+from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.wire import compress
+from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.transport import AskError
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import Journal
 from decentral.core.units import Amount
-from decentral.peers import plans, records
-from decentral.peers.book import AddressBook
-from decentral.peers.host import Host, clock
-from decentral.peers.move import Room
-from decentral.peers.node import Node
-from decentral.peers.records import Profile
-from decentral.peers.setup import Setup
-from decentral.place import Model, Placed, WallClock, Wish, choose_place, terms
+from decentral.peers.hosts.host import Host, clock
+from decentral.peers.membership import records
+from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.records import Profile
+from decentral.peers.node.node import Node
+from decentral.peers.node.setup import NodeSetup
+from decentral.peers.placement.span_move import MemoryBudget
+from decentral.peers.planning import swarm_plans
 from decentral.train import checkpoint, data, measure, memory
-from decentral.train.compute import Compute
-from decentral.train.compute import Setup as ComputeSetup
+from decentral.train.compute import Compute, ComputeSetup
 from decentral.visit import greet
 
 MEET_AGAIN_S = 10.0  # a peer that has met nobody tries its old addresses this often
@@ -92,7 +92,9 @@ async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2
     folder.write_run(run, settings)
     addresses = await transport.addresses()
     folder.write_listen(addresses)
-    directory = await transport.directory([*records.keys(run, settings.swarm.shards), plans.key_of(run)], contacts)
+    directory = await transport.directory(
+        [*records.keys(run, settings.swarm.shards), swarm_plans.key_of(run)], contacts
+    )
     return Met(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
 
 
@@ -131,7 +133,7 @@ async def prepare(
     corpus = data.load(run.data, run.model)
     compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, placed.span))
     restored = compute.resume()
-    setup = Setup(
+    setup = NodeSetup(
         config=run,
         run=met.run,
         own=own,
@@ -143,8 +145,8 @@ async def prepare(
         contacts=met.contacts,
         restored_step=compute.lr_step if restored else None,
         stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
-        routes=terms(wish, _model(compute), compute.fragments, placed.capacity),
-        room=Room(memory.needs(run), placed.memory_bytes, compute.layouts()),
+        routes=stage_config(wish, _model(compute), compute.fragments, placed.capacity),
+        room=MemoryBudget(memory.needs(run), placed.memory_bytes, compute.layouts()),
         kept=compute.kept.kept(cut.index for cut in compute.cuts),
         versions=compute.versions,
     )
@@ -153,10 +155,10 @@ async def prepare(
     return Host(Node(setup), transport, met.directory, compute, journal, book, now)
 
 
-def _model(compute: Compute) -> Model:
+def _model(compute: Compute) -> RoutedModel:
     size = compute.setup.config.train.micro_batch
     most = size if isinstance(size, int) else measure.LARGEST
-    return Model(compute.cuts, most, memory.needs(compute.setup.config).kept, compute.layout)
+    return RoutedModel(compute.cuts, most, memory.needs(compute.setup.config).kept, compute.layout)
 
 
 def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute, memory_bytes: int) -> Profile:
@@ -195,7 +197,7 @@ async def train(flags: argparse.Namespace, folder: state.Folder, host: Host) -> 
         raise SystemExit(1)
 
 
-async def _show(host: Host, shown: view.View) -> None:
+async def _show(host: Host, shown: view.Display) -> None:
     while True:
         await asyncio.sleep(shown.interval_s)
         shown.update(host.node, host.now())

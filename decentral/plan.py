@@ -28,18 +28,18 @@ from decentral.core.config import Config
 from decentral.core.config import load as load_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
-from decentral.peers import records
-from decentral.peers.records import PeerRecord
-from decentral.scheduler import plan as planning
-from decentral.scheduler import topology as topologies
-from decentral.scheduler import work as works
-from decentral.scheduler.plan import Plan
-from decentral.scheduler.progress import Budget, Report
-from decentral.scheduler.topology import Topology
+from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerRecord
+from decentral.scheduler.shared import topology as topologies
+from decentral.scheduler.shared.search_budget import Report, SearchBudget
+from decentral.scheduler.shared.topology import Topology
+from decentral.scheduler.sync import sync_plan as planning
+from decentral.scheduler.sync.sync_plan import Plan
+from decentral.scheduler.throughput import layer_costs as works
 
 ROWS = 32  # of a table on the terminal
-LOOKS = 4  # at the swarm's records: what is far away in the DHT may take a second look
-PAUSE_S = 0.5
+PLAN_LOOKS = 4  # at the swarm's records: what is far away in the DHT may take a second look
+LOOK_PAUSE_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _compare(topology, options)
         plan = _plan(topology, config, options)
         if options.plot:
-            from decentral.scheduler import plot
+            from decentral.scheduler.sync import plot
 
             plot.map_of(topology, plan, options.plot)
     except UserError as error:
@@ -113,14 +113,14 @@ def _swarm(options: argparse.Namespace) -> tuple[Topology, Config | None]:
 
 def _plan(topology: Topology, config: Config | None, options: argparse.Namespace) -> Plan:
     with _bar(options.objective, quiet=options.json) as report:
-        budget = Budget(seconds=options.seconds, clock=time.monotonic, report=report)
+        budget = SearchBudget(seconds=options.seconds, clock=time.monotonic, report=report)
         if options.objective == "sync":
             return planning.sync_plan(topology, options.solver, options.seed, budget)
-        from decentral.scheduler import throughput
+        from decentral.scheduler.throughput import throughput_plan
 
         if options.model or config is None:
             config = load_config(options.model)
-        return throughput.throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
+        return throughput_plan.throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
 
 
 # A live swarm
@@ -132,11 +132,11 @@ async def _live(address: str) -> tuple[dict[str, dict[str, Any]], Config]:
 
     async with visit([address]) as swarm:
         known: dict[PeerId, PeerRecord] = {}
-        for _ in range(LOOKS):
+        for _ in range(PLAN_LOOKS):
             known |= await records.look(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
             if len(known) > 1:
                 break
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(LOOK_PAUSE_S)
         return {peer: _profile(record, swarm.config) for peer, record in known.items()}, swarm.config
 
 
@@ -148,11 +148,11 @@ def _profile(record: PeerRecord, config: Config) -> dict[str, Any]:
 
 def _compare(topology: Topology, options: argparse.Namespace) -> int:
     """Cost against seconds for every solver of the synchronous objective."""
-    from decentral.scheduler import compare
+    from decentral.scheduler.sync import compare
 
     records = compare.records(topology, options.seed, options.seconds, time.monotonic)
     if options.plot:
-        from decentral.scheduler import plot
+        from decentral.scheduler.sync import plot
 
         plot.comparison(records, options.plot)
     if options.json:

@@ -30,17 +30,17 @@ from decentral import command
 from decentral.core import config, rng
 from decentral.core.errors import UserError
 from decentral.core.units import readable_bytes
-from decentral.peers.virtual import Pace
-from decentral.scheduler import topology
+from decentral.scheduler.shared import topology
 from decentral.sim import faults, plot, sweep
 from decentral.sim.audit import Violation
 from decentral.sim.geography import Wires
 from decentral.sim.gradients import real_gradients
-from decentral.sim.run import Report, Scenario, Tell, run, shrink
+from decentral.sim.run import RunReport, Scenario, Tell, run, shrink
 from decentral.sim.swarm import Shape
+from decentral.sim.virtual_host import Pace
 from decentral.train import memory
 
-MANY = 200  # peers; from here on nothing is quantised and not every event is audited
+UNAUDITED_FROM = 200  # peers; from here on nothing is quantised and not every event is audited
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
         raise UserError(
             "gossip.algorithm synchronous is not simulated; expected pull, symmetric, push_sum or allreduce"
         )
-    many = flags.peers > MANY
+    many = flags.peers > UNAUDITED_FROM
     pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
     shape = replace(Shape.of(run_config, pace, flags.throttle, flags.tokens_per_step), plain=many, moves=not many)
     if flags.memory:
@@ -80,11 +80,11 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
         drawn += faults.draw(rng.stream(flags.seed, "faults"), flags.peers, flags.seconds, flags.random_faults)
     wires = Wires(flags.delay_ms / 1e3, flags.up_mbps * 1e6 / 8, flags.down_mbps * 1e6 / 8)
     where = topology.load(flags.topology) if flags.topology else None
-    audited = flags.peers <= MANY and not flags.gradients
+    audited = flags.peers <= UNAUDITED_FROM and not flags.gradients
     return Scenario(shape, flags.peers, flags.seconds, flags.seed, tuple(drawn), wires, where, audited)
 
 
-def _watched(flags: argparse.Namespace, scenario: Scenario) -> Report:
+def _watched(flags: argparse.Namespace, scenario: Scenario) -> RunReport:
     try:
         with _progress(scenario.seconds, quiet=flags.json) as tell:
             return run(scenario, tell)
@@ -122,7 +122,7 @@ def _sweep(flags: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def _found(outcome: sweep.Outcome, shrunk: bool) -> dict[str, Any]:
+def _found(outcome: sweep.SweepOutcome, shrunk: bool) -> dict[str, Any]:
     """Tells of a seed that was violated, and gives what a report keeps of it."""
     scenario = sweep.scenario_of(outcome.seed)
     again = f"python -m decentral.simulate --sweep 1 --seed {outcome.seed}"
@@ -160,7 +160,7 @@ def _again(flags: argparse.Namespace) -> str:
     return f"python -m decentral.simulate {shlex.join(flags.typed)}"
 
 
-def _show(report: Report, console: Console) -> None:
+def _show(report: RunReport, console: Console) -> None:
     done, solo, failed = (report.exchanges.get(name, 0) for name in ("done", "solo", "failed"))
     why = ", ".join(f"{reason} {count}" for reason, count in sorted(report.failures.items()))
     console.print(
@@ -178,19 +178,19 @@ def _show(report: Report, console: Console) -> None:
         console.print(f"  {fault}: all well {'not again' if seconds is None else f'{seconds:.1f} s later'}")
 
 
-def _routed(report: Report) -> str:
+def _routed(report: RunReport) -> str:
     if not report.routed:
         return ""
     counts = report.routed
     return (
         f"  micro-batches: {counts['everywhere']} counted once in all layers ({counts['tokens']:,} tokens), "
         f"{counts['in_part']} in a part of them, {counts['twice']} twice; "
-        f"{counts['thrown_away']} legs' gradients thrown away\n"
+        f"{counts['thrown_away']} executions' gradients thrown away\n"
         f"  plans {report.plans}, moves {_moves(report, 'done')}/{_moves(report, 'failed')} (done/failed)\n"
     )
 
 
-def _moves(report: Report, outcome: str) -> int:
+def _moves(report: RunReport, outcome: str) -> int:
     return sum(count for name, count in report.moves.items() if name.endswith(outcome))
 
 

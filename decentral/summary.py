@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from decentral.comm import compress
+from decentral.comm.wire import compress
 from decentral.core.journal import read
 from decentral.state import Folder
 from decentral.train import replicas
@@ -13,7 +13,7 @@ from decentral.train import replicas
 Line = dict[str, Any]
 
 
-class Exchanges(TypedDict):
+class ExchangeCounts(TypedDict):
     done: int
     solo: int
     failed: int
@@ -25,7 +25,7 @@ class PeerSummary(TypedDict):
     micro_batches: int
     tokens: int
     busy_fraction: float
-    exchanges: Exchanges
+    exchanges: ExchangeCounts
     sent_bytes: int
     received_bytes: int
     loss_last: float | None
@@ -83,7 +83,7 @@ def of_peer(lines: list[Line], throttle: float) -> PeerSummary:
         micro_batches=sum(line["micro_batches"] for line in steps),
         tokens=sum(line["tokens"] for line in steps),
         busy_fraction=busy_fraction(steps, joined_at),
-        exchanges=Exchanges(done=outcomes["done"], solo=outcomes["solo"], failed=outcomes["failed"]),
+        exchanges=ExchangeCounts(done=outcomes["done"], solo=outcomes["solo"], failed=outcomes["failed"]),
         sent_bytes=traffic[-1]["sent_bytes"] if traffic else 0,
         received_bytes=traffic[-1]["received_bytes"] if traffic else 0,
         loss_last=steps[-1]["loss"] if steps else None,

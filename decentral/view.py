@@ -10,10 +10,10 @@ from rich.table import Table
 
 from decentral.core.ids import short
 from decentral.core.units import Seconds, readable_bytes
-from decentral.peers.node import Node, Phase
+from decentral.peers.node.node import Node, NodePhase
 
 
-class View(Protocol):
+class Display(Protocol):
     interval_s: float
 
     def introduce(self, node: Node, folder: Path) -> None: ...
@@ -23,7 +23,7 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
-def choose(plain: bool) -> View:
+def choose(plain: bool) -> Display:
     return Plain() if plain else Screen()
 
 
@@ -128,7 +128,7 @@ def _peers(node: Node) -> Table:
 
 def _progress(node: Node, now: Seconds) -> tuple[float, float | None, str]:
     goal, progress = node.progress.stop_after, node.progress
-    if node.phase is not Phase.TRAINING or goal is None:
+    if node.phase is not NodePhase.TRAINING or goal is None:
         return 0.0, None, ""
     elapsed = now - (progress.joined_at or now)
     done = {"s": elapsed, "steps": float(progress.step), "tokens": float(progress.tokens)}[goal.kind]

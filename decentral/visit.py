@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decentral import state
-from decentral.comm.codec import Envelope
-from decentral.comm.libp2p import HivemindDirectory, Libp2p
-from decentral.comm.messages import VERSION, Hello, Refused, Welcome
-from decentral.comm.transport import AskError
+from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import VERSION, Hello, Refused, Welcome
+from decentral.comm.wire.transport import AskError
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
-from decentral.peers import records
+from decentral.peers.membership import records
 
 HELLO_S = 15.0
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from decentral.comm import compress
+from decentral.comm.wire import compress
 from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.train import data
-from decentral.train.compute import Setup
+from decentral.train.compute import ComputeSetup
 from decentral.train.step import Device
 
 torch.set_num_threads(1)
@@ -40,7 +40,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def setup_of(text: Path, tmp_path: Path) -> Callable[..., Setup]:
+def setup_of(text: Path, tmp_path: Path) -> Callable[..., ComputeSetup]:
     """`setup_of(peer, device, **gossip)`: a model of 26 thousand parameters in three fragments, and its data.
 
     Peers have a folder each; the same peer gets the same one.
@@ -52,16 +52,18 @@ def setup_of(text: Path, tmp_path: Path) -> Callable[..., Setup]:
         dtype: torch.dtype = torch.float32,
         compiled: bool = False,
         **gossip: object,
-    ) -> Setup:
+    ) -> ComputeSetup:
         run = config.Config(
-            model=config.Model(depth=1, width=32, context=16),
-            data=config.Data(kind="text", path=str(text)),
-            train=config.Train(learning_rate=1e-2, warmup_steps=2, micro_batch=4, eval_sequences=32, compile=compiled),
-            gossip=config.Gossip.model_validate({"fragment_parameters": 1000, **gossip}),
+            model=config.ModelConfig(depth=1, width=32, context=16),
+            data=config.DataConfig(kind="text", path=str(text)),
+            train=config.TrainConfig(
+                learning_rate=1e-2, warmup_steps=2, micro_batch=4, eval_sequences=32, compile=compiled
+            ),
+            gossip=config.GossipConfig.model_validate({"fragment_parameters": 1000, **gossip}),
         )
         folder = tmp_path / peer
         folder.mkdir(exist_ok=True)
         corpus = data.load(run.data, run.model)
-        return Setup(run, PeerId(peer), corpus, compress, Device(torch.device(device), dtype), folder)
+        return ComputeSetup(run, PeerId(peer), corpus, compress, Device(torch.device(device), dtype), folder)
 
     return build

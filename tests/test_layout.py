@@ -9,12 +9,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("comm", "scheduler", "peers", "configs")
+ROOMS = {
+    "comm": ("wire", "gossip", "routes", "rounds", "net"),
+    "peers": ("membership", "joining", "placement", "planning", "node", "hosts"),
+    "scheduler": ("shared", "sync", "throughput"),
+}
 PACKAGES = {
     "decentral",
     "decentral.core",
     "decentral.train",
     "decentral.sim",
     *(f"decentral.{name}" for name in LINKED),
+    *(f"decentral.{folder}.{room}" for folder, rooms in ROOMS.items() for room in rooms),
 }
 
 
@@ -42,8 +48,8 @@ def test_a_link_in_decentral_is_relative_and_points_to_the_folder_at_the_top(nam
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_a_folder_at_the_top_has_no_init_file(name: str) -> None:
-    assert not (ROOT / name / "__init__.py").exists()
+def test_a_folder_at_the_top_and_its_rooms_have_no_init_file(name: str) -> None:
+    assert not list((ROOT / name).rglob("__init__.py"))
 
 
 def test_every_folder_with_modules_is_a_listed_package() -> None:

@@ -32,7 +32,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Model(Strict):
+class ModelConfig(Strict):
     """A Llama-style decoder. `depth` is the dial; the rest follows from it unless given."""
 
     depth: Positive = 2
@@ -46,7 +46,7 @@ class Model(Strict):
     layers: str | None = None  # "package.module:function" -> list[nn.Module]: a user's own model
 
     @model_validator(mode="after")
-    def shapes_fit(self) -> "Model":
+    def shapes_fit(self) -> "ModelConfig":
         if self.layers is None:
             if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
                 raise ValueError(f"width {self.d_model} must be an even multiple of heads {self.n_heads}")
@@ -79,7 +79,7 @@ class Model(Strict):
         return [table, *([block] * self.depth), width + table]
 
 
-class Data(Strict):
+class DataConfig(Strict):
     kind: Literal["python-stdlib", "text", "tokens"] = "python-stdlib"
     path: str | None = None  # a file or folder on each peer's own disk
     glob: str = "**/*.txt"  # which files of a folder of text
@@ -87,13 +87,13 @@ class Data(Strict):
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
 
     @model_validator(mode="after")
-    def path_is_given(self) -> "Data":
+    def path_is_given(self) -> "DataConfig":
         if self.kind != "python-stdlib" and self.path is None:
             raise ValueError(f"data.kind {self.kind} needs data.path")
         return self
 
 
-class Train(Strict):
+class TrainConfig(Strict):
     micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest that fits the device
     accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
     learning_rate: PositiveFloat = 4e-3
@@ -111,7 +111,7 @@ class Train(Strict):
     emulated_micro_batch_s: Annotated[float, Field(ge=0)] = 0.0  # a micro-batch takes at least this long
 
 
-class Gossip(Strict):
+class GossipConfig(Strict):
     """What the numbers do, and why these: docs/CONVERGENCE.md."""
 
     # synchronous: nothing is averaged but gradients, before each step (docs/ROUTES.md); the settings below are for the
@@ -131,7 +131,7 @@ class Gossip(Strict):
     max_age_s: PositiveFloat = 60.0  # an older snapshot is not merged
 
 
-class Routes(Strict):
+class RoutesConfig(Strict):
     """How micro-batches travel between peers that hold a part of the model each."""
 
     wire: Literal["bf16", "int8", "fp32"] = "bf16"  # activations and their gradients; int8 is blockwise
@@ -145,7 +145,7 @@ class Routes(Strict):
         return self.sums if self.overlap else 1
 
 
-class Swarm(Strict):
+class SwarmConfig(Strict):
     record_ttl_s: PositiveFloat = 60.0
     renew_s: PositiveFloat = 20.0
     refresh_s: PositiveFloat = 4.0  # between two looks into the directory
@@ -154,7 +154,7 @@ class Swarm(Strict):
     max_peers: Positive = 4096
 
     @model_validator(mode="after")
-    def renewed_in_time(self) -> "Swarm":
+    def renewed_in_time(self) -> "SwarmConfig":
         if self.renew_s * 2 > self.record_ttl_s:
             raise ValueError(f"record_ttl_s must be at least twice renew_s ({self.renew_s})")
         return self
@@ -163,16 +163,16 @@ class Swarm(Strict):
 class Config(Strict):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "stdlib-gpt"
     seed: int = 0
-    model: Model = Model()
-    data: Data = Data()
-    train: Train = Train()
-    gossip: Gossip = Gossip()
-    routes: Routes = Routes()
-    swarm: Swarm = Swarm()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    gossip: GossipConfig = GossipConfig()
+    routes: RoutesConfig = RoutesConfig()
+    swarm: SwarmConfig = SwarmConfig()
 
     @property
     def synchronous(self) -> bool:
-        """Whether all peers take the same step, with the gradients of all: comm/rounds.py."""
+        """Whether all peers take the same step, with the gradients of all: comm/rounds/round.py."""
         return self.gossip.algorithm == "synchronous"
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from pydantic import Field, Strict
 from decentral.core.ids import PeerId
 
 FORWARD_PART = 1 / 3  # of a micro-batch's computing; the rest is its backward pass
-MOST_UNDER_WAY = 48  # micro-batches at a peer: each is an open question, and comm/streams.py answers 64 at once
+MOST_UNDER_WAY = 48  # micro-batches at a peer: each is an open question, and comm/net/streams.py answers 64 at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def forward_part(last: int, layers: int) -> float:
 class Section:
     """One tensor inside a blob: `elements` numbers written with `codec` into `size` bytes.
 
-    It travels, so its fields have bounds (comm/codec.py holds them).
+    It travels, so its fields have bounds (comm/wire/codec.py holds them).
     """
 
     name: Annotated[str, Strict(), Field(max_length=32)]
@@ -62,7 +62,7 @@ class Contribution:
 
     peer: PeerId
     tokens: int
-    rates: float
+    lr_sum: float
     layout: Layout
     blob: bytes
 
@@ -141,7 +141,7 @@ class Finish:
     """Leave the compute thread; whatever came before it in the queue is done first."""
 
 
-# Jobs of a peer that holds a part of the model: comm/route.py. `token` names a leg at this peer, and nowhere else.
+# Jobs of a peer that holds a part of the model: comm/routes/router.py. `token` names an execution at this peer, and nowhere else.
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Carry a micro-batch through layers [first, last). The blob is its hidden values and its targets.
+    """ForwardRequest a micro-batch through layers [first, last). The blob is its hidden values and its targets.
 
     Where `last` is the model's end the loss and the backward pass follow at once.
     """
@@ -197,7 +197,7 @@ class Apply:
 class Seal:
     """Close the sum of gradients, and keep it in this slot: those of later backward passes go into the next one.
 
-    If it is the sum of exactly these legs, all of which may be counted, `then` the step is taken at once, before any
+    If it is the sum of exactly these executions, all of which may be counted, `then` the step is taken at once, before any
     later forward pass; else it has to wait.
     """
 
@@ -214,8 +214,8 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Hold layers [first, last) from now on, while no leg is here.
+class ChangeSpan:
+    """Hold layers [first, last) from now on, while no execution is here.
 
     `blobs`: the state of those fragments that we do not hold yet; one that is not among them begins with what the disk
     keeps of it, else with its initial weights. What we hold and shall not is kept on the disk. `step` is the donors'
@@ -229,21 +229,21 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportKept:
+class ExportRetained:
     """Read what was kept of a fragment when its layers were given up."""
 
     fragment: int
 
 
-# Jobs of synchronous rounds: comm/rounds.py
+# Jobs of synchronous rounds: comm/rounds/round.py
 
 
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """End the sums of gradients, and encode them for the other holders; not at all, if others' than `legs` are in."""
+    """End the sums of gradients, and encode them for the other holders; not at all, if others' than `executions` are in."""
 
     round: int
-    legs: tuple[int, ...]
+    executions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +261,11 @@ class Advance:
     loss: float
 
 
-Hopping = Draw | Forward | Backward | Forget | Seal | Apply | Drop
-Rounding = CloseRound | Advance
-Mix = CloseWindow | Merge | Absorb | ExportState
-Shifting = Move | ExportKept
-Job = Mix | Shifting | Rounding | ImportState | SetClock | Evaluate | Save | Start | Finish | Hopping
+StageJob = Draw | Forward | Backward | Forget | Seal | Apply | Drop
+RoundJob = CloseRound | Advance
+GossipJob = CloseWindow | Merge | Absorb | ExportState
+SpanJob = ChangeSpan | ExportRetained
+Job = GossipJob | SpanJob | RoundJob | ImportState | SetClock | Evaluate | Save | Start | Finish | StageJob
 
 # Outcomes
 
@@ -280,7 +280,7 @@ class Stepped:
     loss: float
     seconds: float
     micro_batches: int
-    legs: tuple[int, ...] = ()  # of a Seal that was followed by its step
+    executions: tuple[int, ...] = ()  # of a Seal that was followed by its step
     refused: tuple[tuple[int, PeerId, str], ...] = ()  # of an Advance: fragment, whose sum, and why in one word
 
 
@@ -289,7 +289,7 @@ class WindowClosed:
     fragment: int
     seq: int
     tokens: int
-    rates: float
+    lr_sum: float
     layout: Layout
     blob: bytes
 
@@ -358,7 +358,7 @@ class JobFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Forwarded:
+class ForwardDone:
     """What to send on: hidden values and targets. `number`: of a micro-batch that we drew, unique for this peer."""
 
     token: int
@@ -370,7 +370,7 @@ class Forwarded:
 
 
 @dataclass(frozen=True, slots=True)
-class Backed:
+class BackwardDone:
     """The gradients are in the sum; the blob is that of the input. `loss`: its sum over the tokens, at the last hop."""
 
     token: int
@@ -382,8 +382,8 @@ class Backed:
 
 
 @dataclass(frozen=True, slots=True)
-class HopFailed:
-    """What came was refused; nothing has changed, and the leg can be tried again."""
+class ExecutionFailed:
+    """What came was refused; nothing has changed, and the execution can be tried again."""
 
     token: int
     reason: str
@@ -403,21 +403,21 @@ class Forgotten:
 
 
 Number = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
-Kept = tuple[tuple[Number, Number], ...]
+RetainedStates = tuple[tuple[Number, Number], ...]
 """Fragments of which the disk keeps a state, each with its learning-rate step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class SpanChanged:
     """Not accepted: all is as it was, for this one-word reason."""
 
     accepted: bool
     reason: str = ""
-    kept: Kept = ()
+    kept: RetainedStates = ()
 
 
 @dataclass(frozen=True, slots=True)
-class KeptExported:
+class RetainedExported:
     """No layout: nothing that can be read is there."""
 
     fragment: int
@@ -431,16 +431,16 @@ class RoundClosed:
     """Whose gradients are in the sums. No sums: nothing was counted, or not all of it may be."""
 
     round: int
-    legs: tuple[int, ...]
+    executions: tuple[int, ...]
     sums: tuple[WindowClosed, ...]
 
 
 Outcome = (
-    Moved
-    | KeptExported
-    | Forwarded
-    | Backed
-    | HopFailed
+    SpanChanged
+    | RetainedExported
+    | ForwardDone
+    | BackwardDone
+    | ExecutionFailed
     | Sealed
     | Forgotten
     | RoundClosed

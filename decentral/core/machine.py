@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from decentral.core.units import Seconds
 
 Effect = object
-"""Anything a host can carry out: see comm/transport.py and core/jobs.py for the ones there are."""
+"""Anything a host can carry out: see comm/wire/transport.py and core/jobs.py for the ones there are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,20 +26,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentral.comm.exchange import ENOUGH
-from decentral.comm.snapshots import MAX_HELD
-from decentral.comm.streams import MAX_STREAMS, READ_S, WRITE_S
+from decentral.comm.gossip.pull import ENOUGH_PERIODS
+from decentral.comm.gossip.snapshots import MAX_WAITING_PULLS
+from decentral.comm.net.streams import MAX_STREAMS, READ_S, WRITE_S
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
-from decentral.peers.virtual import VirtualHost
+from decentral.sim.fault_injector import FaultInjector
 from decentral.sim.route_audit import RouteAudit
-from decentral.sim.storm import Storm
-from decentral.sim.swarm import Member, Swarm
-from decentral.train.mix import Pull as PullRule
-from decentral.train.mix import PushSum
-from decentral.train.sketch import NOISE
+from decentral.sim.surrogate import STEP_NOISE
+from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
+from decentral.sim.virtual_host import VirtualHost
+from decentral.train.update_rules import PullRule, PushSumRule
 
 CHECK_S = 1.0
 PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
@@ -49,7 +48,7 @@ MOST_OPEN = 2 * MAX_STREAMS  # those that are being refused as busy are open for
 MOST_JOBS = 256
 LONGEST_QUESTION_S = 75.0 + 60.0  # patience, and the longest deadline
 LONGEST_ANSWER_S = READ_S + 90.0 + WRITE_S + 1.0  # routes here are shorter than the protocol's longest
-STALLED_S = 5.0  # beyond a step, its jobs and the reporting interval
+STEP_STALLED_S = 5.0  # beyond a step, its jobs and the reporting interval
 MASS_ERROR = 1e-3  # of a weight, from rounding
 DRIFT = 2.0  # distances from the optimum at the start; 1.7 was the most in 300 seeds, where two of six lie at once
 APART = 30.0  # windows' noise: replicas further apart than this have lost each other
@@ -86,12 +85,12 @@ class Account:
 
 
 @dataclass(slots=True)
-class Audit:
+class InvariantAudit:
     """A Watch. `swarm` and `storm` are set once they are there."""
 
     max_age_s: Seconds
-    swarm: Swarm | None = None
-    storm: Storm | None = None
+    swarm: SimulatedSwarm | None = None
+    storm: FaultInjector | None = None
     published: dict[tuple[PeerId, int], dict[bytes, list[Publication]]] = field(default_factory=dict)
     accounts: dict[PeerId, Account] = field(default_factory=dict)
     taken: dict[tuple[PeerId, int, Window], PeerId] = field(default_factory=dict)  # pushes, and who has their mass
@@ -134,7 +133,7 @@ class Audit:
                 self._absorbed(host, fragment, contribution)
             case jobs.Seal() | jobs.Apply(), jobs.Stepped() if host.ended is None:
                 self.routes.stepped(host, self._life(host.peer))
-            case jobs.Move(), jobs.Moved(accepted=True):
+            case jobs.ChangeSpan(), jobs.SpanChanged(accepted=True):
                 self._moved(host)
             case _, jobs.Saved():
                 account = self.accounts[host.peer]
@@ -151,7 +150,7 @@ class Audit:
         while len(held) > PUBLISHED:
             del held[next(iter(held))]
         mixed = host.training.mixing.of(closed.fragment)
-        if isinstance(mixed.rule, PushSum):
+        if isinstance(mixed.rule, PushSumRule):
             weights = self.accounts[host.peer].weights
             weights[closed.fragment] = weights.get(closed.fragment, 1.0) - _weight(closed.layout, closed.blob)
         if isinstance(mixed.rule, PullRule) and not torch.equal(mixed.rule.slow.baseline, mixed.live.theta):
@@ -186,7 +185,7 @@ class Audit:
         if gossip.algorithm != "pull":
             return  # a round is as old as its slowest peer, and the two sides of a swap merge it both or not at all
         period_s = host.node.selection.period_s(host.node.gossip.running[fragment].size)
-        limit_s = self.max_age_s + ENOUGH * period_s + self._skew_s() + SLACK_S + self._slowest_step_s(host)
+        limit_s = self.max_age_s + ENOUGH_PERIODS * period_s + self._skew_s() + SLACK_S + self._slowest_step_s(host)
         for one in contributions:
             found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))
             if found is not None and host.agenda.now - found[-1][1] > limit_s:
@@ -262,7 +261,7 @@ class Audit:
             self.weighed_at = now
             self._check_mass()
 
-    def _check_member(self, member: Member, now: Seconds) -> None:
+    def _check_member(self, member: SimulatedPeer, now: Seconds) -> None:
         host, port = member.host, member.port
         assert host is not None
         assert port is not None
@@ -283,15 +282,15 @@ class Audit:
             self._violated("bounded", f"{member.peer} has waited {now - asked:.0f} s for an answer", host)
         for exchange in host.node.gossip.running.values():
             held = len(exchange.shelf.held) if hasattr(exchange, "shelf") else 0
-            if held > MAX_HELD:
+            if held > MAX_WAITING_PULLS:
                 self._violated("bounded", f"{held} answers are held at {member.peer}", host)
         waits = self.swarm is not None and self.swarm.shape.config.gossip.algorithm == "allreduce"
-        longest = self._slowest_step_s(host) + host.engine.pace.report_s + STALLED_S
+        longest = self._slowest_step_s(host) + host.engine.pace.report_s + STEP_STALLED_S
         waits = waits or not host.node.setup.whole  # for others' micro-batches
         if member.training and not waits and now - self._stepped_at(member) > longest:
             self._violated("never waits", f"{member.peer} has made no step for {longest:.0f} s", host)
 
-    def _stepped_at(self, member: Member) -> Seconds:
+    def _stepped_at(self, member: SimulatedPeer) -> Seconds:
         assert member.host is not None
         account = self.accounts[member.peer]
         if member.host.engine.last_computed is not None:
@@ -334,7 +333,7 @@ class Audit:
         self._check_together(living)
         self._check_drift(living)
 
-    def mean_drift(self, living: Sequence[Member]) -> float:
+    def mean_drift(self, living: Sequence[SimulatedPeer]) -> float:
         """How far all corrections together have moved the mean, in distances from the optimum at the start."""
         holders = Counter(
             mixed.live.fragment.index for one in living if one.host for mixed in one.host.training.mixing.fragments
@@ -342,14 +341,14 @@ class Audit:
         moved = [float(drift.square().mean().sqrt()) / max(1, holders[index]) for index, drift in self.drift.items()]
         return max(moved, default=0.0)
 
-    def _check_drift(self, living: Sequence[Member]) -> None:
+    def _check_drift(self, living: Sequence[SimulatedPeer]) -> None:
         drift = self.mean_drift(living)
         if drift > DRIFT:
             self._violated(
                 "drift", f"corrections have moved the mean by {drift:.2f}", living[0].host if living else None
             )
 
-    def _check_rosters(self, living: Sequence[Member]) -> None:
+    def _check_rosters(self, living: Sequence[SimulatedPeer]) -> None:
         there = {member.peer for member in living}
         for member in living:
             assert member.host is not None
@@ -358,12 +357,12 @@ class Audit:
                 wrong = sorted(known ^ (there - {member.peer}))
                 self._violated("roster", f"{member.peer} is wrong about {', '.join(wrong)}", member.host)
 
-    def _check_together(self, living: Sequence[Member]) -> None:
+    def _check_together(self, living: Sequence[SimulatedPeer]) -> None:
         for member, apart in distances(living).items():
             assert self.swarm is not None
             window_s = self.swarm.shape.config.gossip.window_s
             steps = max(1.0, window_s / self.swarm.shape.pace.step_s)
-            noise = apart / (NOISE * steps**0.5)
+            noise = apart / (STEP_NOISE * steps**0.5)
             self.farthest = max(self.farthest, noise)
             if noise > APART and len(living) > 1:
                 peer = self.swarm.by_peer[member]
@@ -391,7 +390,7 @@ class Audit:
         raise Violation(rule, detail, self.swarm.agenda.now, lines)
 
 
-def distances(living: Sequence[Member]) -> dict[PeerId, float]:
+def distances(living: Sequence[SimulatedPeer]) -> dict[PeerId, float]:
     """Of each replica from the mean of all that hold the same: root mean square over the numbers."""
     weights: dict[int, dict[PeerId, Tensor]] = {}
     for member in living:
@@ -412,7 +411,7 @@ def weights_of(host: VirtualHost) -> Tensor:
 def _weights(host: VirtualHost) -> dict[int, float]:
     """Of each fragment, in push-sum; else one."""
     rules = {mixed.live.fragment.index: mixed.rule for mixed in host.training.mixing.fragments}
-    return {index: float(rule.weight) if isinstance(rule, PushSum) else 1.0 for index, rule in rules.items()}
+    return {index: float(rule.weight) if isinstance(rule, PushSumRule) else 1.0 for index, rule in rules.items()}
 
 
 def _weight(layout: jobs.Layout, blob: bytes) -> float:

@@ -19,15 +19,15 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.peers.virtual import Pace
 from decentral.sim.geography import Earth, Wires
 from decentral.sim.run import Unwatched
-from decentral.sim.swarm import Shape, Swarm
+from decentral.sim.swarm import Shape, SimulatedSwarm
+from decentral.sim.virtual_host import Pace
 
 Line = dict[str, Any]  # of a journal: docs/PROTOCOL.md
 Journals = Sequence[Sequence[Line]]  # of a run's peers
 
-JOIN_S = 10.0  # of virtual time in which everybody has surely joined
+JOIN_ALLOWANCE_S = 10.0  # of virtual time in which everybody has surely joined
 APART_S = 0.1  # between the starts of two newcomers
 FASTEST_RATE = 1e10  # bytes/s: where larger answers took no longer than small ones
 JOB_S = 2e-4  # of a job that handles nothing, such as the start
@@ -61,7 +61,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DevicePace:
     """What one unthrottled peer of the reference run needs."""
 
     beside_s: Seconds  # of a step, beside the emulated micro-batch: clipping, AdamW, and how late a sleep ends
@@ -136,7 +136,7 @@ def swarm_of(peers: Sequence[Figures]) -> Figures:
 # The device, from the reference run
 
 
-def device_of(reference: Setting, journals: Journals) -> Device:
+def device_of(reference: Setting, journals: Journals) -> DevicePace:
     """Of a run of unthrottled peers whose windows were short at first and longer later, so that their cost shows."""
     gossip = reference.config.gossip
     rows = [row for lines in journals for row in _step_rows(lines)]
@@ -145,7 +145,7 @@ def device_of(reference: Setting, journals: Journals) -> Device:
     fresh_s = min(gossip.window_s, gossip.start_window_s) / 2
     latency_s, rate = _link((line for lines in journals for line in lines if line.get("outcome") == "done"), fresh_s)
     joined = sorted(line["t"] for lines in journals for line in lines if line["event"] == "joined")
-    return Device(
+    return DevicePace(
         beside_s=step_s - reference.micro_batch_s,
         job_bytes=1 / max(byte_s, 1 / FASTEST_RATE),
         latency_s=latency_s,
@@ -210,13 +210,15 @@ def _link(done: Iterable[Line], fresh_s: Seconds) -> tuple[Seconds, float]:
 # The simulated run
 
 
-def predict(setting: Setting, device: Device, warm_up_s: Seconds, seconds: Seconds) -> list[Figures]:
+def predict(setting: Setting, device: DevicePace, warm_up_s: Seconds, seconds: Seconds) -> list[Figures]:
     """From the setting and the device alone."""
     paces = [device.step_s(throttle, setting.micro_batch_s) for throttle in setting.throttles]
     return figures(simulate(setting, device, paces, warm_up_s + seconds), warm_up_s, seconds)
 
 
-def retell(setting: Setting, device: Device, journals: Journals, warm_up_s: Seconds, seconds: Seconds) -> list[Figures]:
+def retell(
+    setting: Setting, device: DevicePace, journals: Journals, warm_up_s: Seconds, seconds: Seconds
+) -> list[Figures]:
     """With each peer's own step, as its journal has it."""
     measured = figures(journals, warm_up_s, seconds)
     jobs_s = [_bytes_per_step(lines) / device.job_bytes for lines in journals]
@@ -229,13 +231,13 @@ def _bytes_per_step(lines: Sequence[Line]) -> float:
     return sum(handled for _, handled, _ in rows) / max(1, sum(steps for steps, _, _ in rows))
 
 
-def simulate(setting: Setting, device: Device, step_s: Sequence[Seconds], seconds: Seconds) -> list[list[Line]]:
+def simulate(setting: Setting, device: DevicePace, step_s: Sequence[Seconds], seconds: Seconds) -> list[list[Line]]:
     """The journals of a run of `seconds` after everybody has joined, on peers whose steps take so long."""
     pace = Pace(step_s[0], device.noise, JOB_S, device.job_bytes, report_s=1.0)
     shape = Shape.of(setting.config, pace, [own / step_s[0] for own in step_s], setting.tokens_per_step)
     delay_s = max(0.0, device.latency_s - WIRE_S) / 2
     earth = Earth(0, Wires(delay_s, device.rate, device.rate, spread=0.0))
-    swarm = Swarm(replace(shape, plain=True), 0, earth, Unwatched())  # times and sizes, no numbers
+    swarm = SimulatedSwarm(replace(shape, plain=True), 0, earth, Unwatched())  # times and sizes, no numbers
     journals: dict[PeerId, list[Line]] = {}
 
     def write(peer: PeerId, t: Seconds, line: Log) -> None:
@@ -247,5 +249,5 @@ def simulate(setting: Setting, device: Device, step_s: Sequence[Seconds], second
     for member in members[1:]:
         swarm.agenda.run(device.start_s * (len(members) - 1) + APART_S * member.number)
         swarm.start(member)
-    swarm.agenda.run(swarm.agenda.now + JOIN_S + seconds)
+    swarm.agenda.run(swarm.agenda.now + JOIN_ALLOWANCE_S + seconds)
     return [journals[member.peer] for member in members]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.scheduler.topology import Topology
+from decentral.scheduler.shared.topology import Topology
 
 RELAY_DELAYS = 2.0  # a path through a relay is about this much longer
 RELAY_RATE = 1.25e6  # bytes/s: what a volunteer's relay gives away

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 
-from decentral.comm import compress
+from decentral.comm.wire import compress
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.peers.virtual import Training
-from decentral.sim.swarm import Member, Shape
-from decentral.train import data, hopping
-from decentral.train.compute import Compute, Setup
-from decentral.train.mixing import Mixing
+from decentral.sim.swarm import Shape, SimulatedPeer
+from decentral.sim.virtual_host import Training
+from decentral.train import data, stage_jobs
+from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.step import Device
 
 
@@ -34,7 +34,7 @@ class Trained:
         return self.compute.lr_step
 
     @property
-    def mixing(self) -> Mixing:
+    def mixing(self) -> FragmentGossip:
         return self.compute.mixing
 
     def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
@@ -43,7 +43,7 @@ class Trained:
 
     def work(self, job: jobs.Job) -> float:
         hops = self.compute.hops
-        return hopping.work(job, self.compute.cuts, hops.held if hops else {})
+        return stage_jobs.work(job, self.compute.cuts, hops.held if hops else {})
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         outcome = self.compute.do(job)
@@ -57,14 +57,14 @@ def real_gradients(shape: Shape) -> Shape:
     corpus = data.load(run.data, run.model)
     folder = Path(tempfile.mkdtemp(prefix="simulated-"))
 
-    def train(member: Member) -> Training:
+    def train(member: SimulatedPeer) -> Training:
         place = folder / member.peer
         place.mkdir(exist_ok=True)
-        compute = Compute(Setup(run, member.peer, corpus, compress, device, place, member.span))
+        compute = Compute(ComputeSetup(run, member.peer, corpus, compress, device, place, member.span))
         return Trained(compute, compute.resume())
 
     device = Device(torch.device("cpu"), torch.float32)
-    probe = Compute(Setup(run, PeerId("probe"), corpus, compress, device, folder))
+    probe = Compute(ComputeSetup(run, PeerId("probe"), corpus, compress, device, folder))
     return replace(
         shape,
         fragments=tuple(probe.fragments),

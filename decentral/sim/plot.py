@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from decentral.core.errors import UserError
-from decentral.sim.run import Report
+from decentral.sim.run import RunReport
 
 SMOOTHED = 10  # samples that a rate is over
 
 
-def of(report: Report, path: Path) -> None:
+def of(report: RunReport, path: Path) -> None:
     """Writes a PNG. Raises UserError without matplotlib, or where it cannot be written."""
     try:
         import matplotlib

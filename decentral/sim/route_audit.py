@@ -6,11 +6,11 @@
     accounted    where nothing went wrong a micro-batch counts in all layers, or in none, or a journal says which
                  peer threw its gradients away
     covered      a layer's last living holder does not let go of it
-    bounded      legs, what waits to be settled, held activations and the ledger have limits
+    bounded      executions, what waits to be settled, held activations and the ledger have limits
     converges    all who follow a plan follow the same one, soon after somebody found it
     goes on      while each layer has a holder and nothing is wrong with the network, micro-batches are counted
 
-Assertions in train/sketch_hops.py hold that activations and gradients come where they belong.
+Assertions in sim/surrogate_stages.py hold that activations and gradients come where they belong.
 """
 
 from collections import deque
@@ -18,25 +18,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentral.audit import Span, covered, overlap
-from decentral.comm import outbox
-from decentral.comm.work import AT_ONCE
-from decentral.comm.workload import MOST_HELD
+from decentral.comm.routes import decisions
+from decentral.comm.routes.job_queue import JOBS_AT_ONCE
+from decentral.comm.routes.load import MOST_HELD
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.peers.plans import Plan
-from decentral.peers.virtual import VirtualHost
-from decentral.sim.swarm import Member
-from decentral.train.sketch import Sketch
-from decentral.train.sketch_hops import Carried
+from decentral.peers.planning.swarm_plans import SwarmPlan
+from decentral.sim.surrogate import SurrogateWorkload
+from decentral.sim.surrogate_stages import SurrogateGradient
+from decentral.sim.swarm import SimulatedPeer
+from decentral.sim.virtual_host import VirtualHost
 
-MOST_IN_SUMS = 64  # times the legs that a peer has room for: a sum may wait for LONGEST_S
+MOST_IN_SUMS = 64  # times the executions that a peer has room for: a sum may wait for LONGEST_S
 MOST_TOLD = 8  # times the peers that are there: outboxes
 LONGEST_S = 60.0  # in which a micro-batch of these swarms is settled, or given up
 CONVERGED_S = 40.0  # after which all have seen who is there, and which plans are, and judged them
-STALLED_S = 2 * LONGEST_S  # without a micro-batch counted anywhere
+ROUTE_STALLED_S = 2 * LONGEST_S  # without a micro-batch counted anywhere
 SETTLED_S = 2 * LONGEST_S + 5.0  # after its first count a micro-batch counts everywhere, or will not
 
 Violated = Callable[[str, str, VirtualHost | None], None]
@@ -47,21 +47,23 @@ class Steps:
     """What a peer's sums held and what its journal said, as far as only one of the two is known."""
 
     life: int
-    did: deque[Carried] = field(default_factory=deque)
-    said: deque[Carried] = field(default_factory=deque)
+    did: deque[SurrogateGradient] = field(default_factory=deque)
+    said: deque[SurrogateGradient] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
 class RouteAudit:
     violated: Violated
-    counted: dict[tuple[str, int], list[Span]] = field(default_factory=dict)  # by starter and number
+    counted: dict[tuple[str, int], list[Span]] = field(default_factory=dict)  # by origin peer and number
     first_at: dict[tuple[str, int], Seconds] = field(default_factory=dict)
     thrown_away: set[tuple[str, int]] = field(default_factory=set)
     troubled_at: Seconds = 0.0  # the last moment at which a layer had no holder, or somebody was not to be reached
     counted_at: Seconds = 0.0
     _steps: dict[PeerId, Steps] = field(default_factory=dict)
     _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # by fragment: peer, and which life
-    _plans: dict[PeerId, tuple[Plan | None, Seconds]] = field(default_factory=dict)  # that it follows, and since when
+    _plans: dict[PeerId, tuple[SwarmPlan | None, Seconds]] = field(
+        default_factory=dict
+    )  # that it follows, and since when
     _there: frozenset[tuple[PeerId, int]] = frozenset()  # who trains, and in which life
     _changed_at: Seconds = 0.0  # that
 
@@ -70,10 +72,10 @@ class RouteAudit:
     def stepped(self, host: VirtualHost, life: int) -> None:
         """A sum has been applied to the weights."""
         training = host.training
-        if not isinstance(training, Sketch):
+        if not isinstance(training, SurrogateWorkload):
             return
         for one in training.hops.stepped:
-            name = (one.starter, one.number)
+            name = (one.origin, one.number)
             spans = self.counted.setdefault(name, [])
             spans.append((one.first, one.last))
             self.first_at.setdefault(name, host.agenda.now)
@@ -88,10 +90,10 @@ class RouteAudit:
         if line.event == "uncounted":
             self.thrown_away |= {(one[0], one[1]) for one in line.fields["of"]}
             return
-        if not isinstance(host.training, Sketch):
+        if not isinstance(host.training, SurrogateWorkload):
             return
         steps = self._steps_of(host, life)
-        steps.said.extend(Carried(*one) for one in line.fields["of"])
+        steps.said.extend(SurrogateGradient(*one) for one in line.fields["of"])
         self._compare(host, steps)
 
     def _steps_of(self, host: VirtualHost, life: int) -> Steps:
@@ -108,23 +110,25 @@ class RouteAudit:
 
     # Now and then
 
-    def check(self, living: Sequence[Member], fragments: Sequence[jobs.Fragment], trouble: bool, now: Seconds) -> None:
+    def check(
+        self, living: Sequence[SimulatedPeer], fragments: Sequence[jobs.Fragment], trouble: bool, now: Seconds
+    ) -> None:
         for member in living:
             self._check_bounds(member, len(living))
         holders = self._covered(living, fragments)
         if trouble or not all(holders[one.index] for one in fragments):
             self.troubled_at = now
         quiet_since = max(self.troubled_at, self.counted_at)
-        if now - quiet_since > STALLED_S:
+        if now - quiet_since > ROUTE_STALLED_S:
             self.violated("goes on", f"nothing was counted for {now - quiet_since:.0f} s", None)
         self._check_plans(living, now)
 
-    def _check_plans(self, living: Sequence[Member], now: Seconds) -> None:
+    def _check_plans(self, living: Sequence[SimulatedPeer], now: Seconds) -> None:
         there = frozenset((member.peer, member.lives) for member in living if member.training)
         if there != self._there:
             self._there, self._changed_at = there, now
         quiet_since = max(self.troubled_at, self._changed_at)
-        followed: list[tuple[Member, Plan]] = []
+        followed: list[tuple[SimulatedPeer, SwarmPlan]] = []
         for member in living:
             spans = member.host.node.spans if member.training and member.host is not None else None
             plan = spans.plans.adopted if spans else None
@@ -138,7 +142,9 @@ class RouteAudit:
                 first = followed[0][0].peer
                 self.violated("converges", f"{member.peer} and {first} follow different plans", member.host)
 
-    def _covered(self, living: Sequence[Member], fragments: Sequence[jobs.Fragment]) -> dict[int, dict[PeerId, int]]:
+    def _covered(
+        self, living: Sequence[SimulatedPeer], fragments: Sequence[jobs.Fragment]
+    ) -> dict[int, dict[PeerId, int]]:
         holders: dict[int, dict[PeerId, int]] = {one.index: {} for one in fragments}
         there = {member.peer: member.lives for member in living}
         for member in living:
@@ -152,19 +158,19 @@ class RouteAudit:
         self._holders = holders
         return holders
 
-    def _check_bounds(self, member: Member, living: int) -> None:
+    def _check_bounds(self, member: SimulatedPeer, living: int) -> None:
         host = member.host
         if host is None or host.node.routes is None:
             return
-        routes, terms, room = host.node.routes, host.node.routes.terms, host.node.routes.terms.capacity
+        routes, stage, room = host.node.routes, host.node.routes.stage, host.node.routes.stage.capacity
         told = max((len(box.count) + len(box.release) for box in routes.outboxes.boxes.values()), default=0)
-        graphs = list(host.training.hops.held.values()) if isinstance(host.training, Sketch) else []
+        graphs = list(host.training.hops.held.values()) if isinstance(host.training, SurrogateWorkload) else []
         sizes: dict[str, tuple[float, float]] = {
-            "legs": (len(routes.legs), MOST_HELD * room),
+            "legs": (len(routes.executions), MOST_HELD * room),
             "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * room),
-            "graphs": (len(graphs), MOST_UNDER_WAY + AT_ONCE),
-            "spans' activations": (sum(terms.room(one.first, one.last) for one in graphs), room + AT_ONCE),
-            "settles for one peer": (told, 2 * outbox.KEPT),
+            "graphs": (len(graphs), MOST_UNDER_WAY + JOBS_AT_ONCE),
+            "spans' activations": (sum(stage.room(one.first, one.last) for one in graphs), room + JOBS_AT_ONCE),
+            "settles for one peer": (told, 2 * decisions.DECISIONS_KEPT),
             "peers to be told": (len(routes.outboxes.boxes), MOST_TOLD * max(living, 4)),
         }
         for what, (size, most) in sizes.items():

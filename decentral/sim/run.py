@@ -18,19 +18,19 @@ from decentral.audit import Counts
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
-from decentral.peers.virtual import VirtualHost, Watch
-from decentral.sim.audit import CHECK_S, Audit, Violation, distances, weights_of
+from decentral.sim.audit import CHECK_S, InvariantAudit, Violation, distances, weights_of
+from decentral.sim.fault_injector import FaultInjector
 from decentral.sim.faults import Fault
 from decentral.sim.geography import Earth, Wires
-from decentral.sim.storm import Storm
-from decentral.sim.swarm import Member, Shape, Swarm
+from decentral.sim.swarm import Shape, SimulatedPeer, SimulatedSwarm
+from decentral.sim.virtual_host import VirtualHost, Watch
 
 SAMPLES = 200
-MANY = 1000
+MANY_SIMULATED = 1000
 SAMPLED = 256  # peers that a sample looks at closely
-SETTLE_S = 30.0  # beyond a record's lifetime, until everybody must know who is there
+ROSTER_SETTLE_S = 30.0  # beyond a record's lifetime, until everybody must know who is there
 ALL_AT_ONCE_S = 0.2  # between two starts of a small swarm
-JOIN_S = 200.0  # in which a large one starts
+START_SPREAD_S = 200.0  # in which a large one starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Scenario:
     seed: int = 0
     faults: tuple[Fault, ...] = ()
     wires: Wires = field(default_factory=Wires)
-    topology: Any = None  # scheduler/topology.py's Topology
+    topology: Any = None  # scheduler/shared/topology.py's Topology
     audited: bool = True
 
 
@@ -56,7 +56,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Report:
+class RunReport:
     peers: int
     seconds: Seconds
     seed: int
@@ -94,17 +94,17 @@ class Enough(Exception):
     """Raised by a run's `tell`: it ends here, and reports what there is."""
 
 
-def run(scenario: Scenario, tell: Tell | None = None, watch: Watch | None = None) -> Report:
+def run(scenario: Scenario, tell: Tell | None = None, watch: Watch | None = None) -> RunReport:
     """Raises Violation. `tell` hears how far it is, once a sample; `watch` sees all where nothing is audited."""
-    audit = Audit(scenario.shape.config.gossip.max_age_s)
+    audit = InvariantAudit(scenario.shape.config.gossip.max_age_s)
     watch = audit if scenario.audited else watch or Unwatched()
     earth = Earth(scenario.seed, scenario.wires, scenario.topology)
-    swarm = Swarm(scenario.shape, scenario.seed, earth, watch)
-    storm = Storm(swarm)
+    swarm = SimulatedSwarm(scenario.shape, scenario.seed, earth, watch)
+    storm = FaultInjector(swarm)
     audit.swarm, audit.storm = swarm, storm
-    ledger = Ledger(swarm)
+    ledger = RunStatistics(swarm)
     swarm.journal = ledger.line
-    with _few_collections(scenario.peers > MANY), suppress(Enough):
+    with _few_collections(scenario.peers > MANY_SIMULATED), suppress(Enough):
         _start(swarm, scenario)
         storm.plan(scenario.faults)
         for moment, sampled in _moments(scenario):
@@ -117,7 +117,7 @@ def run(scenario: Scenario, tell: Tell | None = None, watch: Watch | None = None
                     tell(moment)
     if scenario.audited:
         ttl_s = scenario.shape.config.swarm.record_ttl_s
-        audit.finish(settled=swarm.agenda.now >= storm.last_at + ttl_s + SETTLE_S)
+        audit.finish(settled=swarm.agenda.now >= storm.last_at + ttl_s + ROSTER_SETTLE_S)
     return ledger.report(replace(scenario, seconds=swarm.agenda.now), audit)
 
 
@@ -129,23 +129,23 @@ class Unwatched:
     def done(self, host: VirtualHost, job: object, outcome: object) -> None: ...
 
 
-def _start(swarm: Swarm, scenario: Scenario) -> None:
+def _start(swarm: SimulatedSwarm, scenario: Scenario) -> None:
     """The first peer alone, the others when it trains."""
     count = scenario.peers
-    gap_s = min(ALL_AT_ONCE_S, JOIN_S / count)
+    gap_s = min(ALL_AT_ONCE_S, START_SPREAD_S / count)
     for number in range(count):
         member = swarm.add()
         swarm.agenda.at(0.0 if number == 0 else 0.5 + gap_s * number, _starting(swarm, member))
 
 
-def _starting(swarm: Swarm, member: Member) -> Callable[[], None]:
+def _starting(swarm: SimulatedSwarm, member: SimulatedPeer) -> Callable[[], None]:
     return lambda: swarm.start(member)
 
 
 def _moments(scenario: Scenario) -> Iterator[tuple[Seconds, bool]]:
     """When to look, and whether to take a sample then: samples, and the audit's checks where they are asked for."""
     seconds = scenario.seconds
-    count = SAMPLES if scenario.peers <= MANY else SAMPLES // 4  # each looks at all peers
+    count = SAMPLES if scenario.peers <= MANY_SIMULATED else SAMPLES // 4  # each looks at all peers
     samples = {seconds * number / count for number in range(1, count + 1)}
     checks = {CHECK_S * number for number in range(1, int(seconds / CHECK_S) + 1)} if scenario.audited else set()
     yield from ((moment, moment in samples) for moment in sorted(samples | checks))
@@ -168,10 +168,10 @@ def _few_collections(many: bool) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class Ledger:
+class RunStatistics:
     """Reads the journals as they are written."""
 
-    swarm: Swarm
+    swarm: SimulatedSwarm
     samples: list[Sample] = field(default_factory=list)
     exchanges: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
@@ -218,7 +218,7 @@ class Ledger:
         at = self.swarm.agenda.now
         self.samples.append(Sample(at, len(living), len(training), sum(self.tokens.values()), spread, error))
 
-    def _roster_error(self, living: Sequence[Member]) -> float:
+    def _roster_error(self, living: Sequence[SimulatedPeer]) -> float:
         """Where the roster is sharded nobody has to know everybody: only the dead that are still in it count."""
         there = {member.peer for member in self.swarm.members if member.alive}
         sharded = self.swarm.shape.config.swarm.shards > 1
@@ -232,8 +232,8 @@ class Ledger:
             known += max(1, len(live))
         return wrong / known
 
-    def report(self, scenario: Scenario, audit: Audit) -> Report:
-        swarm, report = self.swarm, Report(scenario.peers, scenario.seconds, scenario.seed)
+    def report(self, scenario: Scenario, audit: InvariantAudit) -> RunReport:
+        swarm, report = self.swarm, RunReport(scenario.peers, scenario.seconds, scenario.seed)
         nodes = [member.host.node for member in swarm.members if member.host is not None]
         report.tokens = sum(self.tokens.values())
         report.tokens_per_s = round(report.tokens / scenario.seconds, 1)
@@ -254,7 +254,7 @@ class Ledger:
         report.farthest, report.digest = round(audit.farthest, 2), self._digest()
         return report
 
-    def _of(self, member: Member) -> dict[str, Any]:
+    def _of(self, member: SimulatedPeer) -> dict[str, Any]:
         peer = member.peer
         since = self.last_at.get(peer, 0.0) - self.joined_at.get(peer, 0.0)
         node = member.host.node if member.host is not None else None
@@ -290,7 +290,7 @@ class Ledger:
         return str(self._hash.hexdigest())
 
 
-def _loss(swarm: Swarm) -> float:
+def _loss(swarm: SimulatedSwarm) -> float:
     """Mean square of the average of the replicas: their distance from the optimum, if they are sketches."""
     weights: dict[int, list[torch.Tensor]] = {}
     for member in swarm.living:

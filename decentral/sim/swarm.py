@@ -11,13 +11,13 @@ from functools import cache, lru_cache
 import msgpack
 import torch
 
-from decentral import place
-from decentral.comm import compress
-from decentral.comm.codec import Envelope
-from decentral.comm.messages import Message
-from decentral.comm.transport import Announce, Answer, Ask, AskError
-from decentral.comm.virtual import Network, Port
-from decentral.comm.virtual_directory import Records, VirtualDirectory
+from decentral import claim_span
+from decentral.comm.net.virtual_directory import Records, VirtualDirectory
+from decentral.comm.net.virtual_network import Network, Port
+from decentral.comm.wire import compress
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Message
+from decentral.comm.wire.transport import Announce, Answer, Ask, AskError
 from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
 from decentral.core.config import Config
@@ -25,24 +25,24 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.peers.move import Room
-from decentral.peers.node import Node, Phase
-from decentral.peers.records import Profile
-from decentral.peers.setup import Setup
-from decentral.peers.virtual import Pace, Respond, Training, VirtualHost, Watch
+from decentral.peers.membership.records import Profile
+from decentral.peers.node.node import Node, NodePhase
+from decentral.peers.node.setup import NodeSetup
+from decentral.peers.placement.span_move import MemoryBudget
 from decentral.sim.geography import Earth
-from decentral.sim.placing import FarDirectory, VirtualClock, play
-from decentral.sim.sky import Sky
-from decentral.train import gpt, hops, memory, mix
+from decentral.sim.network_faults import NetworkFaults
+from decentral.sim.surrogate import NUMBERS, PlainCodecs, SurrogateCheckpoint, SurrogateWorkload, SyntheticCodecs
+from decentral.sim.virtual_claims import FarDirectory, VirtualClock, play
+from decentral.sim.virtual_host import Pace, Respond, Training, VirtualHost, Watch
+from decentral.train import gpt, memory, stage_runner, update_rules
 from decentral.train.inner import fragments_of
-from decentral.train.shift import KeptState
-from decentral.train.sketch import NUMBERS, Checkpoint, HollowCodecs, PlainCodecs, Sketch
+from decentral.train.span_change import RetainedState
 
 RUN = RunId("simulated-000000")
 EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
 GUESSES = 20
 DIRECTORY_DELAYS = 6  # a look into the DHT takes so many delays of a link
-MEET_AGAIN_S = 5.0  # a newcomer whose contact does not answer asks the next one after so long
+CONTACT_AGAIN_S = 5.0  # a newcomer whose contact does not answer asks the next one after so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Shape:
     spans: tuple[tuple[int, int], ...] = ()  # layers of the peers in turn, instead of those that they would choose
     moves: bool = True  # peers that hold spans change them, by plans and to cover lost layers; not those of `spans`
     plain: bool = False  # nothing is quantised: for thousands of peers
-    gradients: Callable[["Member"], Training] | None = None  # real ones instead of a sketch
+    gradients: Callable[["SimulatedPeer"], Training] | None = None  # real ones instead of a sketch
     donated: tuple[jobs.Layout, ...] | None = None  # a fragment's state as newcomers get it, if it is a real one
 
     @classmethod
@@ -103,34 +103,34 @@ class Shape:
         return cls(config, even, pace, tuple(throttles), tokens_per_step)
 
     @property
-    def model(self) -> place.Model:
+    def model(self) -> claim_span.RoutedModel:
         widths = gpt.widths(self.config.model)
 
         @cache
         def layout(layer: int, sequences: int) -> jobs.Layout:
-            return hops.layout(self.config, compress, widths[layer], sequences)
+            return stage_runner.layout(self.config, compress, widths[layer], sequences)
 
         kept = memory.needs(self.config, self.fragments).kept
-        return place.Model(self.fragments, self.tokens_per_step // self.config.model.context, kept, layout)
+        return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, layout)
 
     def state_layouts(self) -> list[jobs.Layout]:
         if self.donated is not None:
             return list(self.donated)
-        rule = mix.rule(self.config.gossip, torch.zeros(NUMBERS), PeerId(""))
-        codecs = HollowCodecs(compress, self.fragments[0].parameters / NUMBERS)
-        return [mix.layout_of(rule.donated, NUMBERS, codecs) for _ in self.fragments]
+        rule = update_rules.rule(self.config.gossip, torch.zeros(NUMBERS), PeerId(""))
+        codecs = SyntheticCodecs(compress, self.fragments[0].parameters / NUMBERS)
+        return [update_rules.layout_of(rule.donated, NUMBERS, codecs) for _ in self.fragments]
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class SimulatedPeer:
     """A peer, its disk, and its present life if it has one."""
 
     number: int
     peer: PeerId
     host: VirtualHost | None = None
     port: Port | None = None
-    disk: Checkpoint | None = None
-    shelf: dict[int, KeptState] = field(default_factory=dict)  # on its disk, too: what it gave up
+    disk: SurrogateCheckpoint | None = None
+    shelf: dict[int, RetainedState] = field(default_factory=dict)  # on its disk, too: what it gave up
     reserved: int = 0  # micro-batch numbers that its disk says may have been given out
     span: tuple[int, int] | None = None  # layers with which its present life began
     placing: bool = False  # it looks for its layers
@@ -147,24 +147,24 @@ class Member:
 
     @property
     def training(self) -> bool:
-        return self.alive and self.host is not None and self.host.node.phase is Phase.TRAINING
+        return self.alive and self.host is not None and self.host.node.phase is NodePhase.TRAINING
 
 
-Tamper = Callable[[Member, PeerId, Envelope], Envelope]
+Tamper = Callable[[SimulatedPeer, PeerId, Envelope], Envelope]
 
 
-class Swarm:
+class SimulatedSwarm:
     """Members by number, the network between them, and time."""
 
     def __init__(self, shape: Shape, seed: int, earth: Earth, watch: Watch) -> None:
         self.shape, self.seed, self.earth, self.watch = shape, seed, earth, watch
         self.agenda = Agenda()
-        self.sky = Sky(self.agenda, rng.stream(seed, "sky"))
+        self.sky = NetworkFaults(self.agenda, rng.stream(seed, "sky"))
         self.network = Network(self.agenda, earth, self.sky)
         self.records = Records(self.agenda, rng.stream(seed, "records"), self.sky, epoch=EPOCH)
-        self.members: list[Member] = []
-        self.started: list[Member] = []  # in the order of their first start
-        self.by_peer: dict[PeerId, Member] = {}
+        self.members: list[SimulatedPeer] = []
+        self.started: list[SimulatedPeer] = []  # in the order of their first start
+        self.by_peer: dict[PeerId, SimulatedPeer] = {}
         self.journal: Callable[[PeerId, Seconds, Log], None] = lambda peer, t, line: None
         self.tamper: Tamper = lambda member, asker, envelope: envelope
         self._state_layouts = shape.state_layouts()
@@ -174,22 +174,22 @@ class Swarm:
 
     # Lives
 
-    def add(self) -> Member:
+    def add(self) -> SimulatedPeer:
         """A new member, not yet alive."""
         number = len(self.members)
-        member = Member(number, PeerId(f"sim{number:05d}"))
+        member = SimulatedPeer(number, PeerId(f"sim{number:05d}"))
         self.members.append(member)
         self.by_peer[member.peer] = member
         self.earth.place(member.peer, number)
         return member
 
-    def start(self, member: Member) -> None:
+    def start(self, member: SimulatedPeer) -> None:
         """Starts or restarts it; a newcomer needs somebody to say hello to."""
         if member.alive or member.placing:
             return
         contacts = self._contacts(member)
         if not contacts and not member.has_run and any(other is not member and other.has_run for other in self.started):
-            self.agenda.after(MEET_AGAIN_S, lambda: self.start(member))
+            self.agenda.after(CONTACT_AGAIN_S, lambda: self.start(member))
             return
         if not member.lives:
             self.started.append(member)
@@ -203,24 +203,24 @@ class Swarm:
         look_s = DIRECTORY_DELAYS * self.earth.wires.delay_s
         directory = FarDirectory(VirtualDirectory(self.records, member.peer), look_s)
 
-        def placed(found: place.Placed) -> None:
+        def placed(found: claim_span.Placed) -> None:
             if member.placing and member.lives == life:
                 member.placing = False
                 self._live(member, contacts, found)
 
         play(
             self.agenda,
-            place.choose_place(wish, self._needs, directory, VirtualClock(self.clock(member))),
+            claim_span.choose_place(wish, self._needs, directory, VirtualClock(self.clock(member))),
             placed,
         )
 
-    def _wish(self, member: Member) -> place.Wish:
+    def _wish(self, member: SimulatedPeer) -> claim_span.Wish:
         room = self.shape.memory[member.number % len(self.shape.memory)]
         spans = self.shape.spans
         kept = member.disk.span if member.disk is not None else spans[member.number % len(spans)] if spans else None
-        return place.Wish(self.shape.config, RUN, VirtualSigner(member.peer), (), room, kept)
+        return claim_span.Wish(self.shape.config, RUN, VirtualSigner(member.peer), (), room, kept)
 
-    def _live(self, member: Member, contacts: tuple[PeerId, ...], placed: place.Placed | None) -> None:
+    def _live(self, member: SimulatedPeer, contacts: tuple[PeerId, ...], placed: claim_span.Placed | None) -> None:
         layers = (0, self.shape.fragments[-1].last)
         member.span = (placed.span if placed else None) or layers
         training = self._training(member)
@@ -235,7 +235,7 @@ class Swarm:
         member.host.engine.stretched = member.stretched
         member.host.start()
 
-    def crash(self, member: Member, keep_disk: bool = True) -> None:
+    def crash(self, member: SimulatedPeer, keep_disk: bool = True) -> None:
         """kill -9: nothing is told to anybody."""
         member.placing = False
         if not member.alive or member.host is None:
@@ -244,7 +244,7 @@ class Swarm:
         member.host.end("crashed")
         self.network.unplug(member.peer)
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: SimulatedPeer) -> None:
         """Ctrl-C."""
         member.placing = False
         if not member.alive or member.host is None:
@@ -254,31 +254,31 @@ class Swarm:
         self._keep(member, True)
         self.network.unplug(member.peer)
 
-    def freeze(self, member: Member) -> None:
+    def freeze(self, member: SimulatedPeer) -> None:
         if member.alive and member.host is not None and member.port is not None:
             member.port.frozen = True
             member.host.freeze()
 
-    def thaw(self, member: Member) -> None:
+    def thaw(self, member: SimulatedPeer) -> None:
         if member.alive and member.host is not None and member.port is not None and member.port.frozen:
             member.host.thaw()
             self.network.thaw(member.port)
 
-    def slow_down(self, member: Member, times: float) -> None:
+    def slow_down(self, member: SimulatedPeer, times: float) -> None:
         member.stretched = times
         if member.alive and member.host is not None:
             member.host.engine.set_speed(times)
 
-    def clock(self, member: Member) -> Callable[[], Seconds]:
+    def clock(self, member: SimulatedPeer) -> Callable[[], Seconds]:
         return lambda: EPOCH + self.agenda.now + member.skew_s
 
     @property
-    def living(self) -> list[Member]:
+    def living(self) -> list[SimulatedPeer]:
         return [member for member in self.members if member.alive]
 
     # Parts
 
-    def _contacts(self, member: Member) -> tuple[PeerId, ...]:
+    def _contacts(self, member: SimulatedPeer) -> tuple[PeerId, ...]:
         """Whom it can connect to now: those in its address book, or for a newcomer anybody that trains."""
         cut_off_at = self.sky.cut_off_at
         if member.has_run:
@@ -292,7 +292,7 @@ class Swarm:
             if cut_off_at(member.peer, other.peer) is None and cut_off_at(other.peer, member.peer) is None
         )
 
-    def _someone(self) -> list[Member]:
+    def _someone(self) -> list[SimulatedPeer]:
         """Anybody that trains; in a large swarm the first few that come to mind, before all are asked."""
         for _ in range(GUESSES if self.started else 0):
             guess = self._chance.choice(self.started)
@@ -301,14 +301,14 @@ class Swarm:
         there = [other for other in self.started if other.training]
         return [self._chance.choice(there)] if there else []
 
-    def _training(self, member: Member) -> Training:
+    def _training(self, member: SimulatedPeer) -> Training:
         if self.shape.gradients is not None:
             return self.shape.gradients(member)
         chance = rng.arrays(self.seed, "noise", member.number, member.lives)
         shape = self.shape
         codecs = PlainCodecs(compress) if shape.plain else compress
         assert member.span is not None
-        return Sketch(
+        return SurrogateWorkload(
             shape.config,
             member.peer,
             shape.fragments,
@@ -322,12 +322,12 @@ class Swarm:
             shelf=member.shelf,
         )
 
-    def _step_s(self, member: Member) -> Seconds:
+    def _step_s(self, member: SimulatedPeer) -> Seconds:
         return self.shape.pace.step_s * self.shape.throttles[member.number % len(self.shape.throttles)]
 
     def _setup(
-        self, member: Member, training: Training, contacts: tuple[PeerId, ...], placed: place.Placed | None
-    ) -> Setup:
+        self, member: SimulatedPeer, training: Training, contacts: tuple[PeerId, ...], placed: claim_span.Placed | None
+    ) -> NodeSetup:
         config, wish = self.shape.config, self._wish(member) if placed else None
         restored = training.lr_step if training.restored else None
         memory_bytes = placed.memory_bytes if placed else 1 << 34
@@ -335,9 +335,11 @@ class Swarm:
         assert member.span is not None
         first, last = member.span
         held = [one for one in self.shape.fragments if first <= one.first and one.last <= last]
-        routes = place.terms(wish, self.model, held, placed.capacity) if wish and placed else None
-        moves = placed is not None and self.shape.moves and not self.shape.spans and isinstance(training, Sketch)
-        return Setup(
+        routes = claim_span.stage_config(wish, self.model, held, placed.capacity) if wish and placed else None
+        moves = (
+            placed is not None and self.shape.moves and not self.shape.spans and isinstance(training, SurrogateWorkload)
+        )
+        return NodeSetup(
             config=config,
             run=RUN,
             own=VirtualSigner(member.peer),
@@ -349,15 +351,15 @@ class Swarm:
             contacts=contacts,
             restored_step=restored,
             routes=routes,
-            room=Room(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
-            kept=training.kept if isinstance(training, Sketch) else (),
+            room=MemoryBudget(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
+            kept=training.kept if isinstance(training, SurrogateWorkload) else (),
         )
 
-    def _keep(self, member: Member, keep_disk: bool) -> None:
+    def _keep(self, member: SimulatedPeer, keep_disk: bool) -> None:
         assert member.host is not None
         training = member.host.training
         member.book = tuple(sorted(member.host.node.roster.live)) or member.book
-        if isinstance(training, Sketch):
+        if isinstance(training, SurrogateWorkload):
             member.disk = training.disk if keep_disk else None
             member.reserved = training.reserved if keep_disk else 0
             member.shelf = member.shelf if keep_disk else {}
@@ -369,8 +371,8 @@ class Swarm:
 class MemberWire:
     """A member's end of the network and of the directory."""
 
-    swarm: Swarm
-    member: Member
+    swarm: SimulatedSwarm
+    member: SimulatedPeer
     port: Port
     _lookups: int = field(default=0)
 

@@ -15,12 +15,12 @@ import torch
 
 from decentral.core import config, rng
 from decentral.core.units import Seconds
-from decentral.peers.virtual import Pace
 from decentral.sim import faults
 from decentral.sim.audit import Violation
 from decentral.sim.geography import Wires
-from decentral.sim.run import SETTLE_S, Scenario, run
+from decentral.sim.run import ROSTER_SETTLE_S, Scenario, run
 from decentral.sim.swarm import Shape
+from decentral.sim.virtual_host import Pace
 from decentral.train import memory
 
 FAULTS_UNTIL_S: Seconds = 60.0
@@ -43,7 +43,7 @@ AHEAD = 8  # seeds that wait for a process
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SweepOutcome:
     seed: int
     digest: str
     checks: int
@@ -63,7 +63,7 @@ def scenario_of(seed: int) -> Scenario:
     shape = _shape_of_spans(algorithm, throttles, seed) if spans else _shape(algorithm, throttles)
     drawn = faults.draw(chance, peers, FAULTS_UNTIL_S, chance.randint(1, 5))
     over = max(fault.at + fault.lasts for fault in drawn)
-    seconds = over + shape.config.swarm.record_ttl_s + SETTLE_S + 1
+    seconds = over + shape.config.swarm.record_ttl_s + ROSTER_SETTLE_S + 1
     wires = Wires(delay_s=chance.choice([0.005, 0.05, 0.2]))
     return Scenario(shape, peers, seconds, seed, tuple(drawn), wires)
 
@@ -101,25 +101,25 @@ def _span_config(algorithm: str, overlap: bool, accumulate: int) -> config.Confi
     return config.load(None, [*SETTINGS, *SPAN_MODEL, *routes, f"gossip.algorithm={algorithm}"])
 
 
-def play(seed: int) -> Outcome:
+def play(seed: int) -> SweepOutcome:
     """One seed, and what came of it. An error of our own is an outcome too."""
     scenario = scenario_of(seed)
     text = faults.text_of(scenario.faults)
     try:
         report = run(scenario)
     except Violation as violation:
-        return Outcome(seed, "", 0, violation.rule, str(violation), tuple(violation.latest), text)
+        return SweepOutcome(seed, "", 0, violation.rule, str(violation), tuple(violation.latest), text)
     except Exception as error:  # an assertion of ours: the sweep goes on and names the seed
-        return Outcome(seed, "", 0, "raised", f"{type(error).__name__}: {error}", (), text)
-    return Outcome(seed, report.digest, report.checks, farthest=report.farthest)
+        return SweepOutcome(seed, "", 0, "raised", f"{type(error).__name__}: {error}", (), text)
+    return SweepOutcome(seed, report.digest, report.checks, farthest=report.farthest)
 
 
-def sweep(seeds: Iterable[int], processes: int) -> Iterator[Outcome]:
+def sweep(seeds: Iterable[int], processes: int) -> Iterator[SweepOutcome]:
     """As they come, in the order of the seeds. Who stops listening waits for at most AHEAD seeds of each process."""
     if processes == 1:
         yield from map(play, seeds)
         return
-    under_way: deque[Future[Outcome]] = deque()
+    under_way: deque[Future[SweepOutcome]] = deque()
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_one_thread) as pool:
         try:
             for seed in seeds:

@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
-from decentral.train import checkpoint, data, gpt, hopping, hops, measure, mix
-from decentral.train.hops import Hops
+from decentral.train import checkpoint, data, gpt, measure, stage_jobs, stage_runner, update_rules
+from decentral.train.fragment_gossip import FragmentGossip, unpacked
 from decentral.train.inner import Inner, Live, fragments_of
-from decentral.train.kept import Shelf
-from decentral.train.mixing import Mixing, unpacked
-from decentral.train.position import Position
+from decentral.train.micro_batch_numbers import MicroBatchNumbers
+from decentral.train.retained_state import RetainedStateStore
 from decentral.train.sections import Codecs
-from decentral.train.shift import shift_of
+from decentral.train.span_change import span_change_of
+from decentral.train.stage_runner import StageRunner
 from decentral.train.step import Device, Forward, chain, held_out_loss, train_step
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ComputeSetup:
     config: config.Config
     peer: PeerId
     corpus: data.Corpus
@@ -43,10 +43,10 @@ class Compute:
     """Builds its layers with their initial weights; `resume` and ImportState replace them.
 
     A peer that holds the whole model trains without a pause. One that holds a part, and every one of a synchronous run,
-    waits for micro-batches that come along routes, or that it is told to draw (train/hops.py).
+    waits for micro-batches that come along routes, or that it is told to draw (train/stage_runner.py).
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ComputeSetup) -> None:
         self.setup = setup
         run = setup.config
         self.cuts = tuple(fragments_of(run))  # of the whole model
@@ -56,14 +56,14 @@ class Compute:
         self._widths = gpt.widths(run.model)
         self.layers: list[nn.Module] = []
         self.fragments: list[jobs.Fragment] = []
-        self.mixing = Mixing([], run.gossip, setup.peer, setup.codecs)
-        self.hops: Hops | None = None
-        self.kept = Shelf(setup.folder, run.digest())
+        self.mixing = FragmentGossip([], run.gossip, setup.peer, setup.codecs)
+        self.hops: StageRunner | None = None
+        self.kept = RetainedStateStore(setup.folder, run.digest())
         self._occupy(first, last)
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
         self.own_steps, self.lr_step, self.micro_batches, self.tokens = 0, 0, 0, 0
-        self.versions: dict[int, bytes] = {}  # of fragments, in a synchronous run: comm/tally.py
-        self._position = Position.of(setup.folder)
+        self.versions: dict[int, bytes] = {}  # of fragments, in a synchronous run: comm/rounds/contributions.py
+        self._position = MicroBatchNumbers.of(setup.folder)
         size = run.train.micro_batch
         self.micro_batch = size if size != "auto" else measure.micro_batch(self.forward, run.model, setup.device)
         self._busy_s = 0.0
@@ -71,7 +71,7 @@ class Compute:
     def _occupy(self, first: int, last: int) -> None:
         """Holds layers [first, last): those that are here as they are, the others with their initial weights.
 
-        What is not wanted any more is let go of first, so that both never need the device's memory. No leg may be here.
+        What is not wanted any more is let go of first, so that both never need the device's memory. No execution may be here.
         """
         run, device = self.setup.config, self.setup.device.device
         wanted = [fragment for fragment in self.cuts if first <= fragment.first and fragment.last <= last]
@@ -109,7 +109,7 @@ class Compute:
 
     def layout(self, layer: int, sequences: int) -> jobs.Layout:
         """Of a micro-batch that enters this layer."""
-        return hops.layout(self.setup.config, self.setup.codecs, self._widths[layer], sequences)
+        return stage_runner.layout(self.setup.config, self.setup.codecs, self._widths[layer], sequences)
 
     # The thread
 
@@ -152,10 +152,10 @@ class Compute:
                 return self.mixing.do(job)
             case jobs.ImportState(blobs, step):
                 return self._adopted(self.mixing.adopt(blobs), step)
-            case jobs.Move():
+            case jobs.ChangeSpan():
                 return self._move(job)
-            case jobs.ExportKept(fragment):
-                return jobs.KeptExported(fragment, *(self.kept.read(fragment) or (0, (), b"")))
+            case jobs.ExportRetained(fragment):
+                return jobs.RetainedExported(fragment, *(self.kept.read(fragment) or (0, (), b"")))
             case jobs.SetClock(step, versions):
                 self.lr_step = self._clock(step)
                 self.versions |= dict(versions)
@@ -180,9 +180,9 @@ class Compute:
 
     # Routes
 
-    def _hop(self, job: jobs.Hopping) -> jobs.Outcome:
+    def _hop(self, job: jobs.StageJob) -> jobs.Outcome:
         self.hops = self.hops or self._hops(alone=False)
-        return hopping.do(job, self.hops, self)
+        return stage_jobs.do(job, self.hops, self)
 
     def draw(self, job: jobs.Draw) -> jobs.Outcome:
         assert self.hops is not None
@@ -192,13 +192,13 @@ class Compute:
     def _close_round(self, job: jobs.CloseRound) -> jobs.RoundClosed:
         """A sum that is not finite is none."""
         assert self.hops is not None
-        legs, tokens = tuple(self.hops.sums.legs), self.hops.sums.filled_tokens
+        executions, tokens = tuple(self.hops.sums.executions), self.hops.sums.filled_tokens
         sums = []
         for live, count in zip(self.inner.lives, tokens, strict=True):
-            if count and set(legs) <= set(job.legs) and bool(torch.isfinite(live.grad).all()):
+            if count and set(executions) <= set(job.executions) and bool(torch.isfinite(live.grad).all()):
                 sums.append(replace(self.mixing.close(live.fragment.index, job.round), tokens=count))
         self.hops.clear()
-        return jobs.RoundClosed(job.round, legs, tuple(sums))
+        return jobs.RoundClosed(job.round, executions, tuple(sums))
 
     def _advance(self, job: jobs.Advance) -> jobs.Stepped:
         """All fragments in one job: a checkpoint is of one round."""
@@ -225,25 +225,25 @@ class Compute:
 
         return through
 
-    def _hops(self, alone: bool) -> Hops:
+    def _hops(self, alone: bool) -> StageRunner:
         setup, lives = self.setup, self.inner.lives
-        return Hops(setup.config, self.layers, lives, self._widths, setup.device, setup.codecs, alone)
+        return StageRunner(setup.config, self.layers, lives, self._widths, setup.device, setup.codecs, alone)
 
     # Other layers
 
     def layouts(self) -> tuple[jobs.Layout, ...]:
         """Of each fragment's state as a newcomer gets it, of the whole model."""
-        donated = mix.donated(self.setup.config.gossip)
-        return tuple(mix.layout_of(donated, cut.parameters, self.setup.codecs) for cut in self.cuts)
+        donated = update_rules.donated(self.setup.config.gossip)
+        return tuple(update_rules.layout_of(donated, cut.parameters, self.setup.codecs) for cut in self.cuts)
 
-    def _move(self, job: jobs.Move) -> jobs.Moved:
+    def _move(self, job: jobs.ChangeSpan) -> jobs.SpanChanged:
         """All is checked, and what we give up is on the disk, before anything changes; and it can be changed back."""
         held, layouts = self.fragments, dict(enumerate(self.layouts()))
         span = held[0].first, held[-1].last
         try:
-            shift = shift_of(job, self.cuts, held, layouts, self.setup.codecs, self.kept.read)
+            shift = span_change_of(job, self.cuts, held, layouts, self.setup.codecs, self.kept.read)
         except ProtocolError as error:
-            return jobs.Moved(False, error.reason)
+            return jobs.SpanChanged(False, error.reason)
         given_up = [(out.fragment, out.layout, out.blob) for out in map(self.mixing.export, shift.lost)]
         try:
             for state in given_up:
@@ -253,12 +253,12 @@ class Compute:
             if self.fragments != held:
                 self._occupy(*span)
                 self.mixing.start(unpacked(self.setup.codecs, given_up, layouts))
-            return jobs.Moved(False, "disk" if isinstance(error, OSError) else "memory")
+            return jobs.SpanChanged(False, "disk" if isinstance(error, OSError) else "memory")
         self.mixing.start(shift.states)
         self.mixing.begin_anew(shift.gained)
         self.kept.forget(shift.gained)
         self.lr_step = max(self.lr_step, job.step)
-        return jobs.Moved(True, kept=self.kept.kept(cut.index for cut in self.cuts))
+        return jobs.SpanChanged(True, kept=self.kept.kept(cut.index for cut in self.cuts))
 
     # State
 

@@ -50,7 +50,7 @@ class Corpus:
         return tokens_BT[:, :-1], tokens_BT[:, 1:]
 
 
-def load(data: config.Data, model: config.Model) -> Corpus:
+def load(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
     """Reads or maps the tokens. Raises UserError when there are too few, or they do not fit the vocabulary."""
     tokens = _read(data)
     stretch = min(STRETCH_TOKENS, len(tokens) // 20)
@@ -66,7 +66,7 @@ def load(data: config.Data, model: config.Model) -> Corpus:
     return Corpus(tokens, model.context, starts[~held], starts[held], stretch)
 
 
-def _read(data: config.Data) -> Tokens:
+def _read(data: config.DataConfig) -> Tokens:
     if data.kind == "tokens":
         return _map(data)
     if data.kind == "python-stdlib":
@@ -82,7 +82,7 @@ def _read(data: config.Data) -> Tokens:
     return _bytes_of(found)
 
 
-def _map(data: config.Data) -> Tokens:
+def _map(data: config.DataConfig) -> Tokens:
     assert data.path is not None
     dtype = np.uint16 if data.token_bytes == 2 else np.uint32
     try:

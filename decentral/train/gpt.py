@@ -18,7 +18,7 @@ from decentral.core import config
 from decentral.core.errors import UserError
 
 
-def build(model: config.Model, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
+def build(model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
     """Layers [first, last) with their initial weights, the same on every peer that has this seed, whatever its span.
 
     So the layers outside are made too, one at a time, and let go: it takes a layer's memory, not the model's (a user's
@@ -33,7 +33,7 @@ def build(model: config.Model, seed: int, first: int = 0, last: int | None = Non
         return [kept[index] for index in inside]
 
 
-def parameters(model: config.Model) -> list[int]:
+def parameters(model: config.ModelConfig) -> list[int]:
     """How many each layer has; no weights are made."""
     if model.layers is None:
         return model.layer_parameters
@@ -41,7 +41,7 @@ def parameters(model: config.Model) -> list[int]:
         return [sum(p.numel() for p in layer.parameters()) for layer in _users_layers(model)]
 
 
-def widths(model: config.Model) -> list[int]:
+def widths(model: config.ModelConfig) -> list[int]:
     """Numbers a token that enter each layer; tokens themselves enter the first one."""
     if model.layers is None:
         return [1] + [model.d_model] * (model.depth + 1)
@@ -53,7 +53,7 @@ def widths(model: config.Model) -> list[int]:
     return found
 
 
-def _ours(model: config.Model) -> Iterator[tuple[int, nn.Module]]:
+def _ours(model: config.ModelConfig) -> Iterator[tuple[int, nn.Module]]:
     """Each layer with its place, in the order in which they draw their weights: that is what a seed means."""
     for block in range(1, model.depth + 1):
         yield block, Block(model)
@@ -64,7 +64,7 @@ def _ours(model: config.Model) -> Iterator[tuple[int, nn.Module]]:
 class Embedding(nn.Module):
     """tokens_BT -> hidden_BTD"""
 
-    def __init__(self, model: config.Model) -> None:
+    def __init__(self, model: config.ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(model.vocabulary, model.d_model)
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
@@ -77,7 +77,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """hidden_BTD -> hidden_BTD: attention, then a gated feed-forward, each added to what came in."""
 
-    def __init__(self, model: config.Model) -> None:
+    def __init__(self, model: config.ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(model.d_model, eps=1e-5)
         self.self_attn = Attention(model)
@@ -98,7 +98,7 @@ class Attention(nn.Module):
     cos_TE: Tensor
     sin_TE: Tensor
 
-    def __init__(self, model: config.Model) -> None:
+    def __init__(self, model: config.ModelConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads = model.n_heads, model.n_kv_heads
         self.channels = model.d_model // model.n_heads
@@ -135,7 +135,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, arXiv 2002.05202)."""
 
-    def __init__(self, model: config.Model) -> None:
+    def __init__(self, model: config.ModelConfig) -> None:
         super().__init__()
         self.gate_proj = _linear(model.d_model, model.d_hidden)
         self.up_proj = _linear(model.d_model, model.d_hidden)
@@ -149,7 +149,7 @@ class FeedForward(nn.Module):
 class Head(nn.Module):
     """hidden_BTD -> logits_BTV"""
 
-    def __init__(self, model: config.Model) -> None:
+    def __init__(self, model: config.ModelConfig) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(model.d_model, eps=1e-5)
         self.lm_head = _linear(model.d_model, model.vocabulary)
@@ -198,7 +198,7 @@ def _rotary(context: int, channels: int, theta: float) -> tuple[Tensor, Tensor]:
     return angles_TE.cos(), angles_TE.sin()
 
 
-def _users_layers(model: config.Model) -> list[nn.Module]:
+def _users_layers(model: config.ModelConfig) -> list[nn.Module]:
     assert model.layers is not None
     module, colon, function = model.layers.partition(":")
     if not colon:

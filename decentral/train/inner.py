@@ -41,7 +41,12 @@ class Live:
     """One fragment's live weights theta [n], their gradient and AdamW moments, and what was trained since a close."""
 
     def __init__(
-        self, fragment: Fragment, layers: Sequence[nn.Module], device: torch.device, train: config.Train, start: int = 0
+        self,
+        fragment: Fragment,
+        layers: Sequence[nn.Module],
+        device: torch.device,
+        train: config.TrainConfig,
+        start: int = 0,
     ) -> None:
         """`layers` are those from layer `start` on."""
         own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
@@ -53,7 +58,7 @@ class Live:
         self.exp_avg = torch.zeros_like(self.theta)
         self.exp_avg_sq = torch.zeros_like(self.theta)
         self.tokens = 0
-        self.rates = 0.0  # sum of the learning rates since the last close
+        self.lr_sum = 0.0  # sum of the learning rates since the last close
         self.steps = 0  # of this AdamW: for its bias correction and for a newcomer's own warm-up
         self.train = train
         self.betas = (train.beta1, train.beta2)
@@ -76,7 +81,7 @@ class Live:
 class Inner:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over all fragments, through torch's fused kernel."""
 
-    def __init__(self, lives: Sequence[Live], train: config.Train) -> None:
+    def __init__(self, lives: Sequence[Live], train: config.TrainConfig) -> None:
         self.lives = lives
         self.train = train
         self._parts = [part for live in lives for part in _parts(live, train.weight_decay, live.grad)]
@@ -104,7 +109,7 @@ class Inner:
             _adamw(part, self.steps, rate, self.train)
         for live in self.lives:
             live.tokens += tokens
-            live.rates += rate
+            live.lr_sum += rate
             live.steps += 1
 
 
@@ -117,16 +122,16 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> Non
         step_one(live, gradient, rate_at(train, lr_step, live.steps), tokens, train)
 
 
-def step_one(live: Live, gradient: Tensor, rate: float, tokens: int, train: config.Train) -> None:
+def step_one(live: Live, gradient: Tensor, rate: float, tokens: int, train: config.TrainConfig) -> None:
     """AdamW on one fragment by itself, with a gradient [n] that was gathered elsewhere than in `live.grad`."""
     for part in _parts(live, train.weight_decay, gradient):
         _adamw(part, live.steps, rate, train)
     live.tokens += tokens
-    live.rates += rate
+    live.lr_sum += rate
     live.steps += 1
 
 
-def _adamw(part: "_Part", steps: int, rate: float, train: config.Train) -> None:
+def _adamw(part: "_Part", steps: int, rate: float, train: config.TrainConfig) -> None:
     adamw(
         [part.theta],
         [part.grad],
@@ -165,7 +170,7 @@ def _parts(live: Live, weight_decay: float, gradient: Tensor) -> list[_Part]:
     ]
 
 
-def rate_at(train: config.Train, lr_step: int, own_steps: int) -> float:
+def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
     """Learning rate: linear warm-up, then constant, or linear decay to `final_rate` at `total_steps`.
 
     `lr_step` is the swarm's step; `own_steps` counts this AdamW's, so that a newcomer warms up by itself.

@@ -42,7 +42,9 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
     return Device(device, getattr(torch, chosen), throttle, emulated_s)
 
 
-def measure(forward: Forward, model: config.Model, device: Device, micro_batch: int, share: float = 1.0) -> Measured:
+def measure(
+    forward: Forward, model: config.ModelConfig, device: Device, micro_batch: int, share: float = 1.0
+) -> Measured:
     """Takes well under a second on a small model. Throttling and emulation count, as they do in training.
 
     `share`: the part of the model that `forward` is; tokens/s are those of the whole model.
@@ -52,7 +54,7 @@ def measure(forward: Forward, model: config.Model, device: Device, micro_batch: 
     return Measured(_name(device), memory_bytes(device), _flops(device) / device.throttle, tokens_per_s)
 
 
-def micro_batch(forward: Forward, model: config.Model, device: Device) -> int:
+def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> int:
     """Sequences of the smallest micro-batch that is nearly as fast as the fastest one that fits the memory."""
     rates: dict[int, float] = {}
     size = 1
@@ -68,7 +70,7 @@ def micro_batch(forward: Forward, model: config.Model, device: Device) -> int:
     return min(size for size, rate in rates.items() if rate >= GOOD_ENOUGH * max(rates.values()))
 
 
-def _trained_s(forward: Forward, model: config.Model, device: Device, sequences: int) -> float:
+def _trained_s(forward: Forward, model: config.ModelConfig, device: Device, sequences: int) -> float:
     """Seconds of forward and backward; the best of three, for the first ones warm caches up."""
     tokens_BT = torch.zeros(sequences, model.context, dtype=torch.int64, device=device.device)
     best = float("inf")

@@ -15,13 +15,12 @@ what torch really keeps, and benchmarks/memory.py against what a process takes.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.core.jobs import MOST_UNDER_WAY, Fragment
+from decentral.core.jobs import Fragment
+from decentral.core.memory_needs import MemoryNeeds
 from decentral.train import gpt
 from decentral.train.inner import fragments_of
 
@@ -29,56 +28,12 @@ TRAINING_BYTES = 20
 SUM_BYTES = 4
 GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12, "synchronous": 24}
 PASSING_BYTES = 16
-UNDER_WAY = 4  # micro-batches that any span must have room for: with fewer its device waits for the links
-AT_EACH = 5  # micro-batches that a span of a long route should have room for, for each stage from it to the end
-LEAST_OF_LONG = 32  # more than that no span must have room for, however long its routes are
-MOST_SEQUENCES = 512  # of a micro-batch whose size is `auto`
+MOST_AUTO_SEQUENCES = 512  # of a micro-batch whose size is `auto`
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
 RETURNED_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Bytes of each fragment, and of one micro-batch in it."""
-
-    fragments: tuple[Fragment, ...]
-    state: tuple[int, ...]
-    passing: tuple[int, ...]
-    kept: tuple[int, ...]
-
-    def of(self, begin: int, end: int, under_way: int | None = None) -> int:
-        """Of fragments [begin, end) with so many micro-batches under way; with as many as they need at least."""
-        part = slice(begin, end)
-        many = self.least_under_way(end - begin) if under_way is None else under_way
-        return sum(self.state[part]) + max(self.passing[part], default=0) + many * sum(self.kept[part])
-
-    def least_under_way(self, width: int) -> int:
-        """Micro-batches that a span of so many fragments must have room for: the narrower spans are, the longer are
-        routes, and the first of P stages holds P of them (PipeDream's 1F1B, arXiv 1806.03377, section 3.2)."""
-        stages = -(-len(self.fragments) // max(1, width))
-        return min(LEAST_OF_LONG, max(UNDER_WAY, stages + 2))
-
-    def under_way(self, begin: int, end: int) -> int:
-        """Micro-batches that fragments [begin, end) should have room for: those that are behind it, with spans like
-        this one, and their own. Where routes are many, gradients come back as they happen to, and it takes about five
-        at each device to keep it busy nine tenths of the time (a queue with random arrivals)."""
-        width = max(1, end - begin)
-        if 2 * width >= len(self.fragments):
-            return UNDER_WAY
-        behind = -(-(len(self.fragments) - begin) // width)
-        return min(MOST_UNDER_WAY, max(self.least_under_way(width), AT_EACH * behind))
-
-    def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
-        """Micro-batches that fit beside the span."""
-        room = memory_bytes - self.of(begin, end, 0)
-        return max(UNDER_WAY, min(MOST_UNDER_WAY, room // max(1, sum(self.kept[begin:end]))))
-
-    def span(self, begin: int, end: int) -> tuple[int, int]:
-        """Fragments [begin, end) as layers [first, last)."""
-        return self.fragments[begin].first, self.fragments[end - 1].last
-
-
-def needs(run: config.Config, cuts: Sequence[Fragment] | None = None) -> Needs:
+def needs(run: config.Config, cuts: Sequence[Fragment] | None = None) -> MemoryNeeds:
     """Of this run's model, in fp32 (bf16 keeps less). `cuts`: as if it were cut into these."""
     model = run.model
     cut = tuple(cuts or fragments_of(run))
@@ -89,10 +44,10 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None) -> Needs:
     tokens = sequences * model.context
     each = [tokens * sum(layers[one.first : one.last]) for one in cut]
     passing = [one.parameters * PASSING_BYTES for one in cut]
-    return Needs(cut, tuple(state), tuple(passing), tuple(each))
+    return MemoryNeeds(cut, tuple(state), tuple(passing), tuple(each))
 
 
-def kept(model: config.Model) -> list[int]:
+def kept(model: config.ModelConfig) -> list[int]:
     """Bytes a token that each layer keeps from its forward pass for its backward pass, in fp32.
 
     A block keeps what each of its matrix products, norms, rotations and gates got: 14 vectors of its width, of which
@@ -109,28 +64,7 @@ def kept(model: config.Model) -> list[int]:
 UNKNOWN_LAYER = 128  # bytes a token and number that enters, for a user's own layer: a guess on the safe side
 
 
-def reach(found: Needs, memory_bytes: int) -> Callable[[int], int]:
-    """From which fragment a span may go how far; itself, where nothing fits."""
-
-    return _widest(found, memory_bytes).__getitem__
-
-
-@lru_cache(maxsize=64)
-def _widest(found: Needs, memory_bytes: int) -> tuple[int, ...]:
-    """Where the widest span ends that fits, from each fragment on: with the micro-batches that it should have room for,
-    or else with those that it must. A narrower one may need room for more of them."""
-    count = len(found.fragments)
-
-    def end_of(begin: int) -> int:
-        ends = range(count, begin, -1)
-        well = (end for end in ends if found.of(begin, end, found.under_way(begin, end)) <= memory_bytes)
-        badly = (end for end in ends if found.of(begin, end) <= memory_bytes)
-        return next(well, next(badly, begin))
-
-    return tuple(map(end_of, range(count)))
-
-
-def check(found: Needs, memory_bytes: int) -> None:
+def check(found: MemoryNeeds, memory_bytes: int) -> None:
     """Raises UserError if not one fragment fits."""
     least = min(found.of(index, index + 1) for index in range(len(found.fragments)))
     if least > memory_bytes:

@@ -55,23 +55,23 @@ class Slow:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class WindowUpdate:
     """What one peer did in a window, as others can read it. `phi` is None where only the delta was pulled."""
 
     sent: Tensor  # q
     tokens: int
-    rates: float  # sum of the learning rates of its steps
+    lr_sum: float  # sum of the learning rates of its steps
     phi: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class OuterStep:
     """`correction` is owed to theta, and the baseline of `slow` has it already: it is not counted as progress."""
 
     slow: Slow
     correction: Tensor
     step: Tensor  # g
-    rates: float  # r_mean
+    lr_sum: float  # r_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,9 @@ def close(slow: Slow, theta: Tensor, quantise: Quantise) -> tuple[Slow, Tensor]:
     return replace(slow, baseline=theta.clone(), residual=owed - sent), sent
 
 
-def merge(slow: Slow, own: Window, partners: Sequence[Window], constants: Constants, rho: float) -> Outcome:
+def merge(
+    slow: Slow, own: WindowUpdate, partners: Sequence[WindowUpdate], constants: Constants, rho: float
+) -> OuterStep:
     """Takes the outer step of our closed window with those of our partners; none of them is a solo step."""
     everyone = [own, *partners]
     weights = token_weights([window.tokens for window in everyone])
@@ -108,19 +110,19 @@ def merge(slow: Slow, own: Window, partners: Sequence[Window], constants: Consta
     momentum = constants.alpha * slow.momentum + step
     phi = slow.phi - constants.beta * (step + constants.alpha * momentum) - constants.gamma * apart
     correction = rho * (phi - slow.baseline)
-    rates = sum(weight * window.rates for weight, window in zip(weights, everyone, strict=True))
-    return Outcome(Slow(phi, slow.baseline + correction, momentum, slow.residual), correction, step, rates)
+    lr_sum = sum(weight * window.lr_sum for weight, window in zip(weights, everyone, strict=True))
+    return OuterStep(Slow(phi, slow.baseline + correction, momentum, slow.residual), correction, step, lr_sum)
 
 
-def moment_shift(own: Window, outcome: Outcome, moments: Moments, strength: float) -> Tensor:
+def moment_shift(own: WindowUpdate, outcome: OuterStep, moments: Moments, strength: float) -> Tensor:
     """What to add to AdamW's exp_avg so that it follows the merged step; `strength` is rho kappa.
 
     Zero for a peer that took no step in the window: it cannot tell its own part from the others'.
     """
-    if own.rates <= 0 or outcome.rates <= 0 or moments.bias_2 <= 0:
+    if own.lr_sum <= 0 or outcome.lr_sum <= 0 or moments.bias_2 <= 0:
         return torch.zeros_like(own.sent)
     scale = (moments.exp_avg_sq / moments.bias_2).sqrt() + moments.eps
-    return strength * moments.bias_1 * scale * (outcome.step / outcome.rates - own.sent / own.rates)
+    return strength * moments.bias_1 * scale * (outcome.step / outcome.lr_sum - own.sent / own.lr_sum)
 
 
 def limited(vector: Tensor, length: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from decentral.core import config, jobs
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.train import checkpoint, data, gpt
-from decentral.train.compute import Compute, Setup
+from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.inner import Live, fragments_of
 from decentral.train.sections import Codecs
 from decentral.train.step import Device
@@ -74,7 +74,7 @@ def held_out_loss(run: config.Config, weights: Weights, codecs: Codecs) -> float
     device = Device(torch.device("cpu"), torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         corpus = data.load(run.data, run.model)
-        compute = Compute(Setup(plain, PeerId("average"), corpus, codecs, device, Path(folder)))
+        compute = Compute(ComputeSetup(plain, PeerId("average"), corpus, codecs, device, Path(folder)))
         for mixed in compute.mixing.fragments:
             mixed.live.theta.copy_(weights[mixed.live.fragment.index])
         outcome = compute.do(jobs.Evaluate())

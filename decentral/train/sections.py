@@ -8,12 +8,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from decentral.core.hollow import Hollow, joined
 from decentral.core.jobs import Layout, Section
+from decentral.core.synthetic import SyntheticBlob, joined
 
 
 class Codecs(Protocol):
-    """comm/compress.py, or anything like it."""
+    """comm/wire/compress.py, or anything like it."""
 
     def encode(self, codec: str, values: Tensor) -> bytes: ...
 
@@ -43,7 +43,7 @@ class Packer:
 
 def unpack(codecs: Codecs, layout: Layout, blob: bytes) -> dict[str, Tensor]:
     """fp32 vectors on the CPU, by name. Raises ProtocolError for what the codecs refuse."""
-    view, start, values = blob if isinstance(blob, Hollow) else memoryview(blob), 0, {}
+    view, start, values = blob if isinstance(blob, SyntheticBlob) else memoryview(blob), 0, {}
     for section in layout:
         values[section.name] = codecs.decode(section.codec, view[start : start + section.size], section.elements)
         start += section.size

@@ -30,15 +30,15 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class StepReport:
     loss: float
     tokens: int
     micro_batches: int
 
 
 def train_step(
-    forward: Forward, fetch: Fetch, inner: Inner, lr_step: int, train: config.Train, device: Device
-) -> Report:
+    forward: Forward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
+) -> StepReport:
     """One inner step of `train.accumulate` micro-batches. A gradient that is not finite is dropped, not applied."""
     inner.zero_grad()
     losses, tokens = [], 0
@@ -53,7 +53,7 @@ def train_step(
         slow_down(device, time.perf_counter() - began)
     if torch.isfinite(inner.clip()):
         inner.step(rate_at(train, lr_step, inner.steps), tokens)
-    return Report(float(torch.stack(losses).mean()), tokens, train.accumulate)
+    return StepReport(float(torch.stack(losses).mean()), tokens, train.accumulate)
 
 
 @torch.no_grad()

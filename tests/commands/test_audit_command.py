@@ -8,8 +8,8 @@ import pytest
 from decentral import audit
 
 
-def line(*legs: tuple[str, int, int, int], event: str = "counted") -> dict[str, object]:
-    return {"t": 1.0, "event": event, "of": [[*leg, 10] for leg in legs]}
+def line(*executions: tuple[str, int, int, int], event: str = "counted") -> dict[str, object]:
+    return {"t": 1.0, "event": event, "of": [[*execution, 10] for execution in executions]}
 
 
 def test_a_micro_batch_counts_once_where_its_hops_meet() -> None:
@@ -23,7 +23,7 @@ def test_hops_that_overlap_have_counted_twice() -> None:
     assert found.twice == (("A", 1),)
 
 
-def test_the_same_number_of_two_starters_is_two_micro_batches() -> None:
+def test_the_same_number_of_two_origin_peers_is_two_micro_batches() -> None:
     assert audit.audit([[line(("A", 1, 0, 3)), line(("B", 1, 0, 3))]], 3).everywhere == 2
 
 

@@ -9,24 +9,24 @@ import torch
 from torch import nn
 
 from decentral import export
-from decentral.comm import compress
-from decentral.comm.codec import Envelope
-from decentral.comm.messages import PullState
-from decentral.comm.transport import Answer, AskError, Reply, Transport
+from decentral.comm.wire import compress
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import StateRequest
+from decentral.comm.wire.transport import Answer, AskError, Reply, Transport
 from decentral.core import jobs
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
-from decentral.peers.join import Donor
-from decentral.peers.records import PeerRecord, Profile
+from decentral.peers.joining.join import Donor
+from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.state import Folder
 from decentral.train import replicas
-from decentral.train.compute import Compute, Setup
+from decentral.train.compute import Compute, ComputeSetup
 
 RUN = RunId("words-3fa2c1")
 
 
 @pytest.fixture
-def folders(setup_of: Callable[..., Setup]) -> list[Path]:
+def folders(setup_of: Callable[..., ComputeSetup]) -> list[Path]:
     """The state folders of two peers of one run, whose weights differ."""
     made = []
     for name, change in (("A", 0.25), ("B", -0.05)):
@@ -47,7 +47,7 @@ def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def test_transformers_loads_the_folder_and_gives_the_averages_logits(
-    folders: list[Path], setup_of: Callable[..., Setup], tmp_path: Path
+    folders: list[Path], setup_of: Callable[..., ComputeSetup], tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install transformers")
     out = tmp_path / "out"
@@ -100,7 +100,7 @@ class Serving:
         if to == self.dead:
             raise AskError("unreachable")
         compute, question = self.computes[to], envelope.message
-        assert isinstance(question, PullState)
+        assert isinstance(question, StateRequest)
         donor = Donor(RUN, compute.fragments)
         donor.asked(1, PeerId("asker"), question, 0, 0.0)
         exported = compute.do(jobs.ExportState(question.fragment))
@@ -112,7 +112,7 @@ class Serving:
 
 @pytest.mark.parametrize("dead", ["", "B"])
 def test_live_peers_are_gathered_piece_by_piece_and_a_dead_one_is_left_out(
-    setup_of: Callable[..., Setup], dead: str
+    setup_of: Callable[..., ComputeSetup], dead: str
 ) -> None:
     computes = {PeerId(name): Compute(setup_of(name)) for name in "AB"}
     first = next(iter(computes.values()))
@@ -125,7 +125,7 @@ def test_live_peers_are_gathered_piece_by_piece_and_a_dead_one_is_left_out(
         assert torch.equal(found[0][mixed.live.fragment.index], mixed.live.theta)
 
 
-def test_the_layouts_it_expects_are_those_that_peers_donate(setup_of: Callable[..., Setup]) -> None:
+def test_the_layouts_it_expects_are_those_that_peers_donate(setup_of: Callable[..., ComputeSetup]) -> None:
     for algorithm in ("pull", "symmetric", "push_sum", "allreduce", "synchronous"):
         compute = Compute(setup_of("A", algorithm=algorithm))
         expected = [layout for _, layout in export.donated_layouts(compute.setup.config)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from decentral import peer
-from decentral.comm.identity import Identity
+from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.ids import RunId
 from decentral.state import Folder

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from decentral import plan
-from decentral.comm.codec import Envelope
-from decentral.comm.identity import Identity
-from decentral.comm.libp2p import Libp2p
-from decentral.comm.messages import Welcome
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.messages import Welcome
 from decentral.core import config
 from decentral.core.ids import PeerId
-from decentral.peers import records
-from decentral.peers.records import PeerRecord, Profile
+from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerRecord, Profile
 
 RUN = "gpt-3fa2c1"
 QUICK = ["--seconds", "0.2"]

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decentral.comm import compress
+from decentral.comm.wire import compress
 from decentral.core import jobs
-from decentral.train.compute import Compute, Setup
+from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import Device
 
 pytestmark = pytest.mark.gpu
 
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., ComputeSetup]
 
 
 def held_out_loss(compute: Compute) -> float:
@@ -69,7 +69,9 @@ def test_a_window_merges_between_a_cuda_and_a_cpu_peer(setup_of: MakeSetup) -> N
         compute.step()
         closed = compute.do(jobs.CloseWindow(0, 1))
         assert isinstance(closed, jobs.WindowClosed)
-        published.append(jobs.Contribution(compute.setup.peer, closed.tokens, closed.rates, closed.layout, closed.blob))
+        published.append(
+            jobs.Contribution(compute.setup.peer, closed.tokens, closed.lr_sum, closed.layout, closed.blob)
+        )
     for compute, contribution in zip(pair, reversed(published), strict=True):
         merged = compute.do(jobs.Merge(0, 1, (contribution,)))
         assert isinstance(merged, jobs.Merged)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from decentral.sim import calibrate
-from decentral.sim.calibrate import Device, Figures, Setting
+from decentral.sim.calibrate import DevicePace, Figures, Setting
 
 MODEL = ("model.depth=1", "model.width=32", "model.context=32", "train.micro_batch=2")
 REFERENCE = Setting("reference", (1, 1), 0.5, 0.05, (*MODEL, "gossip.start_steps=100"))
-DEVICE = Device(beside_s=0.002, job_bytes=5e7, latency_s=0.004, rate=1e8, start_s=3.0, noise=0.01)
+DEVICE = DevicePace(beside_s=0.002, job_bytes=5e7, latency_s=0.004, rate=1e8, start_s=3.0, noise=0.01)
 
 
 def step(t: float, steps: int, seconds: float) -> dict[str, Any]:

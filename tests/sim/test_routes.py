@@ -5,20 +5,31 @@ from pathlib import Path
 
 import pytest
 
-from decentral.comm import compress
+from decentral.comm.wire import compress
 from decentral.core import config, jobs, rng
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Apply, Backed, Backward, Draw, Drop, Forward, Forwarded, HopFailed, Seal, Sealed
-from decentral.peers.plans import Plans
-from decentral.peers.virtual import Pace
+from decentral.core.jobs import (
+    Apply,
+    Backward,
+    BackwardDone,
+    Draw,
+    Drop,
+    ExecutionFailed,
+    Forward,
+    ForwardDone,
+    Seal,
+    Sealed,
+)
+from decentral.peers.planning.swarm_plans import SwarmPlans
 from decentral.sim import faults, sweep
 from decentral.sim.audit import Violation
 from decentral.sim.geography import Wires
 from decentral.sim.gradients import real_gradients
-from decentral.sim.run import Report, Scenario, Unwatched, run
+from decentral.sim.run import RunReport, Scenario, Unwatched, run
+from decentral.sim.surrogate import DESCENT_RATE, STEP_NOISE, SurrogateWorkload
 from decentral.sim.swarm import Shape
+from decentral.sim.virtual_host import Pace
 from decentral.train import memory
-from decentral.train.sketch import NOISE, RATE, Sketch
 
 MODEL = [*sweep.SETTINGS, *sweep.SPAN_MODEL]
 
@@ -35,26 +46,26 @@ def scenario(spec: str = "", seconds: float = 60.0, peers: int = 4, shape: Shape
 
 
 @pytest.fixture(scope="module")
-def calm() -> Report:
+def calm() -> RunReport:
     return run(scenario())
 
 
-def test_peers_with_spans_train_together_and_each_layer_counts_each_micro_batch_once(calm: Report) -> None:
+def test_peers_with_spans_train_together_and_each_layer_counts_each_micro_batch_once(calm: RunReport) -> None:
     assert calm.tokens > 60 * 64
     assert calm.routed["twice"] == 0
     assert calm.routed["everywhere"] > 60
     assert calm.routed["in_part"] < 0.1 * calm.routed["everywhere"]
 
 
-def test_the_weights_descend_as_micro_batches_are_counted(calm: Report) -> None:
+def test_the_weights_descend_as_micro_batches_are_counted(calm: RunReport) -> None:
     assert calm.loss < 0.5  # 1 at the start
 
 
-def test_a_swarm_of_spans_has_one_digest_for_one_seed(calm: Report) -> None:
+def test_a_swarm_of_spans_has_one_digest_for_one_seed(calm: RunReport) -> None:
     assert run(scenario()).digest == calm.digest != run(replace(scenario(), seed=2)).digest
 
 
-def test_a_micro_batch_costs_the_devices_together_one_pass_through_the_model(calm: Report) -> None:
+def test_a_micro_batch_costs_the_devices_together_one_pass_through_the_model(calm: RunReport) -> None:
     """Devices are busy for as long as the micro-batches that were counted take, and a little for gossip and retries."""
     busy_s = sum(one["busy_fraction"] for one in calm.by_peer) * 55
     assert calm.routed["everywhere"] * 1.0 < busy_s * 1.1
@@ -101,7 +112,7 @@ def test_peers_follow_one_plan_and_move_while_they_train() -> None:
 
 
 def test_peers_that_do_not_look_at_others_plans_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Plans, "_read", lambda *_: None)
+    monkeypatch.setattr(SwarmPlans, "_read", lambda *_: None)
     with pytest.raises(Violation, match="follow different plans"):
         run(SLOW)
 
@@ -121,7 +132,7 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
 
     class Watching(Unwatched):
         def done(self, host: object, job: object, outcome: object) -> None:
-            if isinstance(outcome, jobs.Backed) and outcome.loss:
+            if isinstance(outcome, jobs.BackwardDone) and outcome.loss:
                 losses.append(outcome.loss / outcome.tokens)
 
     report = run(Scenario(shape, 3, 80.0, 1, audited=False), watch=Watching())
@@ -133,45 +144,47 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
 # The sketch's sums. Fragments are layers [0, 2) [2, 3) [3, 4) [4, 6).
 
 
-def sketch(first: int, last: int) -> Sketch:
+def sketch(first: int, last: int) -> SurrogateWorkload:
     shape = shape_of(2)
     chance = rng.arrays(1, "sketch")
-    return Sketch(shape.config, PeerId("P"), shape.fragments, (first, last), compress, chance, 64, shape.model.layout)
+    return SurrogateWorkload(
+        shape.config, PeerId("P"), shape.fragments, (first, last), compress, chance, 64, shape.model.layout
+    )
 
 
-def drawn(number: int) -> tuple[Sketch, Forwarded]:
-    """A starter with layers [0, 3), and what it sends on of its micro-batch."""
-    starter = sketch(0, 3)
-    starter.micro_batches = number
-    sent = starter.do(Draw(1, 3))
-    assert isinstance(sent, Forwarded)
-    return starter, sent
+def drawn(number: int) -> tuple[SurrogateWorkload, ForwardDone]:
+    """An origin peer with layers [0, 3), and what it sends on of its micro-batch."""
+    origin = sketch(0, 3)
+    origin.micro_batches = number
+    sent = origin.do(Draw(1, 3))
+    assert isinstance(sent, ForwardDone)
+    return origin, sent
 
 
 def test_activations_and_gradients_have_the_real_model_s_sizes() -> None:
-    starter, sent = drawn(7)
+    origin, sent = drawn(7)
     assert (sent.number, sent.tokens) == (7, 64)
     assert len(sent.blob) == 64 * 32 * 2 + 64 * 2  # bf16 hidden values, u16 targets
     back = sketch(3, 6).do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
-    assert isinstance(back, Backed)
+    assert isinstance(back, BackwardDone)
     assert len(back.blob) == 64 * 32 * 2
-    assert isinstance(starter.do(Backward(1, back.layout, back.blob)), Backed)
+    assert isinstance(origin.do(Backward(1, back.layout, back.blob)), BackwardDone)
 
 
 def test_a_step_moves_only_the_layers_that_the_micro_batch_went_through() -> None:
     _, sent = drawn(0)
     middle = sketch(3, 6)
     passed = middle.do(Forward(1, 3, 4, 2, sent.layout, sent.blob))
-    assert isinstance(passed, Forwarded)
+    assert isinstance(passed, ForwardDone)
     back = sketch(4, 6).do(Forward(1, 4, 6, 2, passed.layout, passed.blob))
-    assert isinstance(back, Backed)
+    assert isinstance(back, BackwardDone)
     middle.do(Backward(1, back.layout, back.blob))
     sealed = middle.do(Seal())
     assert sealed == Sealed((1,))
     middle.do(Apply(0, 0, 0.0))
     through, beside = (mixed.live for mixed in middle.mixing.fragments)
     assert (through.tokens, beside.tokens) == (64, 0)
-    assert float(through.theta.mean()) == pytest.approx(1 - RATE, abs=5 * NOISE)
+    assert float(through.theta.mean()) == pytest.approx(1 - DESCENT_RATE, abs=5 * STEP_NOISE)
     assert float(beside.theta.mean()) == 1.0
 
 
@@ -192,20 +205,20 @@ def test_what_a_move_gives_up_is_on_the_disk_and_taken_back_from_there() -> None
         mixed.live.theta.fill_(weight)
         mover.do(jobs.CloseWindow(mixed.live.fragment.index, 1))
         mover.do(jobs.Merge(mixed.live.fragment.index, 1, ()))
-    assert mover.do(jobs.Move(2, 4, (), 9)) == jobs.Moved(True, kept=((0, 0),))
+    assert mover.do(jobs.ChangeSpan(2, 4, (), 9)) == jobs.SpanChanged(True, kept=((0, 0),))
     assert [float(mixed.live.theta[0]) for mixed in mover.mixing.fragments] == pytest.approx([0.5, 1.0], abs=0.01)
-    assert mover.do(jobs.Move(0, 3, (), 9)) == jobs.Moved(True, kept=((2, 9),))
+    assert mover.do(jobs.ChangeSpan(0, 3, (), 9)) == jobs.SpanChanged(True, kept=((2, 9),))
     assert mover.lr_step == 9
     assert float(mover.mixing.fragments[0].live.theta[0]) == pytest.approx(0.25, abs=0.01)
 
 
 def test_the_gradient_of_another_micro_batch_is_noticed() -> None:
-    starter, _ = drawn(1)
+    origin, _ = drawn(1)
     _, other = drawn(2)
     back = sketch(3, 6).do(Forward(1, 3, 6, 2, other.layout, other.blob))
-    assert isinstance(back, Backed)
+    assert isinstance(back, BackwardDone)
     with pytest.raises(AssertionError, match="gradient of"):
-        starter.do(Backward(1, back.layout, back.blob))
+        origin.do(Backward(1, back.layout, back.blob))
 
 
 def test_activations_of_another_layer_are_noticed() -> None:
@@ -218,7 +231,7 @@ def test_activations_of_another_layer_are_noticed() -> None:
 def test_what_has_not_the_right_length_is_refused_and_changes_nothing(blob: bytes) -> None:
     _, sent = drawn(0)
     last = sketch(3, 6)
-    assert last.do(Forward(1, 3, 6, 2, sent.layout, blob)) == HopFailed(1, "shape")
+    assert last.do(Forward(1, 3, 6, 2, sent.layout, blob)) == ExecutionFailed(1, "shape")
     assert last.do(Seal()) == Sealed(())
 
 
@@ -234,5 +247,5 @@ def test_what_has_not_the_right_length_is_refused_and_changes_nothing(blob: byte
 )
 def test_a_job_costs_its_layers_share_of_a_micro_batch(job: jobs.Job, part: float) -> None:
     """A third of it forward; at the model's end the backward pass follows at once."""
-    starter, _ = drawn(0)
-    assert starter.work(job) == pytest.approx(part)
+    origin, _ = drawn(0)
+    assert origin.work(job) == pytest.approx(part)

@@ -7,13 +7,13 @@ import pytest
 
 from decentral.core import config
 from decentral.core.units import Seconds
-from decentral.peers.virtual import Pace
 from decentral.sim import faults, sweep
 from decentral.sim import run as runs
 from decentral.sim.audit import Violation
 from decentral.sim.gradients import real_gradients
 from decentral.sim.run import Enough, Scenario, run, shrink
 from decentral.sim.swarm import Shape
+from decentral.sim.virtual_host import Pace
 from decentral.train import outer
 
 

@@ -8,11 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from decentral.comm import blobs, exchange, ledger, snapshots, virtual
+from decentral.comm.gossip import pull, snapshots
+from decentral.comm.net import virtual_network
+from decentral.comm.routes import ledger
+from decentral.comm.wire import blobs
 from decentral.core.units import Seconds
-from decentral.peers import move, plans
+from decentral.peers.placement import span_move
+from decentral.peers.planning import swarm_plans
 from decentral.sim import sweep
-from decentral.train import outer, position
+from decentral.train import micro_batch_numbers, outer
 
 FOUND = {
     28: "a partition: all waited for one silent partner, and the good answers grew old",
@@ -73,51 +77,53 @@ def no_digests(off: Switch) -> None:
 
 
 def no_replay_check(off: Switch) -> None:
-    check = snapshots.Terms.check
+    check = snapshots.FragmentContext.check
     off.setattr(
-        snapshots.Terms, "check", lambda terms, sent, blob, layout, _, now: check(terms, sent, blob, layout, -1, now)
+        snapshots.FragmentContext,
+        "check",
+        lambda context, sent, blob, layout, _, now: check(context, sent, blob, layout, -1, now),
     )
 
 
 def no_write_deadline(off: Switch) -> None:
-    off.setattr(virtual, "WRITE_S", None)
+    off.setattr(virtual_network, "WRITE_S", None)
 
 
 def no_staleness_limit(off: Switch) -> None:
     """Neither when an answer comes nor when it is merged."""
-    check, merge = snapshots.Terms.check, exchange.Exchange._merge
+    check, merge = snapshots.FragmentContext.check, pull.PullExchange._merge
 
-    def endless(terms: snapshots.Terms) -> snapshots.Terms:
-        return replace(terms, max_age_s=1e12)
+    def endless(context: snapshots.FragmentContext) -> snapshots.FragmentContext:
+        return replace(context, max_age_s=1e12)
 
-    def merge_all(machine: exchange.Exchange, now: Seconds) -> object:
-        terms, machine.terms = machine.terms, endless(machine.terms)
+    def merge_all(machine: pull.PullExchange, now: Seconds) -> object:
+        context, machine.context = machine.context, endless(machine.context)
         effects = merge(machine, now)
-        machine.terms = terms
+        machine.context = context
         return effects
 
-    off.setattr(snapshots.Terms, "check", lambda terms, *rest: check(endless(terms), *rest))
-    off.setattr(exchange.Exchange, "_merge", merge_all)
+    off.setattr(snapshots.FragmentContext, "check", lambda context, *rest: check(endless(context), *rest))
+    off.setattr(pull.PullExchange, "_merge", merge_all)
 
 
 def no_void_marks(off: Switch) -> None:
-    """What must not count counts: a leg whose starter went another way, or gave up."""
-    off.setattr(ledger.Ledger, "void", ledger.Ledger.settle)
+    """What must not count counts: an execution whose origin peer went another way, or gave up."""
+    off.setattr(ledger.GradientLedger, "void", ledger.GradientLedger.settle)
 
 
 def no_reserved_numbers(off: Switch) -> None:
     """A peer that starts again from an old checkpoint gives numbers out again."""
-    off.setattr(position.Position, "take", lambda own, wished: wished)
+    off.setattr(micro_batch_numbers.MicroBatchNumbers, "take", lambda own, wished: wished)
 
 
 def no_others_plans(off: Switch) -> None:
     """Everybody follows what it finds itself."""
-    off.setattr(plans.Plans, "_read", lambda *_: None)
+    off.setattr(swarm_plans.SwarmPlans, "_read", lambda *_: None)
 
 
 def no_promises(off: Switch) -> None:
     """Whoever moves needs nobody to stay with what it gives up."""
-    off.setattr(move.Moves, "needed", property(lambda own: 0))
+    off.setattr(span_move.SpanMove, "needed", property(lambda own: 0))
 
 
 DEFENCES = {  # how to switch it off, the rule that is violated then, and the seed that found it first

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentral.comm import compress
+from decentral.comm.wire import compress
 from decentral.core import jobs
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Layout
 from decentral.train import checkpoint
-from decentral.train.compute import Compute, Setup
+from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.sections import Packer, unpack
 
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., ComputeSetup]
 ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
 
 
-def trained(setup: Setup, steps: int = 3) -> Compute:
+def trained(setup: ComputeSetup, steps: int = 3) -> Compute:
     compute = Compute(setup)
     for _ in range(steps):
         compute.step()
@@ -37,7 +37,7 @@ def close(compute: Compute, fragment: int = 0, seq: int = 1) -> Contribution:
     """Ends the window; what it publishes, as others would contribute it."""
     closed = compute.do(jobs.CloseWindow(fragment, seq))
     assert isinstance(closed, jobs.WindowClosed)
-    return Contribution(compute.setup.peer, closed.tokens, closed.rates, closed.layout, closed.blob)
+    return Contribution(compute.setup.peer, closed.tokens, closed.lr_sum, closed.layout, closed.blob)
 
 
 def merge(compute: Compute, *contributions: Contribution, fragment: int = 0, seq: int = 1) -> jobs.Merged:
@@ -186,7 +186,7 @@ def test_what_was_trained_while_a_merge_was_pending_is_not_lost(setup_of: MakeSe
 # What is refused
 
 
-def solo_twin(setup: Setup) -> Tensor:
+def solo_twin(setup: ComputeSetup) -> Tensor:
     """The weights of a peer that took the same window alone."""
     compute = trained(setup)
     close(compute)
@@ -303,7 +303,7 @@ def test_absurd_claims_of_a_partner_do_not_blow_up_the_first_moment(setup_of: Ma
     close(ours)
     first_moment = ours.mixing.fragments[0].live.exp_avg
     before = float(torch.linalg.vector_norm(first_moment))
-    ours.do(jobs.Merge(0, 1, (replace(close(theirs), tokens=1 << 61, rates=0.0),)))
+    ours.do(jobs.Merge(0, 1, (replace(close(theirs), tokens=1 << 61, lr_sum=0.0),)))
     assert float(torch.linalg.vector_norm(first_moment)) < 10 * before
 
 

@@ -15,15 +15,15 @@ from decentral.train.data import Corpus, load
 
 CONTEXT = 16
 ENOUGH = 20 * (CONTEXT + 2)
-MODEL = config.Model(depth=1, width=32, context=CONTEXT)
-NUMBERS = config.Model(depth=1, width=32, context=CONTEXT, vocabulary=1 << 20)  # any position may be a token
+MODEL = config.ModelConfig(depth=1, width=32, context=CONTEXT)
+NUMBERS = config.ModelConfig(depth=1, width=32, context=CONTEXT, vocabulary=1 << 20)  # any position may be a token
 
 
 def positions(tmp_path: Path, count: int, held_out: float = 0.05) -> Corpus:
     """A corpus whose token at each place is that place."""
     path = tmp_path / "positions.bin"
     np.arange(count, dtype=np.uint32).tofile(path)
-    return load(config.Data(kind="tokens", path=str(path), token_bytes=4, held_out=held_out), NUMBERS)
+    return load(config.DataConfig(kind="tokens", path=str(path), token_bytes=4, held_out=held_out), NUMBERS)
 
 
 def all_of(batch: tuple[torch.Tensor, torch.Tensor]) -> set[int]:
@@ -94,7 +94,7 @@ def test_every_part_of_the_training_text_is_drawn(tmp_path: Path) -> None:
 
 def test_text_is_read_byte_by_byte(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(97, 123)) * 40)
-    corpus = load(config.Data(kind="text", path=str(tmp_path / "a.txt")), MODEL)
+    corpus = load(config.DataConfig(kind="text", path=str(tmp_path / "a.txt")), MODEL)
     assert bytes(corpus.tokens[:5].astype(np.uint8)) == b"abcde"
 
 
@@ -104,7 +104,7 @@ def test_a_folder_of_text_is_read_in_order_through_its_glob(tmp_path: Path) -> N
     (tmp_path / "a.txt").write_text("a" * 300)
     (tmp_path / "sub" / "c.txt").write_text("c" * 300)
     (tmp_path / "d.md").write_text("d" * 300)
-    corpus = load(config.Data(kind="text", path=str(tmp_path)), MODEL)
+    corpus = load(config.DataConfig(kind="text", path=str(tmp_path)), MODEL)
     assert bytes(corpus.tokens.astype(np.uint8)) == b"a" * 300 + b"\n" + b"b" * 300 + b"\n" + b"c" * 300
 
 
@@ -112,7 +112,7 @@ def test_a_folder_of_text_is_read_in_order_through_its_glob(tmp_path: Path) -> N
 def test_tokens_are_mapped_and_not_read(tmp_path: Path, dtype: type[np.generic], token_bytes: int) -> None:
     path = tmp_path / "tokens.bin"
     np.arange(1000).astype(dtype).tofile(path)
-    tokens = config.Data.model_validate({"kind": "tokens", "path": str(path), "token_bytes": token_bytes})
+    tokens = config.DataConfig.model_validate({"kind": "tokens", "path": str(path), "token_bytes": token_bytes})
     corpus = load(tokens, NUMBERS)
     assert isinstance(corpus.tokens, np.memmap)
     inputs, _ = corpus.micro_batch(rng.arrays(0), 4)
@@ -120,7 +120,7 @@ def test_tokens_are_mapped_and_not_read(tmp_path: Path, dtype: type[np.generic],
 
 
 def test_the_standard_library_is_there_without_a_download() -> None:
-    corpus = load(config.Data(), MODEL)
+    corpus = load(config.DataConfig(), MODEL)
     assert len(corpus.tokens) > 1_000_000
     assert b"import" in bytes(corpus.tokens[:100_000].astype(np.uint8))
 
@@ -128,9 +128,9 @@ def test_the_standard_library_is_there_without_a_download() -> None:
 # Errors
 
 
-def refusal(model: config.Model = MODEL, **keys: object) -> str:
+def refusal(model: config.ModelConfig = MODEL, **keys: object) -> str:
     with pytest.raises(UserError) as caught:
-        load(config.Data.model_validate(keys), model)
+        load(config.DataConfig.model_validate(keys), model)
     line = str(caught.value)
     assert line.splitlines() == [line]
     return line
@@ -159,7 +159,10 @@ def test_too_few_tokens_are_refused_with_how_many_are_needed(tmp_path: Path) -> 
 
 def test_as_many_tokens_as_the_message_asks_for_are_enough(tmp_path: Path) -> None:
     (tmp_path / "enough.txt").write_text("x" * ENOUGH)
-    assert load(config.Data(kind="text", path=str(tmp_path / "enough.txt")), MODEL).evaluation(2)[0].shape == (2, 16)
+    assert load(config.DataConfig(kind="text", path=str(tmp_path / "enough.txt")), MODEL).evaluation(2)[0].shape == (
+        2,
+        16,
+    )
 
 
 @pytest.mark.parametrize("token_bytes", [2, 4])
@@ -173,7 +176,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path, token_bytes: i
 
 def test_text_needs_a_vocabulary_of_all_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 1000)
-    small = config.Model(depth=1, width=32, context=CONTEXT, vocabulary=100)
+    small = config.ModelConfig(depth=1, width=32, context=CONTEXT, vocabulary=100)
     assert "vocabulary" in refusal(small, kind="text", path=str(tmp_path / "a.txt"))
 
 

@@ -12,8 +12,8 @@ from decentral.core.errors import UserError
 from decentral.train import gpt
 from decentral.train.step import chain
 
-GROUPED = config.Model(depth=2, width=32, heads=4, kv_heads=2, context=16, vocabulary=61)
-PLAIN = config.Model(depth=2, width=32, heads=2, context=16, vocabulary=61)
+GROUPED = config.ModelConfig(depth=2, width=32, heads=4, kv_heads=2, context=16, vocabulary=61)
+PLAIN = config.ModelConfig(depth=2, width=32, heads=2, context=16, vocabulary=61)
 
 
 def tokens(seed: int, sequences: int = 3) -> Tensor:
@@ -60,7 +60,7 @@ def test_an_untrained_model_finds_every_token_about_as_likely() -> None:
 
 
 @pytest.mark.parametrize("model", [PLAIN, GROUPED], ids=["multi-head", "grouped-query"])
-def test_later_tokens_do_not_change_earlier_logits(model: config.Model) -> None:
+def test_later_tokens_do_not_change_earlier_logits(model: config.ModelConfig) -> None:
     layers, one, other = gpt.build(model, 0), tokens(0), tokens(0)
     other[:, 10:] = tokens(1)[:, 10:]
     assert torch.allclose(logits(layers, one)[:, :10], logits(layers, other)[:, :10], atol=1e-6)
@@ -102,12 +102,12 @@ def test_a_missing_weight_is_named() -> None:
 
 
 @pytest.mark.parametrize("model", [PLAIN, GROUPED], ids=["multi-head", "grouped-query"])
-def test_parameters_are_counted_without_building_the_model(model: config.Model) -> None:
+def test_parameters_are_counted_without_building_the_model(model: config.ModelConfig) -> None:
     assert gpt.parameters(model) == [sum(p.numel() for p in layer.parameters()) for layer in gpt.build(model, 0)]
 
 
 @pytest.mark.parametrize("model", [PLAIN, GROUPED], ids=["multi-head", "grouped-query"])
-def test_transformers_llama_with_our_weights_gives_our_logits(model: config.Model) -> None:
+def test_transformers_llama_with_our_weights_gives_our_logits(model: config.ModelConfig) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install transformers")
     layers = gpt.build(model, 3)
     for parameter in nn.Sequential(*layers).parameters():
@@ -153,22 +153,22 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_users_own_layers_are_built_from_the_config(module: str) -> None:
-    layers = gpt.build(config.Model(layers=f"{module}:layers", vocabulary=61), 0)
+    layers = gpt.build(config.ModelConfig(layers=f"{module}:layers", vocabulary=61), 0)
     assert logits(layers, tokens(0)).shape == (3, 16, 61)
 
 
 def test_a_users_own_layers_are_the_same_for_the_same_seed(module: str) -> None:
-    model = config.Model(layers=f"{module}:layers", vocabulary=61)
+    model = config.ModelConfig(layers=f"{module}:layers", vocabulary=61)
     assert torch.equal(logits(gpt.build(model, 5), tokens(0)), logits(gpt.build(model, 5), tokens(0)))
 
 
 @pytest.mark.parametrize("function", ["gone", "nothing", "one", "mixed", "no_arguments", "number", ""])
 def test_a_function_that_gives_no_layers_is_a_user_error(module: str, function: str) -> None:
     with pytest.raises(UserError, match=r"model\.layers"):
-        gpt.build(config.Model(layers=f"{module}:{function}"), 0)
+        gpt.build(config.ModelConfig(layers=f"{module}:{function}"), 0)
 
 
 @pytest.mark.parametrize("name", ["no_such_module:layers", "no colon", ":layers", "", ":", ".relative:layers"])
 def test_a_name_that_leads_nowhere_is_a_user_error(name: str) -> None:
     with pytest.raises(UserError, match=r"model\.layers"):
-        gpt.build(config.Model(layers=name), 0)
+        gpt.build(config.ModelConfig(layers=name), 0)

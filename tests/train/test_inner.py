@@ -14,8 +14,8 @@ from decentral.train import gpt
 from decentral.train.inner import Inner, Live, fragments, rate_at
 from decentral.train.step import Device, chain, train_step
 
-MODEL = config.Model(depth=1, width=32, context=16)
-TRAIN = config.Train(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
+MODEL = config.ModelConfig(depth=1, width=32, context=16)
+TRAIN = config.TrainConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
 CPU = Device(torch.device("cpu"), torch.float32)
 
 
@@ -28,7 +28,7 @@ def counts(layers: Sequence[nn.Module]) -> list[int]:
     return [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
 
 
-def flat(layers: Sequence[nn.Module], train: config.Train = TRAIN) -> Inner:
+def flat(layers: Sequence[nn.Module], train: config.TrainConfig = TRAIN) -> Inner:
     return Inner([Live(fragment, layers, CPU.device, train) for fragment in fragments(counts(layers), 1000)], train)
 
 
@@ -159,32 +159,32 @@ def test_fragments_cover_all_layers_in_order_and_are_large_enough(sizes: list[in
 # Learning rate
 
 
-def rates(train: config.Train, steps: range) -> list[float]:
+def rates(train: config.TrainConfig, steps: range) -> list[float]:
     return [rate_at(train, step, step) for step in steps]
 
 
 def test_the_rate_rises_through_the_warm_up_and_then_stays() -> None:
-    train = config.Train(learning_rate=1.0, warmup_steps=4)
+    train = config.TrainConfig(learning_rate=1.0, warmup_steps=4)
     assert rates(train, range(7)) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1])
 
 
 def test_without_a_warm_up_the_rate_is_whole_at_once() -> None:
-    assert rate_at(config.Train(learning_rate=1.0, warmup_steps=0), 0, 0) == 1.0
+    assert rate_at(config.TrainConfig(learning_rate=1.0, warmup_steps=0), 0, 0) == 1.0
 
 
 def test_the_rate_falls_to_its_final_share_and_stays_there() -> None:
-    train = config.Train(learning_rate=1.0, warmup_steps=0, total_steps=10, final_rate=0.1)
+    train = config.TrainConfig(learning_rate=1.0, warmup_steps=0, total_steps=10, final_rate=0.1)
     assert rates(train, range(0, 15, 5)) == pytest.approx([1.0, 0.55, 0.1])
     assert rate_at(train, 1000, 1000) == pytest.approx(0.1)
 
 
 def test_a_newcomer_warms_up_by_itself() -> None:
-    train = config.Train(learning_rate=1.0, warmup_steps=4)
+    train = config.TrainConfig(learning_rate=1.0, warmup_steps=4)
     assert rate_at(train, 10_000, 0) == pytest.approx(0.2)
     assert rate_at(train, 10_000, 4) == pytest.approx(1.0)
 
 
 @given(lr_step=st.integers(0, 10**6), own=st.integers(0, 10**6), total=st.none() | st.integers(1, 10**5))
 def test_the_rate_is_never_above_the_one_that_was_asked_for_nor_zero(lr_step: int, own: int, total: int | None) -> None:
-    train = config.Train(learning_rate=3e-3, warmup_steps=10, total_steps=total)
+    train = config.TrainConfig(learning_rate=3e-3, warmup_steps=10, total_steps=total)
     assert 0 < rate_at(train, lr_step, own) <= 3e-3

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from decentral.core import config, jobs
+from decentral.core import config, jobs, memory_needs
 from decentral.core.errors import UserError
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.train import gpt, memory
-from decentral.train.compute import Compute, Setup
+from decentral.train.compute import Compute, ComputeSetup
 
 
-def really_kept(model: config.Model, layer: int) -> float:
+def really_kept(model: config.ModelConfig, layer: int) -> float:
     """Bytes a token that autograd keeps of this layer, parameters and buffers left out."""
     layers = gpt.build(model, 0)
     fixed = {t.untyped_storage().data_ptr() for one in layers for t in [*one.parameters(), *one.buffers()]}
@@ -40,14 +40,14 @@ def really_kept(model: config.Model, layer: int) -> float:
 @pytest.mark.parametrize("width", [64, 256])
 @pytest.mark.parametrize("layer", [1, -1])
 def test_a_layer_keeps_about_what_the_model_says(width: int, layer: int) -> None:
-    model = config.Model(depth=1, width=width, context=64)
+    model = config.ModelConfig(depth=1, width=width, context=64)
     said = memory.kept(model)[layer]
     kept = really_kept(model, layer % 3)
     passing = 2 * 4 * model.vocabulary if layer == -1 else 0  # logits and their gradient, while the loss is taken
     assert 0.8 * kept <= said <= 1.3 * (kept + passing)
 
 
-def test_the_state_of_a_parameter_is_what_the_tensors_take(setup_of: Callable[..., Setup]) -> None:
+def test_the_state_of_a_parameter_is_what_the_tensors_take(setup_of: Callable[..., ComputeSetup]) -> None:
     setup = setup_of("A")
     compute = Compute(dataclasses.replace(setup, span=(1, 3)))
     for fragment in compute.fragments:
@@ -65,22 +65,22 @@ def test_the_state_of_a_parameter_is_what_the_tensors_take(setup_of: Callable[..
 
 
 def test_a_span_grows_as_far_as_the_memory_goes() -> None:
-    needs = memory.needs(config.Config(model=config.Model(depth=4, width=128)))
+    needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
     count = len(needs.fragments)
-    assert memory.reach(needs, needs.of(0, count))(0) == count
-    assert memory.reach(needs, needs.of(0, count) - 1)(0) == count - 1
-    assert memory.reach(needs, 1)(2) == 2
+    assert memory_needs.reach(needs, needs.of(0, count))(0) == count
+    assert memory_needs.reach(needs, needs.of(0, count) - 1)(0) == count - 1
+    assert memory_needs.reach(needs, 1)(2) == 2
 
 
 def test_a_memory_for_not_even_one_layer_is_the_users_to_mend() -> None:
-    needs = memory.needs(config.Config(model=config.Model(depth=4, width=128)))
+    needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
     with pytest.raises(UserError, match=r"--memory 1000: the smallest part of this model takes \d+ bytes"):
         memory.check(needs, 1000)
 
 
 def test_room_for_more_micro_batches_is_used_up_to_a_limit() -> None:
-    needs = memory.needs(config.Config(model=config.Model(depth=4, width=128)))
-    assert needs.capacity(0, 2, needs.of(0, 2)) == memory.UNDER_WAY
+    needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
+    assert needs.capacity(0, 2, needs.of(0, 2)) == memory_needs.LEAST_UNDER_WAY
     assert needs.capacity(0, 2, 1 << 50) == MOST_UNDER_WAY
 
 
@@ -101,7 +101,9 @@ def resident() -> int:
 
 def test_the_narrower_a_span_the_more_micro_batches_it_must_have_room_for() -> None:
     """The first of P stages holds P micro-batches while they are on their way."""
-    found = memory.needs(config.Config(model=config.Model(depth=16), gossip=config.Gossip(fragment_parameters=1)))
+    found = memory.needs(
+        config.Config(model=config.ModelConfig(depth=16), gossip=config.GossipConfig(fragment_parameters=1))
+    )
     count = len(found.fragments)
     widths = (count, count // 2, count // 6, 1)
     assert [found.least_under_way(width) for width in widths] == [4, 4, 8, count + 2]
@@ -110,9 +112,11 @@ def test_the_narrower_a_span_the_more_micro_batches_it_must_have_room_for() -> N
 
 
 def test_a_span_grows_as_far_as_its_micro_batches_have_room_and_at_least_as_they_must() -> None:
-    found = memory.needs(config.Config(model=config.Model(depth=16), gossip=config.Gossip(fragment_parameters=1)))
+    found = memory.needs(
+        config.Config(model=config.ModelConfig(depth=16), gossip=config.GossipConfig(fragment_parameters=1))
+    )
     well = found.of(3, 6, found.under_way(3, 6))
-    assert memory.reach(found, well)(3) >= 6
+    assert memory_needs.reach(found, well)(3) >= 6
     assert found.of(3, 5) < found.of(3, 5, found.under_way(3, 5))
-    assert memory.reach(found, found.of(3, 4))(3) == 4  # less than it should have, and all that it must
-    assert memory.reach(found, found.of(3, 4) - 1)(3) == 3
+    assert memory_needs.reach(found, found.of(3, 4))(3) == 4  # less than it should have, and all that it must
+    assert memory_needs.reach(found, found.of(3, 4) - 1)(3) == 3

@@ -9,10 +9,10 @@ from torch import nn
 
 from decentral.core import config, jobs
 from decentral.train import gpt
-from decentral.train.compute import Compute, Setup
+from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.sections import unpack
 
-MakeSetup = Callable[..., Setup]
+MakeSetup = Callable[..., ComputeSetup]
 LAST = (1, 3)  # layers; the model has an embedding, a block and a head, a fragment each
 FIRST = (0, 2)
 
@@ -43,7 +43,7 @@ def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
     before = compute.mixing.fragments[0].live
     state = state_of(donor, 0)
-    assert compute.do(jobs.Move(*FIRST, (state,), 40)) == jobs.Moved(True, kept=((2, 0),))
+    assert compute.do(jobs.ChangeSpan(*FIRST, (state,), 40)) == jobs.SpanChanged(True, kept=((2, 0),))
     assert [fragment.index for fragment in compute.fragments] == [0, 1]
     came, stayed = (mixed.live for mixed in compute.mixing.fragments)
     assert stayed is before
@@ -60,12 +60,12 @@ def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_
 
 def test_it_carries_micro_batches_through_its_new_layers(setup_of: MakeSetup) -> None:
     compute, last, donor = peer(setup_of, "A", LAST), peer(setup_of, "D", LAST), peer(setup_of, "BB", FIRST)
-    compute.do(jobs.Move(*FIRST, (state_of(donor, 0),), 0))
+    compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
     begun = compute.do(jobs.Draw(1, 2))
-    assert isinstance(begun, jobs.Forwarded)
+    assert isinstance(begun, jobs.ForwardDone)
     backed = last.do(jobs.Forward(1, 2, 3, begun.sequences, begun.layout, begun.blob))
-    assert isinstance(backed, jobs.Backed)
-    assert isinstance(compute.do(jobs.Backward(1, backed.layout, backed.blob)), jobs.Backed)
+    assert isinstance(backed, jobs.BackwardDone)
+    assert isinstance(compute.do(jobs.Backward(1, backed.layout, backed.blob)), jobs.BackwardDone)
     before = held(compute)
     compute.do(jobs.Seal())
     assert isinstance(compute.do(jobs.Apply(begun.tokens, 1, backed.loss)), jobs.Stepped)
@@ -76,16 +76,16 @@ def test_what_was_given_up_can_be_had_again_from_the_disk(setup_of: MakeSetup) -
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
     compute.lr_step = 30
     given_up = state_of(compute, 2)
-    compute.do(jobs.Move(*FIRST, (state_of(donor, 0),), 0))
+    compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
     found = Compute(replace(setup_of("A"), span=FIRST))  # after a restart
     assert found.kept.kept(range(3)) == ((2, 30),)
-    assert found.do(jobs.ExportKept(2)) == jobs.KeptExported(2, 30, *given_up[1:])
-    assert found.do(jobs.Move(*LAST, (given_up,), 30)) == jobs.Moved(True, kept=((0, 0),))
+    assert found.do(jobs.ExportRetained(2)) == jobs.RetainedExported(2, 30, *given_up[1:])
+    assert found.do(jobs.ChangeSpan(*LAST, (given_up,), 30)) == jobs.SpanChanged(True, kept=((0, 0),))
 
 
 def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
-    compute.do(jobs.Move(*FIRST, (state_of(donor, 0),), 0))
+    compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
     compute.do(jobs.Save())
     found = Compute(replace(setup_of("A"), span=FIRST))
     assert found.resume()
@@ -107,7 +107,7 @@ def test_a_state_that_is_none_changes_nothing(
 ) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
     before = held(compute)
-    assert compute.do(jobs.Move(*FIRST, (spoil(state_of(donor, 0)),), 40)) == jobs.Moved(False, reason)
+    assert compute.do(jobs.ChangeSpan(*FIRST, (spoil(state_of(donor, 0)),), 40)) == jobs.SpanChanged(False, reason)
     assert all(torch.equal(theta, before[index]) for index, theta in held(compute).items())
     assert compute.lr_step == 0
     assert compute.kept.kept(range(3)) == ()
@@ -119,7 +119,7 @@ def test_a_device_whose_memory_is_full_goes_back_to_its_old_layers(
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
     build = gpt.build
 
-    def full(model: config.Model, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
+    def full(model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
         if first == 0:
             raise torch.OutOfMemoryError("no memory for layer 0")
         return build(model, seed, first, last)
@@ -128,7 +128,7 @@ def test_a_device_whose_memory_is_full_goes_back_to_its_old_layers(
     monkeypatch.setattr(gpt, "build", full)
     compute.do(jobs.CloseWindow(2, 1))
     before = state_of(compute, 2)
-    assert compute.do(jobs.Move(*FIRST, (state,), 40)) == jobs.Moved(False, "memory")
+    assert compute.do(jobs.ChangeSpan(*FIRST, (state,), 40)) == jobs.SpanChanged(False, "memory")
     assert state_of(compute, 2) == before
     assert [fragment.index for fragment in compute.fragments] == [1, 2]
 
@@ -137,16 +137,16 @@ def test_a_full_disk_changes_nothing(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
     before = held(compute)
     (compute.setup.folder / "kept-2.safetensors.new").mkdir()
-    assert compute.do(jobs.Move(*FIRST, (state_of(donor, 0),), 40)) == jobs.Moved(False, "disk")
+    assert compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 40)) == jobs.SpanChanged(False, "disk")
     assert all(torch.equal(theta, before[index]) for index, theta in held(compute).items())
 
 
 def test_a_kept_state_that_is_damaged_or_of_another_run_is_none(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
-    compute.do(jobs.Move(*FIRST, (state_of(donor, 0),), 0))
+    compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
     other = replace(compute.kept, run="another")
     assert other.kept(range(3)) == ()
     path = compute.setup.folder / "kept-2.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     assert compute.kept.kept(range(3)) == ()
-    assert compute.do(jobs.ExportKept(2)) == jobs.KeptExported(2, 0, (), b"")
+    assert compute.do(jobs.ExportRetained(2)) == jobs.RetainedExported(2, 0, (), b"")

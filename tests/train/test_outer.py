@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decentral.comm import compress
+from decentral.comm.wire import compress
 from decentral.core import rng
 from decentral.train import outer
-from decentral.train.outer import Constants, Moments, Quantise, Slow, Window, moment_shift, rho_of, token_weights
+from decentral.train.outer import Constants, Moments, Quantise, Slow, WindowUpdate, moment_shift, rho_of, token_weights
 
 SIZE = 64
 WINDOW = 10  # steps
@@ -44,13 +44,13 @@ class Replica:
         self.theta = self.theta + move
         self.trained = self.trained + move
 
-    def close(self, tokens: int = 1) -> Window:
+    def close(self, tokens: int = 1) -> WindowUpdate:
         if not self.has_baseline:
             self.slow = replace(self.slow, baseline=self.slow.phi)
         self.slow, sent = outer.close(self.slow, self.theta, self.quantise)
-        return Window(sent, tokens, rates=float(tokens))
+        return WindowUpdate(sent, tokens, lr_sum=float(tokens))
 
-    def merge(self, own: Window, partners: Sequence[Window] = (), rho: float = 1.0) -> None:
+    def merge(self, own: WindowUpdate, partners: Sequence[WindowUpdate] = (), rho: float = 1.0) -> None:
         before = self.slow
         outcome = outer.merge(before, own, partners, self.constants, rho)
         self.slow, correction = outcome.slow, outcome.correction
@@ -58,7 +58,7 @@ class Replica:
             correction = self.slow.phi - before.phi + own.sent
         self.theta = self.theta + correction
 
-    def publish(self, own: Window) -> Window:
+    def publish(self, own: WindowUpdate) -> WindowUpdate:
         return replace(own, phi=self.slow.phi.clone())
 
 
@@ -72,7 +72,7 @@ def idle(replicas: Sequence[Replica], windows: int) -> None:
         meet(replicas, [replica.close() for replica in replicas])
 
 
-def meet(replicas: Sequence[Replica], closed: Sequence[Window], rho: float = 1.0) -> None:
+def meet(replicas: Sequence[Replica], closed: Sequence[WindowUpdate], rho: float = 1.0) -> None:
     """Everybody merges with everybody's snapshot."""
     published = [replica.publish(one) for replica, one in zip(replicas, closed, strict=True)]
     for index, replica in enumerate(replicas):
@@ -83,7 +83,7 @@ def train_with_latency(
     replicas: Sequence[Replica], latency: int, steps: int = 60, drain: bool = True, rho: float = 1.0
 ) -> None:
     """Everybody trains at every step; a window's merge comes `latency` steps after its close. `drain`: then rest."""
-    pending: list[tuple[int, list[Window]]] = []
+    pending: list[tuple[int, list[WindowUpdate]]] = []
     for step in range(1, steps + 1):
         for index, replica in enumerate(replicas):
             replica.train(moves(1000 * step + index))
@@ -192,7 +192,7 @@ def test_training_while_a_merge_is_pending_belongs_to_the_next_window() -> None:
     lone.train(moves(1))
     closed = lone.close()
     lone.train(moves(2))
-    lone.merge(closed, [Window(moves(3), 1, 1.0, moves(4))])
+    lone.merge(closed, [WindowUpdate(moves(3), 1, 1.0, moves(4))])
     assert torch.allclose(closed.sent, -moves(1))
     assert torch.allclose(lone.close().sent, -moves(2), atol=1e-5)
 
@@ -258,31 +258,31 @@ def test_a_peer_ten_times_slower_gets_a_tenth_of_the_weight() -> None:
     us = Replica(torch.zeros(SIZE))
     fast, slow = torch.zeros(SIZE), torch.zeros(SIZE)
     fast[0], slow[1] = -1.0, -1.0  # the same progress, each in its own direction
-    us.merge(us.close(), [Window(fast, 1000, 10.0), Window(slow, 100, 1.0)])
+    us.merge(us.close(), [WindowUpdate(fast, 1000, 10.0), WindowUpdate(slow, 100, 1.0)])
     assert us.slow.phi[0] > 0
     assert float(us.slow.phi[1] / us.slow.phi[0]) == pytest.approx(0.1)
 
 
 def test_a_slow_partner_pulls_our_slow_weights_by_its_share_too() -> None:
     us = Replica(torch.zeros(SIZE))
-    us.merge(us.close(tokens=1000), [Window(torch.zeros(SIZE), 100, 1.0, torch.ones(SIZE))])
+    us.merge(us.close(tokens=1000), [WindowUpdate(torch.zeros(SIZE), 100, 1.0, torch.ones(SIZE))])
     assert float(us.slow.phi[0]) == pytest.approx(us.constants.gamma * 100 / 1100)
 
 
 def test_a_partner_whose_slow_weights_were_not_pulled_gives_its_progress_only() -> None:
     us = Replica(moves(0))
-    us.merge(us.close(tokens=1), [Window(-moves(1), 1, 1.0)])
+    us.merge(us.close(tokens=1), [WindowUpdate(-moves(1), 1, 1.0)])
     assert torch.allclose(us.slow.phi, moves(0) + us.constants.beta * moves(1) / 2, atol=1e-6)
 
 
 def test_a_newcomer_that_publishes_no_tokens_moves_nobody() -> None:
     us = Replica(torch.zeros(SIZE))
-    us.merge(us.close(tokens=1000), [Window(moves(2), 0, 0.0, moves(1))])
+    us.merge(us.close(tokens=1000), [WindowUpdate(moves(2), 0, 0.0, moves(1))])
     assert torch.equal(us.slow.phi, torch.zeros(SIZE))
 
 
 def test_the_order_in_which_partners_come_makes_no_difference() -> None:
-    partners = [Window(moves(n + 10), 100 * n, 1.0, moves(n)) for n in range(1, 4)]
+    partners = [WindowUpdate(moves(n + 10), 100 * n, 1.0, moves(n)) for n in range(1, 4)]
     one, other = Replica(torch.zeros(SIZE)), Replica(torch.zeros(SIZE))
     one.merge(one.close(50), partners)
     other.merge(other.close(50), partners[::-1])
@@ -313,7 +313,7 @@ def test_the_later_a_correction_the_less_of_it_is_taken_but_never_none(steps: in
 
 def test_slow_weights_take_a_late_step_whole_and_live_ones_in_part() -> None:
     prompt, late = Replica(torch.zeros(SIZE)), Replica(torch.zeros(SIZE))
-    partner = Window(moves(1), 1, 1.0, moves(2))
+    partner = WindowUpdate(moves(1), 1, 1.0, moves(2))
     prompt.merge(prompt.close(), [partner], rho=1.0)
     late.merge(late.close(), [partner], rho=0.5)
     assert torch.equal(late.slow.phi, prompt.slow.phi)
@@ -323,7 +323,7 @@ def test_slow_weights_take_a_late_step_whole_and_live_ones_in_part() -> None:
 # The first moment
 
 
-def shift(own: Window, partners: Sequence[Window], moments: Moments) -> Tensor:
+def shift(own: WindowUpdate, partners: Sequence[WindowUpdate], moments: Moments) -> Tensor:
     outcome = outer.merge(outer.start(torch.zeros(SIZE)), own, partners, Constants(), rho=1.0)
     return moment_shift(own, outcome, moments, strength=1.0)
 
@@ -342,41 +342,43 @@ def progress(first_moment: Tensor, moments: Moments, rate: float) -> Tensor:
 def test_the_first_moment_follows_to_the_mean_of_the_swarms() -> None:
     moments = after(steps=5)
     firsts = [moves(n) for n in range(3)]
-    windows = [Window(progress(first, moments, 1e-3), 100, 1e-3) for first in firsts]
+    windows = [WindowUpdate(progress(first, moments, 1e-3), 100, 1e-3) for first in firsts]
     moved = firsts[0] + shift(windows[0], windows[1:], moments)
     assert torch.allclose(moved, torch.stack(firsts).mean(dim=0), atol=1e-4)
 
 
 def test_a_partner_with_twice_the_steps_at_the_same_slope_changes_no_moment() -> None:
     moments = after(steps=5)
-    own = Window(progress(moves(1), moments, 1e-3), 100, 1e-3)
-    partner = Window(2 * own.sent, 200, 2e-3)
+    own = WindowUpdate(progress(moves(1), moments, 1e-3), 100, 1e-3)
+    partner = WindowUpdate(2 * own.sent, 200, 2e-3)
     assert float(shift(own, [partner], moments).abs().max()) < 1e-5
 
 
 def test_a_lone_peers_first_moment_stays() -> None:
-    own = Window(moves(1), 100, 1e-3)
+    own = WindowUpdate(moves(1), 100, 1e-3)
     assert float(shift(own, [], after(steps=5)).abs().max()) < 1e-5
 
 
 def test_a_peer_that_took_no_step_keeps_its_first_moment() -> None:
-    own = Window(torch.zeros(SIZE), 0, 0.0)
-    assert torch.equal(shift(own, [Window(moves(1), 100, 1e-3)], after(steps=5)), torch.zeros(SIZE))
+    own = WindowUpdate(torch.zeros(SIZE), 0, 0.0)
+    assert torch.equal(shift(own, [WindowUpdate(moves(1), 100, 1e-3)], after(steps=5)), torch.zeros(SIZE))
 
 
 def test_a_fresh_optimizer_keeps_its_first_moment() -> None:
     fresh = Moments(torch.zeros(SIZE), 0.0, 0.0)
-    assert torch.equal(shift(Window(moves(2), 1, 1e-3), [Window(moves(1), 1, 1e-3)], fresh), torch.zeros(SIZE))
+    assert torch.equal(
+        shift(WindowUpdate(moves(2), 1, 1e-3), [WindowUpdate(moves(1), 1, 1e-3)], fresh), torch.zeros(SIZE)
+    )
 
 
 # Purity
 
 
 def test_closing_and_merging_leave_their_inputs_as_they_were() -> None:
-    slow, theta, partner = outer.start(moves(0)), moves(1), Window(moves(3), 1, 1.0, moves(2))
+    slow, theta, partner = outer.start(moves(0)), moves(1), WindowUpdate(moves(3), 1, 1.0, moves(2))
     kept = [tensor.clone() for tensor in (slow.phi, slow.baseline, slow.momentum, slow.residual, theta, partner.sent)]
     closed, sent = outer.close(slow, theta, q4)
-    outer.merge(closed, Window(sent, 1, 1.0), [partner], Constants(), rho=0.5)
+    outer.merge(closed, WindowUpdate(sent, 1, 1.0), [partner], Constants(), rho=0.5)
     now = (slow.phi, slow.baseline, slow.momentum, slow.residual, theta, partner.sent)
     assert all(torch.equal(before, after) for before, after in zip(kept, now, strict=True))
 

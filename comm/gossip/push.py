@@ -1,0 +1,158 @@
+"""Push-sum exchanges of one fragment: at a window's end half of the mass leaves, and what comes is added.
+
+    OPEN --window over--> CLOSING --WindowClosed--> PUSHING --Done--> OPEN
+
+A push has a number; one that comes twice is added once, so a push whose acknowledgement was lost is sent again.
+Mass that was refused, or never left, is taken back; not after a try that nobody answered, which may have arrived. Then
+only a partner that dies, or refuses to the end, costs mass, and x and w are lost together, which leaves every ratio
+x/w as it was; the journal says `mass-lost`.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from decentral.comm.gossip.snapshots import FragmentContext, GossipView, contribution
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Done, Push, Refused
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Absorb, Absorbed, CloseWindow, Contribution, WindowClosed
+from decentral.core.machine import Effect, Woke, log
+from decentral.core.units import Seconds
+
+TRIES = 3
+PUSHES_REMEMBERED = 1024  # pushes whose numbers we keep, to add none twice
+
+
+class PushPhase(Enum):
+    OPEN = auto()
+    CLOSING = auto()
+    PUSHING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Absorbing:
+    """Mass that the compute thread is adding, and who waits to hear of it: nobody, if it is our own coming back."""
+
+    sender: PeerId
+    seq: int
+    requests: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PushExchange:
+    context: FragmentContext
+    view: GossipView
+    close_at: Seconds
+    state: PushPhase = PushPhase.OPEN
+    seq: int = 0
+    size: int = 0
+    _closed: WindowClosed | None = None
+    _arrived: OrderedDict[tuple[PeerId, int], None] = field(default_factory=OrderedDict)
+    _absorbing: list[Absorbing] = field(default_factory=list)  # jobs under way, in order
+    _began: Seconds = 0.0
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        return self.close_at if self.state is PushPhase.OPEN else None
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]:
+        match event:
+            case Woke() if self.state is PushPhase.OPEN and now >= self.close_at:
+                return self._close(now)
+            case WindowClosed(seq=seq) if self.state is PushPhase.CLOSING and seq == self.seq:
+                return self._push(event, now)
+            case Asked(request, sender, Envelope(Push() as push, blob)):
+                return self._pushed(request, sender, push, blob, now)
+            case Absorbed():
+                return self._absorbed(event)
+            case Answered(tag=(*_, seq, tries)) if self.state is PushPhase.PUSHING and seq == self.seq:
+                return self._answered(event, int(tries), now)
+            case AskFailed(tag=(*_, seq, tries)) if self.state is PushPhase.PUSHING and seq == self.seq:
+                return self._unanswered(event, int(tries), now)
+        return []  # it speaks of an exchange that is over
+
+    def _close(self, now: Seconds) -> list[Effect]:
+        self.state, self._began = PushPhase.CLOSING, now
+        self.seq = max(self.seq + 1, int(now * 1000))
+        return [CloseWindow(self.context.fragment, self.seq)]
+
+    def _push(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
+        self._closed, self.size = closed, len(closed.blob)
+        partners = self.view.partners(self.context.fragment, now)
+        if not partners:
+            return [self._take_back(), *self._over(None, "solo", "alone", now)]
+        self.state = PushPhase.PUSHING
+        return [self._ask(partners[0], 1, now)]
+
+    def _ask(self, partner: PeerId, tries: int, now: Seconds) -> Ask:
+        assert self._closed is not None
+        tag = ("exchange", self.context.fragment, "push", self.seq, tries)
+        push = Envelope(Push(self.context.describe(self._closed, now)), self._closed.blob)
+        return Ask(tag, partner, push, self.view.deadline_s(partner, self.size))
+
+    def _answered(self, event: Answered, tries: int, now: Seconds) -> list[Effect]:
+        message = event.envelope.message
+        if isinstance(message, Done):
+            return self._over(event.peer, "done", "", now, (event.sent_bytes, event.received_bytes))
+        if tries > 1:  # this one was refused, but one before it may have arrived
+            return self._again(event.peer, tries, now)
+        reason = message.reason if isinstance(message, Refused) else "unexpected"
+        return [self._take_back(), *self._over(event.peer, "failed", reason, now)]
+
+    def _unanswered(self, event: AskFailed, tries: int, now: Seconds) -> list[Effect]:
+        if event.reason == "unreachable" and tries == 1:  # nothing has left
+            return [self._take_back(), *self._over(event.peer, "failed", event.reason, now)]
+        return self._again(event.peer, tries, now)
+
+    def _again(self, partner: PeerId, tries: int, now: Seconds) -> list[Effect]:
+        """Nobody knows where the mass is: better lost than in two places."""
+        if tries < TRIES:
+            return [self._ask(partner, tries + 1, now)]
+        return self._over(partner, "failed", "mass-lost", now)
+
+    def _take_back(self) -> Absorb:
+        assert self._closed is not None
+        closed = self._closed
+        own = Contribution(self.context.peer, closed.tokens, closed.lr_sum, closed.layout, closed.blob)
+        self._absorbing.append(Absorbing(self.context.peer, self.seq))
+        return Absorb(self.context.fragment, own)
+
+    def _over(
+        self, partner: PeerId | None, outcome: str, reason: str, now: Seconds, moved: tuple[int, int] = (0, 0)
+    ) -> list[Effect]:
+        self.state = PushPhase.OPEN
+        self.close_at = self.context.next_close(now, self.view.period_s(self.size))
+        line = {"outcome": outcome, "reason": reason, "seconds": round(now - self._began, 4)}
+        counts = {"sent_bytes": moved[0], "received_bytes": moved[1]}
+        return [log("exchange", fragment=self.context.fragment, partner=partner, **line, **counts)]
+
+    def _pushed(self, request: int, sender: PeerId, push: Push, blob: bytes, now: Seconds) -> list[Effect]:
+        name = (sender, push.offered.seq)
+        for one in self._absorbing:
+            if (one.sender, one.seq) == name:
+                one.requests.append(request)
+                return []
+        if name in self._arrived:
+            return [Reply(request, Envelope(Done()))]
+        if self._closed is None:
+            return [Reply(request, Envelope(Refused("not-ready")))]
+        try:
+            self.context.check(push.offered, blob, self._closed.layout, 0, now)
+        except ProtocolError as error:
+            return [Reply(request, Envelope(Refused(error.reason)))]
+        self._arrived[name] = None
+        while len(self._arrived) > PUSHES_REMEMBERED:
+            self._arrived.popitem(last=False)
+        self._absorbing.append(Absorbing(*name, [request]))
+        return [Absorb(self.context.fragment, contribution(sender, push.offered, blob))]
+
+    def _absorbed(self, event: Absorbed) -> list[Effect]:
+        """Jobs are done in order, so the outcome is the oldest one's."""
+        over = self._absorbing.pop(0)
+        if not event.accepted:
+            self._arrived.pop((over.sender, over.seq), None)
+        answer = Done() if event.accepted else Refused(event.reason)
+        return [Reply(request, Envelope(answer)) for request in over.requests]

@@ -1,0 +1,194 @@
+"""Symmetric exchanges of one fragment: two peers swap snapshots, and both merge or neither does.
+
+    asker      OPEN -> CLOSING -> ASKING --Snapshot--> MERGING, and Commit to the other until it is acknowledged
+    responder  OPEN --Swap--> CLOSING -> OFFERED --Commit--> MERGING; no Commit in time: a solo step
+
+Crossed offers become one exchange: the one with the lower id keeps asking, the other answers it with the window
+that it has closed. What cannot be excluded is a Commit that is lost to the end: then one side has merged and the
+other has not, the swarm's mean has moved, and the journal says `commit-lost`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from decentral.comm.gossip.snapshots import FragmentContext, GossipView, contribution
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Done, Refused, Snapshot, Swap, SwapCommit
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId
+from decentral.core.jobs import CloseWindow, Contribution, Merge, Merged, WindowClosed
+from decentral.core.machine import Effect, Woke, log
+from decentral.core.units import Seconds
+
+COMMIT_S = 30.0  # how long a responder waits for the Commit
+COMMIT_TRIES = 3
+
+
+class SwapPhase(Enum):
+    OPEN = auto()
+    CLOSING = auto()
+    ASKING = auto()
+    OFFERED = auto()
+    MERGING = auto()
+
+
+@dataclass(slots=True)
+class SwapExchange:
+    context: FragmentContext
+    view: GossipView
+    close_at: Seconds
+    state: SwapPhase = SwapPhase.OPEN
+    seq: int = 0
+    size: int = 0
+    _partner: PeerId | None = None
+    _swap: tuple[int, Swap, bytes] | None = None  # the question that we close a window for
+    _offered_seq: int = 0  # of the Swap that we answered
+    _committed_seq: int = 0  # of the last one that we merged
+    _closed: WindowClosed | None = None
+    _theirs: Contribution | None = None
+    _seen: dict[PeerId, int] = field(default_factory=dict)
+    _began: Seconds = 0.0
+    _reason: str = ""
+    _bytes: tuple[int, int] = (0, 0)
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        if self.state is SwapPhase.OFFERED:
+            return self._began + COMMIT_S
+        return self.close_at if self.state is SwapPhase.OPEN else None
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]:
+        match event:
+            case Woke() if self.state is SwapPhase.OPEN and now >= self.close_at:
+                return self._close(now)
+            case Woke() if self.state is SwapPhase.OFFERED and now >= self._began + COMMIT_S:
+                return self._merge(None, "no-commit")
+            case WindowClosed(seq=seq) if self.state is SwapPhase.CLOSING and seq == self.seq:
+                self._closed, self.size = event, len(event.blob)
+                return self._offer(now) if self._swap else self._ask(now)
+            case Asked(request, sender, Envelope(Swap() as swap, blob)):
+                return self._swapped(request, sender, swap, blob, now)
+            case Asked(request, sender, Envelope(SwapCommit() as commit)):
+                return self._committed(request, sender, commit)
+            case Answered(tag=(_, _, "commit", int() as seq, int() as tries)):
+                return [] if isinstance(event.envelope.message, Done) else self._recommit(event.peer, seq, tries)
+            case AskFailed(tag=(_, _, "commit", int() as seq, int() as tries)):
+                return self._recommit(event.peer, seq, tries)
+            case Answered(tag=(*_, seq)) if self.state is SwapPhase.ASKING and seq == self.seq:
+                return self._answered(event, now)
+            case AskFailed(tag=(*_, seq)) if self.state is SwapPhase.ASKING and seq == self.seq:
+                return self._merge(None, event.reason)
+            case Merged(seq=seq) if self.state is SwapPhase.MERGING and seq == self.seq:
+                return self._merged(event, now)
+        return []  # it speaks of an exchange that is over
+
+    def _close(self, now: Seconds) -> list[Effect]:
+        self.state, self._began = SwapPhase.CLOSING, now
+        self._theirs, self._reason, self._bytes = None, "", (0, 0)
+        self.seq = max(self.seq + 1, int(now * 1000))
+        return [CloseWindow(self.context.fragment, self.seq)]
+
+    # As the one who asks
+
+    def _ask(self, now: Seconds) -> list[Effect]:
+        assert self._closed is not None
+        partners = self.view.partners(self.context.fragment, now)
+        if not partners:
+            return self._merge(None, "alone")
+        self.state, self._partner = SwapPhase.ASKING, partners[0]
+        swap = Envelope(Swap(self.context.describe(self._closed, now)), self._closed.blob)
+        tag = ("exchange", self.context.fragment, "swap", self.seq)
+        return [Ask(tag, self._partner, swap, self.view.deadline_s(self._partner, 2 * self.size), self.size)]
+
+    def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
+        message = event.envelope.message
+        if isinstance(message, Refused):
+            return self._merge(None, message.reason)
+        if not isinstance(message, Snapshot):
+            return self._merge(None, "unexpected")
+        refused = self._refuse(event.peer, message, event.envelope.blob, now)
+        if refused:
+            return self._merge(None, refused)
+        self._bytes = (event.sent_bytes, event.received_bytes)
+        theirs = contribution(event.peer, message, event.envelope.blob)
+        return [*self._merge(theirs, ""), self._commit(event.peer, self.seq, 1)]
+
+    def _commit(self, partner: PeerId, seq: int, tries: int) -> Ask:
+        tag = ("exchange", self.context.fragment, "commit", seq, tries)
+        commit = SwapCommit(self.context.run, self.context.fragment, seq)
+        return Ask(tag, partner, Envelope(commit), self.view.deadline_s(partner, 0))
+
+    def _recommit(self, partner: PeerId, seq: int, tries: int) -> list[Effect]:
+        if tries < COMMIT_TRIES:
+            return [self._commit(partner, seq, tries + 1)]
+        fields = {"outcome": "failed", "reason": "commit-lost", "seconds": 0.0}
+        return [log("exchange", fragment=self.context.fragment, partner=partner, **fields)]
+
+    # As the one who is asked
+
+    def _swapped(self, request: int, sender: PeerId, swap: Swap, blob: bytes, now: Seconds) -> list[Effect]:
+        crossed = self.state is SwapPhase.ASKING and self._partner == sender and self.context.peer > sender
+        if self.state is not SwapPhase.OPEN and not crossed:
+            reason = "crossed" if self._partner == sender else "busy"
+            return [Reply(request, Envelope(Refused(reason)))]
+        self._swap, self._partner = (request, swap, blob), sender
+        return self._offer(now) if crossed else self._close(now)
+
+    def _offer(self, now: Seconds) -> list[Effect]:
+        """Our side of the exchange that somebody asked us for."""
+        assert self._swap is not None
+        assert self._partner is not None
+        ours = self._closed
+        assert ours is not None
+        (request, swap, blob), self._swap = self._swap, None
+        refused = self._refuse(self._partner, swap.offered, blob, now)
+        if refused:
+            return [Reply(request, Envelope(Refused(refused))), *self._merge(None, refused)]
+        self.state, self._began, self._offered_seq = SwapPhase.OFFERED, now, swap.offered.seq
+        self._theirs = contribution(self._partner, swap.offered, blob)
+        self._bytes = (self.size, len(blob))
+        return [Reply(request, Envelope(self.context.describe(ours, now), ours.blob))]
+
+    def _committed(self, request: int, sender: PeerId, commit: SwapCommit) -> list[Effect]:
+        if sender != self._partner or commit.seq != self._offered_seq:
+            return [Reply(request, Envelope(Refused("no-offer")))]
+        if self.state is SwapPhase.OFFERED:
+            self._committed_seq = commit.seq
+            return [Reply(request, Envelope(Done())), *self._merge(self._theirs, "")]
+        again = commit.seq == self._committed_seq  # our first acknowledgement was lost
+        return [Reply(request, Envelope(Done() if again else Refused("no-offer")))]
+
+    # Both
+
+    def _refuse(self, peer: PeerId, snapshot: Snapshot, blob: bytes, now: Seconds) -> str:
+        assert self._closed is not None
+        try:
+            self.context.check(snapshot, blob, self._closed.layout, self._seen.get(peer, 0), now)
+        except ProtocolError as error:
+            return error.reason
+        self._seen[peer] = snapshot.seq
+        return ""
+
+    def _merge(self, theirs: Contribution | None, reason: str) -> list[Effect]:
+        self.state, self._reason = SwapPhase.MERGING, reason
+        return [Merge(self.context.fragment, self.seq, (theirs,) if theirs else ())]
+
+    def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
+        self.state = SwapPhase.OPEN
+        self.close_at = self.context.next_close(now, self.view.period_s(2 * self.size))
+        reason = merged.rejected[0][1] if merged.rejected else self._reason
+        calm = reason in ("alone", "crossed", "busy")
+        outcome = "done" if merged.used else "solo" if calm else "failed"
+        sent, received = self._bytes if merged.used else (0, 0)
+        fields = {"seconds": round(now - self._began, 4), "sent_bytes": sent, "received_bytes": received}
+        partner = None if reason == "alone" else self._partner
+        line = log(
+            "exchange",
+            fragment=self.context.fragment,
+            partner=partner,
+            outcome=outcome,
+            reason=reason,
+            **fields,
+        )
+        return [line]

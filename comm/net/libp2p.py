@@ -1,0 +1,233 @@
+"""Transport and directory over libp2p: the only file that knows hivemind.
+
+hivemind's P2P (a libp2p daemon beside us) and DHTNode live in our own event loop. Nothing forks: its DHT and
+averager classes do, and change signal handlers, so they are not used. Questions travel on binary streams, four
+times as fast as its unary calls and without their 4 MiB limit (docs/ARCHITECTURE.md, "What was measured").
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from decentral.comm.net.streams import Server, ask_on
+from decentral.comm.wire import identity
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
+from decentral.core.errors import ProtocolError, UserError
+from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
+
+PROTOCOL = "/decentral/ask"  # the version is in each header, so that a wrong one gets a clear answer
+LIBP2P_START_S = 60.0  # the daemon's start on a loaded machine; hivemind's default of 15 s is too short
+CONNECT_S = 10.0
+STORE_S = 10.0
+FETCH_S = 10.0
+_NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
+
+logging.getLogger("hivemind").setLevel(logging.ERROR)  # what matters of it is counted and in our journal
+
+
+class Libp2p:
+    """A Transport. Create it with `start`."""
+
+    def __init__(self, p2p: P2P) -> None:
+        self._p2p = p2p
+        self.peer = PeerId(p2p.peer_id.to_base58())
+        self._addresses: dict[PeerId, tuple[str, ...]] = {}
+        self._connected: set[PeerId] = set()
+        self._server: Server | None = None
+
+    @classmethod
+    async def start(cls, key: Path, listen: Sequence[str], announce: Sequence[str]) -> "Libp2p":
+        """Starts the daemon with the identity in `key`. Raises UserError if it cannot listen there."""
+        try:
+            p2p = await P2P.create(
+                host_maddrs=[Multiaddr(address) for address in listen],
+                announce_maddrs=[Multiaddr(address) for address in announce] or None,
+                identity_path=str(key),
+                check_if_identity_free=False,
+                startup_timeout=LIBP2P_START_S,
+                idle_timeout=3600,
+                use_auto_relay=True,
+            )
+        except (P2PDaemonError, ValueError) as error:
+            raise UserError(f"cannot listen on {', '.join(listen)}: {_last_line(error)}") from None
+        return cls(p2p)
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Where others reach us, each ending in /p2p/<our id>; the loopback ones last."""
+        visible = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
+        return tuple(sorted(visible, key=lambda address: "/127.0.0.1/" in address or "/::1/" in address))
+
+    async def connect(self, address: str) -> PeerId:
+        """Connects to `.../p2p/<id>`. Raises UserError for what is no address, AskError if nobody answers there."""
+        peer, place = parse_address(address)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(place)])
+        except (*_NETWORK_ERRORS, TimeoutError) as error:
+            raise AskError("unreachable", _last_line(error)) from None
+        self._connected.add(peer)
+        return peer
+
+    def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        self._addresses[peer] = addresses
+
+    async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
+        try:
+            name = PeerID.from_base58(to)
+        except ValueError:  # peers tell us whom to ask about micro-batches: a name proves nothing
+            raise AskError("unreachable", "not a peer's name") from None
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._reach(to)
+                _, reader, writer = await self._p2p.call_binary_stream_handler(name, PROTOCOL)
+                with closing(writer):
+                    return await ask_on(reader, writer, envelope, max_blob_bytes)
+        except TimeoutError:
+            raise AskError("deadline", f"{deadline_s:.1f} s") from None
+        except _NETWORK_ERRORS as error:
+            self._connected.discard(to)
+            raise AskError("unreachable", _last_line(error)) from None
+
+    async def serve(self, handler: Handler, bound: BlobBound) -> None:
+        server = self._server = Server(handler, bound)
+
+        async def on_stream(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with closing(writer):
+                await server.answer_on(PeerId(info.peer_id.to_base58()), reader, writer)
+
+        await self._p2p.add_binary_stream_handler(PROTOCOL, on_stream)
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        return self._server.refused if self._server else Counter()
+
+    async def directory(self, keys: Iterable[str], known: Iterable[PeerId]) -> "HivemindDirectory":
+        """Our node of the DHT. It stores records of these keys only, and meets the peers we are connected to."""
+        dht = await DHTNode.create(
+            p2p=self._p2p,
+            initial_peers=[Multiaddr(f"/p2p/{peer}") for peer in known] or None,
+            record_validator=SignedRecords(keys),
+            ensure_bootstrap_success=False,
+            strict=False,
+            cache_locally=False,
+            cache_nearest=0,
+            num_workers=4,
+        )
+        return HivemindDirectory(dht)
+
+    async def close(self) -> None:
+        await self._p2p.shutdown()
+
+    async def _reach(self, peer: PeerId) -> None:
+        """The daemon finds peers by id through its own routing, but where we know an address it need not search."""
+        if peer in self._connected:
+            return
+        for address in self._addresses.get(peer, ()):
+            with suppress(AskError, UserError):
+                if await self.connect(address) == peer:
+                    return
+
+
+class HivemindDirectory:
+    """A Directory on hivemind's Kademlia DHT."""
+
+    def __init__(self, dht: DHTNode) -> None:
+        self._dht = dht
+
+    async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
+        try:
+            async with asyncio.timeout(STORE_S):
+                return bool(await self._dht.store(key, value, expires, subkey=subkey))
+        except (*_NETWORK_ERRORS, TimeoutError):
+            return False
+
+    async def fetch(self, key: str) -> Mapping[str, bytes]:
+        try:
+            async with asyncio.timeout(FETCH_S):
+                found = await self._dht.get(key, latest=True)
+        except (*_NETWORK_ERRORS, TimeoutError):
+            return {}
+        return _plain(found)
+
+    async def meet(self, peer: PeerId) -> None:
+        """Puts a peer that we are connected to into the routing table."""
+        with suppress(*_NETWORK_ERRORS, TimeoutError):
+            async with asyncio.timeout(CONNECT_S):
+                await self._dht.protocol.call_ping(PeerID.from_base58(peer))
+
+    async def close(self) -> None:
+        await self._dht.shutdown()
+
+
+class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
+    """What this node of the DHT agrees to store or return: records of our keys, signed by the peer they name."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = {DHTID.generate(source=key).to_bytes(): key for key in keys}
+
+    def validate(self, record: DHTRecord) -> bool:
+        key = self._keys.get(record.key)
+        if key is None:
+            return False
+        try:
+            peer = MSGPackSerializer.loads(record.subkey)
+            value = DHTProtocol.serializer.loads(record.value)
+        except Exception:  # another peer's bytes: whatever they break, they are not a record
+            return False
+        if not isinstance(peer, str) or not isinstance(value, bytes):
+            return False
+        try:
+            _, expires = identity.open_sealed(key, PeerId(peer), value, time.time())
+        except ProtocolError:
+            return False
+        return bool(expires == record.expiration_time)
+
+
+def parse_address(address: str) -> tuple[PeerId, str]:
+    """The peer and the place of `/ip4/1.2.3.4/tcp/4001/p2p/Qm...`. Raises UserError."""
+    place, found, peer = address.rpartition("/p2p/")
+    try:
+        if not found:
+            raise ValueError("no /p2p/")
+        Multiaddr(place), PeerID.from_base58(peer)
+    except Exception:  # multiaddr raises what its parsers raise
+        raise UserError(
+            f"--join expects an address such as /ip4/203.0.113.7/tcp/4001/p2p/Qm...; got {address!r}"
+        ) from None
+    return PeerId(peer), place
+
+
+def _plain(found: Any) -> dict[str, bytes]:
+    """What the DHT gave, as bytes by subkey; anything of another type is dropped."""
+    if not isinstance(found, ValueWithExpiration) or not isinstance(found.value, Mapping):
+        return {}
+    records = {}
+    for subkey, value in found.value.items():
+        plain = value.value if isinstance(value, ValueWithExpiration) else value
+        if isinstance(subkey, str) and isinstance(plain, bytes):
+            records[subkey] = plain
+    return records
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1][:200] if lines else type(error).__name__

@@ -1,0 +1,73 @@
+"""An envelope on a stream: header, then the blob in chunks, each with its digest.
+
+    4 bytes  length of the header, big-endian
+    header   comm/wire/codec.py; says how many bytes of blob follow
+    chunks   each up to 256 KiB of the blob, preceded by 16 bytes: blake2b of the chunk
+
+Sizes are checked before anything is allocated: the header against MAX_HEADER_BYTES, the blob against the bound
+that the reader gives. Time limits are the driver's, around these calls, for reading and writing alike.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Protocol
+
+from decentral.comm.wire import codec
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Message
+from decentral.core.errors import ProtocolError
+from decentral.core.units import KiB
+
+CHUNK_BYTES = 256 * KiB
+DIGEST_BYTES = 16
+Bound = Callable[[Message], int]
+
+
+class Reader(Protocol):
+    async def readexactly(self, n: int) -> bytes: ...
+
+
+class Writer(Protocol):
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None: ...
+
+
+async def write(writer: Writer, envelope: Envelope) -> int:
+    """Gives the bytes written."""
+    header = codec.encode(envelope.message, len(envelope.blob))
+    writer.write(len(header).to_bytes(4, "big") + header)
+    written, view = 4 + len(header), memoryview(envelope.blob)
+    for start in range(0, len(view), CHUNK_BYTES):
+        chunk = view[start : start + CHUNK_BYTES]
+        writer.write(digest(chunk) + bytes(chunk))
+        await writer.drain()  # one chunk at a time: a slow reader holds us, not our memory
+        written += DIGEST_BYTES + len(chunk)
+    await writer.drain()
+    return written
+
+
+async def read(reader: Reader, max_blob_bytes: Bound) -> tuple[Envelope, int]:
+    """The envelope and the bytes read. `max_blob_bytes(message)` bounds its blob.
+
+    Raises ProtocolError for what breaks the format, and EOFError (asyncio's IncompleteReadError) at a cut.
+    """
+    length = int.from_bytes(await reader.readexactly(4), "big")
+    if not 0 < length <= codec.MAX_HEADER_BYTES:
+        raise ProtocolError("oversize", f"a header of {length} bytes")
+    message, size = codec.decode(await reader.readexactly(length))
+    if size > max_blob_bytes(message):
+        raise ProtocolError("oversize", f"{type(message).__name__} with a blob of {size} bytes")
+    blob, received = bytearray(), 4 + length
+    while len(blob) < size:
+        expected = await reader.readexactly(DIGEST_BYTES)
+        chunk = await reader.readexactly(min(CHUNK_BYTES, size - len(blob)))
+        if digest(chunk) != expected:
+            raise ProtocolError("digest", f"chunk at {len(blob)}")
+        blob += chunk
+        received += DIGEST_BYTES + len(chunk)
+    return Envelope(message, bytes(blob)), received
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,100 @@
+"""Messages to bytes and back: `[version, kind, fields, blob bytes]` in msgpack.
+
+`decode` is the border: it raises ProtocolError for anything that is not exactly one of our messages, and nothing
+else, whatever the bytes. Nothing is unpickled; no extension types, no strings or maps beyond the header's bound.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from decentral.comm.wire import messages
+from decentral.comm.wire.messages import VERSION, Message
+from decentral.core.errors import ProtocolError
+
+MAX_HEADER_BYTES = 128 * 1024  # a Welcome carries a config of up to 64 KiB
+
+_OLD = {
+    "ForwardRequest": "Carry",
+    "BackwardResponse": "Returned",
+    "CommitDecision": "Settle",
+    "CommitQuery": "Unsettled",
+    "SwapCommit": "Commit",
+    "ForwardStatusQuery": "Carrying",
+    "LeaseRequest": "Stay",
+    "RoundQuery": "Follow",
+    "RoundStatus": "Standing",
+    "CollectRequest": "Collect",
+    "RoundReport": "Report",
+    "StateRequest": "PullState",
+}
+_OLD_FIELDS = {"origin": "starter", "execution": "leg", "executions": "legs", "lr_sum": "rates"}
+_NEW_FIELDS = {old: new for new, old in _OLD_FIELDS.items()}
+
+
+def _old(tree: Any, collects: bool = False) -> Any:
+    if isinstance(tree, dict):
+        collects = "patience_s" in tree and "member" in tree
+        return {(k if collects else _OLD_FIELDS.get(k, k)): _old(v) for k, v in tree.items()}
+    return tuple(map(_old, tree)) if isinstance(tree, tuple) else tree
+
+
+def _new(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {_NEW_FIELDS.get(k, k): _new(v) for k, v in tree.items()}
+    return tuple(map(_new, tree)) if isinstance(tree, tuple) else tree
+
+
+_KINDS: dict[str, type[Message]] = {_OLD.get(kind.__name__, kind.__name__): kind for kind in Message.__args__}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_FIELDS = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in _KINDS.items()}
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message and the blob that goes with it."""
+
+    message: Message
+    blob: bytes = b""
+
+
+def encode(message: Message, blob_bytes: int = 0) -> bytes:
+    fields = _old(dataclasses.asdict(message))
+    header: bytes = msgpack.packb([VERSION, _NAMES[type(message)], fields, blob_bytes])
+    assert len(header) <= MAX_HEADER_BYTES, f"{type(message).__name__} of {len(header)} bytes"
+    return header
+
+
+def decode(header: bytes) -> tuple[Message, int]:
+    """The message and how many bytes of blob follow. Raises ProtocolError only."""
+    version, kind, fields, blob_bytes = _header(header)
+    if version != VERSION:
+        raise ProtocolError("version", f"this peer speaks version {VERSION}; that one {version!r}"[:200])
+    if kind not in _KINDS or not isinstance(fields, dict):
+        raise ProtocolError("unknown", "no such message")
+    fields = _new(fields)
+    if set(fields) != _FIELDS[kind]:
+        raise ProtocolError("fields", f"{kind} has other fields than ours")
+    try:
+        message = _ADAPTERS[kind].validate_python(fields)
+    except ValidationError as error:
+        raise ProtocolError("fields", f"{kind}: {error.error_count()} wrong") from None
+    if type(blob_bytes) is not int or not 0 <= blob_bytes <= messages.MAX_BLOB_BYTES:
+        raise ProtocolError("oversize", f"a blob of {blob_bytes!r} bytes"[:200])
+    return message, blob_bytes
+
+
+def _header(header: bytes) -> tuple[Any, str, Any, Any]:
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError("oversize", f"a header of {len(header)} bytes")
+    try:
+        parts = msgpack.unpackb(header, use_list=False, strict_map_key=True)
+    except Exception as error:  # msgpack raises a dozen kinds for garbage
+        raise ProtocolError("garbage", type(error).__name__) from None
+    if not isinstance(parts, tuple) or len(parts) != 4 or not isinstance(parts[1], str):
+        raise ProtocolError("garbage", "not a header")
+    return parts

@@ -1,0 +1,390 @@
+"""What peers say to each other. Each question (Ask) has one answer; either may carry a blob.
+
+    question      blob            answer        blob                  what for
+    Hello         -               Welcome       -                     a newcomer asks for the run and its config
+    Ping          -               Pong          -                     latency
+    Probe         up to 4 MiB     Probed        up to 4 MiB           bandwidth, up and down
+    Pull          -               Snapshot      the snapshot          one-sided exchange; allreduce (exact round)
+    Swap          own snapshot    Snapshot      the partner's         symmetric exchange, first half
+    Commit        -               Done          -                     symmetric exchange, second half
+    Push          mass            Done          -                     push-sum
+    PullState     -               StateChunk    a piece of it         a newcomer's start
+    Offer         -               Load          -                     how soon would you carry one, and how far?
+    ForwardRequest         hidden, targets Returned      gradient of hidden    a micro-batch through layers `first` and on
+    Carrying      -               Done          -                     the gradient is late: are you still at it?
+    CommitDecision        -               Done          -                     count these gradients; forget those
+    CommitQuery     -               CommitDecision        -                     the origin peer is asked what became of these executions
+    Stay          -               Done          -                     a promise to go on holding a fragment for a while
+    Follow        -               Standing      -                     synchronous: which round is it, and whose
+    Collect       -               Report        -                     synchronous: a member's word on a round ...
+                                  Snapshot      a sum of gradients    ... and its sum of a fragment's gradients
+    any           -               Refused       -                     why not, in one word
+
+Every field has a bound, and is checked against it before anything else looks at the message (comm/wire/codec.py).
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, Strict
+
+from decentral.core.jobs import Layout, Section
+from decentral.core.units import MiB
+
+VERSION = 1
+
+MAX_BLOB_BYTES = 1 << 34  # of any blob; each question names a tighter bound for its answer
+MAX_PROBE_BYTES = 4 * MiB
+MAX_CHUNK_BYTES = 4 * MiB
+MAX_PATIENCE_S = 75.0  # of a Pull
+MAX_ROUTE_S = 3600.0  # of a micro-batch, there and back: below the time that a transport gives an answer
+MAX_HOPS = 64  # of a route
+MAX_EXECUTIONS = 256  # in one CommitDecision
+MAX_MEMBERS = 128  # of a synchronous round
+MAX_NEWCOMERS = 16  # that one report lets in
+
+Run = Annotated[str, Strict(), Field(max_length=64)]
+Sequences = Annotated[int, Strict(), Field(gt=0, lt=1 << 20)]  # of a micro-batch
+Peer = Annotated[str, Strict(), Field(max_length=64)]
+Word = Annotated[str, Strict(), Field(max_length=32)]
+Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
+Index = Annotated[int, Strict(), Field(ge=0, lt=1 << 20)]
+Digest = Annotated[bytes, Strict(), Field(min_length=16, max_length=16)]
+UnixTime = Annotated[float, Strict(), Field(ge=0, lt=1e11, allow_inf_nan=False)]
+Sections = Annotated[Layout, Field(max_length=16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    run: Run = ""  # empty: whichever this peer is in
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    run: Run
+    config: Annotated[str, Strict(), Field(max_length=65536)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    nonce: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    nonce: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The blob is the upload; `download_bytes` are wanted back."""
+
+    download_bytes: Annotated[int, Strict(), Field(ge=0, le=MAX_PROBE_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    received_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A snapshot newer than number `after`; `exact`: number `after + 1` and no other.
+
+    If there is none that was published at `since` or later, the answer may wait up to `patience_s` for one: all peers
+    close a fragment's window at the same time, so the one that belongs to the asker's is about to be there.
+    `sections` are the wanted ones; none: all.
+    """
+
+    run: Run
+    fragment: Index
+    after: Count
+    since: UnixTime
+    patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
+    exact: Annotated[bool, Strict()] = False
+    sections: Annotated[tuple[Word, ...], Field(max_length=16)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a peer publishes of a fragment. `digest` is of the whole blob; `time` is the publisher's clock."""
+
+    run: Run
+    fragment: Index
+    seq: Count
+    tokens: Count
+    lr_sum: Annotated[float, Strict(), Field(ge=0, lt=1e12, allow_inf_nan=False)]  # sum of learning rates
+    time: UnixTime
+    layout: Sections
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """`offered` describes the blob that comes along; `offered.seq` is the exchange's number at the asker."""
+
+    offered: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCommit:
+    run: Run
+    fragment: Index
+    seq: Count  # of the Swap
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """`offered.seq` names the push: one that comes twice is added once."""
+
+    offered: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class StateRequest:
+    run: Run
+    fragment: Index
+    offset: Count
+    length: Annotated[int, Strict(), Field(gt=0, le=MAX_CHUNK_BYTES)]
+    kept: Annotated[bool, Strict()] = False  # not of what trains, but of what was kept when the layers were given up
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunk:
+    """A piece of the fragment's state, from `offset`. `step` is the learning-rate step; `digest` is the piece's.
+
+    `version`: of the fragment in synchronous training; zero in any other.
+    """
+
+    run: Run
+    fragment: Index
+    offset: Count
+    total: Count
+    step: Count
+    layout: Sections
+    digest: Digest
+    version: Digest = bytes(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Would you take a micro-batch of so many sequences through layer `first` and on?"""
+
+    run: Run
+    first: Index
+    sequences: Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """As far as layer `last`; what waits before it takes about `wait_s`, its own forward pass `seconds`."""
+
+    run: Run
+    wait_s: Annotated[float, Strict(), Field(ge=0, lt=1e9, allow_inf_nan=False)]
+    seconds: Annotated[float, Strict(), Field(ge=0, lt=1e9, allow_inf_nan=False)]
+    last: Index
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRequest:
+    """Take micro-batch (origin peer, number) through layer `first` and on. The answer comes when its gradient is back.
+
+    `patience_s`: how long the asker waits. `hold_s`: for how long the origin peer may still settle it. `drawn`: when the
+    origin peer began it, by its own clock; for the order among micro-batches, not to measure times by.
+    """
+
+    run: Run
+    origin: Peer
+    number: Count
+    first: Index
+    sequences: Sequences
+    patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_ROUTE_S, allow_inf_nan=False)]
+    hold_s: Annotated[float, Strict(), Field(ge=0, le=MAX_ROUTE_S, allow_inf_nan=False)]
+    layout: Sections
+    round: Count = 0  # of synchronous training: whose weights it is to meet
+    drawn: UnixTime = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Who carried a micro-batch through layers [first, last)."""
+
+    peer: Peer
+    first: Index
+    last: Index
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardResponse:
+    """The blob is the gradient of the hidden values that came. `loss` is the sum over `tokens` tokens."""
+
+    run: Run
+    loss: Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
+    tokens: Count
+    hops: Annotated[tuple[Hop, ...], Field(max_length=MAX_HOPS)]
+    layout: Sections
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionId:
+    """A micro-batch's way through one peer, as others name it."""
+
+    origin: Peer
+    number: Count
+    first: Index
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStatusQuery:
+    """Is this execution, which the asker gave, still under way?"""
+
+    run: Run
+    execution: ExecutionId
+
+
+@dataclass(frozen=True, slots=True)
+class CommitDecision:
+    """Count the gradients of these executions (only their origin peer may say so); forget those of the others."""
+
+    run: Run
+    count: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
+    release: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitQuery:
+    """What of these executions, which the asker holds? Those that the answer does not name are still under way."""
+
+    run: Run
+    executions: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """Will you hold this fragment for the next minute? The asker is about to give it up. `over`: it need not be."""
+
+    run: Run
+    fragment: Index
+    over: Annotated[bool, Strict()] = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoundMember:
+    """Of a synchronous round: a peer and its layers [first, last)."""
+
+    peer: Peer
+    first: Index
+    last: Index
+
+
+RoundMembers = Annotated[tuple[RoundMember, ...], Field(max_length=MAX_MEMBERS)]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundQuery:
+    """I hold these layers as they are at the beginning of that round: which one is yours, and with whom?
+
+    `joining`: let me in.
+    """
+
+    run: Run
+    round: Count
+    first: Index
+    last: Index
+    joining: Annotated[bool, Strict()]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStatus:
+    """The round that a peer is in, and its members; none, where it is in no round yet."""
+
+    run: Run
+    round: Count
+    members: RoundMembers
+
+
+@dataclass(frozen=True, slots=True)
+class CollectRequest:
+    """What `origin` has to say in this round: its report, or its sum of a fragment's gradients.
+
+    Any member may be asked that needs the same. One that does not have it answers `without`, and from then on takes it
+    from no `origin` any more, only from members that have it. `member`: the asker believes to be one of the round.
+    """
+
+    run: Run
+    round: Count
+    origin: Peer
+    fragment: Index | None  # None: its report
+    patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
+    member: Annotated[bool, Strict()]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedMicroBatch:
+    """A micro-batch that got through: who carried it, by their places among the round's members, and up to where."""
+
+    number: Count
+    tokens: Count
+    members: Annotated[tuple[Index, ...], Field(min_length=1, max_length=MAX_HOPS)]
+    ends: Annotated[tuple[Index, ...], Field(min_length=1, max_length=MAX_HOPS)]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """A member's word on a round: which of its micro-batches count, and whom it would let in.
+
+    `loss` is the sum over their tokens. `versions` tell apart what happened to each fragment that it holds, up to the
+    round's beginning.
+    """
+
+    run: Run
+    round: Count
+    own: RoundMember
+    micro_batches: Annotated[tuple[CompletedMicroBatch, ...], Field(max_length=MAX_EXECUTIONS)]
+    loss: Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
+    newcomers: Annotated[tuple[RoundMember, ...], Field(max_length=MAX_NEWCOMERS)]
+    versions: Annotated[tuple[Digest, ...], Field(max_length=4096)]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    reason: Word
+    detail: Annotated[str, Strict(), Field(max_length=200)] = ""
+
+
+Message = (
+    Hello
+    | Welcome
+    | Ping
+    | Pong
+    | Probe
+    | Probed
+    | Pull
+    | Snapshot
+    | Swap
+    | SwapCommit
+    | Push
+    | Done
+    | StateRequest
+    | StateChunk
+    | Offer
+    | Load
+    | ForwardRequest
+    | BackwardResponse
+    | ForwardStatusQuery
+    | CommitDecision
+    | CommitQuery
+    | LeaseRequest
+    | RoundQuery
+    | RoundStatus
+    | CollectRequest
+    | RoundReport
+    | Refused
+)
+
+__all__ = [*(kind.__name__ for kind in Message.__args__), "Message", "Section", "VERSION"]

@@ -1,0 +1,161 @@
+"""Which layers a peer holds: all, where its memory takes them; else those that help the swarm most.
+
+    look into the DHT  ->  choose (peers/placement/span_choice.py)  ->  claim: a record that says so  ->  wait, and look again
+
+Of two peers that choose at the same time the later claim yields. A peer that comes back keeps its layers.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from decentral.comm.routes.stage import StageConfig
+from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.transport import Directory
+from decentral.core import config, memory_needs
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Fragment, Layout
+from decentral.core.units import Seconds
+from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.placement import span_choice
+from decentral.peers.placement.span_choice import Holder
+from decentral.train import memory
+
+CLAIM_S = 1.0  # for others' claims to be seen
+CLAIM_ROUNDS = 6  # of claiming; the last choice stands
+
+
+class Clock(Protocol):
+    """Unix time, and waiting; a simulator's is virtual."""
+
+    def now(self) -> Seconds: ...
+
+    async def sleep(self, seconds: Seconds) -> None: ...
+
+
+class WallClock:
+    def now(self) -> Seconds:
+        return time.time()
+
+    async def sleep(self, seconds: Seconds) -> None:
+        await asyncio.sleep(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """`span`: layers [first, last), or None for the whole model. `capacity`: micro-batches under way that fit."""
+
+    span: tuple[int, int] | None
+    capacity: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Who looks for a place, in which run, and for how much of the model there is room. `kept`: from a checkpoint."""
+
+    run: config.Config
+    name: RunId
+    own: Signer
+    addresses: tuple[str, ...]
+    memory_bytes: int
+    kept: tuple[int, int] | None
+
+
+async def choose_place(wish: Wish, needs: memory_needs.MemoryNeeds, directory: Directory, clock: Clock) -> Placed:
+    """Raises UserError if not even the smallest part of the model fits."""
+    own, shards, memory_bytes = wish.own, wish.run.swarm.shards, wish.memory_bytes
+    count = len(needs.fragments)
+    if wish.kept is not None:
+        return _keep(needs, wish.kept, memory_bytes)
+    if needs.of(0, count) <= memory_bytes:
+        return Placed(None, needs.capacity(0, count, memory_bytes), memory_bytes)
+    memory.check(needs, memory_bytes)
+    reach = memory_needs.reach(needs, memory_bytes)
+    chosen, claimed_at = None, float("inf")
+    key = records.key_of(wish.name, own.peer, shards)
+    for _ in range(CLAIM_ROUNDS):
+        found = await records.look(directory, wish.name, shards, clock.now(), own.open)
+        others = _holders(needs, found, own.peer, claimed_at)
+        typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
+        choice = span_choice.choose(needs.fragments, others, typical, reach)
+        if choice == chosen:
+            break
+        chosen, claimed_at = choice, clock.now()
+        claim = _claim(wish, needs.span(choice.begin, choice.end), claimed_at)
+        expires = claimed_at + wish.run.swarm.record_ttl_s  # by then our own record has taken its place
+        await directory.store(key, own.peer, own.seal(key, records.pack(claim), expires), expires)
+        await clock.sleep(CLAIM_S)
+    assert chosen is not None
+    span = needs.span(chosen.begin, chosen.end)
+    return Placed(span, needs.capacity(chosen.begin, chosen.end, memory_bytes), memory_bytes)
+
+
+def _keep(needs: memory_needs.MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> Placed:
+    held = span_choice.holder_of(needs.fragments, *kept, 0.0)
+    if needs.of(held.begin, held.end) > memory_bytes:
+        raise UserError(
+            f"--memory {memory_bytes}: this folder's checkpoint holds layers {kept[0]} to {kept[1] - 1}, which take "
+            f"{needs.of(held.begin, held.end)} bytes; give as much, or use another --state-dir"
+        )
+    whole = (held.begin, held.end) == (0, len(needs.fragments))
+    return Placed(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)
+
+
+def _holders(
+    needs: memory_needs.MemoryNeeds, found: dict[PeerId, PeerRecord], own: PeerId, claimed_at: float
+) -> list[Holder]:
+    """Who trains, and who claimed before us. Those that were not measured yet count as the typical one."""
+    earlier = {
+        peer: record
+        for peer, record in found.items()
+        if peer != own and (record.phase == "training" or (record.time, peer) < (claimed_at, own))
+    }
+    typical = _mean(record.profile.tokens_per_s for record in earlier.values()) or 1.0
+    return [
+        span_choice.holder_of(needs.fragments, one.first, one.last, one.profile.tokens_per_s or typical)
+        for _, one in sorted(earlier.items())
+    ]
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = [value for value in values if value > 0]
+    return sum(known) / len(known) if known else 0.0
+
+
+def _claim(wish: Wish, span: tuple[int, int], now: float) -> PeerRecord:
+    return PeerRecord(wish.name, now, wish.addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedModel:
+    """A model as routes see it. `layout(layer, sequences)`: of what enters that layer."""
+
+    cuts: tuple[Fragment, ...]  # of all of it
+    most_sequences: int
+    activations: tuple[int, ...]  # bytes that a micro-batch keeps in each of the cuts
+    layout: Callable[[int, int], Layout]
+
+
+def stage_config(wish: Wish, model: RoutedModel, held: Sequence[Fragment], capacity: int) -> StageConfig:
+    """Our place in the routes of micro-batches, with these fragments."""
+    whole = len(held) == len(model.cuts)
+    return StageConfig(
+        run=wish.name,
+        peer=wish.own.peer,
+        first=held[0].first,
+        last=held[-1].last,
+        cuts=model.cuts,
+        most_sequences=model.most_sequences,
+        capacity=capacity,
+        at_least=1 if whole and not wish.run.synchronous else wish.run.train.accumulate,
+        layout=model.layout,
+        activations=model.activations,
+        slots=wish.run.routes.slots,
+        overlap=wish.run.routes.overlap,
+        synchronous=wish.run.synchronous,
+    )

@@ -1,0 +1,388 @@
+"""Drives a node in virtual time: the same effects as peers/hosts/host.py, carried out on an agenda.
+
+A compute thread is a row of step edges: jobs wait for the next edge and are done there, in order, each for as long as
+it takes; a peer that waits for jobs (a newcomer, allreduce) does them at once. Steps between two edges at which
+nothing happens are made together, so that a peer which only trains costs nothing.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Protocol
+
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Message
+from decentral.comm.wire.transport import (
+    Announce,
+    Answer,
+    Answered,
+    Ask,
+    Asked,
+    AskError,
+    AskFailed,
+    Found,
+    Lookup,
+    Reply,
+)
+from decentral.core import jobs
+from decentral.core.agenda import Agenda, Timer
+from decentral.core.ids import PeerId
+from decentral.core.machine import Effect, Log, Woke
+from decentral.core.units import Seconds
+from decentral.peers.membership.roster import Learn
+from decentral.peers.node.node import Node
+from decentral.peers.node.progress import Stop
+from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
+from decentral.train.fragment_gossip import FragmentGossip
+
+WEIGH_S = 1.0  # what weighing plans takes
+EARLY_S = 1e-6  # what adding and taking away the epoch of the clock costs
+Respond = Callable[[Envelope], None]
+
+
+class Training(Protocol):
+    """train/compute.py's Compute behind an adapter, or sim/surrogate.py's Sketch."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether only a job can move it."""
+        ...
+
+    @property
+    def lr_step(self) -> int: ...
+
+    @property
+    def restored(self) -> bool:
+        """Whether it goes on from a checkpoint."""
+        ...
+
+    @property
+    def mixing(self) -> FragmentGossip: ...
+
+    def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
+        """So many steps at once, which have taken so long, other jobs included."""
+        ...
+
+    def do(self, job: jobs.Job) -> jobs.Outcome: ...
+
+    def work(self, job: jobs.Job) -> float:
+        """How much of a micro-batch's computing, through the whole model, this job is; asked before it is done."""
+        ...
+
+
+class Wire(Protocol):
+    """One peer's end of comm/net/virtual_network.py's Network."""
+
+    def ask(self, ask: Ask, done: Callable[[Answer | AskError], None]) -> None: ...
+
+    def serve(self, serve: Callable[[PeerId, Envelope, Respond], None], bound: Callable[[Message], int]) -> None: ...
+
+    def store(self, record: Announce) -> None: ...
+
+    def fetch(self, key: str, done: Callable[[dict[str, bytes]], None]) -> None: ...
+
+
+class Watch(Protocol):
+    """Sees everything that a peer does. It may raise."""
+
+    def handled(self, host: "VirtualHost", event: object, effects: list[Effect]) -> None: ...
+
+    def done(self, host: "VirtualHost", job: jobs.Job, outcome: jobs.Outcome) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a device is: seconds of a step with its noise, and of jobs by the bytes that they handle.
+
+    A micro-batch through the whole model takes as long as a step; each peer of a route computes its part of it.
+    """
+
+    step_s: Seconds
+    noise: float = 0.0  # standard deviation of the steps between two edges, in steps
+    job_s: Seconds = 0.001
+    job_bytes: float = 1e9  # bytes/s of encoding, decoding, writing
+    report_s: Seconds = 10.0  # steps are reported at least this often
+    steps_at_once: int = 1 << 30  # real gradients are made one by one
+
+
+@dataclass(slots=True)
+class Engine:
+    """The compute thread."""
+
+    agenda: Agenda
+    training: Training
+    pace: Pace
+    chance: Random
+    report: Callable[[jobs.Job | None, jobs.Outcome], None]
+    inbox: deque[jobs.Job] = field(default_factory=deque)
+    busy_s: Seconds = 0.0
+    began: Seconds | None = None  # of the steps under way; None: idle
+    stretched: float = 1.0  # how much slower than its pace it is at present
+    frozen: bool = False
+    last_computed: Seconds | None = None  # a step, or a part of a micro-batch
+    slowest: float = 1.0  # the largest `stretched` so far
+    _step_s: Seconds = 0.0  # of each of the steps under way
+    _doing: bool = False  # a job
+    _timer: Timer | None = None
+
+    def put(self, job: jobs.Job) -> None:
+        self.inbox.append(job)
+        if len(self.inbox) > 1 or self.frozen or self._doing:
+            return
+        if self.began is None:
+            self._at(self.agenda.now, self._work)
+        else:
+            self._at(self._edge(self.agenda.now), self._work)
+
+    def halt(self) -> None:
+        """The process is gone."""
+        self.frozen = True
+        self._cancel()
+
+    def freeze(self) -> None:
+        self._make_steps(self.agenda.now)
+        self.halt()
+        self.began = None
+
+    def thaw(self) -> None:
+        self.frozen = False
+        self._go_on()
+
+    def set_speed(self, stretched: float) -> None:
+        """From the step after the present one."""
+        self._make_steps(self.agenda.now)
+        self.stretched, self.slowest = stretched, max(self.slowest, stretched)
+        if self.began is not None:
+            self._go_on()
+
+    def _edge(self, now: Seconds) -> Seconds:
+        """The end of the step that is under way."""
+        assert self.began is not None
+        done = int((now - self.began) / self._step_s + 1e-9)
+        return self.began + max(1, done + (self.began + done * self._step_s < now - 1e-9)) * self._step_s
+
+    def _work(self) -> None:
+        """At a step edge: report the steps, do what is in the queue, one by one, go on."""
+        self._make_steps(self.agenda.now)
+        if not self.inbox:
+            self._go_on()
+            return
+        job = self.inbox.popleft()
+        if isinstance(job, jobs.Finish):
+            self.halt()
+            return
+        computing_s = self._computing_s(job)
+        outcome = self.training.do(job)
+        job_s = computing_s + self.pace.job_s + _weight(job, outcome) / self.pace.job_bytes
+        self.busy_s += job_s
+        if computing_s or isinstance(outcome, jobs.Stepped):
+            self.last_computed = self.agenda.now + job_s
+        if isinstance(outcome, jobs.Stepped):
+            outcome, self.busy_s = replace(outcome, seconds=self.busy_s), 0.0
+        self.began, self._doing = None, True
+        self._cancel()
+        self.agenda.after(job_s, lambda: self._done(job, outcome))
+
+    def _done(self, job: jobs.Job, outcome: jobs.Outcome) -> None:
+        self.report(job, outcome)
+        self._doing = False
+        self._go_on()
+
+    def _computing_s(self, job: jobs.Job) -> Seconds:
+        part = self.training.work(job)
+        return part * self._drawn_step_s() if part else 0.0
+
+    def _drawn_step_s(self) -> Seconds:
+        noise = max(0.1, 1 + self.chance.gauss(0.0, self.pace.noise)) if self.pace.noise else 1.0
+        return self.pace.step_s * self.stretched * noise
+
+    def _go_on(self) -> None:
+        """Starts the next steps, unless there is something to wait for or to do."""
+        if self.frozen or self._doing:
+            return
+        now = self.agenda.now
+        if self.inbox:
+            self._at(now, self._work)
+        elif not self.training.waits:
+            self.began = now
+            self._step_s = self._drawn_step_s()
+            count = max(1, min(self.pace.steps_at_once, round(self.pace.report_s / self._step_s)))
+            self._at(now + count * self._step_s, self._work)
+
+    def _make_steps(self, now: Seconds) -> None:
+        if self.began is None:
+            return
+        count = int((now - self.began) / self._step_s + 1e-6)
+        if count:
+            self.last_computed = now
+            seconds = count * self._step_s + self.busy_s
+            self.began, self.busy_s = self.began + count * self._step_s, 0.0
+            self.report(None, self.training.step(count, seconds))
+
+    def _at(self, when: Seconds, action: Callable[[], None]) -> None:
+        self._cancel()
+        self._timer = self.agenda.at(when, action)
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class VirtualHost:
+    """One peer's life, from its start to its end."""
+
+    def __init__(
+        self,
+        node: Node,
+        wire: Wire,
+        training: Training,
+        pace: Pace,
+        agenda: Agenda,
+        clock: Callable[[], Seconds],
+        chance: Random,
+        watch: Watch,
+        journal: Callable[[PeerId, Seconds, Log], None],
+    ) -> None:
+        self.node, self.wire, self.training, self.agenda, self.clock = node, wire, training, agenda, clock
+        self.engine = Engine(agenda, training, pace, chance, self._report)
+        self.watch, self.journal = watch, journal
+        self.peer = node.setup.own.peer
+        self.ended: str | None = None
+        self._requests: dict[int, Respond] = {}
+        self._last_request = 0
+        self._timer: Timer | None = None
+        self._wake_at: Seconds = 0.0  # of the timer
+        self._frozen: deque[object] | None = None  # events that came while the process was stopped
+
+    def start(self) -> None:
+        self.wire.serve(self._serve, self.node.answers.blob_bound)
+        self._carry_all(Woke(), self.node.begin(self.clock()))
+
+    def stop(self, reason: str) -> None:
+        """Save and leave."""
+        if self.ended is None:
+            self._carry_all(Stop(reason), self.node.leave(reason, self.clock()))
+            self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """The process is gone, in whatever way."""
+        self.ended = reason
+        self.engine.halt()
+        self._disarm()
+
+    def freeze(self) -> None:
+        self._frozen = deque()
+        self.engine.freeze()
+        self._disarm()
+
+    def thaw(self) -> None:
+        events, self._frozen = self._frozen or deque(), None
+        self.engine.thaw()
+        for event in events:
+            self.deliver(event)
+        self._arm()
+
+    # Events
+
+    def deliver(self, event: object) -> None:
+        if self.ended is not None:
+            return
+        if self._frozen is not None:
+            self._frozen.append(event)
+            return
+        self._carry_all(event, self.node.handle(event, self.clock()))
+
+    def _serve(self, sender: PeerId, envelope: Envelope, respond: Respond) -> None:
+        self._last_request += 1
+        self._requests[self._last_request] = respond
+        self.deliver(Asked(self._last_request, sender, envelope))
+
+    def _report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
+        if job is not None:
+            self.watch.done(self, job, outcome)
+        self.deliver(outcome)
+
+    def _wake(self) -> None:
+        self._timer = None
+        wake_at = self.node.wake_at
+        if wake_at is not None and wake_at <= self.clock() + EARLY_S:
+            self.deliver(Woke())
+        else:
+            self._arm()
+
+    # Effects
+
+    def _carry_all(self, event: object, effects: list[Effect]) -> None:
+        self.watch.handled(self, event, effects)
+        for effect in effects:
+            self._carry(effect)
+        self._arm()
+
+    def _carry(self, effect: Effect) -> None:
+        match effect:
+            case Ask():
+                self.wire.ask(effect, self._hearing(effect))
+            case Reply(request, envelope):
+                respond = self._requests.pop(request, None)
+                if respond is not None:
+                    respond(envelope)
+            case Log():
+                self.journal(self.peer, self.clock(), effect)
+            case Announce():
+                self.wire.store(effect)
+            case Lookup(key):
+                self.wire.fetch(key, lambda values: self.deliver(Found(key, values)))
+            case Learn():
+                pass
+            case EvaluatePlans():
+                self.agenda.after(WEIGH_S, lambda: self.deliver(evaluate_plans(effect)))
+            case Stop(reason):
+                self.agenda.after(0.0, lambda: self.stop(reason))
+            case _:
+                assert isinstance(effect, jobs.Job), f"no one carries out {effect!r}"
+                self.engine.put(effect)
+
+    def _hearing(self, ask: Ask) -> Callable[[Answer | AskError], None]:
+        began = self.agenda.now
+
+        def hear(outcome: Answer | AskError) -> None:
+            if isinstance(outcome, AskError):
+                self.deliver(AskFailed(ask.tag, ask.to, outcome.reason, self.agenda.now - began))
+            else:
+                moved = (outcome.seconds, outcome.sent_bytes, outcome.received_bytes)
+                self.deliver(Answered(ask.tag, ask.to, outcome.envelope, *moved))
+
+        return hear
+
+    def _arm(self) -> None:
+        """One timer, for the node's next wish."""
+        wake_at = None if self.ended is not None or self._frozen is not None else self.node.wake_at
+        if wake_at is not None and self._timer is not None and self._wake_at <= wake_at:
+            return  # it wakes early, and looks again: cheaper than a new timer after every event
+        self._disarm()
+        if wake_at is not None:
+            self._wake_at = wake_at
+            self._timer = self.agenda.after(max(0.0, wake_at - self.clock()), self._wake)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _weight(job: jobs.Job, outcome: jobs.Outcome) -> int:
+    """The bytes that a job handles."""
+    match job, outcome:
+        case jobs.Merge(contributions=parts), _:
+            return sum(len(part.blob) for part in parts)
+        case jobs.Absorb(contribution=part), _:
+            return len(part.blob)
+        case jobs.ImportState(blobs=blobs) | jobs.ChangeSpan(blobs=blobs), _:
+            return sum(len(blob) for _, _, blob in blobs)
+        case _, jobs.WindowClosed(blob=blob) | jobs.StateExported(blob=blob):
+            return len(blob)
+        case _, jobs.Saved(bytes=size):
+            return size
+    return 0

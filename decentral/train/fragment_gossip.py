@@ -1,0 +1,228 @@
+"""Every fragment's gossip on this peer: window's ends, merges, and the state that newcomers get.
+
+Carries out CloseWindow, Merge, Absorb, ExportState and ImportState on live weights, whoever trains them:
+train/compute.py on a device, a simulator in virtual time. What comes from partners is checked here before it moves
+anything; the numerics are in train/update_rules.py.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from decentral.core import config, jobs
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId
+from decentral.train import update_rules
+from decentral.train.inner import Live
+from decentral.train.sections import Codecs, Packer, unpack
+
+CLIP_TO_MEDIAN = 2.0  # a partner's delta is no longer than this many times the median of recent ones
+RECENT_LENGTHS = 16
+BEFORE_START = -1
+EVERY_ROUND = -2  # a synchronous peer does what it is told, and nothing in between
+
+
+@dataclass(slots=True)
+class GossipedFragment:
+    """A fragment's gossip: its rule, and the lengths of recent deltas."""
+
+    live: Live
+    rule: update_rules.UpdateRule
+    layout: jobs.Layout  # of the blobs that we publish
+    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LENGTHS))  # of recent deltas
+    own_length: float = 0.0  # of the delta that we published last
+    newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
+
+    @classmethod
+    def of(cls, live: Live, rule: update_rules.UpdateRule, codecs: Codecs) -> "GossipedFragment":
+        return cls(live, rule, update_rules.layout_of(rule.sections, live.fragment.parameters, codecs))
+
+    def fits(self, one: jobs.Contribution) -> None:
+        """Raises ProtocolError unless its sections are ours, or some of ours that a merge can do with."""
+        names = {section.name for section in one.layout}
+        needed = {self.rule.clipped} if self.rule.clipped else {section.name for section in self.layout}
+        if not one.layout or not set(one.layout) <= set(self.layout) or not needed <= names:
+            raise ProtocolError("shape", "its sections are not this fragment's")
+        if len(names) != len(one.layout) or len(one.blob) != sum(section.size for section in one.layout):
+            raise ProtocolError("shape", "its sections do not add up to its blob")
+
+
+def unpacked(
+    codecs: Codecs, blobs: Sequence[jobs.Donated], expected: Mapping[int, jobs.Layout]
+) -> dict[int, dict[str, Tensor]]:
+    """Donated states as fp32 vectors on the CPU, by fragment. Raises ProtocolError unless each is as expected."""
+    given = [fragment for fragment, _, _ in blobs]
+    if given != sorted(set(given)) or not set(given) <= set(expected):
+        raise ProtocolError("fragment", f"states of {given}; expected {sorted(expected)}")
+    for fragment, layout, _ in blobs:
+        if layout != expected[fragment]:
+            raise ProtocolError("shape", f"fragment {fragment} has another layout")
+    return {fragment: unpack(codecs, layout, blob) for fragment, layout, blob in blobs}
+
+
+class FragmentGossip:
+    """A peer's fragments and their rules. Not thread-safe: whoever owns the weights calls it."""
+
+    def __init__(self, lives: Sequence[Live], gossip: config.GossipConfig, peer: PeerId, codecs: Codecs) -> None:
+        self.codecs, self.gossip, self.peer = codecs, gossip, peer
+        self.fragments = [self._new(live) for live in lives]
+        self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
+        self.synchronous = gossip.algorithm == "synchronous"
+        self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
+
+    def of(self, fragment: int) -> GossipedFragment:
+        return self._by_index[fragment]
+
+    def do(self, job: jobs.GossipJob) -> jobs.Outcome:
+        match job:
+            case jobs.CloseWindow(fragment, seq, hold):
+                self.holding = fragment if hold else self.holding
+                return self.close(fragment, seq)
+            case jobs.Merge(fragment, seq, contributions):
+                self.holding = None if self.holding == fragment else self.holding
+                return self.merge(fragment, seq, contributions)
+            case jobs.Absorb(fragment, contribution):
+                return self.absorb(fragment, contribution)
+            case jobs.ExportState(fragment):
+                return self.export(fragment)
+
+    def begin(self, newcomer: bool) -> None:
+        self.holding = EVERY_ROUND if self.synchronous else None
+        self.begin_anew(self._by_index if newcomer else ())
+
+    def begin_anew(self, newcomers: Collection[int]) -> None:
+        """The first window of these fragments counts for nothing."""
+        for mixed in self.fragments:
+            mixed.newcomer = mixed.live.fragment.index in newcomers
+
+    # Windows
+
+    def close(self, fragment: int, seq: int) -> jobs.WindowClosed:
+        mixed = self._by_index[fragment]
+        packer = Packer(self.codecs)
+        mixed.rule.close(mixed.live, packer)
+        if mixed.rule.clipped:
+            mixed.own_length = float(torch.linalg.vector_norm(packer.read[mixed.rule.clipped]))
+        tokens, lr_sum = 0 if mixed.newcomer else mixed.live.tokens, mixed.live.lr_sum
+        mixed.live.tokens, mixed.live.lr_sum, mixed.newcomer = 0, 0.0, False
+        layout, blob = packer.finish()
+        assert layout == mixed.layout
+        return jobs.WindowClosed(fragment, seq, tokens, lr_sum, layout, blob)
+
+    def merge(self, fragment: int, seq: int, contributions: Sequence[jobs.Contribution]) -> jobs.Merged:
+        mixed = self._by_index[fragment]
+        parts, rejected = self._decode(mixed, contributions)
+        mixed.live.theta += mixed.rule.merge(mixed.live, parts)
+        return jobs.Merged(fragment, seq, tuple(part.peer for part in parts), tuple(rejected))
+
+    def absorb(self, fragment: int, contribution: jobs.Contribution) -> jobs.Absorbed:
+        mixed = self._by_index[fragment]
+        parts, rejected = self._decode(mixed, [contribution])
+        if rejected:
+            return jobs.Absorbed(fragment, False, rejected[0][1])
+        mixed.live.theta += mixed.rule.merge(mixed.live, parts)
+        return jobs.Absorbed(fragment, True)
+
+    # State
+
+    def export(self, fragment: int) -> jobs.StateExported:
+        packer = Packer(self.codecs)
+        self._by_index[fragment].rule.donate(self._by_index[fragment].live, packer)
+        return jobs.StateExported(fragment, *packer.finish())
+
+    def state_layouts(self) -> list[jobs.Layout]:
+        """Of each fragment's export: what a newcomer may expect of its donors."""
+        return [
+            update_rules.layout_of(mixed.rule.donated, mixed.live.fragment.parameters, self.codecs)
+            for mixed in self.fragments
+        ]
+
+    def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]]) -> jobs.StateImported:
+        """All of these or none: decoded and checked first, then adopted. What nobody trains is not among them."""
+        expected = dict(zip(self._by_index, self.state_layouts(), strict=True))
+        try:
+            donated = unpacked(self.codecs, blobs, expected)
+        except ProtocolError as error:
+            return jobs.StateImported(False, error.reason)
+        self.start(donated)
+        return jobs.StateImported(True)
+
+    def start(self, donated: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """These fragments begin anew from what a donor gave."""
+        for index, vectors in donated.items():
+            mixed = self._by_index[index]
+            device = mixed.live.theta.device
+            mixed.rule.adopt(mixed.live, {name: vector.to(device) for name, vector in vectors.items()})
+
+    def hold(self, lives: Sequence[Live]) -> None:
+        """These fragments from now on: those that are here as they are, others from their weights."""
+        known = {id(mixed.live): mixed for mixed in self.fragments}
+        self.fragments = [known.get(id(live)) or self._new(live) for live in lives]
+        self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
+        if self.holding != BEFORE_START and self.holding not in self._by_index:
+            self.holding = None
+
+    def _new(self, live: Live) -> GossipedFragment:
+        return GossipedFragment.of(live, update_rules.rule(self.gossip, live.theta, self.peer), self.codecs)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint must keep, by fragment and name."""
+        kept: dict[str, Tensor] = {}
+        for mixed in self.fragments:
+            live, prefix = mixed.live, f"{mixed.live.fragment.index}."
+            own = {"theta": live.theta, "exp_avg": live.exp_avg, "exp_avg_sq": live.exp_avg_sq}
+            kept |= {prefix + name: value for name, value in own.items()}
+            kept |= {prefix + "rule." + name: value for name, value in mixed.rule.state().items()}
+        return kept
+
+    def windows(self) -> list[tuple[int, float]]:
+        """Of each fragment: tokens, and the sum of learning rates, since its last close."""
+        return [(mixed.live.tokens, mixed.live.lr_sum) for mixed in self.fragments]
+
+    def load(self, tensors: Mapping[str, Tensor], windows: Sequence[tuple[int, float]], steps: int) -> None:
+        """Goes on from a checkpoint. Raises KeyError, ValueError or RuntimeError if it is of another model."""
+        for mixed, (tokens, lr_sum) in zip(self.fragments, windows, strict=True):
+            live, prefix = mixed.live, f"{mixed.live.fragment.index}."
+            live.theta.copy_(tensors[prefix + "theta"])
+            live.exp_avg.copy_(tensors[prefix + "exp_avg"])
+            live.exp_avg_sq.copy_(tensors[prefix + "exp_avg_sq"])
+            live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
+            own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
+            mixed.rule.load(live, {name: tensor.to(live.theta.device) for name, tensor in own.items()})
+
+    # What comes from partners
+
+    def _decode(
+        self, mixed: GossipedFragment, contributions: Sequence[jobs.Contribution]
+    ) -> tuple[list[update_rules.Parts], list[tuple[PeerId, str]]]:
+        """Partners' vectors on our device, and whom we refused for what: bytes from the network prove nothing."""
+        parts, rejected = [], []
+        for one in contributions:
+            try:
+                mixed.fits(one)
+                vectors = unpack(self.codecs, one.layout, one.blob)
+                mixed.rule.check(vectors)
+            except ProtocolError as error:
+                rejected.append((one.peer, error.reason))
+                continue
+            on_device = {name: vector.to(mixed.live.theta.device) for name, vector in vectors.items()}
+            if mixed.rule.clipped:
+                self._clip(mixed, on_device[mixed.rule.clipped])
+            parts.append(update_rules.Parts(one.peer, one.tokens, one.lr_sum, on_device))
+        return parts, rejected
+
+    def _clip(self, mixed: GossipedFragment, vector: Tensor) -> None:
+        """One peer that diverges, or lies, moves us no further than twice what is usual, or what we moved ourselves.
+
+        Our own length is among them: steps grow during the warm-up, everybody's alike.
+        """
+        length = float(torch.linalg.vector_norm(vector))
+        usual = max(mixed.own_length, median(mixed.lengths) if mixed.lengths else length)
+        limit = CLIP_TO_MEDIAN * usual
+        if length > limit > 0:
+            vector *= limit / length
+        mixed.lengths.append(min(length, limit) if limit > 0 else length)

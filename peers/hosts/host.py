@@ -1,0 +1,213 @@
+"""Drives a node in the real world: an event loop, a transport, a directory, a compute thread, a journal.
+
+Everything that happens becomes one event for the node, one at a time, in this loop's thread; each effect that the
+node returns is carried out here. The compute thread talks to the loop through a queue and `call_soon_threadsafe`.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.transport import (
+    Announce,
+    Answered,
+    Ask,
+    Asked,
+    AskError,
+    AskFailed,
+    Directory,
+    Found,
+    Lookup,
+    Reply,
+    Transport,
+)
+from decentral.core import jobs
+from decentral.core.ids import PeerId
+from decentral.core.journal import Journal
+from decentral.core.machine import Effect, Log, Woke
+from decentral.core.units import Seconds
+from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.roster import Learn
+from decentral.peers.node.node import Node
+from decentral.peers.node.progress import Stop
+from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
+
+FAREWELL_S = 5.0  # for telling others that we leave
+REFUSED_S = 10.0  # how often to look whether something was refused
+FINISH_S = 120.0  # for the compute thread's last step and checkpoint
+
+
+class Computing(Protocol):
+    """train/compute.py's Compute, as far as a host knows it."""
+
+    def run(self, inbox: "queue.SimpleQueue[jobs.Job]", report: Callable[[jobs.Outcome], None]) -> None: ...
+
+
+def clock() -> Callable[[], Seconds]:
+    """Unix time that never jumps: the wall clock once, the monotonic one from then on."""
+    offset = time.time() - time.monotonic()
+    return lambda: time.monotonic() + offset
+
+
+@dataclass(slots=True)
+class Host:
+    node: Node
+    transport: Transport
+    directory: Directory
+    compute: Computing
+    journal: Journal
+    book: AddressBook
+    now: Callable[[], Seconds]
+    _inbox: "queue.SimpleQueue[jobs.Job]" = field(default_factory=queue.SimpleQueue)
+    _requests: dict[int, asyncio.Future[Envelope]] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _last_request: int = 0
+    _timer: asyncio.TimerHandle | None = None
+    _stopped: asyncio.Future[str] = field(init=False)
+    _thread: threading.Thread = field(init=False)
+
+    async def run(self) -> str:
+        """Trains until something stops it; gives the reason. The checkpoint is written and others are told."""
+        loop = asyncio.get_running_loop()
+        self._stopped = loop.create_future()
+        self._thread = threading.Thread(target=self._compute, args=(loop,), name="compute", daemon=True)
+        self._thread.start()
+        await self.transport.serve(self._answer, self.node.answers.blob_bound)
+        self._carry_all(self.node.begin(self.now()))
+        self._spawn(self._report_refusals())
+        reason = await self._stopped
+        await self._leave(reason)
+        return reason
+
+    def stop(self, reason: str) -> None:
+        """Save and leave. For signal handlers and the view, in the loop's thread."""
+        if not self._stopped.done():
+            self._stopped.set_result(reason)
+
+    # Events
+
+    def _deliver(self, event: object) -> None:
+        self._carry_all(self.node.handle(event, self.now()))
+
+    async def _answer(self, sender: PeerId, envelope: Envelope) -> Envelope:
+        self._last_request += 1
+        number = self._last_request
+        future: asyncio.Future[Envelope] = asyncio.get_running_loop().create_future()
+        self._requests[number] = future
+        try:
+            self._deliver(Asked(number, sender, envelope))
+            return await future
+        finally:
+            self._requests.pop(number, None)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._deliver(Woke())
+
+    def _compute(self, loop: asyncio.AbstractEventLoop) -> None:
+        def report(outcome: jobs.Outcome) -> None:
+            loop.call_soon_threadsafe(self._deliver, outcome)
+
+        try:
+            self.compute.run(self._inbox, report)
+        except Exception as error:  # a bug, or a device that is gone: the peer stops, with its reason
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                report(jobs.JobFailed("training", f"{type(error).__name__}: {error}"))
+
+    # Effects
+
+    def _carry_all(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            self._carry(effect)
+        self._arm()
+
+    def _carry(self, effect: Effect) -> None:
+        match effect:
+            case Ask():
+                self._spawn(self._ask(effect))
+            case Reply(request, envelope):
+                future = self._requests.get(request)
+                if future is not None and not future.done():
+                    future.set_result(envelope)
+            case Log(event, fields):
+                self.journal.write(event, **fields)
+            case Announce():
+                self._spawn(self._announce(effect), name="announce")
+            case Lookup(key):
+                self._spawn(self._lookup(key))
+            case Learn(peer, addresses):
+                self.transport.learn(peer, addresses)
+                self.book.learn(peer, addresses)
+            case EvaluatePlans():
+                self._spawn(self._weigh(effect))
+            case Stop(reason):
+                self.stop(reason)
+            case _:
+                assert isinstance(effect, jobs.Job), f"no one carries out {effect!r}"
+                self._inbox.put(effect)
+
+    def _arm(self) -> None:
+        """One timer, for the node's next wish."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_at = self.node.wake_at
+        if wake_at is not None:
+            delay = max(0.0, wake_at - self.now())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, ask: Ask) -> None:
+        began = self.now()
+        try:
+            answer = await self.transport.ask(ask.to, ask.envelope, ask.deadline_s, ask.max_blob_bytes)
+        except AskError as error:
+            self._deliver(AskFailed(ask.tag, ask.to, error.reason, self.now() - began))
+            return
+        moved = (answer.seconds, answer.sent_bytes, answer.received_bytes)
+        self._deliver(Answered(ask.tag, ask.to, answer.envelope, *moved))
+
+    async def _weigh(self, asked: EvaluatePlans) -> None:
+        """Beside the loop: it may take seconds."""
+        self._deliver(await asyncio.to_thread(evaluate_plans, asked))
+
+    async def _announce(self, record: Announce) -> None:
+        await self.directory.store(record.key, record.subkey, record.value, record.expires)
+
+    async def _lookup(self, key: str) -> None:
+        self._deliver(Found(key, await self.directory.fetch(key)))
+
+    async def _report_refusals(self) -> None:
+        """What other peers sent that was no question, or no record, of ours: counted, and in the journal."""
+        known: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(REFUSED_S)
+            counts = {**self.transport.refused, **{f"record-{k}": n for k, n in self.node.roster.refused.items()}}
+            if counts != known:
+                known = dict(counts)
+                self.journal.write("refused", by_reason=known)
+
+    # Leaving
+
+    async def _leave(self, reason: str) -> None:
+        self._carry_all(self.node.leave(reason, self.now()))
+        self._inbox.put(jobs.Save())
+        self._inbox.put(jobs.Finish())
+        farewell = [task for task in self._tasks if task.get_name() == "announce" and not task.done()]
+        if farewell:
+            await asyncio.wait(farewell, timeout=FAREWELL_S)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, FINISH_S)
+        await asyncio.sleep(0)  # lets the thread's last reports in
+        for task in list(self._tasks):
+            task.cancel()
+        self.journal.write("stopped", reason=reason)

@@ -1,0 +1,74 @@
+"""Measures links: latency by small questions, bandwidth by a megabyte each way, to a few peers at first.
+
+From then on every exchange measures (comm/wire/meter.py), so a probe is repeated only for links that carry nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from random import Random
+
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Ping, Probe
+from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.core.ids import PeerId
+from decentral.core.machine import Effect, Woke
+from decentral.core.units import MiB, Seconds
+
+PROBED_PEERS = 3
+PROBE_BYTES = 1 * MiB
+AGAIN_S = 300.0
+DEADLINE_S = 20.0
+
+
+@lru_cache(maxsize=4)
+def zeros(size: int) -> bytes:
+    """One block for all who send it: a size asked for is bounded by MAX_PROBE_BYTES."""
+    return bytes(size)
+
+
+@dataclass(slots=True)
+class Prober:
+    """Probes one peer at a time: ping, ping, download, upload."""
+
+    meter: Meter
+    rng: Random
+    wake_at: Seconds | None
+    _queue: list[tuple[PeerId, str]] = field(default_factory=list)
+
+    def handle(self, event: object, now: Seconds, peers: Sequence[PeerId]) -> list[Effect]:
+        match event:
+            case Woke() if self.wake_at is not None and now >= self.wake_at:
+                self.wake_at = now + AGAIN_S
+                self._choose(peers)
+                return self._next()
+            case Answered(tag=("probe", *_)) | AskFailed(tag=("probe", *_)):
+                if isinstance(event, AskFailed):
+                    self._queue = [(peer, what) for peer, what in self._queue if peer != event.peer]
+                return self._next()
+        return []
+
+    def _choose(self, peers: Sequence[PeerId]) -> None:
+        """As many as there are links missing: PROBED_PEERS with a known uplink say enough of ours."""
+        links = self.meter.links
+        new = [peer for peer in sorted(peers) if peer not in links or not links[peer].up]
+        missing = PROBED_PEERS - sum(1 for link in links.values() if link.up)
+        chosen = self.rng.sample(new, max(0, min(missing, len(new))))
+        self._queue = [(peer, what) for peer in chosen for what in self._unknown(peer)]
+
+    def _unknown(self, peer: PeerId) -> list[str]:
+        """What a donor has sent us says how fast its link is: a megabyte that need not be sent again."""
+        link = self.meter.links.get(peer)
+        return ["ping", "ping", "down", "up"] if link is None or not link.down else ["ping", "ping", "up"]
+
+    def _next(self) -> list[Effect]:
+        if not self._queue:
+            return []
+        peer, what = self._queue.pop(0)
+        return [Ask(("probe", what), peer, self._question(what), DEADLINE_S, PROBE_BYTES)]
+
+    def _question(self, what: str) -> Envelope:
+        if what == "ping":
+            return Envelope(Ping(self.rng.getrandbits(32)))
+        return Envelope(Probe(PROBE_BYTES)) if what == "down" else Envelope(Probe(0), zeros(PROBE_BYTES))

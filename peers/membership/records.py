@@ -1,0 +1,134 @@
+"""What a peer says of itself in the DHT: its profile, its span, its progress, its addresses.
+
+A record's body is msgpack inside a seal (comm/wire/identity.py). Every field has a bound; a body that breaks one is
+counted and ignored.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgpack
+from pydantic import Field, Strict, TypeAdapter, ValidationError
+
+from decentral.comm.wire import identity
+from decentral.comm.wire.messages import Count, Run
+from decentral.comm.wire.transport import Directory
+from decentral.core import rng
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import RetainedStates
+
+Label = Annotated[str, Strict(), Field(max_length=128)]
+Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
+T = TypeVar("T")
+PeerPhase = Literal["joining", "training", "leaving"]
+Addresses = Annotated[tuple[Annotated[str, Strict(), Field(max_length=256)], ...], Field(max_length=16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What this peer was measured to be: nothing here is merely declared, but the region's name."""
+
+    device: Label
+    memory_bytes: Count
+    flops: Positive  # FLOP/s of a matrix product in the training dtype
+    tokens_per_s: Positive  # on the run's model, throttling included
+    down: Positive = 0.0  # bytes/s, typical of its links; 0: not measured yet
+    up: Positive = 0.0
+    latency_s: Positive = 0.0
+    region: Label = ""
+    software: Label = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRecord:
+    run: Run
+    time: Positive  # unix seconds at the peer
+    addresses: Addresses
+    profile: Profile
+    first: Count  # span [first, last)
+    last: Count
+    step: Count
+    lr_step: Count
+    tokens: Count
+    round: Count = 0  # of allreduce
+    phase: PeerPhase = "joining"
+    kept: Annotated[RetainedStates, Field(max_length=256)] = ()  # states of fragments that it does not hold any more
+
+
+_PEER = TypeAdapter(PeerRecord)
+_NAMES = [field.name for field in dataclasses.fields(PeerRecord)]
+_PROFILE_NAMES = [field.name for field in dataclasses.fields(Profile)]
+SMALL_BYTES = 2048  # records that are kept when they were read: several thousand of them are a few megabytes
+
+
+def pack(record: PeerRecord) -> bytes:
+    fields = {name: getattr(record, name) for name in _NAMES} | {"profile": _plain(record.profile)}
+    body: bytes = msgpack.packb(fields)
+    return body
+
+
+def _plain(profile: Profile) -> dict[str, Any]:
+    return {name: getattr(profile, name) for name in _PROFILE_NAMES}
+
+
+@cache
+def keys(run: RunId, shards: int) -> tuple[str, ...]:
+    """Where the records of a run are in the DHT."""
+    return (f"{run}/peers",) if shards == 1 else tuple(f"{run}/peers/{shard}" for shard in range(shards))
+
+
+@cache
+def key_of(run: RunId, peer: PeerId, shards: int) -> str:
+    """Where this peer's record is."""
+    return keys(run, shards)[rng.seed_of(0, "shard", peer) % shards]
+
+
+Open = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]
+"""comm/wire/identity.py's Signer.open."""
+
+
+async def look(
+    directory: Directory, run: RunId, shards: int, now: float, opened: Open = identity.open_sealed
+) -> dict[PeerId, PeerRecord]:
+    """All of a run's peers that the DHT knows; what is no valid record is left out."""
+    found = {}
+    for key in keys(run, shards):
+        for subkey, value in (await directory.fetch(key)).items():
+            try:
+                body, _ = opened(key, PeerId(subkey), value, now)
+                record = unpack(body)
+            except ProtocolError:
+                continue
+            if record.run == run and record.phase != "leaving":
+                found[PeerId(subkey)] = record
+    return found
+
+
+def unpack(body: bytes) -> PeerRecord:
+    """Raises ProtocolError for anything that is not a PeerRecord."""
+    return _unpack_again(body) if len(body) <= SMALL_BYTES else _unpack(body)
+
+
+@lru_cache(maxsize=1 << 14)
+def _unpack_again(body: bytes) -> PeerRecord:
+    """A record is frozen, so whoever reads the same bytes may have the same one."""
+    return _unpack(body)
+
+
+def _unpack(body: bytes) -> PeerRecord:
+    return checked(_PEER, body)
+
+
+def checked(adapter: TypeAdapter[T], body: bytes) -> T:
+    """What a signed msgpack body says, every field in its bounds. Raises ProtocolError."""
+    try:
+        fields: Any = msgpack.unpackb(body, use_list=False, strict_map_key=True)
+        return adapter.validate_python(fields)
+    except ValidationError as error:
+        raise ProtocolError("fields", f"{error.error_count()} wrong") from None
+    except Exception as error:  # msgpack raises a dozen kinds for garbage
+        raise ProtocolError("garbage", type(error).__name__) from None

@@ -1,0 +1,191 @@
+"""Who is alive: peers' signed records in the DHT, and what our own questions find out.
+
+A record expires a minute after its peer stops renewing it. That is slow for a crash, so a peer that does not answer
+twice in a row is dropped at once, and comes back with its next record. A peer that leaves says so in its last one.
+
+All records are under one key, which is as large as the swarm. Where that is too large, `swarm.shards` spreads them
+over several: each look then goes to our own shard and to one more, drawn anew, so that everybody knows a changing
+sample of the swarm, and what a peer does costs the same however many there are.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+
+from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.transport import Announce, Answered, AskFailed, Found, Lookup
+from decentral.core.config import SwarmConfig
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.machine import Effect, Woke, log
+from decentral.core.units import Seconds
+from decentral.peers.membership import records
+from decentral.peers.membership.holders import Holders
+from decentral.peers.membership.records import PeerRecord
+
+SOON_S = 0.5
+PEERS_PER_REFRESH_S = 25  # a large swarm looks less often: its record is as large as it
+EXPIRY_STEP_S = 1e-3
+FORGET_TTLS = 10  # lifetimes of a record
+DEAD_AFTER = 2  # unanswered questions in a row
+SILENT = ("unreachable", "deadline", "cut")
+
+
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """Effect: the transport may want to know where a peer listens."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class RosterEntry:
+    record: PeerRecord
+    expires: float
+    failures: int = 0  # unanswered questions in a row
+
+
+@dataclass(slots=True)
+class Roster:
+    run: RunId
+    own: Signer
+    limits: SwarmConfig
+    compose: Callable[[Seconds, bool], PeerRecord]  # our own record: (now, leaving)
+    chance: Random
+    holders: Holders
+    live: dict[PeerId, RosterEntry] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+    _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time are of the dead peer
+    _known: dict[PeerId, bytes] = field(default_factory=dict)  # the record that we read last, to read none twice
+    _expires: Seconds = 0.0  # of our last record: the directory keeps the one that expires later
+    _renew_at: Seconds = 0.0
+    _refresh_at: Seconds = 0.0
+    _expiry_at: Seconds | None = None  # when to look for expired records; together, not one by one
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        soon = min(self._renew_at, self._refresh_at)
+        return soon if self._expiry_at is None or soon <= self._expiry_at else self._expiry_at
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]:
+        match event:
+            case Woke():
+                return self._expire(now) + self._renew(now) + self._refresh(now)
+            case Found(key, values) if key in _known_keys(self.run, self.limits.shards):
+                return self._found(key, values, now)
+            case Answered(peer=peer) if peer in self.live:
+                self.live[peer].failures = 0
+            case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SILENT:
+                return self._unanswered(peer, now)
+        return []
+
+    def renew_soon(self, now: Seconds) -> None:
+        """Something worth telling has changed."""
+        self._renew_at = min(self._renew_at, now)
+
+    def look_soon(self, now: Seconds) -> None:
+        """Somebody whom we do not know has asked us something: a newcomer, unless nobody knows everybody here."""
+        if self.limits.shards > 1:
+            return
+        self._refresh_at = min(self._refresh_at, now + SOON_S)
+
+    def leave(self, now: Seconds) -> list[Effect]:
+        return [self._announce(now, leaving=True)]
+
+    def _renew(self, now: Seconds) -> list[Effect]:
+        if now < self._renew_at:
+            return []
+        self._renew_at = now + self.limits.renew_s
+        return [self._announce(now, leaving=False)]
+
+    def _announce(self, now: Seconds, leaving: bool) -> Announce:
+        expires = self._expires = max(now + self.limits.record_ttl_s, self._expires + EXPIRY_STEP_S)
+        body = records.pack(self.compose(now, leaving))
+        key = records.key_of(self.run, self.own.peer, self.limits.shards)
+        return Announce(key, self.own.peer, self.own.seal(key, body, expires), expires)
+
+    def _refresh(self, now: Seconds) -> list[Effect]:
+        if now < self._refresh_at:
+            return []
+        self._refresh_at = now + max(self.limits.refresh_s, len(self.live) / PEERS_PER_REFRESH_S)
+        own = records.key_of(self.run, self.own.peer, self.limits.shards)
+        looks = (
+            [own] if self.limits.shards == 1 else [own, self.chance.choice(records.keys(self.run, self.limits.shards))]
+        )
+        self._forget(now)
+        return [Lookup(key) for key in dict.fromkeys(looks)]
+
+    def _expire(self, now: Seconds) -> list[Effect]:
+        if self._expiry_at is None or now < self._expiry_at:
+            return []
+        gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
+        next_at = min([entry.expires for entry in self.live.values() if entry.expires > now], default=None)
+        self._expiry_at = None if next_at is None else max(next_at, now + self.limits.refresh_s / 4)
+        return [effect for peer in gone for effect in self._drop(peer, "expired", now)]
+
+    def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[Effect]:
+        effects: list[Effect] = []
+        for subkey, value in sorted(values.items())[: self.limits.max_peers]:
+            peer = PeerId(subkey)
+            if peer == self.own.peer or self._known.get(peer) == value:
+                continue
+            try:
+                body, expires = self.own.open(key, peer, value, now)
+                record = records.unpack(body)
+                if record.run != self.run:
+                    raise ProtocolError("run", f"a record of {record.run!r}")
+            except ProtocolError as error:
+                self.refused[error.reason] += 1
+                continue
+            self._known[peer] = value
+            effects += self._heard(peer, record, expires, now)
+        return effects
+
+    def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:
+        if record.phase == "leaving":
+            self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time)
+            return self._drop(peer, "left", now) if peer in self.live else []
+        if record.time <= self._dropped.get(peer, 0.0):
+            return []  # written before it went silent
+        known = self.live.get(peer)
+        if known is not None and known.record.time >= record.time:
+            return []
+        self.live[peer] = RosterEntry(record, expires, known.failures if known else 0)
+        self.holders.put(peer, record)
+        self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
+        effects: list[Effect] = []
+        if known is None or known.record.addresses != record.addresses:
+            effects.append(Learn(peer, record.addresses))
+        if known is None:
+            profile = record.profile
+            effects.append(log("peer_joined", peer=peer, device=profile.device, region=profile.region))
+        return effects
+
+    def _unanswered(self, peer: PeerId, now: Seconds) -> list[Effect]:
+        entry = self.live[peer]
+        entry.failures += 1
+        if entry.failures < DEAD_AFTER:
+            return []
+        self._dropped[peer] = entry.record.time
+        return self._drop(peer, "silent", now)
+
+    def _forget(self, now: Seconds) -> None:
+        """What a record says of long ago is of no use: peers that come and go must not fill our memory."""
+        if len(self._known) > 2 * self.limits.max_peers:
+            self._known.clear()
+        if len(self._dropped) > self.limits.max_peers:
+            old = now - FORGET_TTLS * self.limits.record_ttl_s
+            self._dropped = {peer: time for peer, time in self._dropped.items() if time > old}
+
+    def _drop(self, peer: PeerId, reason: str, now: Seconds) -> list[Effect]:
+        del self.live[peer]
+        self.holders.drop(peer)
+        return [log("peer_left", peer=peer, reason=reason)]
+
+
+@cache
+def _known_keys(run: RunId, shards: int) -> frozenset[str]:
+    return frozenset(records.keys(run, shards))

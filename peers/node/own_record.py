@@ -1,0 +1,71 @@
+"""What we say of ourselves: our record in the DHT, with the profile as it is measured by now.
+
+A profile is measured before a peer joins. From then on its links are known from what they carried, and its speed from
+what it trained; others plan and route by both, so a record is renewed when the speed has changed much.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from decentral.comm.routes.router import Router
+from decentral.comm.wire.meter import Meter
+from decentral.core.units import Seconds
+from decentral.peers.joining.join import Donor
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
+from decentral.peers.node.fragment_exchanges import FragmentExchanges
+from decentral.peers.node.progress import TrainingProgress
+from decentral.peers.node.setup import NodeSetup
+
+
+@dataclass(slots=True)
+class OwnRecord:
+    setup: Callable[[], NodeSetup]  # as it is now
+    meter: Meter
+    progress: TrainingProgress
+    donor: Donor
+    gossip: FragmentExchanges
+    routes: Router | None
+    told: Profile | None = None  # what our last record says; None: there was none yet
+
+    @property
+    def outdated(self) -> bool:
+        """Whether our routes have found another speed than others were told."""
+        speed = self.routes.workload.speed if self.routes else 0.0
+        told = self.told.tokens_per_s if self.told else 0.0
+        return speed != 0 and not 0.8 < told / speed < 1.25
+
+    def compose(self, phase: PeerPhase, now: Seconds) -> PeerRecord:
+        setup, progress, profile = self.setup(), self.progress, self.profile()
+        self.told = profile
+        return PeerRecord(
+            run=setup.run,
+            time=now,
+            addresses=setup.addresses,
+            profile=profile,
+            first=setup.fragments[0].first,
+            last=setup.fragments[-1].last,
+            step=progress.step,
+            lr_step=progress.lr_step,
+            tokens=progress.tokens,
+            round=self.gossip.round,
+            phase=phase,
+            kept=self.donor.kept,
+        )
+
+    def profile(self) -> Profile:
+        """As measured by now."""
+        setup = self.setup()
+        return replace(
+            setup.profile,
+            down=self.meter.typical_down() or 0.0,
+            up=self.meter.typical_up() or 0.0,
+            latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
+            tokens_per_s=self._measured(setup) or setup.profile.tokens_per_s,
+        )
+
+    def _measured(self, setup: NodeSetup) -> float:
+        """Tokens/s in training: of a peer that trains alone from its progress, else from its part in routes."""
+        return self.progress.tokens_per_s if setup.whole else self.routes.workload.speed if self.routes else 0.0
+
+
+__all__ = ["OwnRecord"]

@@ -1,0 +1,120 @@
+"""Peer selection: whom of the swarm each machine asks, and how long and how often.
+
+The roster says who holds what and who trains, the meter what the links carry. Exchanges, rounds, moves and newcomers
+see no more of the swarm than this (comm/snapshots.View, comm/rounds.View, and a part of peers/move.View); routes have
+their own sight of it, peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from decentral.comm.wire.meter import Meter
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Fragment
+from decentral.core.units import Seconds
+from decentral.peers.membership.roster import Roster
+from decentral.peers.node.progress import TrainingProgress
+from decentral.peers.node.setup import NodeSetup
+
+NEVER = -1  # a step
+WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
+
+
+@dataclass(slots=True)
+class PeerSelection:
+    setup: Callable[[], NodeSetup]  # as it is now
+    roster: Roster
+    meter: Meter
+    progress: TrainingProgress
+    chance: Random
+
+    # For exchanges: comm/snapshots.View
+
+    def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
+        """Whom to exchange with: drawn by the bandwidth of the links, none of them never."""
+        gossip = self.setup().config.gossip
+        holders = self.holders(fragment)
+        if gossip.algorithm == "allreduce":
+            return holders
+        count = gossip.partners if gossip.algorithm == "pull" else 1
+        return self._draw(holders, min(count, len(holders)))
+
+    def deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        """How long `size` bytes from there may take."""
+        return self.meter.deadline_s(peer, size)
+
+    def period_s(self, size: int) -> Seconds:
+        """Between two windows of a fragment whose snapshots have `size` bytes.
+
+        Whole windows, as many as all fragments take at our share of the link (Streaming DiLoCo's P).
+        """
+        setup = self.setup()
+        gossip = setup.config.gossip
+        early = self.progress.lr_step < gossip.start_steps
+        window_s = min(gossip.window_s, gossip.start_window_s) if early else gossip.window_s
+        rates = [rate for rate in (self.meter.typical_down(), self.meter.typical_up()) if rate]
+        if not rates or not size:
+            return window_s
+        parameters = sum(fragment.parameters for fragment in setup.fragments)
+        largest = max(fragment.parameters for fragment in setup.fragments)
+        round_bytes = size / largest * parameters * gossip.partners
+        windows = -(-round_bytes // (gossip.link_share * min(rates) * window_s))
+        return window_s * max(1.0, windows)
+
+    def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
+        """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""
+        known = {peer: self.meter.bandwidth(peer) for peer in peers}
+        top = max((rate for rate in known.values() if rate), default=1.0)
+        weights = {peer: max(WEIGHT_FLOOR, (rate or top) / top) for peer, rate in known.items()}
+        drawn: list[PeerId] = []
+        while len(drawn) < count:
+            left = [peer for peer in peers if peer not in drawn]
+            drawn += self.chance.choices(left, [weights[peer] for peer in left])
+        return drawn
+
+    # For rounds: comm/rounds.View
+
+    def acquaintances(self) -> Sequence[PeerId]:
+        """Who may be in the run already."""
+        return sorted({*self.roster.live, *self.setup().contacts})
+
+    def trainers(self) -> Sequence[PeerId]:
+        """Who trains, as far as we know."""
+        return sorted(peer for peer, entry in self.roster.live.items() if entry.record.phase == "training")
+
+    # For moves and newcomers: peers/node/span_manager.py, peers/joining/join.py
+
+    def holders(self, fragment: int) -> list[PeerId]:
+        """Who else holds it, and trains."""
+        cut = self.setup().cut(fragment)
+        return sorted(
+            peer
+            for peer, entry in self.roster.live.items()
+            if entry.record.phase == "training" and entry.record.first <= cut.first and cut.last <= entry.record.last
+        )
+
+    def newest_kept(self, fragment: int) -> tuple[int, list[PeerId]]:
+        """Of what others keep: the learning-rate step, or NEVER, and who keeps it."""
+        found = {peer: dict(entry.record.kept).get(fragment, NEVER) for peer, entry in sorted(self.roster.live.items())}
+        newest = max(found.values(), default=NEVER)
+        return newest, [peer for peer, step in found.items() if step == newest > NEVER]
+
+    def donates(self, peer: PeerId, fragment: Fragment) -> bool:
+        """By its record. Where all hold everything, whoever answers may be asked, and says if it is not ready."""
+        entry = self.roster.live.get(peer)
+        if entry is None:
+            return self.setup().whole
+        covers = entry.record.first <= fragment.first and fragment.last <= entry.record.last
+        return covers and (self.setup().whole or entry.record.phase == "training")
+
+    def donors(self) -> list[PeerId]:
+        """Whom a newcomer may ask: those who train, or whoever is there while nobody says so."""
+        training = [peer for peer, entry in self.roster.live.items() if entry.record.phase == "training"]
+        return sorted(training) or self.live()
+
+    def live(self) -> list[PeerId]:
+        return sorted(self.roster.live)
+
+
+__all__ = ["NEVER", "PeerSelection"]

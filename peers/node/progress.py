@@ -1,0 +1,142 @@
+"""How far we are: step lines, the swarm's learning-rate clock, evaluations, checkpoints, and when to stop.
+
+The learning-rate step follows the fastest half of the swarm: each peer takes the upper median of what the live peers
+advertise, where that is ahead of its own. So a slow peer does not train at a warm-up rate while the others decay, and
+one peer that claims a billion steps moves nobody.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from decentral.core.config import SwarmConfig, TrainConfig
+from decentral.core.jobs import Evaluate, Evaluated, Job, JobFailed, Save, Saved, SetClock, Stepped
+from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.units import Amount, Seconds
+
+LINE_S = 1.0  # one `step` line for about this much time
+RATE_S = 10.0  # tokens/s is over about this long
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Effect: save and leave."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class TrainingProgress:
+    train: TrainConfig
+    limits: SwarmConfig
+    stop_after: Amount | None
+    evaluates: bool = True  # a peer that holds a part of the model cannot, by itself
+    joined_at: Seconds | None = None
+    step: int = 0
+    lr_step: int = 0
+    tokens: int = 0  # of this process since it joined
+    loss: float | None = None
+    held_out: float | None = None
+    tokens_per_s: float = 0.0
+    busy_s: float = 0.0
+    micro_batches: int = 0
+    _line: list[Stepped] = field(default_factory=list)
+    _line_at: Seconds = 0.0
+    _eval_at: Seconds | None = None
+    _save_at: Seconds | None = None
+
+    def begin(self, now: Seconds, lr_step: int, fetched: bool = False) -> None:
+        """`fetched`: the state came from the swarm, and the disk has none or an older one: it is saved at once."""
+        self.joined_at = self._line_at = now
+        self.lr_step = max(self.lr_step, lr_step)
+        self._eval_at = now if self.evaluates else None
+        self._save_at = now if fetched else now + self.limits.checkpoint_every_s
+
+    def save_soon(self, now: Seconds) -> None:
+        """The disk has something else than what we hold now."""
+        self._save_at = now
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        return earliest((self._eval_at, self._save_at, self._stop_at() if self.stop_after else None))
+
+    def handle(self, event: object, now: Seconds) -> list[Effect]:
+        match event:
+            case Stepped():
+                return self._stepped(event, now)
+            case Evaluated(tokens, loss, seconds):
+                self.held_out, self._eval_at = loss, now + self.train.eval_every_s
+                return [log("eval", tokens=tokens, loss=round(loss, 4), seconds=round(seconds, 4))]
+            case Saved(step, size):
+                self._save_at = now + self.limits.checkpoint_every_s
+                return [log("checkpoint", step=step, bytes=size)]
+            case JobFailed("Save", reason):
+                self._save_at = now + self.limits.checkpoint_every_s
+                return [log("error", reason=f"checkpoint failed, the old one stays: {reason}")]
+            case JobFailed(job, reason):
+                return [log("error", reason=f"{job}: {reason}"), Stop(f"error: {reason}")]
+            case Woke():
+                return self._due(now)
+        return []
+
+    def follow(self, lr_steps: Iterable[int]) -> list[Job]:
+        """Catches up with the upper median of the live peers' learning-rate steps."""
+        known = sorted([*lr_steps, self.lr_step])
+        goal = known[len(known) // 2]
+        return [SetClock(goal)] if goal > self.lr_step else []
+
+    def flush(self, now: Seconds) -> list[Effect]:
+        """The line of what was trained since the last one."""
+        if not self._line:
+            return []
+        steps, self._line = self._line, []
+        tokens, seconds = sum(step.tokens for step in steps), sum(step.seconds for step in steps)
+        self._rate(tokens, now)
+        return [
+            log(
+                "step",
+                step=steps[-1].step,
+                lr_step=steps[-1].lr_step,
+                tokens=tokens,
+                micro_batches=sum(step.micro_batches for step in steps),
+                loss=round(sum(step.loss for step in steps) / len(steps), 4),
+                seconds=round(seconds, 4),
+            )
+        ]
+
+    def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
+        self._line.append(step)
+        self.step, self.lr_step = step.step, step.lr_step
+        self.tokens += step.tokens
+        self.busy_s += step.seconds
+        self.micro_batches += step.micro_batches
+        self.loss = step.loss if self.loss is None else 0.95 * self.loss + 0.05 * step.loss
+        lines = self.flush(now) if now >= self._line_at + LINE_S else []
+        reached = {"steps": step.step, "tokens": self.tokens}.get(self.stop_after.kind if self.stop_after else "", 0)
+        if self.stop_after and 0 < self.stop_after.value <= reached:
+            lines += [Stop(f"--stop-after {self.stop_after}")]
+        return lines
+
+    def _rate(self, tokens: int, now: Seconds) -> None:
+        took = max(1e-3, now - self._line_at)
+        share = min(1.0, took / RATE_S)
+        self.tokens_per_s += (tokens / took - self.tokens_per_s) * (share if self.tokens_per_s else 1.0)
+        self._line_at = now
+
+    def _due(self, now: Seconds) -> list[Effect]:
+        effects: list[Effect] = []
+        if self._eval_at is not None and now >= self._eval_at:
+            self._eval_at = None  # until the outcome is here
+            effects.append(Evaluate())
+        if self._save_at is not None and now >= self._save_at:
+            self._save_at = None
+            effects.append(Save())
+        stop_at = self._stop_at()
+        if stop_at is not None and now >= stop_at:
+            self.stop_after = None
+            effects.append(Stop("--stop-after reached"))
+        return effects
+
+    def _stop_at(self) -> Seconds | None:
+        if self.joined_at is None or self.stop_after is None or self.stop_after.kind != "s":
+            return None
+        return self.joined_at + self.stop_after.value

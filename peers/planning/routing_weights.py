@@ -1,0 +1,129 @@
+"""Where routes should run, as a flow: the prior for which peers a micro-batch visits, and how far each carries it.
+
+Every peer solves this for itself from the roster, in which speeds are measured; equal rosters give equal flows. Peers
+with the same span count as one that is as fast as all of them, so a programme grows with the model, hardly with the
+swarm. As a linear programme (HiGHS) over hops (span i carries from cut a to cut b, cuts being where fragments meet):
+
+    z_iab >= 0                                         micro-batches' tokens/s on that hop
+    sum_ia z_iab = sum_jc z_jbc          at each cut b between the ends
+    sum_ab z_iab share_ab <= speed_i                   every second has one second
+    maximise sum_ib z_i0b - HOP_COST sum z             a hop must carry more than it costs
+
+Links are not in it: their delay costs a hop, and what they cannot carry shows in the times that routes measure.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix
+
+from decentral.comm.routes.pacing import RoutingWeights
+from decentral.core.jobs import Fragment
+
+HOP_COST = 0.01  # of the flow: so much throughput is given up for one hop less
+MOST_HOPS = 40_000  # variables, some seconds; a swarm of more different spans goes by measured times alone
+LEAST_RATE = 1e-6  # of all speed
+SOLVED_AT_ONCE = 200  # variables of a small swarm's flow, which is solved whenever enough has changed
+FLOW_PAUSE_S = 2.0  # for each variable more, until a flow is solved anew: one peer changes little of it
+FLOWS_KEPT = 128  # flows: of simulated peers, many have just heard the same
+SPEED_CHANGED = 0.1  # of all speed: for less that changed a flow is not worth a new one
+Span = tuple[int, int]  # fragments [begin, end)
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int_]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanFlow:
+    """Of equal rosters the same: rates in parts of the sum of all speeds, by layers as a Prior has them."""
+
+    hops: int  # variables
+    begun: float
+    ends: Mapping[Span, Mapping[int, Mapping[int, float]]]  # by span
+    nexts: Mapping[int, Mapping[tuple[int, int], float]]
+    spans: frozenset[tuple[int, int]]
+
+
+def rounded(speed: Mapping[Span, float]) -> dict[Span, float]:
+    """To three digits, in order: rosters that differ by rounding only give equal flows."""
+    return {span: float(f"{one:.2e}") for span, one in sorted(speed.items())}
+
+
+def changed(before: Mapping[Span, float], now: Mapping[Span, float]) -> bool:
+    """Whether so much has that a new flow is worth its time."""
+    if not before or not now:
+        return bool(before) != bool(now)
+    differing = sum(abs(before.get(span, 0.0) - now.get(span, 0.0)) for span in {*before, *now})
+    return differing > SPEED_CHANGED * sum(now.values())
+
+
+def _hops(spans: Sequence[Span]) -> tuple[Ints, Ints, Ints]:
+    """(span's number, from, to) of each, between cuts at which some span begins or ends.
+
+    A cut in between, which no span tells apart from its neighbours, is as good as turns between those two.
+    """
+    cuts = np.unique(np.array(spans))
+    index, a, b = [], [], []
+    for number, (begin, end) in enumerate(spans):
+        inside = cuts[(begin <= cuts) & (cuts <= end)]
+        first, second = np.triu_indices(len(inside), 1)
+        index.append(np.full(len(first), number))
+        a.append(inside[first])
+        b.append(inside[second])
+    return np.concatenate(index), np.concatenate(a), np.concatenate(b)
+
+
+def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> RoutingWeights:
+    """How far a peer with the span `own` should carry what enters where, and to whom.
+
+    Empty if nothing flows, or if there are too many different spans.
+    """
+    total = sum(speed.values())
+    flow = _flow(tuple(cuts), tuple(speed.items())) if total > 0 else None
+    if flow is None:
+        return RoutingWeights()
+    return RoutingWeights(flow.ends.get(own, {}), flow.nexts, flow.begun * total, flow.hops, flow.spans)
+
+
+@lru_cache(maxsize=FLOWS_KEPT)
+def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) -> SpanFlow | None:
+    """None if nothing can flow, or if there are too many different spans."""
+    spans = [span for span, _ in speeds]
+    index, a, b = hops = _hops(spans)
+    if not 0 < len(index) <= MOST_HOPS:
+        return None
+    rates = _rates(cuts, [speed for _, speed in speeds], hops)
+    begun = float(sum(rates[a == 0].tolist()))
+    layers = [*(cut.first for cut in cuts), cuts[-1].last]
+    ends: dict[Span, dict[int, dict[int, float]]] = {}
+    nexts: dict[int, dict[tuple[int, int], float]] = {}
+    for hop in np.flatnonzero(rates > LEAST_RATE).tolist():
+        (span, speed), rate, enters = speeds[index[hop]], float(rates[hop]), layers[a[hop]]
+        ends.setdefault(span, {}).setdefault(enters, {})[layers[b[hop]]] = rate
+        carried, held = nexts.setdefault(enters, {}), (layers[span[0]], layers[span[1]])
+        carried[held] = carried.get(held, 0.0) + rate / speed
+    return SpanFlow(len(index), begun, ends, nexts, frozenset((layers[begin], layers[end]) for begin, end in spans))
+
+
+def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, Ints, Ints]) -> Floats:
+    """z of each hop, in parts of the sum of all speeds."""
+    whole = sum(cut.parameters for cut in cuts)
+    before = np.concatenate(([0.0], np.cumsum([cut.parameters / whole for cut in cuts])))
+    index, a, b = hops
+    count, inner = len(index), len(cuts) - 1
+    column = np.arange(count)
+    work = coo_matrix((before[b] - before[a], (index, column)), shape=(len(speeds), count))
+    into, out = b < len(cuts), a > 0
+    values = np.concatenate((np.ones(into.sum()), -np.ones(out.sum())))
+    rows, columns = np.concatenate((b[into], a[out])) - 1, np.concatenate((column[into], column[out]))
+    balance = coo_matrix((values, (rows, columns)), shape=(inner, count)) if inner else None
+    within = np.array(speeds) / sum(speeds)
+    cost = np.where(a == 0, -1.0, 0.0) + HOP_COST
+    kept = (balance.tocsr(), np.zeros(inner)) if balance is not None else (None, None)
+    found = linprog(cost, work.tocsr(), within, *kept, method="highs")
+    assert found.status == 0, found.message
+    rates: Floats = np.maximum(0.0, found.x)
+    return rates

@@ -1,0 +1,301 @@
+"""A swarm's devices and links as arrays, read from a topology file or from measured profiles.
+
+    peers: [{id, region, device, memory_gb, tflops}, ...]        one entry per peer, or
+    regions: {Oregon: {count: 8, device: V100, memory_gb: 16, tflops: 112}, ...}
+    delay_ms, bandwidth_gbps: N x N                              in the order of the peers, one-way; or
+    inside: {delay_ms, bandwidth_gbps}                           between two peers of one region
+    across: {delay_ms, bandwidth_gbps}                           between regions that no link names
+    links: [{between: [Oregon, Ohio], delay_ms: 49, bandwidth_gbps: 1.10}, ...]
+    based_on: ten-cities                                         `inside` and `links` from another file
+    workload: {stages, replicas, gradient_gbytes, activation_gbytes}      optional
+
+Units outside are those in which people know them (ms, Gb/s, GB, TFLOP/s); inside they are s, bytes/s, bytes, FLOP/s.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from decentral.core.errors import UserError
+from decentral.scheduler.shared.arrays import Floats
+
+MAX_FILE_BYTES = 256 * 1024 * 1024  # two matrices of 4,096 peers as text
+GBIT = 1e9 / 8  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One optimiser step of a synchronous pipeline, as Yuan et al. cost it.
+
+    `gradient_gbytes`: of one stage, what its replicas average. `activation_gbytes`: of one pipeline, what one
+    stage sends to the next. With `stages` and `replicas` left open both are totals, of the whole model and of the
+    whole batch, and the search for the degrees divides them.
+    """
+
+    stages: int | None = 8
+    replicas: int | None = 8
+    gradient_gbytes: float = 0.65
+    activation_gbytes: float = 0.47124928  # 62,500 tokens x 2,024 channels x 4 bytes, over 2**30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Topology:
+    """N peers: what they are, and the links between them. Diagonals: no delay, endless bandwidth."""
+
+    ids: tuple[str, ...]
+    regions: tuple[str, ...]
+    devices: tuple[str, ...]
+    memory_bytes: Floats
+    flops: Floats
+    delay_s: Floats
+    bandwidth: Floats  # bytes/s
+    workload: Workload | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def digest(self) -> str:
+        """Equal for equal swarms, whatever the order of their peers in the file."""
+        order = sorted(range(len(self)), key=self.ids.__getitem__)
+        text = json.dumps([[self.ids[i], self.regions[i], self.devices[i]] for i in order])
+        state = hashlib.blake2b(text.encode(), digest_size=16)
+        for vector in (self.memory_bytes, self.flops):
+            state.update(np.ascontiguousarray(vector[order]).tobytes())
+        for matrix in (self.delay_s, self.bandwidth):
+            state.update(np.ascontiguousarray(matrix[np.ix_(order, order)]).tobytes())
+        return state.hexdigest()
+
+    def subset(self, keep: Sequence[int]) -> "Topology":
+        """The same swarm with only these peers, in this order."""
+        index = np.asarray(keep, dtype=np.int64)
+        grid = np.ix_(index, index)
+        names = [tuple(field[i] for i in keep) for field in (self.ids, self.regions, self.devices)]
+        numbers = (self.memory_bytes[index], self.flops[index], self.delay_s[grid], self.bandwidth[grid])
+        return Topology(names[0], names[1], names[2], *numbers, self.workload)
+
+
+def load(path: str | Path) -> Topology:
+    """Reads a topology file (YAML or JSON), or the shipped one of that name. Raises UserError in one line."""
+    source = _find(Path(path))
+    return parse(_read(source), source)
+
+
+def parse(tree: Any, source: Path | None = None) -> Topology:
+    """A topology from the tree that a YAML or JSON file holds. `based_on` is looked up beside `source`."""
+    spec = _validated(tree)
+    if spec.based_on is not None:
+        base = _validated(_read(_find(Path(spec.based_on), beside=source)))
+        spec = spec.model_copy(update={"inside": spec.inside or base.inside, "links": [*base.links, *spec.links]})
+    peers = spec.peers or [peer for name, group in spec.regions.items() for peer in group.peers(name)]
+    _require(len(peers) >= 2, f"a swarm of at least 2 peers; the file has {len(peers)}")
+    ids = tuple(peer.id for peer in peers)
+    _require(len(set(ids)) == len(ids), "every peer id once", next((i for i in ids if ids.count(i) > 1), ""))
+    delay, bandwidth = _matrices(spec, [peer.region for peer in peers])
+    return _topology(peers, delay, bandwidth, _workload(spec.workload))
+
+
+def topology_from_profiles(
+    profiles: Mapping[str, Mapping[str, Any]], links: Mapping[tuple[str, str], tuple[float, float]]
+) -> Topology:
+    """A live swarm's topology from what its peers measured.
+
+    `profiles`: peer id -> {region, device, memory_bytes, flops (FLOP/s), up, down (bytes/s), latency_s}; missing
+    entries, and zeros (not measured yet), get 0, or for `up` and `down` 12.5 MB/s and for `latency_s` 50 ms.
+    `links`: (from, to) -> (one-way delay s, bytes/s), as far as measured; an unmeasured link gets the sum of both
+    latencies and the lesser of the sender's `up` and the receiver's `down`.
+    """
+    ids = sorted(profiles)
+    _require(len(ids) >= 2, f"a swarm of at least 2 peers; it has {len(ids)}")
+    up = np.array([float(profiles[i].get("up") or 12.5e6) for i in ids])
+    down = np.array([float(profiles[i].get("down") or 12.5e6) for i in ids])
+    latency = np.array([float(profiles[i].get("latency_s") or 0.05) for i in ids])
+    delay, bandwidth = np.add.outer(latency, latency), np.minimum.outer(up, down)
+    index = {name: i for i, name in enumerate(ids)}
+    for (sender, receiver), (delay_s, rate) in links.items():
+        if sender in index and receiver in index and rate > 0:
+            delay[index[sender], index[receiver]] = delay_s
+            bandwidth[index[sender], index[receiver]] = rate
+    peers = [
+        _Peer(
+            id=name,
+            region=str(profiles[name].get("region") or "unknown"),
+            device=str(profiles[name].get("device") or "unknown"),
+            memory_gb=float(profiles[name].get("memory_bytes") or 0) / 1e9,
+            tflops=float(profiles[name].get("flops") or 0) / 1e12,
+        )
+        for name in ids
+    ]
+    return _topology(peers, delay, bandwidth, None)
+
+
+# The file's shape
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Link(_Strict):
+    delay_ms: Annotated[float, Field(ge=0, lt=1e7)]
+    bandwidth_gbps: Annotated[float, Field(gt=0)]
+
+
+class _Named(_Link):
+    between: tuple[str, str]
+
+
+class _Device(_Strict):
+    device: str = "unknown"
+    memory_gb: Annotated[float, Field(ge=0)] = 0.0
+    tflops: Annotated[float, Field(ge=0)] = 0.0
+
+
+class _Peer(_Device):
+    id: str
+    region: str = "unknown"
+
+
+class _Group(_Device):
+    count: Annotated[int, Field(ge=0)] = 1
+
+    def peers(self, region: str) -> list[_Peer]:
+        shared = self.model_dump(exclude={"count"})
+        return [_Peer(id=f"{region}-{i}", region=region, **shared) for i in range(self.count)]
+
+
+class _Work(_Strict):
+    stages: Annotated[int, Field(gt=0)] | None = None
+    replicas: Annotated[int, Field(gt=0)] | None = None
+    gradient_gbytes: Annotated[float, Field(ge=0)] = 0.65
+    activation_gbytes: Annotated[float, Field(ge=0)] = 0.47124928
+
+
+class _File(_Strict):
+    peers: list[_Peer] = []
+    regions: dict[str, _Group] = {}
+    inside: _Link | None = None
+    across: _Link | None = None
+    links: list[_Named] = []
+    based_on: str | None = None
+    delay_ms: list[list[float]] | None = None
+    bandwidth_gbps: list[list[float]] | None = None
+    workload: _Work | None = None
+
+
+def _find(path: Path, beside: Path | None = None) -> Path:
+    """The file itself, else one beside the file that names it, else a shipped one of that name."""
+    shipped = Path(str(files("decentral.configs") / "topologies"))
+    tried = [path, *([beside.parent / f"{path}.yaml"] if beside else []), shipped / f"{path}.yaml"]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate
+    names = ", ".join(sorted(file.stem for file in shipped.glob("*.yaml")))
+    raise UserError(f"topology: no file {path}; shipped ones: {names}")
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UserError(f"topology: {path} is larger than {MAX_FILE_BYTES >> 20} MiB; is it a topology?")
+        text = path.read_text()
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"topology: cannot read {path} ({error})") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise UserError(f"topology: {path} is not valid {path.suffix.lstrip('.') or 'YAML'}") from None
+
+
+def _validated(tree: Any) -> _File:
+    _require(isinstance(tree, dict), "a mapping with peers or regions", type(tree).__name__)
+    try:
+        return _File.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise UserError(f"topology: unknown key {key}; known: {', '.join(_File.model_fields)}") from None
+        expected = first["msg"].removeprefix("Input should be ")
+        raise UserError(f"topology: {key} must be {expected}; it is {str(first['input'])[:60]}") from None
+
+
+def _matrices(spec: _File, regions: list[str]) -> tuple[Floats, Floats]:
+    """Delay in s and bandwidth in bytes/s between any two peers."""
+    if (spec.delay_ms is None) != (spec.bandwidth_gbps is None):
+        raise UserError("topology: delay_ms and bandwidth_gbps belong together; one of them is missing")
+    if spec.delay_ms is not None and spec.bandwidth_gbps is not None:
+        return _full("delay_ms", spec.delay_ms, len(regions)) / 1e3, GBIT * _full(
+            "bandwidth_gbps", spec.bandwidth_gbps, len(regions)
+        )
+    names = list(dict.fromkeys(regions))
+    return _by_region(spec, names, np.array([names.index(region) for region in regions]))
+
+
+def _full(name: str, rows: list[list[float]], count: int) -> Floats:
+    shape = f"{len(rows)} rows of {sorted({len(row) for row in rows})}"
+    square = len(rows) == count and all(len(row) == count for row in rows)
+    _require(square, f"{name} of {count} x {count} numbers, one row per peer", shape)
+    matrix = np.array(rows, dtype=np.float64)
+    off = ~np.eye(count, dtype=bool)
+    good = np.isfinite(matrix[off]) & (matrix[off] >= 0 if name == "delay_ms" else matrix[off] > 0)
+    worst = np.argwhere(off)[int(np.argmin(good))]
+    sign = "at least 0" if name == "delay_ms" else "above 0"
+    _require(bool(good.all()), f"{name} {sign} between peers", f"{matrix[tuple(worst)]} at {tuple(map(int, worst))}")
+    return matrix
+
+
+def _by_region(spec: _File, names: list[str], region_N: "np.ndarray[Any, Any]") -> tuple[Floats, Floats]:
+    count = len(names)
+    default = spec.across
+    delay = np.full((count, count), default.delay_ms if default else np.nan)
+    rate = np.full((count, count), default.bandwidth_gbps if default else np.nan)
+    if spec.inside:
+        np.fill_diagonal(delay, spec.inside.delay_ms)
+        np.fill_diagonal(rate, spec.inside.bandwidth_gbps)
+    known = {name: i for i, name in enumerate(names)}
+    for link in spec.links:
+        for name in link.between:
+            if name not in known and spec.based_on is None:
+                raise UserError(f"topology: links name an unknown region {name}; known: {', '.join(names)}")
+        if all(name in known for name in link.between):
+            a, b = (known[name] for name in link.between)
+            delay[a, b] = delay[b, a] = link.delay_ms
+            rate[a, b] = rate[b, a] = link.bandwidth_gbps
+    lone = np.bincount(region_N, minlength=count) < 2  # a region of one peer needs no link inside
+    missing = np.isnan(rate) & ~np.diag(lone)
+    if missing.any():
+        a, b = np.argwhere(missing)[0]
+        raise UserError(f"topology: no link between {names[a]} and {names[b]}; add it to links, or inside or across")
+    grid = np.ix_(region_N, region_N)
+    return np.nan_to_num(delay)[grid] / 1e3, np.nan_to_num(rate, nan=1.0)[grid] * GBIT
+
+
+def _topology(peers: Sequence[_Peer], delay: Floats, bandwidth: Floats, work: Workload | None) -> Topology:
+    np.fill_diagonal(delay, 0.0)
+    np.fill_diagonal(bandwidth, np.inf)
+    return Topology(
+        ids=tuple(peer.id for peer in peers),
+        regions=tuple(peer.region for peer in peers),
+        devices=tuple(peer.device for peer in peers),
+        memory_bytes=np.array([peer.memory_gb * 1e9 for peer in peers]),
+        flops=np.array([peer.tflops * 1e12 for peer in peers]),
+        delay_s=delay,
+        bandwidth=bandwidth,
+        workload=work,
+    )
+
+
+def _workload(work: _Work | None) -> Workload | None:
+    return None if work is None else Workload(**work.model_dump())
+
+
+def _require(condition: bool, expected: str, came: str = "") -> None:
+    if not condition:
+        raise UserError(f"topology: expected {expected}" + (f"; got {came}" if came else ""))

@@ -1,0 +1,58 @@
+"""How many stages and how many replicas, when the workload leaves them open (the degree search of AMP, 2210.07297).
+
+A stage's gradient is the whole model's over the number of stages, and a pipeline's activations are the whole
+batch's over the number of replicas. Every pair of degrees that uses nearly all peers gets a short search; the best
+is taken. Only communication is compared: with the same peers in use, the computing is the same.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from decentral.core import rng as chance
+from decentral.scheduler.shared.arrays import Ints
+from decentral.scheduler.shared.search_budget import SearchBudget
+from decentral.scheduler.shared.topology import Topology, Workload
+from decentral.scheduler.sync import evolve
+from decentral.scheduler.sync.layout_cost import layout, problem
+
+LEAST_USED = 0.95  # of the peers
+MOST_STAGES_TRIED = 64
+
+
+def choose(
+    topology: Topology, region_N: Ints, work: Workload, seed: int, budget: SearchBudget
+) -> tuple[Workload, dict[str, float]]:
+    """The workload with both degrees set, and the cost of every pair tried, as `"8x8": seconds`."""
+    pairs = candidates(len(topology), work.stages, work.replicas)
+    costs: dict[str, float] = {}
+    best: tuple[float, Workload] | None = None
+    for stages, replicas in pairs:
+        trial = divided(work, stages, replicas)
+        task = problem(topology, trial)
+        rng = chance.arrays(seed, "degrees", stages, replicas)
+        cost = layout(task, evolve.search(task, region_N, budget.part(1 / len(pairs)), rng)).cost.total
+        costs[f"{stages}x{replicas}"] = cost
+        if best is None or cost < best[0]:
+            best = cost, trial
+    assert best is not None
+    return best[1], costs
+
+
+def divided(work: Workload, stages: int, replicas: int) -> Workload:
+    """Totals of the whole model and batch, cut into stages and replicas."""
+    return replace(
+        work,
+        stages=stages,
+        replicas=replicas,
+        gradient_gbytes=work.gradient_gbytes / stages if work.stages is None else work.gradient_gbytes,
+        activation_gbytes=work.activation_gbytes / replicas if work.replicas is None else work.activation_gbytes,
+    )
+
+
+def candidates(peers: int, stages: int | None, replicas: int | None) -> list[tuple[int, int]]:
+    """Pairs of degrees (those that are given stay) that leave at most a few peers unused; a prime swarm has some."""
+    counts = np.arange(1, min(peers, MOST_STAGES_TRIED) + 1) if stages is None else np.array([stages])
+    found = [(int(s), replicas or peers // int(s)) for s in counts if s * (replicas or peers // int(s)) <= peers]
+    full = [pair for pair in found if pair[0] * pair[1] >= LEAST_USED * peers]
+    return full or found or [(1, peers)]

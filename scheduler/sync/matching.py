@@ -1,0 +1,186 @@
+"""Bottleneck perfect matching, and the shortest open path through all stages.
+
+Both are parts of the cost of Yuan et al. (arXiv 2206.01288, section 3.2): two neighbouring stages are joined by
+the matching of their devices whose slowest link is fastest, and the stages are ordered along the open path
+(travelling salesman without return) that costs least.
+"""
+
+import numpy as np
+
+from decentral.scheduler.shared.arrays import Floats, Ints
+from decentral.scheduler.shared.machine_code import compiled, inner
+
+EXACT_STAGES = 14  # up to here the stage order is exact: 14 * 14 * 2**14 steps are 10 ms
+
+
+@compiled
+def bottleneck_matching(cost_RR: Floats, limit: float, partner_R: Ints) -> float:
+    """The least possible maximum over a perfect matching's edges; `partner_R[column]` becomes its row.
+
+    Returns inf as soon as the value is known to exceed `limit`.
+    """
+    return matching_above(cost_RR, _lower_bound(cost_RR), limit, partner_R)
+
+
+@inner
+def matching_above(cost_RR: Floats, bound: float, limit: float, partner_R: Ints) -> float:
+    """`bottleneck_matching`, where it is known to cost at least `bound`: each row's and column's cheapest entry.
+
+    Each row that is not matched at the current
+    threshold grows an alternating tree by its cheapest edge (Dijkstra with max for +), so that the threshold
+    rises exactly as far as Hall's condition demands. O(R^3), in practice near O(R^2).
+    """
+    size = cost_RR.shape[0]
+    value = bound
+    if value > limit:
+        return np.inf
+    row_of = partner_R
+    slack = np.empty(size)
+    came_from = np.empty(size, np.int64)
+    column_of_row = np.empty(size, np.int64)
+    for i in range(size):
+        row_of[i] = column_of_row[i] = -1
+    for row in range(size):  # whatever fits the lower bound, greedily
+        for column in range(size):
+            if row_of[column] < 0 and cost_RR[row, column] <= value:
+                row_of[column] = row
+                column_of_row[row] = column
+                break
+    for root in range(size):
+        if column_of_row[root] >= 0:
+            continue
+        done = np.zeros(size, np.bool_)
+        row = root
+        for column in range(size):
+            slack[column] = np.inf
+        while True:
+            best = -1
+            for column in range(size):
+                if not done[column]:
+                    if cost_RR[row, column] < slack[column]:
+                        slack[column] = cost_RR[row, column]
+                        came_from[column] = row
+                    if best < 0 or slack[column] < slack[best]:
+                        best = column
+            if slack[best] > value:
+                value = slack[best]
+                if value > limit:
+                    return np.inf
+            done[best] = True
+            if row_of[best] < 0:
+                break
+            row = row_of[best]
+        column = best
+        while column >= 0:  # flip the alternating path from the free column back to the root
+            row = came_from[column]
+            before = column_of_row[row]
+            row_of[column] = row
+            column_of_row[row] = column
+            column = before
+    return value
+
+
+@inner
+def _lower_bound(cost_RR: Floats) -> float:
+    """No perfect matching is cheaper than the dearest of all rows' and columns' cheapest entries."""
+    size = cost_RR.shape[0]
+    bound = 0.0
+    for i in range(size):
+        row, column = np.inf, np.inf
+        for j in range(size):
+            row = min(row, cost_RR[i, j])
+            column = min(column, cost_RR[j, i])
+        bound = max(bound, row, column)
+    return bound
+
+
+@compiled
+def held_karp(edge_SS: Floats) -> Ints:
+    """The cheapest open path through all stages, exactly (Held and Karp 1962): stages in order."""
+    count = edge_SS.shape[0]
+    full = 1 << count
+    best = np.full((full, count), np.inf)
+    before = np.full((full, count), -1, np.int64)
+    for last in range(count):
+        best[1 << last, last] = 0.0
+    for visited in range(full):
+        for last in range(count):
+            here = best[visited, last]
+            if here == np.inf:
+                continue
+            for following in range(count):
+                if not visited >> following & 1:
+                    there = visited | 1 << following
+                    cost = here + edge_SS[last, following]
+                    if cost < best[there, following]:
+                        best[there, following] = cost
+                        before[there, following] = last
+    order = np.empty(count, np.int64)
+    visited = full - 1
+    last = int(np.argmin(best[visited]))
+    for position in range(count - 1, -1, -1):
+        order[position] = last
+        visited, last = visited & ~(1 << last), before[visited, last]
+    return order
+
+
+@compiled
+def improved_path(edge_SS: Floats, order_S: Ints) -> Ints:
+    """2-opt and Or-opt on an open path until neither helps; for more stages than Held-Karp can order."""
+    order = order_S.copy()
+    count = order.size
+    better = True
+    while better:
+        better = False
+        for first in range(count):
+            for last in range(first + 1, count):
+                gain = 0.0  # of reversing order[first..last]
+                if first > 0:
+                    gain += edge_SS[order[first - 1], order[first]] - edge_SS[order[first - 1], order[last]]
+                if last < count - 1:
+                    gain += edge_SS[order[last], order[last + 1]] - edge_SS[order[first], order[last + 1]]
+                if gain > 1e-12:
+                    order[first : last + 1] = order[first : last + 1][::-1].copy()
+                    better = True
+        for source in range(count):
+            moved = _best_insertion(edge_SS, order, source)
+            if moved >= 0:
+                stage = order[source]
+                rest = np.concatenate((order[:source], order[source + 1 :]))
+                order[:moved], order[moved], order[moved + 1 :] = rest[:moved], stage, rest[moved:]
+                better = True
+    return order
+
+
+@inner
+def _best_insertion(edge_SS: Floats, order: Ints, source: int) -> int:
+    """Where the stage at `source` would sit best among the others; -1 if it sits there already."""
+    count = order.size
+    stage = order[source]
+    rest = np.concatenate((order[:source], order[source + 1 :]))
+    best, place = _insertion_cost(edge_SS, rest, source, stage) - 1e-12, -1
+    for position in range(count):
+        cost = _insertion_cost(edge_SS, rest, position, stage)
+        if cost < best:
+            best, place = cost, position
+    return place
+
+
+@inner
+def _insertion_cost(edge_SS: Floats, rest: Ints, position: int, stage: int) -> float:
+    """What inserting `stage` before rest[position] adds to the path."""
+    added = 0.0
+    if position > 0:
+        added += edge_SS[rest[position - 1], stage]
+    if position < rest.size:
+        added += edge_SS[stage, rest[position]]
+    if 0 < position < rest.size:
+        added -= edge_SS[rest[position - 1], rest[position]]
+    return added
+
+
+def stage_order(edge_SS: Floats, start_S: Ints) -> Ints:
+    """The cheapest order of the stages: exact up to EXACT_STAGES, else improved from `start_S`."""
+    if edge_SS.shape[0] <= EXACT_STAGES:
+        return held_karp(edge_SS)
+    return improved_path(edge_SS, start_S)

@@ -1,0 +1,175 @@
+"""Plays tests/comm/transcripts/*.txt: what happens to one machine, and what it wants done, a line each.
+
+    == three partners                                 a scenario; then its machine and whom the view names
+    pull partners B,C,D
+    10  wake                        -> close 10000    time, event -> effect
+    11  closed 10000                -> ask B: ...     several effects: a line each, that starts with ->
+    12  B: snapshot 10000                             no effect; "B: ..." is B's answer to the last question to B
+    13  B asks #1: swap 10001                         B's question; "answer #1: ..." is our reply to it
+    14  next                        -> at 20          when it wants to wake
+
+A message may name a flaw (run, fragment, digest, shape) and when it was written (`at 3`). Windows come every 10 s.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from decentral.comm.gossip.pull import PullExchange
+from decentral.comm.gossip.push import PushExchange
+from decentral.comm.gossip.snapshots import FragmentContext, pick
+from decentral.comm.gossip.swap import SwapExchange
+from decentral.comm.wire import blobs
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Done, Message, Pull, Push, Refused, Snapshot, Swap, SwapCommit
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Absorb, Absorbed, CloseWindow, Merge, Merged, Section, WindowClosed
+from decentral.core.machine import Effect, Log, Woke
+
+LAYOUT = (Section("phi", "int8", 6, 6), Section("delta", "q4", 4, 2))
+TERMS = {"run": RunId("run"), "peer": PeerId("M"), "fragment": 0, "phase": 0.0, "max_age_s": 60.0}
+FLAWS = {
+    "run": {"run": "other"},
+    "fragment": {"fragment": 1},
+    "digest": {"digest": b"x" * 16},
+    "shape": {"layout": LAYOUT[::-1]},
+}
+
+
+@dataclass
+class Swarm:
+    """The view of a machine: the partners that its scenario names, and windows of ten seconds."""
+
+    names: Sequence[PeerId]
+    asked: dict[str, Ask] = field(default_factory=dict)  # the last question to each
+
+    def partners(self, fragment: int, now: float) -> Sequence[PeerId]:
+        return self.names
+
+    def deadline_s(self, peer: PeerId, size: int) -> float:
+        return 5.0
+
+    def period_s(self, size: int) -> float:
+        return 10.0
+
+
+def scenarios() -> Iterator[tuple[str, list[str]]]:
+    for path in sorted(Path(__file__).with_name("transcripts").glob("*.txt")):
+        for part in path.read_text().split("\n== ")[1:]:
+            title, *lines = part.splitlines()
+            yield f"{path.stem}: {title}", [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("lines", [pytest.param(lines, id=title) for title, lines in scenarios()])
+def test_the_machine_does_what_the_transcript_says(lines: list[str]) -> None:
+    kind, _, names = lines[0].partition(" partners ")
+    swarm = Swarm([PeerId(name) for name in names.split(",") if name])
+    machine = machine_of(kind, swarm)
+    expected = [" ".join(line.split()) for line in lines[1:]]
+    played: list[str] = []
+    for line in (line for line in expected if not line.startswith("->")):
+        written, event = line.partition(" -> ")[0].split(" ", 1)
+        now = float(written)
+        if event == "next":
+            effects = [f"at {machine.wake_at:g}" if machine.wake_at is not None else "never"]
+        else:
+            effects = [shown(effect, swarm) for effect in machine.handle(event_of(event, now, swarm), now)]
+        played += [f"{written} {event} -> {effects[0]}" if effects else f"{written} {event}"]
+        played += [f"-> {effect}" for effect in effects[1:]]
+    assert played == expected
+
+
+def machine_of(kind: str, swarm: Swarm) -> PullExchange | SwapExchange | PushExchange:
+    context = FragmentContext(**TERMS)  # type: ignore[arg-type]
+    match kind:
+        case "pull":
+            return PullExchange(context, swarm, 10.0, light=("delta",), whole_every=3)
+        case "allreduce":
+            return PullExchange(context, swarm, 10.0, synchronous=True, seq=4)
+        case "swap":
+            return SwapExchange(context, swarm, 10.0)
+    return PushExchange(context, swarm, 10.0)
+
+
+def event_of(text: str, now: float, swarm: Swarm) -> object:
+    if found := re.fullmatch(r"(\w) asks #(\d+): (.*)", text):
+        return Asked(int(found[2]), PeerId(found[1]), said(found[1], found[3], now))
+    if found := re.fullmatch(r"(\w): failed (\w+)", text):
+        return AskFailed(swarm.asked[found[1]].tag, PeerId(found[1]), found[2], 1.0)
+    if found := re.fullmatch(r"(\w): (.*)", text):
+        return Answered(swarm.asked[found[1]].tag, PeerId(found[1]), said(found[1], found[2], now), 1.0, 10, 20)
+    match text.split():
+        case ["closed", seq]:
+            return WindowClosed(0, int(seq), 64, 0.5, LAYOUT, b"M" * 8)
+        case ["merged", seq, *peers]:
+            refused = [tuple(peer.split("=")) for peer in peers if "=" in peer]
+            used = tuple(PeerId(peer) for peer in peers if "=" not in peer)
+            return Merged(0, int(seq), used, tuple((PeerId(peer), reason) for peer, reason in refused))
+        case ["absorbed", *reason]:
+            return Absorbed(0, not reason, *reason)
+    assert text == "wake", f"no such event: {text}"
+    return Woke()
+
+
+def said(sender: str, text: str, now: float) -> Envelope:
+    """What a partner sends: `snapshot 7 delta at 3 shape`, `refused busy`, `done`, `pull after 3 since 9 for 5`."""
+    kind, *words = text.split()
+    after = {word: words[at + 1] for at, word in enumerate(words[:-1])}
+    match kind:
+        case "refused":
+            return Envelope(Refused(*words))
+        case "done":
+            return Envelope(Done())
+        case "commit":
+            return Envelope(SwapCommit("run", 0, int(words[0])))
+        case "pull":
+            sections = ("delta",) if "delta" in words else ()
+            times = (float(after.get("since", 0)), float(after.get("for", 0)))
+            return Envelope(Pull("run", 0, int(after["after"]), *times, "exactly" in words, sections))
+    layout = pick(LAYOUT, ("delta",) if "delta" in words else ())
+    blob = sender.encode() * sum(section.size for section in layout)
+    sent = float(after.get("at", now))
+    snapshot = Snapshot("run", 0, int(words[0]), 32, 0.25, sent, layout, blobs.digest(blob))
+    for flaw in set(words) & set(FLAWS):
+        snapshot = replace(snapshot, **FLAWS[flaw])  # type: ignore[arg-type]
+    said: dict[str, Message] = {"snapshot": snapshot, "swap": Swap(snapshot), "push": Push(snapshot)}
+    return Envelope(said[kind], blob)
+
+
+def shown(effect: Effect, swarm: Swarm) -> str:
+    match effect:
+        case CloseWindow(_, seq, hold):
+            return f"close {seq}" + " and hold" * hold
+        case Ask(_, to, envelope):
+            swarm.asked[to] = effect
+            return f"ask {to}: {spoken(envelope.message)}"
+        case Reply(request, envelope):
+            return f"answer #{request}: {spoken(envelope.message)}"
+        case Merge(_, seq, parts):
+            return f"merge {seq} with {' '.join(part.peer for part in parts) or 'nobody'}"
+        case Absorb(_, part):
+            return "take back" if part.peer == "M" else f"absorb {part.peer}"
+        case Log(_, fields):
+            return " ".join(filter(None, ("log", fields["outcome"], fields["partner"], fields["reason"])))
+    raise AssertionError(effect)
+
+
+def spoken(message: Message) -> str:
+    match message:
+        case Pull(_, _, after, since, patience, exact, sections):
+            return (
+                f"pull after {after} since {since:g} for {patience:g} {'exactly ' * exact}{' '.join(sections) or 'all'}"
+            )
+        case Snapshot() as snapshot:
+            return f"snapshot {snapshot.seq} {'all' if snapshot.layout == LAYOUT else 'delta'}"
+        case Swap(offered) | Push(offered):
+            return f"{type(message).__name__.lower()} {offered.seq}"
+        case SwapCommit(_, _, seq):
+            return f"commit {seq}"
+        case Refused(reason, detail):
+            return f"refused {reason} {detail}".strip()
+    return type(message).__name__.lower()

@@ -1,0 +1,403 @@
+"""Whole peers in one process: real hosts, real training, real wire format; only the network is in memory."""
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from decentral import audit
+from decentral.comm.net.loopback import Loopback, LoopbackDirectory
+from decentral.comm.routes import stage
+from decentral.comm.wire.identity import Identity
+from decentral.core import config, jobs, journal
+from decentral.core.ids import PeerId, RunId
+from decentral.core.units import Amount
+from decentral.peers.hosts.host import Host, clock
+from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.records import Profile
+from decentral.peers.node.node import Node
+from decentral.peers.node.setup import NodeSetup
+from decentral.peers.placement.span_move import MemoryBudget
+from decentral.train import memory, replicas
+from decentral.train.compute import Compute, ComputeSetup
+
+MakeSetup = Callable[..., ComputeSetup]
+ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
+RUN = RunId("words-3fa2c1")
+FEW = config.RoutesConfig(holders=1)  # of three peers two cannot stay with every layer
+LOOKING_OFTEN = config.SwarmConfig(refresh_s=0.05)  # into the directory: in memory it costs nothing
+LIMIT_S = 60.0  # of a whole test: a deadline against hanging, not a measurement
+
+
+@pytest.fixture(scope="session")
+def identities(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Identity]:
+    folder = tmp_path_factory.mktemp("identities")
+    return {name: Identity.load_or_create(folder / name) for name in "ABC"}
+
+
+class Swarm:
+    """Peers by name, on one in-memory network."""
+
+    def __init__(self, setup_of: MakeSetup, identities: dict[str, Identity], algorithm: str) -> None:
+        self.network = Loopback()
+        self.identities = identities
+        self.setup_of, self.algorithm = setup_of, algorithm
+        self.hosts: dict[str, Host] = {}
+        self.computes: dict[str, Compute] = {}
+
+    def add(
+        self, name: str, contacts: str = "", stop_after: Amount | None = None, span: tuple[int, int] | None = None
+    ) -> Host:
+        own = self.identities[name]
+        setup = replace(self.setup_of(own.peer, algorithm=self.algorithm, window_s=0.05), span=span)
+        compute = self.computes[name] = Compute(setup)
+        node = Node(
+            NodeSetup(
+                config=setup.config.model_copy(update={"swarm": LOOKING_OFTEN, "routes": FEW}),
+                run=RUN,
+                own=own,
+                fragments=compute.fragments,
+                state_layouts=compute.state_layouts(),
+                layers=compute.model_layers,
+                profile=Profile("cpu", self.room(compute).memory_bytes, 1e9, 1e4),
+                addresses=(),
+                contacts=tuple(self.identities[contact].peer for contact in contacts),
+                stop_after=stop_after,
+                routes=self.routes(own.peer, compute),
+                room=self.room(compute),
+            )
+        )
+        lines = journal.Journal(setup.folder / "journal.jsonl", clock())
+        book = AddressBook(setup.folder / "peers.json")
+        transport = self.network.transport(own.peer)
+        self.hosts[name] = Host(node, transport, LoopbackDirectory(self.network), compute, lines, book, clock())
+        return self.hosts[name]
+
+    def routes(self, peer: PeerId, compute: Compute) -> stage.StageConfig:
+        held = compute.fragments
+        return stage.StageConfig(RUN, peer, held[0].first, held[-1].last, compute.cuts, 4, 8, 1, compute.layout)
+
+    def room(self, compute: Compute) -> MemoryBudget:
+        """For two of the three fragments."""
+        needs = memory.needs(compute.setup.config)
+        return MemoryBudget(needs, max(needs.of(0, 2), needs.of(1, 3)), compute.layouts())
+
+    def folder(self, name: str) -> Path:
+        return self.computes[name].setup.folder
+
+    def journal(self, name: str, event: str) -> list[dict[str, Any]]:
+        return [line for line in journal.read(self.folder(name) / "journal.jsonl") if line["event"] == event]
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        while not happened():
+            await asyncio.sleep(0.005)
+
+    async def join(self, name: str, contacts: str, span: tuple[int, int]) -> "asyncio.Task[str]":
+        """Runs a peer that holds a part of the model, and comes back when it has joined."""
+        running = asyncio.create_task(self.add(name, contacts, span=span).run())
+        await self.until(lambda: bool(self.journal(name, "joined")))
+        return running
+
+    async def start(self, name: str, contacts: str = "") -> "asyncio.Task[str]":
+        """Runs the peer, and comes back when it has trained a step."""
+        running = asyncio.create_task(self.add(name, contacts).run())
+        await self.until(lambda: self.hosts[name].node.progress.step > 0)
+        return running
+
+    def all_have_exchanged(self, times: int) -> bool:
+        return all(host.node.exchanges["done"] >= times for host in self.hosts.values())
+
+    def play(self, story: Coroutine[Any, Any, None]) -> None:
+        """Tells the story; whatever comes of it, no compute thread is left."""
+
+        async def limited() -> None:
+            async with asyncio.timeout(LIMIT_S):
+                await story
+
+        try:
+            asyncio.run(limited())
+        finally:
+            for host in self.hosts.values():
+                host._inbox.put(jobs.Finish())
+
+    def spread(self) -> float:
+        weights = [replicas.read(self.folder(name)) for name in self.hosts]
+        return replicas.spread([found for found in weights if found is not None])
+
+
+@pytest.fixture
+def swarm_of(setup_of: MakeSetup, identities: dict[str, Identity]) -> Callable[[str], Swarm]:
+    return lambda algorithm: Swarm(setup_of, identities, algorithm)
+
+
+async def together(swarm: Swarm, exchanges: int) -> None:
+    """A trains; B and C join it; all have exchanged so often; all stop."""
+    running = [await swarm.start("A")]
+    running += [await swarm.start(name, contacts="A") for name in "BC"]
+    await swarm.until(lambda: swarm.all_have_exchanged(exchanges))
+    for host in swarm.hosts.values():
+        host.stop("enough")
+    assert await asyncio.gather(*running) == ["enough"] * 3
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_three_peers_train_and_exchange(swarm_of: Callable[[str], Swarm], algorithm: str) -> None:
+    swarm = swarm_of(algorithm)
+    swarm.play(together(swarm, 4))
+    for host in swarm.hosts.values():
+        assert host.node.progress.loss is not None
+        assert 0 < host.node.progress.loss < 6
+        assert host.node.received_bytes > 0
+    assert swarm.spread() < 0.5
+
+
+def test_a_newcomer_starts_from_its_donors_weights(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def joined_late() -> None:
+        await swarm.start("A")
+        await swarm.until(lambda: swarm.hosts["A"].node.progress.step >= 60)
+        await swarm.start("B", contacts="A")
+        await swarm.until(lambda: bool(swarm.journal("B", "eval")))
+
+    swarm.play(joined_late())
+    assert swarm.journal("B", "joined")[0]["donors"] == [swarm.identities["A"].peer]
+    assert swarm.hosts["B"].node.progress.lr_step >= 60
+    assert swarm.journal("B", "eval")[0]["loss"] < swarm.journal("A", "eval")[0]["loss"] - 0.5
+
+
+def test_a_peer_that_is_unplugged_does_not_stop_the_others(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def unplugged() -> None:
+        await swarm.start("A")
+        for name in "BC":
+            await swarm.start(name, contacts="A")
+        await swarm.until(lambda: swarm.all_have_exchanged(1))
+        gone, left = swarm.identities["C"].peer, [swarm.hosts[name].node for name in "AB"]
+        swarm.network.unplug(gone)
+        await swarm.until(lambda: not any(gone in node.roster.live for node in left))
+        before = [(node.exchanges["done"], node.progress.step) for node in left]
+        await swarm.until(
+            lambda: all(
+                node.exchanges["done"] > done and node.progress.step > step + 20
+                for node, (done, step) in zip(left, before, strict=True)
+            )
+        )
+
+    swarm.play(unplugged())
+    for name in "AB":
+        assert [line["reason"] for line in swarm.journal(name, "peer_left")] == ["silent"]
+
+
+def test_a_peer_stops_after_its_steps(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+    host = swarm.add("A", stop_after=Amount(5, "steps"))
+
+    async def stops() -> None:
+        assert await host.run() == "--stop-after 5steps"
+
+    swarm.play(stops())
+    assert host.node.progress.step >= 5
+
+
+def test_stopping_saves_and_tells_the_others(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def stopped() -> None:
+        running = await swarm.start("A")
+        swarm.hosts["A"].stop("interrupted")
+        assert await running == "interrupted"
+
+    swarm.play(stopped())
+    assert replicas.read(swarm.folder("A")) is not None
+    assert swarm.journal("A", "stopped")[-1]["reason"] == "interrupted"
+    ((record, _),) = swarm.network.records.values()
+    assert b"leaving" in record
+
+
+def test_a_compute_thread_that_breaks_stops_the_peer_with_the_reason(swarm_of: Callable[[str], Swarm]) -> None:
+    class Broken:
+        def run(self, inbox: object, report: object) -> None:
+            raise RuntimeError("the device is gone")
+
+    swarm = swarm_of("pull")
+    host = swarm.add("A")
+    host.compute = Broken()
+
+    async def broken() -> None:
+        assert await host.run() == "error: RuntimeError: the device is gone"
+
+    swarm.play(broken())
+
+
+# Peers that hold a part of the model each
+
+
+async def in_parts(swarm: Swarm, micro_batches: int) -> list["asyncio.Task[str]"]:
+    """Of embedding, block and head A has the first two, B the last two, C the last; all have taken steps."""
+    running = [await swarm.join("A", "", (0, 2))]
+    running += [await swarm.join("B", "A", (1, 3)), await swarm.join("C", "A", (2, 3))]
+    await swarm.until(lambda: all(host.node.progress.step > 0 for host in swarm.hosts.values()))
+    await swarm.until(lambda: completed(swarm) >= micro_batches)
+    return running
+
+
+def begun(swarm: Swarm, name: str) -> int:
+    """Micro-batches that this peer has begun and that came back."""
+    routes = swarm.hosts[name].node.routes
+    return routes.completed if routes else 0
+
+
+def completed(swarm: Swarm) -> int:
+    return begun(swarm, "A")
+
+
+def test_three_peers_of_whom_none_holds_the_model_train_it(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def trained() -> None:
+        running = await in_parts(swarm, 150)
+        for host in swarm.hosts.values():
+            host.stop("enough")
+        assert await asyncio.gather(*running) == ["enough"] * 3
+
+    swarm.play(trained())
+    losses = [line["loss"] for line in swarm.journal("A", "step")]
+    untrained = math.log(config.ModelConfig().vocabulary)  # a second may be all it takes: then there is one line
+    assert mean(losses[-20:]) < untrained - 0.5
+    journals = [journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"]
+    found = audit.audit(journals, 3)
+    assert found.sound
+    assert found.everywhere >= 100
+    held = [replicas.read(swarm.folder(name)) for name in "ABC"]
+    assert [sorted(one) for one in held if one is not None] == [[0, 1], [1, 2], [2]]
+
+
+def test_a_layer_that_two_hold_is_averaged_between_them(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def exchanged() -> None:
+        await in_parts(swarm, 20)
+        await swarm.until(lambda: all(done(name) for name in "ABC"))
+
+    def done(name: str) -> list[int]:
+        return [line["fragment"] for line in swarm.journal(name, "exchange") if line["outcome"] == "done"]
+
+    swarm.play(exchanged())
+    assert set(done("A")) == {1}
+    assert set(done("C")) == {2}
+    assert set(done("B")) <= {1, 2}
+
+
+def test_a_newcomer_with_a_part_gets_its_layers_from_whoever_holds_them(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def joined() -> None:
+        await swarm.join("A", "", (0, 2))
+        await swarm.join("B", "A", (1, 3))
+        await swarm.until(lambda: completed(swarm) >= 50)
+        await swarm.join("C", "AB", (2, 3))
+
+    swarm.play(joined())
+    assert swarm.journal("C", "joined")[0]["donors"] == [swarm.identities["B"].peer]
+
+
+def test_the_others_go_on_without_a_holder_that_is_gone(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def gone() -> None:
+        await in_parts(swarm, 30)
+        swarm.network.unplug(swarm.identities["C"].peer)
+        before = completed(swarm)
+        await swarm.until(lambda: completed(swarm) > before + 60)
+
+    swarm.play(gone())
+    assert not [line for name in "AB" for line in swarm.journal(name, "error")]
+
+
+def move(swarm: Swarm, name: str, goal: range) -> None:
+    host = swarm.hosts[name]
+    host._carry_all(host.node.move(goal, "test", host.now()))
+
+
+def moved(swarm: Swarm, name: str) -> list[str]:
+    return [line["outcome"] for line in swarm.journal(name, "move")]
+
+
+def test_a_peer_changes_its_layers_while_all_train_and_no_micro_batch_is_lost(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def changed() -> None:
+        running = await in_parts(swarm, 30)
+        move(swarm, "C", range(0, 2))
+        await swarm.until(lambda: begun(swarm, "C") >= 30)
+        for host in swarm.hosts.values():
+            host.stop("enough")
+        await asyncio.gather(*running)
+
+    swarm.play(changed())
+    assert moved(swarm, "C") == ["done"]
+    found = audit.audit([journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"], 3)
+    assert found.sound
+    assert found.everywhere >= 55
+    assert not [line for name in "ABC" for line in swarm.journal(name, "abandoned") + swarm.journal(name, "error")]
+    held = replicas.read(swarm.folder("C"))
+    assert held is not None
+    assert sorted(held) == [0, 1]
+    assert [exchange["fragment"] for exchange in swarm.journal("C", "exchange")][-1] in (0, 1)
+
+
+def test_the_last_holder_of_a_layer_stays_and_trains_on(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def refused() -> None:
+        await in_parts(swarm, 20)
+        move(swarm, "A", range(1, 3))
+        await swarm.until(lambda: bool(moved(swarm, "A")))
+        before = completed(swarm)
+        await swarm.until(lambda: completed(swarm) > before + 20)
+
+    swarm.play(refused())
+    assert [line["reason"] for line in swarm.journal("A", "move")] == ["needed"]
+
+
+def test_a_layer_whose_last_holder_is_gone_is_taken_from_who_kept_it(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def lost() -> None:
+        await swarm.join("A", "", (0, 2))
+        await swarm.join("B", "A", (1, 3))
+        await swarm.join("C", "AB", (1, 3))
+        await swarm.until(lambda: completed(swarm) >= 20)
+        move(swarm, "C", range(0, 2))
+        await swarm.until(lambda: moved(swarm, "C") == ["done"])
+        before = completed(swarm)
+        await swarm.until(lambda: completed(swarm) > before + 20)
+        swarm.network.unplug(swarm.identities["B"].peer)
+        await swarm.until(lambda: "lost" in [line["why"] for name in "AC" for line in swarm.journal(name, "move")])
+        before = begun(swarm, "A") + begun(swarm, "C")
+        await swarm.until(lambda: begun(swarm, "A") + begun(swarm, "C") > before + 20)
+
+    swarm.play(lost())
+    taken = [line for name in "AC" for line in swarm.journal(name, "move") if line["why"] == "lost"]
+    assert [(line["first"], line["last"]) for line in taken if line["outcome"] == "done"] == [(1, 3)]
+    found = audit.audit([journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"], 3)
+    assert found.sound
+
+
+def test_a_whole_model_peer_carries_for_those_that_hold_a_part_and_trains_on(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def mixed() -> None:
+        await swarm.start("B")
+        await swarm.join("A", "B", (0, 2))
+        await swarm.until(lambda: completed(swarm) >= 30)
+
+    swarm.play(mixed())
+    assert swarm.hosts["B"].node.progress.tokens > 0

@@ -1,0 +1,368 @@
+"""A newcomer's start: from several donors, piece by piece, whatever becomes of some of them."""
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from decentral.comm.wire import blobs
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
+from decentral.core.machine import Effect, Log, Woke
+from decentral.peers.joining.fetch import DONORS, PIECE_BYTES
+from decentral.peers.joining.join import (
+    GIVE_UP_S,
+    HOLDER_LOOKS,
+    JOIN_RETRY_S,
+    MOST_PATIENT,
+    MOST_SERVED,
+    SERVED_S,
+    Donor,
+    Join,
+    JoinPhase,
+)
+
+RUN = RunId("gpt-3fa2c1")
+A, B = PeerId("A"), PeerId("B")
+MANY = tuple(PeerId(f"donor{number:02d}") for number in range(30))
+FRAGMENTS = (Fragment(0, 0, 1, 400_000), Fragment(1, 1, 2, 400_000))
+SIZE = 3 * PIECE_BYTES - 1000  # of each fragment's state: three pieces
+LAYOUT = (Section("theta", "fp32", SIZE // 4, SIZE),)
+OTHER = (Section("phi", "fp32", SIZE // 4, SIZE),)
+
+
+class Newcomer:
+    """A Join with its donors, who answer when a test says so."""
+
+    def __init__(self, donors: Sequence[PeerId] = (A, B), own_step: int = 0, restored: bool = False) -> None:
+        self.join = Join(RUN, FRAGMENTS, [LAYOUT] * len(FRAGMENTS), tuple(donors), own_step, restored, Random(0))
+        self.live, self.now = list(donors), 100.0
+        self.asks: list[Ask] = []
+        self.fetched: list[tuple[object, ...]] = []
+        self.effects: list[Effect] = []
+        self.join.begin(self.now)
+
+    def carry(self, effects: list[Effect]) -> None:
+        self.asks += [effect for effect in effects if isinstance(effect, Ask)]
+        self.effects += [effect for effect in effects if not isinstance(effect, Ask)]
+
+    def know_the_roster(self) -> None:
+        self.carry(self.join.roster_known(self.now, self.live))
+
+    def wake(self, seconds: float) -> None:
+        self.now += seconds
+        self.carry(self.join.handle(Woke(), self.now, self.live))
+
+    def next_of(self, donor: PeerId) -> Ask:
+        ask = next(ask for ask in self.asks if ask.to == donor)
+        self.asks.remove(ask)
+        return ask
+
+    def answer(self, ask: Ask, **flaw: object) -> None:
+        pull = ask.envelope.message
+        assert isinstance(pull, StateRequest)
+        piece = bytes([pull.fragment]) * min(PIECE_BYTES, SIZE - pull.offset)
+        layout = flaw.get("layout", LAYOUT)
+        digest = flaw.get("digest", blobs.digest(piece))
+        chunk = StateChunk(RUN, pull.fragment, pull.offset, SIZE, flaw.get("step", 50), layout, digest)  # type: ignore[arg-type]
+        if not flaw:
+            self.fetched.append(ask.tag)
+        self.carry(
+            self.join.handle(Answered(ask.tag, ask.to, Envelope(chunk, piece), 1.0, 10, 10), self.now, self.live)
+        )
+
+    def refuse(self, ask: Ask, reason: str) -> None:
+        answer = Answered(ask.tag, ask.to, Envelope(Refused(reason)), 0.1, 10, 10)
+        self.carry(self.join.handle(answer, self.now, self.live))
+
+    def fail(self, ask: Ask, reason: str = "unreachable") -> None:
+        self.carry(self.join.handle(AskFailed(ask.tag, ask.to, reason, 1.0), self.now, self.live))
+
+    def finish(self) -> ImportState:
+        while self.asks:
+            self.answer(self.asks.pop(0))
+        (imported,) = (effect for effect in self.effects if isinstance(effect, ImportState))
+        return imported
+
+    @property
+    def starts(self) -> list[Effect]:
+        return [effect for effect in self.effects if isinstance(effect, Start)]
+
+
+def test_two_donors_are_asked_at_once_for_different_pieces() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    assert {ask.to for ask in new.asks} == {A, B}
+    assert len({ask.tag for ask in new.asks}) == len(new.asks)
+
+
+def test_all_pieces_together_are_imported_and_training_starts() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    imported = new.finish()
+    assert imported.step == 50
+    assert imported.blobs == tuple((index, LAYOUT, bytes([index]) * SIZE) for index in (0, 1))
+    assert len(new.fetched) == len(set(new.fetched)) == 6
+    new.carry(new.join.handle(StateImported(True), new.now, new.live))
+    assert new.starts == [Start(newcomer=True)]
+    assert new.join.used == {A, B}
+
+
+def test_a_donor_that_dies_midway_is_replaced_and_nothing_is_fetched_twice() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    new.answer(new.next_of(A))
+    new.answer(new.next_of(B))
+    while any(ask.to == A for ask in new.asks):
+        new.fail(new.next_of(A))
+    assert new.join.donors == [B]
+    new.finish()
+    assert len(new.fetched) == len(set(new.fetched)) == 6
+
+
+def test_a_piece_with_a_wrong_digest_is_asked_again() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    bad = new.next_of(A)
+    new.answer(bad, digest=b"x" * 16)
+    assert any(ask.tag == bad.tag for ask in new.asks)
+    assert new.finish().blobs[0][2] == bytes(SIZE)
+
+
+@pytest.mark.parametrize("flaw", [{"digest": b"x" * 16}, {"layout": ()}])
+def test_a_donor_that_sends_bad_pieces_is_left_out(flaw: dict[str, object]) -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    while A in new.join.donors:
+        if any(ask.to == A for ask in new.asks):
+            new.answer(new.next_of(A), **flaw)
+        else:
+            new.answer(new.next_of(B))
+    assert new.join.donors == [B]
+    new.finish()
+    assert new.join.used == {B}
+
+
+def test_donors_who_disagree_on_the_layout_are_not_mixed() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    for _ in range(2):
+        new.answer(new.next_of(A))
+    while any(ask.to == B for ask in new.asks):
+        new.answer(new.next_of(B), layout=OTHER)
+    assert {layout for _, layout, _ in new.finish().blobs} == {LAYOUT}
+
+
+def test_donors_behind_our_checkpoint_teach_us_nothing() -> None:
+    new = Newcomer(own_step=100, restored=True)
+    new.know_the_roster()
+    new.answer(new.next_of(A), step=90)
+    assert new.starts == [Start(newcomer=False)]
+    assert new.join.state is JoinPhase.DONE
+
+
+def test_a_checkpoint_that_is_behind_catches_up_and_is_no_newcomer() -> None:
+    new = Newcomer(own_step=10, restored=True)
+    new.know_the_roster()
+    new.finish()
+    new.carry(new.join.handle(StateImported(True), new.now, new.live))
+    assert new.starts == [Start(newcomer=False)]
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_with_nobody_there_it_starts_from_what_it_has(restored: bool) -> None:
+    new = Newcomer(donors=(), restored=restored)
+    new.know_the_roster()
+    assert new.starts == [Start(newcomer=False)]
+
+
+def test_donors_that_never_answer_are_given_up() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    for _ in range(30):
+        while new.asks:
+            new.fail(new.asks.pop())
+        new.wake(2.0)
+        if new.starts:
+            break
+    assert new.starts == [Start(newcomer=False)]
+
+
+def test_a_donor_that_is_not_ready_yet_is_asked_again() -> None:
+    new = Newcomer(donors=(A,))
+    new.know_the_roster()
+    while new.asks:
+        new.refuse(new.asks.pop(), "not-ready")
+    new.wake(2.0)
+    new.wake(2.0)
+    new.finish()
+
+
+def test_a_state_that_our_model_refuses_is_asked_again_after_a_pause() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    new.finish()
+    new.carry(new.join.handle(StateImported(False, "shape"), new.now, new.live))
+    assert not new.starts
+    assert not new.asks
+    new.wake(2.0)
+    assert new.asks
+
+
+def test_a_few_of_many_donors_are_asked_and_the_others_are_spared() -> None:
+    new = Newcomer(donors=MANY)
+    new.know_the_roster()
+    new.finish()
+    assert new.join.used <= set(new.join.donors)
+    assert len(new.join.donors) == DONORS
+
+
+def test_newcomers_do_not_all_ask_the_same_donors() -> None:
+    chosen = set()
+    for seed in range(20):
+        new = Newcomer(donors=MANY)
+        new.join.fetch.chance = Random(seed)
+        new.know_the_roster()
+        chosen |= {ask.to for ask in new.asks}
+    assert len(chosen) > 5 * DONORS
+
+
+def test_a_donor_that_died_is_replaced_by_one_that_was_spared() -> None:
+    new = Newcomer(donors=MANY)
+    new.know_the_roster()
+    first = new.join.donors[0]
+    while any(ask.to == first for ask in new.asks):
+        new.fail(new.next_of(first))
+    new.wake(2.0)
+    assert len(new.join.donors) == DONORS
+    assert first not in new.join.donors
+
+
+def test_a_busy_donor_is_spared_and_that_is_no_failure() -> None:
+    new = Newcomer(donors=MANY)
+    new.know_the_roster()
+    busy = new.join.donors[0]
+    new.refuse(new.next_of(busy), "busy")
+    assert busy not in new.join.donors
+    assert not [effect for effect in new.effects if isinstance(effect, Log)]
+    new.finish()
+
+
+def test_when_all_are_busy_they_are_asked_again_later() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    for _ in range(5):
+        while new.asks:
+            new.refuse(new.asks.pop(), "busy")
+        new.wake(JOIN_RETRY_S * (1 + MOST_PATIENT))
+    assert {ask.to for ask in new.asks} == {A, B}
+    new.finish()
+
+
+def test_the_one_holder_of_a_layer_is_among_the_donors_however_many_others_there_are() -> None:
+    for seed in range(5):
+        new = Newcomer(donors=MANY)
+        new.join.chance = Random(seed)
+        new.join.holds = lambda peer, fragment: fragment.index == 0 or peer == MANY[7]
+        new.know_the_roster()
+        assert MANY[7] in new.join.donors
+        assert len(new.finish().blobs) == 2
+
+
+def test_a_layer_whose_last_holder_has_gone_does_not_hold_up_the_others() -> None:
+    new = Newcomer()
+    new.join.holds = lambda peer, fragment: fragment.index == (peer == B)
+    new.know_the_roster()
+    for _ in range(3):
+        new.answer(new.next_of(A))
+    new.live, new.join.contacts, new.asks = [A], (), []
+    for _ in range(HOLDER_LOOKS):
+        new.wake(JOIN_RETRY_S)
+        assert new.join.state is JoinPhase.FETCHING  # its record may only be late
+    new.wake(JOIN_RETRY_S)
+    (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
+    assert [index for index, _, _ in imported.blobs] == [0]
+
+
+def b_is_gone(new: Newcomer) -> None:
+    """And A gives all that it has."""
+    while new.asks:
+        ask = new.asks.pop()
+        new.fail(ask) if ask.to == B else new.answer(ask)
+    new.live.remove(B)
+
+
+def test_what_only_a_dead_donor_held_is_not_waited_for_when_all_else_is_here() -> None:
+    new = Newcomer(restored=True, own_step=10)
+    new.join.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
+    new.know_the_roster()
+    b_is_gone(new)
+    new.wake(JOIN_RETRY_S)
+    (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
+    assert [index for index, _, _ in imported.blobs] == [0]
+
+
+def test_half_a_fragment_whose_only_donor_is_gone_is_given_up_in_the_end() -> None:
+    new = Newcomer()
+    new.join.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
+    new.know_the_roster()
+    new.answer(next(ask for ask in new.asks if ask.to == B and ask.tag[1] == 1))
+    b_is_gone(new)
+    new.wake(JOIN_RETRY_S)
+    assert not [effect for effect in new.effects if isinstance(effect, ImportState)]
+    new.wake(GIVE_UP_S)
+    (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
+    assert [index for index, _, _ in imported.blobs] == [0]
+
+
+def test_what_nobody_holds_is_taken_from_whoever_keeps_it() -> None:
+    new = Newcomer()
+    new.join.holds = lambda peer, fragment: fragment.index == 0
+    new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.know_the_roster()
+    assert {ask.to for ask in new.asks if ask.tag[1] == 1} == {B}
+    assert {ask.envelope.message.kept for ask in new.asks if ask.tag[1] == 1} == {True}  # type: ignore[union-attr]
+    assert [index for index, _, _ in new.finish().blobs] == [0, 1]
+
+
+@pytest.mark.parametrize(("own_step", "taken"), [(39, [0, 1]), (40, [0])])
+def test_a_kept_state_is_taken_only_if_it_is_newer_than_our_checkpoint(own_step: int, taken: list[int]) -> None:
+    new = Newcomer(restored=True, own_step=own_step)
+    new.join.holds = lambda peer, fragment: fragment.index == 0
+    new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.know_the_roster()
+    assert [index for index, _, _ in new.finish().blobs] == taken
+
+
+def test_only_those_are_asked_who_hold_something_of_ours() -> None:
+    new = Newcomer(donors=MANY)
+    new.join.holds = lambda peer, fragment: peer == MANY[-1]
+    new.know_the_roster()
+    assert new.join.donors == [MANY[-1]]
+    new.finish()
+
+
+def test_a_holder_whose_record_comes_back_is_waited_for() -> None:
+    new = Newcomer()
+    new.join.holds = lambda peer, fragment: fragment.index == (peer == B)
+    new.know_the_roster()
+    new.live, new.join.contacts = [A], ()
+    new.wake(JOIN_RETRY_S)
+    new.live = [A, B]
+    new.wake(JOIN_RETRY_S)
+    assert len(new.finish().blobs) == 2
+
+
+def test_a_donor_serves_so_many_newcomers_at_a_time_and_the_next_when_one_is_done() -> None:
+    donor = Donor(RUN, FRAGMENTS)
+    pull = StateRequest(RUN, 0, 0, PIECE_BYTES)
+    told = [donor.asked(number, PeerId(f"N{number}"), pull, 0, 0.0) for number in range(MOST_SERVED + 1)]
+    (refusal,) = told[-1]
+    assert isinstance(refusal, Reply)
+    assert refusal.envelope.message == Refused("busy")
+    assert not any(isinstance(effect, Reply) for effects in told[:-1] for effect in effects)
+    assert donor.asked(50, PeerId("N0"), pull, 0, 4.0) == []  # those that are served go on
+    assert donor.asked(51, PeerId("late"), pull, 0, SERVED_S + 1.0) == []

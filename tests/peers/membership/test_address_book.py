@@ -1,0 +1,39 @@
+"""Addresses are hints, kept in a file that may be anything."""
+
+from pathlib import Path
+
+import pytest
+
+from decentral.core.ids import PeerId
+from decentral.peers.membership.address_book import ADDRESSES_KEPT, AddressBook
+
+A, B = PeerId("A"), PeerId("B")
+
+
+def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
+    AddressBook.load(tmp_path / "peers.json").learn(A, ("/ip4/127.0.0.1/tcp/1",))
+    assert AddressBook.load(tmp_path / "peers.json").known == {A: ("/ip4/127.0.0.1/tcp/1",)}
+
+
+def test_a_new_address_replaces_the_old_one_and_comes_last(tmp_path: Path) -> None:
+    book = AddressBook(tmp_path / "peers.json")
+    for peer, address in ((A, "1"), (B, "2"), (A, "3")):
+        book.learn(peer, (address,))
+    assert list(AddressBook.load(book.path).known.items()) == [(B, ("2",)), (A, ("3",))]
+
+
+def test_it_keeps_the_latest(tmp_path: Path) -> None:
+    book = AddressBook(tmp_path / "peers.json")
+    for number in range(ADDRESSES_KEPT + 5):
+        book.learn(PeerId(str(number)), ("address",))
+    assert list(book.known) == [str(number) for number in range(5, ADDRESSES_KEPT + 5)]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b'{"A": 1}', b"\xff\xfe", b"null"])
+def test_a_damaged_book_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "peers.json").write_bytes(content)
+    assert AddressBook.load(tmp_path / "peers.json").known == {}
+
+
+def test_no_book_is_an_empty_one(tmp_path: Path) -> None:
+    assert AddressBook.load(tmp_path / "none.json").known == {}

@@ -1,0 +1,58 @@
+"""Who holds which layer: kept record by record, and of many holders each peer knows a few of its own."""
+
+from dataclasses import replace
+
+from decentral.core.ids import PeerId, RunId
+from decentral.peers.membership.holders import NEIGHBOURS, Holders
+from decentral.peers.membership.records import PeerRecord, Profile
+
+OWN = PeerId("own")
+
+
+def record(first: int, last: int, phase: str = "training") -> PeerRecord:
+    profile = Profile("cpu", 0, 1.0, 1.0)
+    return PeerRecord(RunId("run"), 1.0, (), profile, first, last, 0, 0, 0, phase=phase)  # type: ignore[arg-type]
+
+
+def crowd(count: int, own: PeerId = OWN) -> Holders:
+    holders = Holders(own, 4)
+    for number in range(count):
+        holders.put(PeerId(f"P{number:03d}"), record(0, 2))
+    return holders
+
+
+def test_a_holder_is_found_at_each_of_its_layers_and_at_no_other() -> None:
+    holders = Holders(OWN, 4)
+    holders.put(PeerId("A"), record(1, 3))
+    assert [list(holders.near(layer)) for layer in range(4)] == [[], ["A"], ["A"], []]
+
+
+def test_who_moves_stops_training_or_goes_is_found_where_it_is_now() -> None:
+    holders = crowd(3)
+    holders.put(PeerId("P000"), record(2, 4))
+    holders.put(PeerId("P001"), record(0, 2, phase="leaving"))
+    assert (list(holders.near(0)), list(holders.near(2))) == (["P002"], ["P000"])
+    holders.drop(PeerId("P002"))
+    holders.drop(PeerId("P002"))
+    assert (list(holders.near(0)), holders.count, holders.speeds) == ([], 1, {(2, 4): 1.0})
+
+
+def test_a_span_that_no_model_has_costs_no_more_than_the_model() -> None:
+    holders = Holders(OWN, 4)
+    holders.put(PeerId("A"), record(0, 1 << 60))
+    assert holders.speeds == {(0, 4): 1.0}
+    holders.put(PeerId("A"), record(1 << 59, 1 << 60))
+    assert holders.count == 0
+
+
+def test_of_many_holders_a_few_are_near_and_they_stay_the_same() -> None:
+    holders = crowd(200)
+    near = list(holders.near(1))
+    assert len(near) == NEIGHBOURS
+    holders.put(PeerId("P000"), replace(record(0, 2), time=2.0))
+    assert list(holders.near(1)) == near
+
+
+def test_each_peer_has_neighbours_of_its_own_so_that_all_holders_are_somebody_s() -> None:
+    asked = {peer for number in range(40) for peer in crowd(200, PeerId(f"S{number}")).near(0)}
+    assert len(asked) > 190

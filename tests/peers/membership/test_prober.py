@@ -1,0 +1,78 @@
+"""Links are probed one peer at a time, a few at first, and not again while exchanges measure them."""
+
+from random import Random
+
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Ping, Pong, Probe
+from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.core.ids import PeerId
+from decentral.core.machine import Effect, Woke
+from decentral.peers.membership.prober import AGAIN_S, PROBE_BYTES, PROBED_PEERS, Prober
+
+A, B = PeerId("A"), PeerId("B")
+
+
+def prober() -> Prober:
+    return Prober(Meter(), Random(1), 10.0)
+
+
+def only_ask(effects: list[Effect]) -> Ask:
+    (ask,) = effects
+    assert isinstance(ask, Ask)
+    return ask
+
+
+def answered(probing: Prober, ask: Ask) -> list[Effect]:
+    return probing.handle(Answered(ask.tag, ask.to, Envelope(Pong(0)), 0.1, 10, 10), 11.0, [A])
+
+
+def test_a_peer_is_asked_for_delay_twice_then_download_then_upload() -> None:
+    probing = prober()
+    effects, asks = probing.handle(Woke(), 10.0, [A]), []
+    while effects:
+        asks.append(only_ask(effects))
+        effects = answered(probing, asks[-1])
+    assert [type(ask.envelope.message) for ask in asks] == [Ping, Ping, Probe, Probe]
+    assert asks[2].envelope.message == Probe(PROBE_BYTES)
+    assert len(asks[3].envelope.blob) == PROBE_BYTES
+
+
+def test_what_a_donor_has_sent_us_is_not_measured_again() -> None:
+    probing = prober()
+    probing.meter.saw(A, 1.0, 10, 1 << 20)
+    effects, asks = probing.handle(Woke(), 10.0, [A]), []
+    while effects:
+        asks.append(only_ask(effects))
+        effects = answered(probing, asks[-1])
+    assert [ask.tag for ask in asks] == [("probe", "ping"), ("probe", "ping"), ("probe", "up")]
+
+
+def test_a_peer_that_does_not_answer_is_left_out_and_the_next_one_is_probed() -> None:
+    probing = prober()
+    first = only_ask(probing.handle(Woke(), 10.0, [A, B]))
+    second = only_ask(probing.handle(AskFailed(first.tag, first.to, "deadline", 20.0), 30.0, [A, B]))
+    assert {first.to, second.to} == {A, B}
+
+
+def test_only_a_few_are_probed() -> None:
+    probing = prober()
+    effects, probed = probing.handle(Woke(), 10.0, [PeerId(str(n)) for n in range(50)]), set()
+    while effects:
+        ask = only_ask(effects)
+        probed.add(ask.to)
+        effects = answered(probing, ask)
+    assert len(probed) == PROBED_PEERS
+
+
+def test_a_link_that_was_measured_is_not_probed_again() -> None:
+    probing = prober()
+    probing.meter.saw(A, 1.0, 1 << 20, 10)
+    assert probing.handle(Woke(), 10.0, [A]) == []
+
+
+def test_it_waits_until_it_is_time_and_then_for_a_while() -> None:
+    probing = prober()
+    assert probing.handle(Woke(), 9.9, [A]) == []
+    probing.handle(Woke(), 10.0, [A])
+    assert probing.wake_at == 10.0 + AGAIN_S

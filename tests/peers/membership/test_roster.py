@@ -1,0 +1,266 @@
+"""Who is alive: by signed records, and by who answers."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import mkdtemp
+
+import pytest
+
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.identity import Identity, open_sealed
+from decentral.comm.wire.messages import Pong
+from decentral.comm.wire.transport import Announce, Answered, AskFailed, Found, Lookup
+from decentral.core.config import SwarmConfig
+from decentral.core.ids import PeerId, RunId
+from decentral.core.machine import Effect, Log, Woke
+from decentral.peers.membership import records
+from decentral.peers.membership.holders import Holders
+from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.roster import Learn, Roster
+
+RUN = RunId("gpt-3fa2c1")
+KEY = f"{RUN}/peers"
+NOW = 1000.0
+TTL = 60.0
+SHARDS = 8
+RECORD = PeerRecord(RUN, NOW, ("/ip4/127.0.0.1/tcp/1",), Profile("cpu", 1, 1.0, 1.0), 0, 3, 0, 0, 0, phase="training")
+
+
+@cache
+def identity(name: str) -> Identity:
+    return Identity.load_or_create(Path(mkdtemp()) / name)
+
+
+@pytest.fixture
+def roster() -> Roster:
+    def compose(now: float, leaving: bool) -> PeerRecord:
+        return replace(RECORD, time=now, phase="leaving" if leaving else "training")
+
+    return Roster(RUN, identity("own"), SwarmConfig(), compose, Random(0), Holders(identity("own").peer, 6))
+
+
+@pytest.fixture
+def sharded(roster: Roster) -> Roster:
+    roster.limits = SwarmConfig(shards=SHARDS)
+    return roster
+
+
+def other() -> PeerId:
+    return identity("other").peer
+
+
+def sealed(record: PeerRecord = RECORD, expires: float = NOW + TTL, name: str = "other") -> bytes:
+    return identity(name).seal(KEY, records.pack(record), expires)
+
+
+def find(roster: Roster, value: bytes, now: float = NOW, peer: PeerId | None = None) -> list[Effect]:
+    return roster.handle(Found(KEY, {peer or other(): value}), now)
+
+
+def left(effects: list[Effect]) -> list[str]:
+    return [one.fields["reason"] for one in effects if isinstance(one, Log) and one.event == "peer_left"]
+
+
+def unanswered(roster: Roster, reason: str = "unreachable", now: float = NOW) -> list[Effect]:
+    return roster.handle(AskFailed(("exchange", 0, 1), other(), reason, 1.0), now)
+
+
+def test_a_peer_joins_with_its_record_and_where_it_listens(roster: Roster) -> None:
+    learned, joined = find(roster, sealed())
+    assert learned == Learn(other(), RECORD.addresses)
+    assert isinstance(joined, Log)
+    assert (joined.event, joined.fields["peer"]) == ("peer_joined", other())
+    assert roster.live[other()].record == RECORD
+
+
+def test_the_same_record_again_says_nothing(roster: Roster) -> None:
+    find(roster, sealed())
+    assert find(roster, sealed(), NOW + 1) == []
+
+
+def test_a_newer_record_replaces_the_older_one_and_not_the_other_way_round(roster: Roster) -> None:
+    newer = replace(RECORD, time=NOW + 1, step=9)
+    find(roster, sealed(newer))
+    find(roster, sealed())
+    assert roster.live[other()].record == newer
+
+
+def test_a_peer_that_says_so_has_left_and_stays_away(roster: Roster) -> None:
+    find(roster, sealed())
+    assert left(find(roster, sealed(replace(RECORD, time=NOW + 5, phase="leaving")), NOW + 5)) == ["left"]
+    assert find(roster, sealed(replace(RECORD, time=NOW + 4)), NOW + 6) == []
+    assert not roster.live
+
+
+def test_a_peer_that_was_never_there_does_not_leave(roster: Roster) -> None:
+    assert find(roster, sealed(replace(RECORD, phase="leaving"))) == []
+
+
+@pytest.mark.parametrize("reason", ["unreachable", "deadline", "cut"])
+def test_two_unanswered_questions_in_a_row_and_it_is_gone(roster: Roster, reason: str) -> None:
+    find(roster, sealed())
+    assert left(unanswered(roster, reason)) == []
+    assert left(unanswered(roster, reason)) == ["silent"]
+    assert not roster.live
+
+
+def test_an_answer_between_two_silences_forgives_the_first(roster: Roster) -> None:
+    find(roster, sealed())
+    unanswered(roster)
+    roster.handle(Answered(("probe", "ping"), other(), Envelope(Pong(1)), 0.1, 1, 1), NOW)
+    unanswered(roster)
+    assert other() in roster.live
+
+
+def test_a_bad_answer_is_no_silence(roster: Roster) -> None:
+    find(roster, sealed())
+    for _ in range(5):
+        unanswered(roster, "digest")
+    assert other() in roster.live
+
+
+def test_a_renewal_does_not_forgive_a_silence(roster: Roster) -> None:
+    find(roster, sealed())
+    unanswered(roster)
+    find(roster, sealed(replace(RECORD, time=NOW + 1)))
+    assert left(unanswered(roster)) == ["silent"]
+
+
+def test_who_was_silent_comes_back_with_a_newer_record_only(roster: Roster) -> None:
+    find(roster, sealed())
+    unanswered(roster)
+    unanswered(roster)
+    assert find(roster, sealed(), NOW + 1) == []
+    find(roster, sealed(replace(RECORD, time=NOW + 2)), NOW + 2)
+    assert other() in roster.live
+
+
+def test_a_record_that_is_not_renewed_expires(roster: Roster) -> None:
+    find(roster, sealed())
+    assert left(roster.handle(Woke(), NOW + TTL - 1)) == []
+    assert left(roster.handle(Woke(), NOW + TTL)) == ["expired"]
+
+
+FORGERIES: dict[str, tuple[Callable[[], bytes], str]] = {
+    "signed by another": (lambda: sealed(name="forger"), "identity"),
+    "for another key": (
+        lambda: identity("other").seal("gpt-000000/peers", records.pack(RECORD), NOW + TTL),
+        "signature",
+    ),
+    "changed": (lambda: sealed()[:-1] + bytes([sealed()[-1] ^ 1]), "signature"),
+    "garbage": (lambda: b"\xc1garbage", "garbage"),
+    "empty": (lambda: b"", "garbage"),
+    "expired": (lambda: sealed(expires=NOW - 1), "expired"),
+    "for ever": (lambda: sealed(expires=NOW + 1e9), "expired"),
+    "too large": (lambda: bytes(100_000), "oversize"),
+    "of another run": (lambda: sealed(replace(RECORD, run="other-000000")), "run"),
+    "no record": (lambda: identity("other").seal(KEY, b"\x80", NOW + TTL), "fields"),
+    "garbage inside": (lambda: identity("other").seal(KEY, b"\xc1", NOW + TTL), "garbage"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_bad_record_is_counted_and_ignored(roster: Roster, forgery: str) -> None:
+    make, reason = FORGERIES[forgery]
+    assert find(roster, make()) == []
+    assert (dict(roster.refused), dict(roster.live)) == ({reason: 1}, {})
+
+
+def test_a_bad_record_among_good_ones_costs_only_itself(roster: Roster) -> None:
+    roster.handle(Found(KEY, {other(): sealed(), "QmForged": sealed()}), NOW)
+    assert list(roster.live) == [other()]
+
+
+def test_records_of_another_key_are_not_looked_at(roster: Roster) -> None:
+    assert roster.handle(Found(f"{RUN}/plan", {other(): sealed()}), NOW) == []
+    assert not roster.live
+
+
+def test_we_are_not_on_our_own_roster(roster: Roster) -> None:
+    assert find(roster, sealed(name="own"), peer=identity("own").peer) == []
+    assert not roster.live
+
+
+def test_our_record_is_renewed_in_time_and_says_when_it_expires(roster: Roster) -> None:
+    def announced(now: float) -> list[Announce]:
+        return [one for one in roster.handle(Woke(), now) if isinstance(one, Announce)]
+
+    (first,) = announced(NOW)
+    assert first.expires == NOW + TTL
+    assert open_sealed(KEY, roster.own.peer, first.value, NOW)[1] == NOW + TTL
+    assert announced(NOW + 19) == []
+    assert len(announced(NOW + 20)) == 1
+    assert announced(NOW + 21) == []
+    roster.renew_soon(NOW + 22)
+    assert len(announced(NOW + 22)) == 1
+
+
+def test_it_looks_for_others_every_four_seconds_and_less_often_in_a_large_swarm(roster: Roster) -> None:
+    def looks(now: float) -> bool:
+        return Lookup(KEY) in roster.handle(Woke(), now)
+
+    assert [looks(NOW + s) for s in (0, 3.9, 4, 7.9, 8)] == [True, False, True, False, True]
+
+
+def test_leaving_is_announced(roster: Roster) -> None:
+    (announced,) = roster.leave(NOW)
+    assert isinstance(announced, Announce)
+    body, _ = open_sealed(KEY, roster.own.peer, announced.value, NOW)
+    assert records.unpack(body).phase == "leaving"
+
+
+# Spread over several keys
+
+
+def test_records_spread_evenly_over_the_shards() -> None:
+    peers = [PeerId(f"peer{number}") for number in range(800)]
+    counts = Counter(records.key_of(RUN, peer, SHARDS) for peer in peers)
+    assert set(counts) == set(records.keys(RUN, SHARDS))
+    assert max(counts.values()) < 2 * min(counts.values())
+
+
+def test_a_single_shard_is_the_key_that_it_always_was() -> None:
+    assert records.keys(RUN, 1) == (KEY,)
+    assert records.key_of(RUN, other(), 1) == KEY
+
+
+def test_our_record_goes_to_our_own_shard(sharded: Roster) -> None:
+    (announced,) = (one for one in sharded.handle(Woke(), NOW) if isinstance(one, Announce))
+    assert announced.key == records.key_of(RUN, sharded.own.peer, SHARDS)
+    assert open_sealed(announced.key, sharded.own.peer, announced.value, NOW)[1] == NOW + TTL
+
+
+def test_a_look_goes_to_our_own_shard_and_to_one_more_and_in_time_to_all(sharded: Roster) -> None:
+    own, seen = records.key_of(RUN, sharded.own.peer, SHARDS), set[str]()
+    for look in range(60):
+        keys = [one.key for one in sharded.handle(Woke(), NOW + 4 * look) if isinstance(one, Lookup)]
+        assert own in keys
+        assert len(keys) == len(set(keys)) <= 2
+        seen |= set(keys)
+    assert seen == set(records.keys(RUN, SHARDS))
+
+
+def test_a_record_of_any_shard_is_read(sharded: Roster) -> None:
+    key = records.key_of(RUN, other(), SHARDS)
+    value = identity("other").seal(key, records.pack(RECORD), NOW + TTL)
+    sharded.handle(Found(key, {other(): value}), NOW)
+    assert list(sharded.live) == [other()]
+
+
+def test_a_record_under_the_wrong_shard_is_forged(sharded: Roster) -> None:
+    right = records.key_of(RUN, other(), SHARDS)
+    wrong = next(key for key in records.keys(RUN, SHARDS) if key != right)
+    value = identity("other").seal(right, records.pack(RECORD), NOW + TTL)
+    sharded.handle(Found(wrong, {other(): value}), NOW)
+    assert (dict(sharded.refused), dict(sharded.live)) == ({"signature": 1}, {})
+
+
+def test_a_stranger_s_question_makes_nobody_look_where_nobody_knows_everybody(sharded: Roster) -> None:
+    sharded.handle(Woke(), NOW)
+    before = sharded.wake_at
+    sharded.look_soon(NOW + 1)
+    assert sharded.wake_at == before

@@ -1,0 +1,188 @@
+"""Synchronous peers with real gradients in virtual time: real nodes, hosts and compute, a network that does not wait.
+
+What is killed, frozen or cut off, and when, the test says. `alone` is what they are compared with: one process that
+takes the same micro-batches, with decentral/train/step.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentral.claim_span import Placed
+from decentral.comm.rounds.round import Rounds
+from decentral.comm.routes import stage
+from decentral.core import jobs, rng
+from decentral.core.ids import PeerId
+from decentral.core.machine import Effect, Log
+from decentral.core.units import Seconds
+from decentral.peers.membership.records import Profile
+from decentral.peers.node.setup import NodeSetup
+from decentral.sim.geography import Earth, Wires
+from decentral.sim.gradients import Trained
+from decentral.sim.swarm import RUN, Shape, SimulatedPeer, SimulatedSwarm, VirtualSigner
+from decentral.sim.virtual_host import Pace, Training, VirtualHost
+from decentral.train import gpt
+from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.step import train_step
+
+Span = tuple[int, int] | None  # None: the whole model
+Batches = list[tuple[str, int]]  # origin peer and number
+Make = Callable[[PeerId], ComputeSetup]
+
+
+class World(SimulatedSwarm):
+    """Peers by number, each with its span. It watches what their compute threads do."""
+
+    def __init__(self, make: Make, spans: Sequence[Span], delay_s: Seconds = 0.01, job_s: Seconds = 0.001) -> None:
+        shape = Shape.of(make(PeerId("probe")).config, Pace(step_s=job_s, job_s=job_s), (1.0,), 64)
+        super().__init__(shape, 0, Earth(0, Wires(delay_s=delay_s, up=1e8, down=1e8)), self)
+        self.make, self.spans = make, spans
+        self.computes: dict[int, Compute] = {}
+        self.lines: dict[PeerId, list[dict[str, Any]]] = {}
+        self.losses: dict[PeerId, dict[int, float]] = {}  # of each round
+        self.shape = replace(shape, gradients=self._train)
+        self.journal = self._line
+        for _ in spans:
+            self.add()
+
+    # What the swarm asks for
+
+    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None: ...
+
+    def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
+        assert not isinstance(outcome, jobs.JobFailed), outcome
+        if isinstance(job, jobs.Advance):
+            assert isinstance(outcome, jobs.Stepped)
+            self.losses.setdefault(host.peer, {})[job.round] = outcome.loss
+
+    def _line(self, peer: PeerId, t: Seconds, line: Log) -> None:
+        self.lines.setdefault(peer, []).append({"t": self.agenda.now, "event": line.event, **line.fields})
+
+    def _train(self, member: SimulatedPeer) -> Training:
+        setup = self.make(member.peer)
+        compute = Compute(replace(setup, span=self.spans[member.number]))
+        self.computes[member.number] = compute
+        return Trained(compute, compute.resume())
+
+    def _setup(
+        self, member: SimulatedPeer, training: Training, contacts: tuple[PeerId, ...], placed: Placed | None
+    ) -> NodeSetup:
+        assert isinstance(training, Trained)
+        compute = training.compute
+        held, run = compute.fragments, compute.setup.config
+        place = (RUN, member.peer, held[0].first, held[-1].last, compute.cuts, 8, 8, run.train.accumulate)
+        return NodeSetup(
+            config=run,
+            run=RUN,
+            own=VirtualSigner(member.peer),
+            fragments=held,
+            state_layouts=compute.state_layouts(),
+            layers=compute.model_layers,
+            profile=Profile("cpu", 1 << 30, 1e9, 1e4),
+            addresses=(),
+            contacts=contacts,
+            restored_step=compute.lr_step if training.restored else None,
+            routes=stage.StageConfig(*place, compute.layout, synchronous=True),
+            versions=compute.versions,
+        )
+
+    # What tests ask for
+
+    def start_all(self, apart_s: Seconds = 2.0) -> None:
+        for member in self.members:
+            self.start(member)
+            self.agenda.run(self.agenda.now + apart_s)
+
+    def rounds(self, number: int) -> Rounds:
+        host = self.members[number].host
+        assert host is not None
+        assert host.node.rounds is not None
+        return host.node.rounds
+
+    def until_round(self, number: int, at_most_s: Seconds = 600.0) -> None:
+        """All who live are in that round, or a later one."""
+        end = self.agenda.now + at_most_s
+        while any(self.rounds(member.number).number < number for member in self.living):
+            next_at = self.agenda.next_at
+            assert next_at is not None
+            assert next_at < end, [self.rounds(member.number).number for member in self.living]
+            self.agenda.run(next_at)
+
+    def of(self, number: int, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines[self.members[number].peer] if line["event"] == event]
+
+    def drawn(self) -> dict[int, Batches]:
+        """The micro-batches of each round, as their origin peers counted them."""
+        found: dict[int, Batches] = {}
+        for lines in self.lines.values():
+            for line in (line for line in lines if line["event"] == "counted"):
+                of = [(origin, number) for origin, number, first, _, _ in line["of"] if first == 0]
+                found.setdefault(line["round"], []).extend(of)
+        return found
+
+    def carried(self, round: int) -> dict[PeerId, list[list[Any]]]:
+        """What each peer counted in that round."""
+        return {
+            peer: [
+                phase for line in lines if line["event"] == "counted" and line["round"] == round for phase in line["of"]
+            ]
+            for peer, lines in self.lines.items()
+        }
+
+    def ways(self) -> set[tuple[tuple[str, int], ...]]:
+        """Who carried up to where, of all micro-batches."""
+        executions: dict[tuple[str, int], list[tuple[int, str]]] = {}
+        for peer, lines in self.lines.items():
+            for line in (line for line in lines if line["event"] == "counted"):
+                for origin, number, _, last, _ in line["of"]:
+                    executions.setdefault((origin, number), []).append((last, peer))
+        return {tuple((peer, last) for last, peer in sorted(way)) for way in executions.values()}
+
+    def weights(self, number: int) -> dict[int, Tensor]:
+        return {live.fragment.index: live.theta.clone() for live in self.computes[number].inner.lives}
+
+
+def alone(setup: ComputeSetup, rounds: Sequence[Batches]) -> list[float]:
+    """One process takes a step with each of these, as decentral/train/step.py does; the losses that it saw."""
+    compute = Compute(setup)
+    losses = []
+    for batches in rounds:
+        fetch = _fetching(setup, compute.micro_batch, batches)
+        train = setup.config.train.model_copy(update={"accumulate": len(batches)})
+        report = train_step(compute.forward, fetch, compute.inner, compute.lr_step, train, setup.device)
+        compute.lr_step += 1
+        losses.append(report.loss)
+    return losses
+
+
+def gradients(setup: ComputeSetup, weights: dict[int, Tensor], batches: Batches) -> tuple[dict[int, Tensor], float]:
+    """Of one process with these weights: each fragment's, of the mean loss over all tokens; and that loss."""
+    compute = Compute(setup)
+    for live in compute.inner.lives:
+        live.theta.copy_(weights[live.fragment.index])
+    fetch = _fetching(setup, compute.micro_batch, batches)
+    inputs_BT, targets_BT = (torch.cat(part) for part in zip(*(fetch() for _ in batches), strict=True))
+    compute.inner.zero_grad()
+    loss = gpt.loss_of(compute.forward(inputs_BT), targets_BT)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {live.fragment.index: live.grad for live in compute.inner.lives}, float(loss.detach())
+
+
+def _fetching(setup: ComputeSetup, sequences: int, batches: Batches) -> Callable[[], tuple[Tensor, Tensor]]:
+    """These micro-batches, one after another."""
+    given = iter(batches)
+
+    def fetch() -> tuple[Tensor, Tensor]:
+        origin, number = next(given)
+        return setup.corpus.micro_batch(rng.arrays(setup.config.seed, "data", origin, number), sequences)
+
+    return fetch
+
+
+def equal(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
+    """Whether two peers' weights are the same bits in every fragment that both hold, and there is one."""
+    both = one.keys() & other.keys()
+    return bool(both) and all(torch.equal(one[index], other[index]) for index in both)

@@ -1,0 +1,94 @@
+"""Whom of the swarm each machine asks."""
+
+from collections import Counter
+from random import Random
+from typing import Literal
+
+import pytest
+
+from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.meter import Meter
+from decentral.core.config import Config, GossipConfig
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Fragment, RetainedStates
+from decentral.core.units import MiB
+from decentral.peers.membership.holders import Holders
+from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
+from decentral.peers.membership.roster import Roster, RosterEntry
+from decentral.peers.node.peer_selection import NEVER, PeerSelection
+from decentral.peers.node.progress import TrainingProgress
+from decentral.peers.node.setup import NodeSetup
+
+RUN = RunId("gpt-3fa2c1")
+FRAGMENTS = (Fragment(0, 0, 1, 100), Fragment(1, 1, 3, 200))
+PROFILE = Profile("cpu", 1 << 30, 1e9, 1e4)
+A, B, C, D = (PeerId(name) for name in "ABCD")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return Identity.load_or_create(tmp_path_factory.mktemp("own") / "identity.key")
+
+
+class Swarm:
+    """What a roster with these peers answers; `meet` adds one that holds layers [first, last)."""
+
+    def __init__(self, own: Identity, algorithm: Literal["pull", "symmetric", "allreduce"] = "pull") -> None:
+        config = Config(gossip=GossipConfig(algorithm=algorithm, partners=2))
+        setup = NodeSetup(config, RUN, own, FRAGMENTS, [(), ()], 3, PROFILE, (), contacts=(D,))
+        self.live: dict[PeerId, RosterEntry] = {}
+        roster = Roster(RUN, own, config.swarm, self.never, Random(0), Holders(own.peer, 3), self.live)
+        self.meter = Meter()
+        progress = TrainingProgress(config.train, config.swarm, None)
+        self.asks = PeerSelection(lambda: setup, roster, self.meter, progress, Random(0))
+
+    def never(self, now: float, leaving: bool) -> PeerRecord:
+        raise AssertionError("nobody announces anything here")
+
+    def meet(
+        self, peer: PeerId, first: int = 0, last: int = 3, phase: PeerPhase = "training", kept: RetainedStates = ()
+    ) -> "Swarm":
+        record = PeerRecord(RUN, 0.0, (), PROFILE, first, last, 0, 0, 0, phase=phase, kept=kept)
+        self.live[peer] = RosterEntry(record, 60.0)
+        return self
+
+
+def test_a_holder_has_all_of_the_fragment_and_trains(own: Identity) -> None:
+    swarm = Swarm(own).meet(C).meet(A, 1, 3).meet(B, 0, 2).meet(D, phase="joining")
+    assert swarm.asks.holders(1) == [A, C]
+
+
+def test_partners_are_different_holders_and_as_many_as_the_run_wants(own: Identity) -> None:
+    swarm = Swarm(own).meet(A).meet(B).meet(C)
+    drawn = swarm.asks.partners(0, 0.0)
+    assert len(set(drawn)) == len(drawn) == 2
+
+
+def test_a_slow_link_is_drawn_seldom_but_not_never(own: Identity) -> None:
+    swarm = Swarm(own, "symmetric").meet(A).meet(B)
+    swarm.meter.saw(A, 1.0, 0, 100 * MiB)
+    swarm.meter.saw(B, 100.0, 0, 1 * MiB)
+    drawn = Counter(swarm.asks.partners(0, 0.0)[0] for _ in range(500))
+    assert 0 < drawn[B] < drawn[A] / 5
+
+
+def test_allreduce_has_everybody_for_a_partner(own: Identity) -> None:
+    assert Swarm(own, "allreduce").meet(B).meet(A).asks.partners(0, 0.0) == [A, B]
+
+
+def test_a_newcomer_asks_those_who_train_or_whoever_is_there(own: Identity) -> None:
+    swarm = Swarm(own).meet(B, phase="joining").meet(A, phase="joining")
+    assert swarm.asks.donors() == [A, B]
+    assert swarm.meet(C).asks.donors() == [C]
+
+
+def test_of_what_is_kept_the_newest_counts(own: Identity) -> None:
+    swarm = Swarm(own).meet(A, kept=((1, 5),)).meet(B, kept=((1, 7), (0, 9))).meet(C, kept=((1, 7),))
+    assert swarm.asks.newest_kept(1) == (7, [B, C])
+    assert Swarm(own).meet(A).asks.newest_kept(1) == (NEVER, [])
+
+
+def test_a_round_may_have_begun_with_peers_that_no_record_tells_of(own: Identity) -> None:
+    swarm = Swarm(own).meet(A).meet(B, phase="joining")
+    assert swarm.asks.acquaintances() == [A, B, D]
+    assert swarm.asks.trainers() == [A]

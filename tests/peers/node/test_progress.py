@@ -1,0 +1,128 @@
+"""The swarm's clock, evaluations, checkpoints, and when to stop."""
+
+import pytest
+
+from decentral.core.config import SwarmConfig, TrainConfig
+from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, SetClock, Stepped
+from decentral.core.machine import Effect, Log, Woke
+from decentral.core.units import Amount
+from decentral.peers.node.progress import Stop, TrainingProgress
+
+
+def training(stop_after: str | None = None, lr_step: int = 0) -> TrainingProgress:
+    progress = TrainingProgress(
+        TrainConfig(eval_every_s=15.0), SwarmConfig(), Amount.parse(stop_after) if stop_after else None
+    )
+    progress.begin(100.0, lr_step)
+    return progress
+
+
+def step(number: int, tokens: int = 64, loss: float = 3.0) -> Stepped:
+    return Stepped(number, number, tokens, loss, 0.1, 1)
+
+
+def stops(effects: list[Effect]) -> list[str]:
+    return [effect.reason for effect in effects if isinstance(effect, Stop)]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "goal"),
+    [
+        (10, [], None),
+        (10, [5, 8], None),
+        (10, [20, 30], 20),
+        (10, [20, 30, 40], 30),
+        (50, [20, 30, 40], None),
+    ],
+)
+def test_the_clock_follows_the_upper_median_where_it_is_ahead(own: int, others: list[int], goal: int | None) -> None:
+    progress = training(lr_step=own)
+    assert progress.follow(others) == ([SetClock(goal)] if goal else [])
+
+
+def test_one_liar_moves_nobody() -> None:
+    assert training(lr_step=10).follow([10, 1 << 60]) == []
+    assert training(lr_step=10).follow([10, 9, 1 << 60]) == []
+
+
+def test_it_stops_after_steps() -> None:
+    progress = training("3steps")
+    assert [bool(stops(progress.handle(step(n), 100.0 + n / 10))) for n in (1, 2, 3)] == [False, False, True]
+
+
+def test_it_stops_after_tokens() -> None:
+    progress = training("150tokens")
+    assert [bool(stops(progress.handle(step(n), 100.0 + n / 10))) for n in (1, 2, 3)] == [False, False, True]
+
+
+def test_it_stops_after_seconds_since_it_joined() -> None:
+    progress = training("90s")
+    assert stops(progress.handle(Woke(), 189.9)) == []
+    assert len(stops(progress.handle(Woke(), 190.0))) == 1
+    assert stops(progress.handle(Woke(), 191.0)) == []
+
+
+def test_without_a_limit_it_goes_on() -> None:
+    progress = training()
+    assert not any(stops(progress.handle(step(n), 100.0 + n)) for n in range(1, 50))
+
+
+def test_it_evaluates_at_once_and_then_every_so_often() -> None:
+    progress = training()
+    assert progress.handle(Woke(), 100.0) == [Evaluate()]
+    assert progress.handle(Woke(), 101.0) == []  # under way
+    (line,) = progress.handle(Evaluated(640, 2.5, 0.3), 102.0)
+    assert isinstance(line, Log)
+    assert (line.event, line.fields["loss"]) == ("eval", 2.5)
+    assert Evaluate() not in progress.handle(Woke(), 116.9)
+    assert Evaluate() in progress.handle(Woke(), 117.0)
+
+
+def test_it_saves_every_so_often() -> None:
+    progress = training()
+    assert Save() not in progress.handle(Woke(), 129.9)
+    assert Save() in progress.handle(Woke(), 130.0)
+    assert Save() not in progress.handle(Woke(), 131.0)
+    progress.handle(Saved(5, 1000), 132.0)
+    assert Save() not in progress.handle(Woke(), 161.9)
+    assert Save() in progress.handle(Woke(), 162.0)
+
+
+def test_a_checkpoint_that_fails_does_not_stop_training_and_is_tried_again() -> None:
+    progress = training()
+    progress.handle(Woke(), 130.0)
+    (line,) = progress.handle(JobFailed("Save", "OSError: disk full"), 131.0)
+    assert isinstance(line, Log)
+    assert line.event == "error"
+    assert "disk full" in line.fields["reason"]
+    assert Save() in progress.handle(Woke(), 161.0)
+
+
+def test_any_other_job_that_fails_stops_us_with_its_reason() -> None:
+    assert stops(training().handle(JobFailed("Merge", "out of memory"), 101.0)) == ["error: out of memory"]
+
+
+def test_a_line_is_about_all_steps_since_the_last_one() -> None:
+    progress = training()
+    assert progress.handle(step(1, loss=4.0), 100.3) == []
+    assert progress.handle(step(2, loss=3.0), 100.9) == []
+    (line,) = progress.handle(step(3, loss=2.0), 101.2)
+    assert isinstance(line, Log)
+    assert line.event == "step"
+    expected = {"step": 3, "tokens": 192, "micro_batches": 3, "loss": 3.0, "seconds": 0.3}
+    assert {key: line.fields[key] for key in expected} == expected
+    assert progress.flush(101.3) == []
+
+
+def test_what_is_not_yet_in_a_line_is_flushed() -> None:
+    progress = training()
+    progress.handle(step(1), 100.3)
+    (line,) = progress.flush(100.4)
+    assert isinstance(line, Log)
+    assert line.fields["tokens"] == 64
+
+
+def test_a_state_that_came_from_the_swarm_is_saved_at_once() -> None:
+    progress = TrainingProgress(TrainConfig(), SwarmConfig(), None)
+    progress.begin(100.0, lr_step=7, fetched=True)
+    assert Save() in progress.handle(Woke(), 100.0)

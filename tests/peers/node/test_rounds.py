@@ -1,0 +1,203 @@
+"""Synchronous rounds: peers with unequal, overlapping spans train as one process does, whoever comes, goes or dies."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from decentral import audit
+from decentral.comm.rounds.collection import GONE_S
+from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S
+from decentral.core import config
+from decentral.core.ids import PeerId
+from decentral.train.compute import ComputeSetup
+from tests.peers.node.round_world import Make, Span, World, alone, equal, gradients
+
+MakeSetup = Callable[..., ComputeSetup]
+LAYERS = 5  # embedding, three blocks, head
+UNEQUAL: list[Span] = [(0, 3), (1, 4), (2, 5)]
+FIVE: list[Span] = [*UNEQUAL, (0, 2), (3, 5)]
+
+
+@pytest.fixture
+def make_of(setup_of: MakeSetup) -> Callable[[int], Make]:
+    """`make_of(micro_batches)`: a run of rounds with so many, a clip that never binds, and fp32 between peers."""
+
+    def of(micro_batches: int) -> Make:
+        def make(peer: PeerId) -> ComputeSetup:
+            setup = setup_of(peer, algorithm="synchronous")
+            run = setup.config
+            train = {"clip_norm": 1e9, "accumulate": micro_batches, "micro_batch": 2, "learning_rate": 3e-3}
+            changed = {
+                "model": run.model.model_copy(update={"depth": 3}),
+                "routes": config.RoutesConfig(wire="fp32"),
+                "train": run.train.model_copy(update=train),
+            }
+            return replace(setup, config=run.model_copy(update=changed))
+
+        return make
+
+    return of
+
+
+def some(world: World, rounds: int) -> float:
+    """So many more rounds; the virtual seconds that they took."""
+    began = world.agenda.now
+    world.until_round(max(world.rounds(member.number).number for member in world.living) + rounds)
+    return world.agenda.now - began
+
+
+def all_equal(world: World) -> bool:
+    """Whether those who live and hold the same fragment hold the same bits of it. They must be in one round."""
+    living = [member.number for member in world.living]
+    assert len({world.rounds(number).number for number in living}) == 1
+    pairs = [(world.weights(a), world.weights(b)) for a in living for b in living if a < b]
+    return all(equal(one, other) for one, other in pairs if one.keys() & other.keys())
+
+
+def audited(world: World) -> audit.CountAudit:
+    return audit.audit(world.lines.values(), LAYERS)
+
+
+@pytest.mark.parametrize("spans", [UNEQUAL, [None, (0, 3), (2, 5)], [None, None]])
+def test_a_rounds_gradients_are_those_of_one_process(make_of: Callable[[int], Make], spans: list[Span]) -> None:
+    make = make_of(12)
+    world = World(make, spans, job_s=0.05)
+    world.start_all(1.0)
+    some(world, 3)  # by then all know how fast the others are
+    number = world.rounds(0).number
+    held = [live for compute in world.computes.values() for live in compute.inner.lives]
+    weights = {live.fragment.index: live.theta.clone() for live in held}
+    before = [live.exp_avg.clone() for live in held]
+    some(world, 1)
+    expected, loss = gradients(make(PeerId("alone")), weights, world.drawn()[number])
+    assert len({peer for peer, executions in world.carried(number).items() if executions}) == len(spans), (
+        "all have carried something"
+    )
+    for live, old in zip(held, before, strict=True):
+        gradient = (live.exp_avg - 0.9 * old) / 0.1  # AdamW's first moment before and after
+        exact = expected[live.fragment.index]
+        assert (gradient - exact).norm() < 1e-5 * exact.norm()
+    assert {abs(seen[number] - loss) < 1e-5 for seen in world.losses.values()} == {True}
+
+
+def test_a_run_loses_what_one_process_loses_in_every_round(make_of: Callable[[int], Make]) -> None:
+    make = make_of(2)
+    world = World(make, UNEQUAL)
+    world.start_all(0.1)
+    world.until_round(104)
+    drawn = world.drawn()
+    rounds = sorted(drawn)
+    losses = dict(zip(rounds, alone(make(PeerId("alone")), [drawn[number] for number in rounds]), strict=True))
+    assert len(losses) > 100
+    for seen in world.losses.values():
+        assert max(abs(seen[number] - losses[number]) for number in seen if number in losses) < 1e-3
+    assert losses[rounds[-1]] < losses[rounds[0]] - 3
+    assert len(world.ways()) > 2
+    assert all_equal(world)
+    assert (audited(world).in_part, audited(world).dropped) == (0, 0)
+
+
+def test_every_holder_takes_part_and_each_round_has_as_many_micro_batches_as_it_should(
+    make_of: Callable[[int], Make],
+) -> None:
+    world = World(make_of(5), FIVE, job_s=0.02)
+    world.start_all(0.5)
+    some(world, 2)
+    first = world.rounds(0).number
+    some(world, 8)
+    for number in range(first, first + 7):
+        origins = [origin for origin, _ in world.drawn()[number]]
+        assert len(origins) == 5
+        assert {origins.count(world.members[peer].peer) for peer in (0, 3)} == {2, 3}, "the odd one in turns"
+    carriers = [
+        peer for number in range(first, first + 7) for peer, executions in world.carried(number).items() if executions
+    ]
+    assert len(set(carriers)) == 5
+    assert all_equal(world)
+
+
+# Who dies
+
+
+@pytest.mark.parametrize("victim", range(5))
+def test_who_dies_in_a_round_costs_two_deadlines_and_the_others_stay_equal(
+    make_of: Callable[[int], Make], victim: int
+) -> None:
+    world = World(make_of(6), FIVE, job_s=0.02)
+    world.start_all(0.5)
+    some(world, 4)
+    world.agenda.run(world.agenda.now + 0.15)  # micro-batches are under way
+    peer = world.members[victim].peer
+    world.crash(world.members[victim])
+    assert some(world, 2) < 2 * (GONE_S + HOP_DEADLINE_FLOOR_S)
+    some(world, 2)
+    assert all_equal(world)
+    assert audited(world).sound
+    for member in world.living:
+        assert peer in {line["peer"] for line in world.of(member.number, "without")}
+        assert peer not in {one.peer for one in world.rounds(member.number).now_in.members}  # type: ignore[union-attr]
+
+
+def test_a_peer_that_comes_back_is_let_in_again_and_equals_the_others(make_of: Callable[[int], Make]) -> None:
+    world = World(make_of(6), FIVE, job_s=0.2)
+    world.start_all(0.5)
+    some(world, 3)
+    world.crash(world.members[1])
+    world.agenda.run(world.agenda.now + 1.0)  # the others have not noticed yet
+    world.start(world.members[1])
+    world.agenda.run(world.agenda.now + 25.0)
+    some(world, 2)
+    assert world.carried(world.rounds(1).number - 1)[world.members[1].peer]
+    assert all_equal(world)
+    assert audited(world).sound
+
+
+def test_a_peer_that_was_taken_for_dead_notices_and_fetches_the_state_anew(make_of: Callable[[int], Make]) -> None:
+    world = World(make_of(6), FIVE, job_s=0.2)
+    world.start_all(0.5)
+    some(world, 3)
+    world.freeze(world.members[2])
+    world.agenda.run(world.agenda.now + 20.0)
+    world.thaw(world.members[2])
+    world.agenda.run(world.agenda.now + 10.0)
+    some(world, 2)
+    assert world.of(2, "behind")
+    assert len(world.rounds(0).now_in.members) == 5  # type: ignore[union-attr]
+    assert all_equal(world)
+
+
+def test_all_who_die_at_once_go_on_together_from_their_checkpoints(make_of: Callable[[int], Make]) -> None:
+    world = World(make_of(6), UNEQUAL, job_s=0.12)
+    world.start_all(0.5)
+    world.agenda.run(40.0)
+    saved = max(line["step"] for number in range(3) for line in world.of(number, "checkpoint"))
+    for member in world.members:
+        world.crash(member)
+    for number, member in enumerate(world.members):
+        world.agenda.after(2.0 + number, partial(world.start, member))
+    world.agenda.run(world.agenda.now + 30.0)
+    some(world, 2)
+    assert saved >= 10
+    assert all(world.rounds(number).number > saved for number in range(3))
+    assert len(world.rounds(0).now_in.members) == 3  # type: ignore[union-attr]
+    assert all_equal(world)
+    assert audited(world).sound
+
+
+def test_two_parts_of_a_swarm_that_went_on_apart_become_one_again(make_of: Callable[[int], Make]) -> None:
+    world = World(make_of(4), [None, None, None], job_s=0.2)
+    world.start_all(0.5)
+    some(world, 2)
+    world.sky.sides, world.sky.parted_at = {world.members[2].peer: 1}, world.agenda.now
+    world.agenda.run(world.agenda.now + 20.0)
+    apart = world.rounds(2).now_in
+    assert apart is not None
+    assert [one.peer for one in apart.members] == [world.members[2].peer]
+    world.sky.sides.clear()
+    world.agenda.run(world.agenda.now + 30.0)
+    some(world, 1)
+    assert len(world.rounds(0).now_in.members) == 3  # type: ignore[union-attr]
+    assert world.of(2, "behind")[-1]["reason"] == "apart"
+    assert all_equal(world)

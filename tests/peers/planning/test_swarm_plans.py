@@ -1,0 +1,359 @@
+"""Plans without a leader: proposed after a change, judged by everybody, the same one followed by all."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from decentral.comm.wire.transport import Announce, Found, Lookup
+from decentral.core import rng
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Fragment
+from decentral.core.machine import Effect, Log
+from decentral.core.memory_needs import MemoryNeeds
+from decentral.peers.placement.layer_recovery import TrainingPeer
+from decentral.peers.planning.plan_evaluation import (
+    HORIZON_S,
+    EvaluatePlans,
+    PlansEvaluated,
+    PlanTask,
+    Spans,
+    evaluate_plans,
+    reachable,
+    work_of,
+)
+from decentral.peers.planning.swarm_plans import (
+    MOST_PLANS,
+    PLAN_BACKOFF_S,
+    PLAN_PAUSE_S,
+    PLAN_RETRY_S,
+    REST_S,
+    WAIT_S,
+    SwarmPlan,
+    SwarmPlans,
+    is_sound,
+    key_of,
+    pack,
+    unpack,
+)
+from decentral.scheduler.shared.arrays import Ints
+from decentral.scheduler.throughput import max_flow
+from decentral.sim.swarm import VirtualSigner
+
+RUN = RunId("gpt-3fa2c1")
+CUTS = tuple(Fragment(index, index, index + 1, 100) for index in range(4))
+NEEDS = MemoryNeeds(CUTS, (10,) * 4, (0,) * 4, (0,) * 4)
+
+
+def swarm(**held: tuple[int, int, float]) -> dict[PeerId, TrainingPeer]:
+    """Of each: fragments [begin, end), and its speed. All have room for two."""
+    return {PeerId(name): TrainingPeer(range(a, b), 20, speed, 1e8) for name, (a, b, speed) in held.items()}
+
+
+EVEN = swarm(A=(0, 2, 100.0), B=(0, 2, 100.0), C=(2, 4, 100.0), D=(2, 4, 100.0))
+SLOWER = {**EVEN, **swarm(A=(0, 2, 20.0))}  # 120 tokens/s at the begin, 200 at the end; 160 can be had everywhere
+
+
+def task(members: dict[PeerId, TrainingPeer], holders: int = 1) -> PlanTask:
+    return PlanTask(NEEDS, tuple(sorted(members.items())), 256.0, holders)
+
+
+def test_a_pool_too_small_for_the_wished_holders_is_planned_with_those_that_it_has() -> None:
+    assert work_of(task(EVEN, holders=3)).holders == 2
+    assert work_of(task(EVEN, holders=1)).holders == 1
+
+
+class Together:
+    """Every peer's plans, a directory that all see, and moves that succeed at once."""
+
+    def __init__(self, members: dict[PeerId, TrainingPeer]) -> None:
+        self.members, self.now = dict(members), 100.0
+        self.records: dict[str, bytes] = {}
+        self.plans = {
+            name: SwarmPlans(RUN, VirtualSigner(name), NEEDS, 256.0, 1, 0, rng.stream(0, "plans", name))
+            for name in members
+        }
+        self.lines: list[Log] = []
+        self.searches = 0
+        self.moved = 0
+
+    def carry(self, name: PeerId, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Lookup(key):
+                    self.carry(name, self.plans[name].handle(Found(key, dict(self.records)), self.now))
+                case EvaluatePlans():
+                    self.searches += effect.searches
+                    self.carry(name, self.plans[name].handle(evaluate_plans(effect), self.now))
+                case Announce(subkey=subkey, value=value):
+                    self.records[subkey] = value
+                case Log():
+                    self.lines.append(effect)
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 1.0
+            for name, plans in self.plans.items():
+                self.carry(name, plans.look(self.members, self.now))
+                goal = plans.goal(self.members[name].held, self.now)
+                if goal is not None and self.may_go(name, goal):
+                    self.members[name] = replace(self.members[name], held=goal)
+                    self.moved += 1
+
+    def may_go(self, name: PeerId, goal: range) -> bool:
+        others = [one.held for peer, one in self.members.items() if peer != name]
+        lost = [index for index in self.members[name].held if index not in goal]
+        return all(any(index in span for span in others) for index in lost)
+
+    def flow(self) -> float:
+        found = task(self.members)
+        spans = np.array([(one.held.start, one.held.stop) for _, one in found.members])
+        return max_flow.maximum(work_of(found), spans).tokens_per_s
+
+
+def test_a_peer_that_became_slower_leads_to_one_plan_that_all_follow() -> None:
+    together = Together(EVEN)
+    together.pass_time(60.0)
+    assert together.searches == 0
+    together.members = dict(SLOWER)
+    assert together.flow() == pytest.approx(240.0, rel=0.01)
+    together.pass_time(PLAN_PAUSE_S + PLAN_BACKOFF_S + WAIT_S + 5.0)
+    assert together.flow() == pytest.approx(320.0, rel=0.02)
+    adopted = {plans.adopted.digest() for plans in together.plans.values() if plans.adopted}
+    assert len(adopted) == 1
+    assert all(line.event == "plan" for line in together.lines)
+    together.pass_time(300.0)
+    assert together.flow() == pytest.approx(320.0, rel=0.02)
+    assert together.moved <= 2  # A or B goes to the middle, and C or D
+
+
+def test_a_peer_that_leaves_leads_to_a_plan() -> None:
+    together = Together({**EVEN, **swarm(E=(2, 4, 100.0), F=(2, 4, 100.0))})
+    together.pass_time(10.0)
+    for name in "AB":
+        del together.members[PeerId(name)], together.plans[PeerId(name)]
+    together.members[PeerId("C")] = replace(EVEN[PeerId("C")], held=range(0, 2))
+    together.pass_time(20.0)
+    assert together.flow() == pytest.approx(400.0, rel=0.02)
+    assert "2 gone" in together.lines[0].fields["reason"]
+
+
+def test_proposals_at_the_same_time_end_in_one_best_swarm() -> None:
+    together = Together(EVEN)
+    together.pass_time(10.0)
+    together.members = dict(SLOWER)
+    for plans in together.plans.values():
+        plans.look(together.members, together.now)
+        plans._search_at = together.now  # nobody has seen another's plan
+        weighed = plans._weigh(together.members, searches=True)
+        together.carry(plans.own.peer, plans.handle(evaluate_plans(weighed), together.now))
+    assert len({plans.adopted.digest() for plans in together.plans.values() if plans.adopted}) > 1
+    together.pass_time(30.0)
+    assert together.flow() == pytest.approx(320.0, rel=0.02)
+    moved = together.moved
+    together.pass_time(300.0)
+    assert together.moved == moved
+
+
+class Judge:
+    """One peer's plans, which hears of others', and whose figures are given."""
+
+    def __init__(self) -> None:
+        self.plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+
+    def hears(self, proposals: dict[str, SwarmPlan], now: float) -> list[EvaluatePlans]:
+        key = key_of(RUN)
+        values = {name: VirtualSigner(PeerId(name)).seal(key, pack(one), 2e9) for name, one in proposals.items()}
+        self.plans.handle(Found(key, values), now)
+        return [effect for effect in self.plans.look(EVEN, now) if isinstance(effect, EvaluatePlans)]
+
+    def judges(self, proposals: dict[str, SwarmPlan], figures: dict[str, float], now: float, stay: float = 1.0) -> None:
+        """`figures`: tokens by the plans' reasons."""
+        (asked,) = self.hears(proposals, now)
+        weighing = self.plans._weighing
+        assert weighing is not None
+        tokens = tuple(figures[plan.reason] for plan in weighing[1])
+        self.plans.handle(PlansEvaluated(asked.number, bytes(16), stay, tokens), now + 1.0)
+
+
+def test_of_equal_plans_all_take_the_one_with_the_fewest_moves() -> None:
+    judge = Judge()
+    proposals = {name: plan(moves=moves, reason=name) for name, moves in (("B", 3), ("C", 1), ("D", 2))}
+    judge.judges(proposals, {"B": 99.0, "C": 100.0, "D": 99.5}, 100.0)
+    assert judge.plans.adopted == proposals["C"]
+
+
+@pytest.mark.parametrize("order", ["BC", "CB"])
+def test_of_equal_plans_the_first_one_is_followed_whichever_was_heard_of_first(order: str) -> None:
+    judge, equal = Judge(), {"B": 100.0, "C": 100.0}
+    proposals = {"B": plan(time=99.0, moves=3, reason="B"), "C": plan(time=115.0, moves=1, reason="C")}
+    judge.judges({order[0]: proposals[order[0]]}, equal, 116.0)
+    assert judge.plans.adopted == proposals[order[0]]
+    judge.judges(proposals, equal, 150.0)
+    assert judge.plans.adopted == proposals["B"]
+
+
+def test_a_plan_that_is_no_better_than_staying_any_more_is_let_go() -> None:
+    judge, proposals = Judge(), {"B": plan(reason="B"), "C": plan(reason="C", moves=2)}
+    judge.judges({"B": proposals["B"]}, {"B": 100.0}, 100.0)
+    assert judge.plans.adopted == proposals["B"]
+    judge.judges(proposals, {"B": 98.0, "C": 101.0}, 110.0, stay=100.0)
+    assert judge.plans.adopted is None
+
+
+def test_only_the_latest_plan_of_each_proposer_is_weighed_and_only_so_many() -> None:
+    judge = Judge()
+    many = {f"P{number:02}": plan(time=50.0 + number, reason=str(number)) for number in range(3 * MOST_PLANS)}
+    (asked,) = judge.hears(many, 100.0)
+    assert len(asked.proposals) == MOST_PLANS
+    judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 1.0, (1.0,) * MOST_PLANS), 101.0)
+    assert judge.hears(many, 110.0) == []  # nothing new
+    last = max(many)
+    (asked,) = judge.hears(many | {last: plan(time=100.0, reason="again")}, 120.0)
+    weighing = judge.plans._weighing
+    assert weighing is not None
+    assert {one.reason for one in weighing[1]} == {*map(str, range(2 * MOST_PLANS, 3 * MOST_PLANS - 1)), "again"}
+
+
+def test_a_plan_of_a_time_to_come_is_left_out() -> None:
+    assert Judge().hears({"B": plan(time=1e9)}, 100.0) == []
+
+
+def test_a_plan_that_is_hardly_better_moves_nobody() -> None:
+    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+    asked = plans._weigh(EVEN, searches=True)
+    found = evaluate_plans(asked)
+    spans: Spans = tuple((peer, one.held.start, one.held.stop) for peer, one in EVEN.items())
+    better = replace(found, found=spans, found_tokens=1.01 * found.stay_tokens)
+    assert plans.handle(better, 100.0) == []
+    assert plans.adopted is None
+
+
+def test_changes_of_speeds_alone_lead_to_no_new_plan_for_a_while() -> None:
+    together = Together(EVEN)
+    together.pass_time(10.0)
+    together.members = dict(SLOWER)
+    together.pass_time(PLAN_PAUSE_S + PLAN_BACKOFF_S + 5.0)
+    searches = together.searches
+    faster = together.members[PeerId("A")]
+    together.members[PeerId("A")] = replace(faster, tokens_per_s=100.0)
+    together.pass_time(REST_S / 2)
+    assert together.searches == searches
+    together.pass_time(REST_S)
+    assert together.searches > searches
+
+
+def test_a_move_that_failed_is_tried_again_and_given_up_in_the_end() -> None:
+    together = Together(EVEN)
+    together.pass_time(10.0)
+    together.members = dict(SLOWER)
+    together.pass_time(PLAN_PAUSE_S + PLAN_BACKOFF_S + 5.0)
+    plans = next(one for one in together.plans.values() if one.adopted)
+    assert plans.adopted is not None
+    goal = next((range(a, b) for peer, a, b in plans.adopted.spans if peer == plans.own.peer), range(0))
+    elsewhere = range(0, 1) if goal != range(0, 1) else range(1, 2)
+    tries = sum(plans.goal(elsewhere, together.now + second) == goal for second in range(60))
+    assert 60 / (2 * PLAN_RETRY_S) <= tries <= 1 + 60 / PLAN_RETRY_S
+    plans.look(together.members, together.now + 1000.0)
+    assert plans.adopted is None
+
+
+# What a proposal is worth
+
+
+def worth(members: dict[PeerId, TrainingPeer], **spans: tuple[int, int]) -> float:
+    proposal = tuple((name, *span) for name, span in spans.items())
+    (tokens,) = evaluate_plans(EvaluatePlans(1, task(members), (proposal,), False, 0)).proposed
+    return tokens
+
+
+def test_a_proposal_is_judged_by_ones_own_measurements() -> None:
+    moved = {"B": (0, 2), "A": (1, 3)}
+    assert worth(SLOWER, **moved) > evaluate_plans(EvaluatePlans(1, task(SLOWER), (), False, 0)).stay_tokens * 0.9
+    assert worth(EVEN, A=(1, 3)) == pytest.approx(HORIZON_S * 400.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        pytest.param({"A": (0, 3)}, id="more than its memory"),
+        pytest.param({"A": (0, 4)}, id="the whole model"),
+        pytest.param({"A": (2, 4), "B": (2, 4)}, id="layers without a holder"),
+    ],
+)
+def test_a_proposal_that_cannot_be_is_worth_nothing(spans: dict[str, tuple[int, int]]) -> None:
+    assert worth(EVEN, **spans) == 0.0
+
+
+def test_a_proposal_that_no_order_of_moves_can_reach_is_worth_nothing() -> None:
+    pair = swarm(A=(0, 2, 100.0), B=(2, 4, 100.0))
+    assert worth(pair, A=(2, 4), B=(0, 2)) == 0.0
+    assert reachable(spans_of(EVEN), np.array([(2, 4), (0, 2), (0, 2), (2, 4)]), 4, 1)
+    assert not reachable(spans_of(EVEN), np.array([(2, 4), (0, 2), (0, 2), (2, 4)]), 4, 2)
+
+
+def spans_of(members: dict[PeerId, TrainingPeer]) -> Ints:
+    return np.array([(one.held.start, one.held.stop) for _, one in sorted(members.items())])
+
+
+def test_what_is_found_is_the_best_there_is_for_a_small_swarm() -> None:
+    found = evaluate_plans(EvaluatePlans(1, task(SLOWER), (), True, 0))
+    assert found.found_tokens == pytest.approx(HORIZON_S * 320.0, rel=0.01)
+    assert is_sound(found.found, len(CUTS))
+
+
+# Plans from the network
+
+
+def plan(**change: object) -> SwarmPlan:
+    return replace(SwarmPlan(RUN, 100.0, bytes(16), 5.0, 1, "x", (("A", 0, 2),)), **change)  # type: ignore[arg-type]
+
+
+def test_a_plan_comes_back_as_it_was() -> None:
+    assert unpack(pack(plan())) == plan()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        pack(plan())[:-1],
+        pack(plan(tokens_per_s=-1.0)),
+        pack(plan(spans=(("A", 0),))),
+        pack(plan(time=1e12)),
+    ],
+)
+def test_what_is_no_plan_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack(body)
+
+
+@pytest.mark.parametrize("spans", [(("A", 0, 2), ("A", 2, 4)), (("A", 2, 2),), (("A", 0, 5),)])
+def test_spans_that_are_none_are_not_weighed(spans: Spans) -> None:
+    assert not is_sound(spans, 4)
+
+
+def test_plans_that_are_forged_or_of_another_run_are_not_weighed() -> None:
+    ours = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+    forger, key = VirtualSigner(PeerId("M")), key_of(RUN)
+    values = {
+        "B": forger.seal(key, pack(plan()), 2e9),
+        "M": forger.seal(key, pack(plan(run="another")), 2e9),
+        "N": b"garbage",
+    }
+    ours.handle(Found(key, values), 100.0)
+    assert not [effect for effect in ours.look(EVEN, 100.0) if isinstance(effect, EvaluatePlans)]
+    ours.handle(Found(key, {"M": forger.seal(key, pack(plan()), 2e9)}), 100.0)
+    assert [effect.proposals for effect in ours.look(EVEN, 100.0) if isinstance(effect, EvaluatePlans)] == [
+        (plan().spans,)
+    ]
+
+
+def test_an_answer_to_an_older_question_says_nothing() -> None:
+    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+    plans._weigh(EVEN, searches=True)
+    assert plans.handle(PlansEvaluated(99, bytes(16), 1.0, ()), 100.0) == []
+    assert plans.adopted is None

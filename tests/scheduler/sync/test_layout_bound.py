@@ -1,0 +1,74 @@
+"""The proof that no layout is cheaper: it must find each optimum, never claim more, and say when it did not end."""
+
+import numpy as np
+import pytest
+
+from benchmarks import layout_bound
+from decentral.core.errors import UserError
+from decentral.scheduler.shared import topology
+from decentral.scheduler.shared.search_budget import SearchBudget
+from decentral.scheduler.shared.topology import Workload
+from decentral.scheduler.sync import exact
+from decentral.scheduler.sync.layout_cost import Problem, layout, problem
+
+SHAPES = [(4, 3, 5), (3, 3, 9), (3, 4, 4), (6, 2, 4), (2, 5, 3), (5, 2, 6), (1, 5, 2), (5, 2, 1)]
+WHOLE = SearchBudget(rounds=1e9)
+
+
+def few_kinds(seed: int, stages: int, replicas: int, kinds: int) -> Problem:
+    """Peers of a few kinds at random; now and then the links within a kind are slower than those to another."""
+    rng = np.random.default_rng(seed)
+    kind = np.concatenate((np.arange(kinds), rng.integers(0, kinds, stages * replicas - kinds)))
+    pipe = rng.integers(2, 9, (kinds, kinds)) + rng.random((kinds, kinds)) * (rng.random() < 0.5)
+    pipe = (pipe + pipe.T) / 2
+    np.fill_diagonal(pipe, 1 + rng.random(kinds) * (rng.random() < 0.5) * 4)
+    data = rng.random((kinds, kinds)) * rng.choice([1, 3, 8])
+    data = data + data.T
+    pipe, data = pipe[np.ix_(kind, kind)], data[np.ix_(kind, kind)]
+    np.fill_diagonal(pipe, 0.0)
+    np.fill_diagonal(data, 0.0)
+    return Problem(data, pipe, stages, replicas)
+
+
+def optimum(task: Problem) -> float:
+    slots = exact.search(task, np.zeros(len(task), np.int64), SearchBudget(rounds=1), np.random.default_rng(0))
+    return layout(task, slots).cost.total
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_below_any_cut_above_the_optimum_the_optimum_is_found_and_at_it_nothing(shape: tuple[int, int, int]) -> None:
+    for seed in [*range(6), 63]:
+        task = few_kinds(seed, *shape)
+        best = optimum(task)
+        for cut in (best + 1e-4, best * 1.1, np.inf):
+            found = layout_bound.below(task, cut, WHOLE)
+            assert found.proven
+            assert found.slots is not None
+            assert sorted(found.slots) == list(range(len(task)))
+            assert found.cost == pytest.approx(best, abs=1e-8)
+            assert layout(task, found.slots).cost.total == pytest.approx(best, abs=1e-8)
+        nothing = layout_bound.below(task, best, WHOLE)
+        assert nothing.proven
+        assert nothing.slots is None
+
+
+def test_a_search_cut_off_proves_nothing() -> None:
+    task = few_kinds(0, 4, 3, 5)
+    assert not layout_bound.below(task, optimum(task), SearchBudget(rounds=1)).proven
+
+
+def test_the_published_optimum_of_four_regions_is_one() -> None:
+    swarm = topology.load("four-regions")
+    assert swarm.workload is not None
+    verdict = layout_bound.below(problem(swarm, swarm.workload), 34.8020, WHOLE)
+    assert verdict.proven
+    assert verdict.slots is None
+
+
+def test_swarms_that_it_cannot_enumerate_are_refused() -> None:
+    spot = topology.load("ten-cities")
+    with pytest.raises(UserError, match="peers to spare"):
+        layout_bound.below(problem(spot, Workload(4, 2)), 1.0, WHOLE)
+    noisy = np.random.default_rng(0).random((64, 64))
+    with pytest.raises(UserError, match="few kinds"):
+        layout_bound.below(Problem(noisy + noisy.T, noisy + noisy.T, 8, 8), 1.0, WHOLE)

@@ -1,0 +1,238 @@
+"""The throughput objective: flows, spans, their exact optimum, gossip partners, and what is refused."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decentral.core import config
+from decentral.core.errors import UserError
+from decentral.scheduler.shared import topology
+from decentral.scheduler.shared.arrays import Floats, Ints
+from decentral.scheduler.shared.search_budget import SearchBudget
+from decentral.scheduler.throughput import (
+    max_flow,
+    milp,
+    partition,
+    partner_weights,
+    span_search,
+    throughput_plan,
+)
+from decentral.scheduler.throughput.layer_costs import LayerCosts
+
+
+def small(seed: int, peers: int = 4, layers: int = 5) -> LayerCosts:
+    """A few unequal peers that can hold between two and all layers, on slow links."""
+    rng = np.random.default_rng(seed)
+    link = rng.lognormal(0, 1, (peers, peers)) * 6e5
+    link = np.minimum(link, link.T)
+    np.fill_diagonal(link, 0.0)
+    speed = rng.choice([1.0, 2.0, 4.0, 8.0], peers)
+    memory = rng.choice([2.5, 4.0, 6.0], peers)
+    ones = np.ones(layers)
+    return LayerCosts(np.outer(1 / speed, ones) / 200, ones, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1)
+
+
+def regions(task: LayerCosts) -> Ints:
+    return np.arange(task.peers) % 2
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 5])
+def test_the_search_equals_the_exact_optimum(seed: int) -> None:
+    task = small(seed)
+    exact = milp.best_spans(task)
+    assert exact is not None
+    found = span_search.search(task, regions(task), SearchBudget(rounds=40), np.random.default_rng(0))
+    best = max_flow.maximum(task, exact).tokens_per_s
+    assert max_flow.maximum(task, found).tokens_per_s == pytest.approx(best, rel=1e-5)
+
+
+def test_a_flow_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, now = replace(small(1), link_NN=small(1).link_NN / 10), [0.0]
+    maximum = max_flow.maximum
+
+    def slow(work: LayerCosts, chosen: Ints) -> max_flow.MaxFlow:
+        now[0] += 3.0
+        return maximum(work, chosen)
+
+    monkeypatch.setattr(max_flow, "maximum", slow)
+    monkeypatch.setattr(span_search, "SMALL_SWARM", 0)
+    for seconds in (10.0, 62.5, 64.0):
+        now[0] = 0.0
+        span_search.search(task, regions(task), SearchBudget(seconds, clock=lambda: now[0]), np.random.default_rng(0))
+        assert seconds - 3.0 <= now[0] <= seconds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_flow_obeys_time_links_and_conservation(seed: int) -> None:
+    task = small(seed, peers=6)
+    chosen = span_search.repaired(task, span_search.fill(task, np.random.default_rng(seed)))
+    found = max_flow.maximum(task, chosen)
+    holds = max_flow.held(task, chosen)
+    assert (found.idle_N > -1e-6).all()
+    assert (found.computed_NL[~holds] == 0).all()
+    np.testing.assert_allclose(found.computed_NL.sum(axis=0), found.tokens_per_s, rtol=1e-6)
+    left = max_flow.link_left(task, holds)
+    used = np.zeros_like(left)
+    for i, j, _, rate in found.moves:
+        used[min(i, j), max(i, j)] += task.hidden_bytes * rate
+    assert (used <= left * (1 + 1e-6) + 1e-3).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_routes_carry_the_flow_through_every_layer_in_order(seed: int) -> None:
+    task = small(seed, peers=6)
+    chosen = span_search.repaired(task, span_search.fill(task, np.random.default_rng(seed)))
+    found = max_flow.maximum(task, chosen)
+    routes = max_flow.routes(task, chosen, found)
+    assert sum(share for share, _ in routes) == pytest.approx(1.0, abs=2e-3)
+    for _, hops in routes:
+        assert [hop[1] for hop in hops] == [0, *(hop[2] for hop in hops[:-1])]
+        assert hops[-1][2] == task.layers
+        assert all(chosen[peer][0] <= first < last <= chosen[peer][1] for peer, first, last in hops)
+
+
+def test_spans_respect_memory_and_holders() -> None:
+    task = replace(small(1, peers=6), holders=2)
+    found = span_search.search(task, regions(task), SearchBudget(rounds=30), np.random.default_rng(0))
+    assert task.valid(found)
+    assert (max_flow.held(task, found).sum(axis=0) >= 2).all()
+    for peer, (first, last) in enumerate(found):
+        assert task.bytes_of(first, last, 1) <= task.memory_N[peer]
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_a_faster_device_or_link_never_makes_the_optimum_worse(seed: int) -> None:
+    task = small(seed, peers=3, layers=4)
+    task = replace(task, memory_N=task.memory_N + 1)
+    faster = task.seconds_NL.copy()
+    faster[0] /= 2
+    variants = [task, replace(task, seconds_NL=faster), replace(task, link_NN=task.link_NN * 2)]
+    rates = []
+    for variant in variants:
+        best = milp.best_spans(variant)
+        assert best is not None
+        rates.append(max_flow.maximum(variant, best).tokens_per_s)
+    assert min(rates[1:]) >= rates[0] * (1 - 1e-5)
+
+
+def test_permuting_peers_changes_nothing_but_names() -> None:
+    task = small(3, peers=3, layers=4)
+    task = replace(task, memory_N=task.memory_N + 1)
+    turn = np.array([2, 0, 1])
+    turned = replace(
+        task, seconds_NL=task.seconds_NL[turn], memory_N=task.memory_N[turn], link_NN=task.link_NN[np.ix_(turn, turn)]
+    )
+    rates = [
+        max_flow.maximum(one, best).tokens_per_s for one in (task, turned) if (best := milp.best_spans(one)) is not None
+    ]
+    assert rates[0] == pytest.approx(rates[1], rel=1e-5)
+
+
+def test_peers_that_fit_the_whole_model_need_no_links() -> None:
+    task = small(0)
+    task = replace(task, memory_N=np.full(4, 100.0), link_NN=np.zeros((4, 4)))
+    found = span_search.search(task, regions(task), SearchBudget(rounds=2), np.random.default_rng(0))
+    assert max_flow.maximum(task, found).tokens_per_s == pytest.approx(task.compute_bound())
+
+
+def test_the_plan_of_a_model_has_spans_routes_batches_and_partners() -> None:
+    plan = throughput_plan.throughput_plan(
+        topology.load("ten-cities"), config.load(None), "genetic", 0, SearchBudget(rounds=3)
+    )
+    shown = plan.to_json()
+    assert shown["throughput"]["tokens_per_s"] <= shown["throughput"]["bound"] * (1 + 1e-9)
+    assert set(shown["spans"]) == set(shown["micro_batches"]) == set(topology.load("ten-cities").ids)
+    assert shown["gossip"]["mixing_per_s"]["plan"] >= shown["gossip"]["mixing_per_s"]["uniform"]
+    assert "purely data-parallel" in shown["reason"]
+
+
+def test_a_pool_with_too_little_memory_is_refused_in_one_line() -> None:
+    large = config.load(None, ["model.depth=96", "model.width=12288"])
+    with pytest.raises(UserError, match=r"the whole pool has 160\.0 GB") as refused:
+        throughput_plan.throughput_plan(topology.load("ten-cities"), large, "genetic", 0, SearchBudget(rounds=1))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_partition_of_a_chain_is_the_best_of_all_cuts() -> None:
+    task = small(4, peers=2, layers=5)
+    task = replace(task, memory_N=np.array([100.0, 100.0]))
+    slowest, cuts = partition.cut(task, np.array([0, 1]))
+    send = 2 * task.hidden_bytes / task.link_NN[0, 1]
+    every = [
+        max(task.seconds_NL[0, :c].sum(), send, task.seconds_NL[1, c:].sum()) for c in range(1, 5)
+    ]  # fmt: skip
+    assert slowest == pytest.approx(min(every))
+    assert list(cuts[[0, -1]]) == [0, 5]
+
+
+def test_gossip_partners_mix_at_least_as_fast_as_the_simple_rules() -> None:
+    swarm = topology.load("eight-cities").subset(range(0, 64, 4))
+    holds = np.ones((16, 1), dtype=bool)
+    found = partner_weights.partners(swarm, holds, np.array([1e8]), SearchBudget(rounds=4))
+    assert found.mixing_per_s >= max(found.uniform_per_s, found.bandwidth_per_s)
+    np.testing.assert_allclose(found.weight_NN.sum(axis=1), 1.0)
+    assert (np.diag(found.weight_NN) == 0).all()
+
+
+def test_two_peers_gossip_with_each_other_for_their_share_of_the_time() -> None:
+    seconds = np.array([[np.inf, 2.0], [2.0, np.inf]])
+    slow = np.array([[0.0, 0.01], [0.01, 0.0]])
+    rate = partner_weights.fastest(seconds, [np.array([0, 1])], slow, SearchBudget(rounds=3))
+    assert rate[0, 1] == pytest.approx(partner_weights.LINK_SHARE / 2.0)
+    assert partner_weights.slowest(rate, [np.array([0, 1])]) == pytest.approx(partner_weights.LINK_SHARE)
+
+
+@pytest.mark.parametrize("search", [partner_weights.ascended, partner_weights.fastest])
+def test_rates_fill_nobodys_links_and_mix_faster_than_where_they_began(search: Callable[..., Floats]) -> None:
+    swarm = topology.load("ten-cities")
+    seconds = swarm.delay_s + 1e8 / swarm.bandwidth
+    np.fill_diagonal(seconds, np.inf)
+    everyone = [np.arange(10)]
+    start = partner_weights.scaled(np.isfinite(seconds).astype(float), seconds)
+    rate = search(seconds, everyone, start, SearchBudget(rounds=20))
+    assert partner_weights.slowest(rate, everyone) > 1.01 * partner_weights.slowest(start, everyone)
+    np.testing.assert_allclose(rate, rate.T)
+    busy = (rate * np.where(np.isfinite(seconds), seconds, 0.0)).sum(axis=1)
+    assert (busy <= partner_weights.LINK_SHARE * (1 + 1e-6)).all()
+
+
+def test_the_search_for_partners_ends_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0  # each takes a second
+    slope = partner_weights._slope
+
+    def slow(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:
+        nonlocal looks
+        looks += 1
+        return slope(rate, groups)
+
+    monkeypatch.setattr(partner_weights, "_slope", slow)
+    holds = np.ones((64, 1), dtype=bool)
+    partner_weights.partners(
+        topology.load("eight-cities"), holds, np.array([1e8]), SearchBudget(10.0, clock=lambda: float(looks))
+    )
+    assert looks <= 11
+
+
+def test_a_layer_with_too_few_holders_is_not_valid() -> None:
+    task = replace(small(0, peers=2, layers=4), memory_N=np.array([9.0, 9.0]))
+    spans_N2 = np.array([[0, 4], [1, 4]])
+    assert task.valid(spans_N2)
+    assert not replace(task, holders=2).valid(spans_N2)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.integers(3, 7), st.integers(1, 2))
+def test_any_spans_found_fit_memory_and_cover_every_layer_with_its_holders(seed: int, peers: int, holders: int) -> None:
+    task = small(seed, peers)
+    task = replace(task, memory_N=task.memory_N + 5.0 / peers * holders, holders=holders)
+    found = span_search.search(task, regions(task), SearchBudget(rounds=2), np.random.default_rng(seed))
+    held = np.zeros(task.layers, np.int64)
+    for peer, (first, last) in enumerate(found):
+        assert 0 <= first <= last <= task.layers
+        assert task.state_L[first:last].sum() + task.activation_L[first:last].sum() <= task.memory_N[peer]
+        held[first:last] += 1
+    assert (held >= holders).all()

@@ -1,0 +1,353 @@
+"""Spans at work: three peers with overlapping spans compute what one process computes."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decentral.comm.wire import compress
+from decentral.core import config, jobs, rng
+from decentral.core.ids import PeerId
+from decentral.peers.planning import routing_weights
+from decentral.train import gpt, stage_runner
+from decentral.train.compute import Compute, ComputeSetup
+from tests.comm.routes.route_world import World
+
+MakeSetup = Callable[..., ComputeSetup]
+SPANS = {"A": (0, 3), "B": (1, 4), "C": (2, 5)}  # of embedding, three blocks, head
+
+
+@pytest.fixture
+def computes(setup_of: MakeSetup) -> dict[str, Compute]:
+    return {name: Compute(with_span(setup_of(name), span)) for name, span in SPANS.items()}
+
+
+def with_span(setup: ComputeSetup, span: tuple[int, int] | None, wire: str = "fp32", **train: object) -> ComputeSetup:
+    run = setup.config
+    changed = {
+        "model": run.model.model_copy(update={"depth": 3}),
+        "routes": config.RoutesConfig.model_validate({"wire": wire}),
+        "train": run.train.model_copy(update={"clip_norm": 1e9, **train}),
+    }
+    return dataclasses.replace(setup, config=run.model_copy(update=changed), span=span)
+
+
+def world_of(computes: dict[str, Compute], at_least: int) -> World:
+    """The flow makes use of every span, so micro-batches leave and enter spans in the middle."""
+    first = next(iter(computes.values()))
+    world = World(first.cuts)
+    speed: dict[routing_weights.Span, float] = {}
+    for name, compute in computes.items():
+        held = compute.fragments
+        span = held[0].first, held[-1].last
+        world.add(name, *span, seconds=0.1, device=compute, layouts=compute.layout, at_least=at_least)
+        speed[held[0].index, held[-1].index + 1] = 1.0
+    for name, peer in world.peers.items():
+        held = computes[name].fragments
+        peer.routes.onward.prior = routing_weights.solve(first.cuts, speed, (held[0].index, held[-1].index + 1))
+    return world
+
+
+def batches(compute: Compute, count: int) -> list[tuple[Tensor, Tensor]]:
+    setup = compute.setup
+    draws = [rng.arrays(setup.config.seed, "data", setup.peer, number) for number in range(count)]
+    return [setup.corpus.micro_batch(draw, compute.micro_batch) for draw in draws]
+
+
+def carried(world: World, micro_batches: int) -> None:
+    """Exactly so many are started, and come back."""
+    origin = world.peers[PeerId("A")].routes
+    origin.quota = micro_batches
+    world.start()
+    world.run(5.0 + micro_batches)
+    assert origin.completed == micro_batches
+
+
+def summed(computes: Sequence[Compute]) -> dict[int, Tensor]:
+    """Each fragment's gradient, over all that hold it, by the tokens that each has seen."""
+    total: dict[int, Tensor] = {}
+    tokens: dict[int, int] = {}
+    for compute in computes:
+        assert compute.hops is not None
+        sums = compute.hops.sums
+        for index, live in enumerate(compute.inner.lives):
+            name = live.fragment.index
+            total[name] = total.get(name, torch.zeros(())) + sums.filled[index]
+            tokens[name] = tokens.get(name, 0) + sums.filled_tokens[index]
+    return {name: total[name] / tokens[name] for name in total}
+
+
+def test_gradients_over_overlapping_spans_are_those_of_one_process(
+    computes: dict[str, Compute], setup_of: MakeSetup
+) -> None:
+    world = world_of(computes, at_least=1 << 30)
+    carried(world, 12)
+    assert all(compute.hops and compute.hops.sums.executions for compute in computes.values()), (
+        "all have carried something"
+    )
+    hops_taken = {tokens for compute in computes.values() for tokens in compute.hops.sums.filled_tokens}  # type: ignore[union-attr]
+    assert len(hops_taken) > 1, "not all micro-batches went the same way"
+    whole = Compute(with_span(setup_of("A"), None))
+    whole.inner.zero_grad()
+    for inputs_BT, targets_BT in batches(computes["A"], 12):
+        (gpt.loss_of(nn.Sequential(*whole.layers)(inputs_BT), targets_BT) / 12).backward()  # type: ignore[no-untyped-call]
+    found = summed(list(computes.values()))
+    for live in whole.inner.lives:
+        assert torch.allclose(found[live.fragment.index], live.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_over_three_unequal_spans_loses_what_one_process_loses(setup_of: MakeSetup) -> None:
+    """One micro-batch at a time, so every step is taken before the next forward pass."""
+    spans = {"A": (0, 1), "B": (1, 4), "C": (4, 5)}
+    parts = {name: Compute(with_span(setup_of(name), span)) for name, span in spans.items()}
+    world = world_of(parts, at_least=1)
+    world.peers[PeerId("A")].routes.window.most = world.peers[PeerId("A")].routes.window.size = 1
+    carried(world, 60)
+    whole = Compute(with_span(setup_of("A"), None))
+    for _ in range(60):
+        whole.step()
+    apart = {index: theta for part in parts.values() for index, theta in thetas(part).items()}
+    together = thetas(whole)
+    assert {part.own_steps for part in parts.values()} == {60}
+    assert max(float((apart[index] - together[index]).abs().max()) for index in together) < 1e-3
+    for mixed in whole.mixing.fragments:
+        before = mixed.live.theta.clone()
+        mixed.live.theta.copy_(apart[mixed.live.fragment.index])
+        apart[mixed.live.fragment.index] = before
+    carried_loss = whole.do(jobs.Evaluate())
+    for mixed in whole.mixing.fragments:
+        mixed.live.theta.copy_(apart[mixed.live.fragment.index])
+    plain_loss = whole.do(jobs.Evaluate())
+    assert isinstance(carried_loss, jobs.Evaluated)
+    assert isinstance(plain_loss, jobs.Evaluated)
+    assert abs(carried_loss.loss - plain_loss.loss) < 1e-3
+    assert carried_loss.loss < 3.5
+
+
+def thetas(compute: Compute) -> dict[int, Tensor]:
+    return {mixed.live.fragment.index: mixed.live.theta.clone() for mixed in compute.mixing.fragments}
+
+
+@pytest.mark.parametrize(("wire", "error"), [("bf16", 2**-8), ("int8", 1 / 127)])
+def test_hidden_values_on_the_wire_are_off_by_no_more_than_the_codec_says(wire: str, error: float) -> None:
+    values = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(7)) * torch.logspace(-3, 3, 32)
+    flat = values.flatten()
+    read = compress.decode(wire, memoryview(compress.encode(wire, flat)), flat.numel())
+    largest = torch.nn.functional.pad(flat.abs(), (0, -flat.numel() % 256)).view(-1, 256).amax(dim=1)
+    bound = largest.repeat_interleave(256)[: flat.numel()] * error
+    assert bool(((read - flat).abs() <= bound).all())
+
+
+@pytest.mark.parametrize(("wire", "within"), [("bf16", 0.02), ("int8", 0.05)])
+def test_gradients_through_a_narrow_wire_point_the_same_way(setup_of: MakeSetup, wire: str, within: float) -> None:
+    found = {}
+    for each in ("fp32", wire):
+        computes = {name: Compute(with_span(setup_of(name), span, each)) for name, span in SPANS.items()}
+        for compute in computes.values():
+            compute._position.known = 0
+            compute._position.reserved = 1 << 30
+        carried(world_of(computes, at_least=1 << 30), 4)
+        found[each] = torch.cat([part for _, part in sorted(summed(list(computes.values())).items())])
+    apart = torch.linalg.vector_norm(found[wire] - found["fp32"]) / torch.linalg.vector_norm(found["fp32"])
+    assert 0 < float(apart) < within
+
+
+def test_uneven_micro_batches_give_the_exact_mean_over_tokens(setup_of: MakeSetup) -> None:
+    one, other = (Compute(with_span(setup_of(n), (2, 5))) for n in "AB")
+    small, large = (_entering(one, sequences) for sequences in (1, 3))
+    for compute, parts in ((one, [small]), (other, [large])):
+        for token, (layout, blob, sequences) in enumerate(parts):
+            assert isinstance(compute.do(jobs.Forward(token, 2, 5, sequences, layout, blob)), jobs.BackwardDone)
+    together = summed([one, other])
+    assert one.hops is not None
+    assert one.hops.sums.filled_tokens == [16, 16, 16]
+    both = Compute(with_span(setup_of("C"), (2, 5)))
+    for token, (layout, blob, sequences) in enumerate((small, large)):
+        both.do(jobs.Forward(token, 2, 5, sequences, layout, blob))
+    alone = summed([both])
+    for index, gradient in alone.items():
+        assert torch.allclose(together[index], gradient, atol=1e-6)
+
+
+def _entering(compute: Compute, sequences: int) -> tuple[jobs.Layout, bytes, int]:
+    layout = compute.layout(2, sequences)
+    hidden = torch.randn(sequences * 16 * 32, generator=torch.Generator().manual_seed(sequences))
+    targets = torch.arange(sequences * 16, dtype=torch.int64).to(torch.uint16).view(torch.uint8).numpy().tobytes()
+    return layout, compress.encode("fp32", hidden) + targets, sequences
+
+
+@pytest.mark.parametrize("flaw", ["nan", "target", "cut", "long", "layout"])
+def test_what_is_not_hidden_values_and_targets_is_refused_and_changes_nothing(setup_of: MakeSetup, flaw: str) -> None:
+    compute = Compute(with_span(setup_of("C"), (2, 5)))
+    layout, blob, sequences = _entering(compute, 2)
+    expected = {"nan": "nan", "target": "vocabulary"}.get(flaw, "shape")
+    blob = {
+        "nan": b"\x00\x00\xc0\x7f" + blob[4:],
+        "target": blob[:-2] + b"\x00\x01",
+        "cut": blob[:-1],
+        "long": blob + b"x",
+    }.get(flaw, blob)
+    if flaw == "layout":
+        layout = layout[::-1]
+    assert compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob)) == jobs.ExecutionFailed(1, expected)
+    assert compute.hops is not None
+    assert compute.hops.sums.executions == []
+    assert not compute.hops.held
+
+
+def test_a_forgotten_execution_cannot_go_back(computes: dict[str, Compute]) -> None:
+    compute = computes["A"]
+    drawn = compute.do(jobs.Draw(1, 3))
+    assert isinstance(drawn, jobs.ForwardDone)
+    compute.do(jobs.Forget((1,)))
+    section = drawn.layout[:1]
+    assert compute.do(jobs.Backward(1, section, bytes(section[0].size))) == jobs.ExecutionFailed(1, "forgotten")
+
+
+def test_a_dropped_sum_moves_nothing_and_an_applied_one_does(computes: dict[str, Compute]) -> None:
+    compute = computes["C"]
+    layout, blob, sequences = _entering(compute, 2)
+    before = [mixed.live.theta.clone() for mixed in compute.mixing.fragments]
+    compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob))
+    assert compute.do(jobs.Seal()) == jobs.Sealed((1,))
+    compute.do(jobs.Drop())
+    compute.do(jobs.Apply(0, 0, 1.0))
+    assert all(torch.equal(m.live.theta, old) for m, old in zip(compute.mixing.fragments, before, strict=True))
+    compute.do(jobs.Forward(2, 2, 5, sequences, layout, blob))
+    compute.do(jobs.Seal())
+    compute.do(jobs.Apply(0, 0, 1.0))
+    assert not any(torch.equal(m.live.theta, old) for m, old in zip(compute.mixing.fragments, before, strict=True))
+
+
+def test_numbers_of_micro_batches_are_never_given_out_twice(setup_of: MakeSetup) -> None:
+    setup = with_span(setup_of("A"), (0, 3))
+    numbers = []
+    for life in range(3):
+        compute = Compute(setup)
+        for token in range(3):
+            drawn = compute.do(jobs.Draw(token, 3))
+            assert isinstance(drawn, jobs.ForwardDone)
+            numbers.append(drawn.number)
+            if life == 0 and token == 0:
+                compute.do(jobs.Save())
+        compute.resume()
+    assert len(set(numbers)) == 9
+
+
+def test_a_span_has_the_weights_that_the_whole_model_has_there(setup_of: MakeSetup) -> None:
+    whole = Compute(with_span(setup_of("A"), None))
+    for span in SPANS.values():
+        part = Compute(with_span(setup_of("A"), span))
+        for mixed in part.mixing.fragments:
+            same = whole.mixing.fragments[mixed.live.fragment.index]
+            assert torch.equal(mixed.live.theta, same.live.theta)
+
+
+def test_a_whole_model_peer_serves_hops_and_trains_on_by_itself(setup_of: MakeSetup) -> None:
+    compute = Compute(with_span(setup_of("A"), None))
+    layout, blob, sequences = _entering(compute, 2)
+    compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob))
+    compute.step()
+    assert compute.hops is not None
+    assert compute.hops.sums.filled_tokens == [0, 0, 32, 32, 32]
+    compute.do(jobs.Seal())
+    stepped = compute.do(jobs.Apply(0, 0, 2.5))
+    assert isinstance(stepped, jobs.Stepped)
+    assert [live.steps for live in compute.inner.lives] == [1, 1, 2, 2, 2]
+
+
+def test_layouts_name_what_travels() -> None:
+    run = config.Config(model=config.ModelConfig(depth=1, width=32, context=16))
+    sections = stage_runner.layout(run, compress, 32, 2)
+    assert [(one.name, one.codec, one.elements, one.size) for one in sections] == [
+        ("hidden", "bf16", 1024, 2048),
+        ("targets", "u16", 32, 64),
+    ]
+
+
+def test_a_micro_batch_of_our_own_through_the_whole_model_goes_back_at_once(setup_of: MakeSetup) -> None:
+    compute = Compute(with_span(setup_of("A", algorithm="synchronous"), None))
+    backed = compute.do(jobs.Draw(1, 5))
+    assert isinstance(backed, jobs.BackwardDone)
+    assert (backed.number, backed.tokens, backed.blob) == (0, 64, b"")
+    alone = Compute(with_span(setup_of("B"), None))
+    inputs_BT, targets_BT = batches(compute, 1)[0]
+    alone.inner.zero_grad()
+    (gpt.loss_of(alone.forward(inputs_BT), targets_BT) * 64).backward()  # type: ignore[no-untyped-call]
+    for one, other in zip(compute.inner.lives, alone.inner.lives, strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+
+
+def test_a_round_with_a_stray_execution_publishes_no_sum_and_the_next_one_starts_from_nothing(
+    setup_of: MakeSetup,
+) -> None:
+    compute = Compute(with_span(setup_of("C", algorithm="synchronous"), (2, 5)))
+    layout, blob, sequences = _entering(compute, 2)
+    for token in (1, 2):
+        compute.do(jobs.Forward(token, 2, 5, sequences, layout, blob))
+    assert compute.do(jobs.CloseRound(0, (1,))) == jobs.RoundClosed(0, (1, 2), ())
+    compute.do(jobs.Forward(3, 2, 5, sequences, layout, blob))
+    closed = compute.do(jobs.CloseRound(1, (3,)))
+    assert isinstance(closed, jobs.RoundClosed)
+    assert [(one.fragment, one.tokens) for one in closed.sums] == [(2, 32), (3, 32), (4, 32)]
+    assert all(float(live.grad.abs().max()) == 0 for live in compute.inner.lives)
+
+
+def test_the_same_sums_in_any_order_of_arrival_give_the_same_bits(setup_of: MakeSetup) -> None:
+    sums: dict[int, tuple[jobs.Contribution, ...]] = {}
+    replicas = [Compute(with_span(setup_of(name, algorithm="synchronous"), (2, 5))) for name in "CDE"]
+    for sequences, compute in enumerate(replicas, start=1):
+        layout, blob, _ = _entering(compute, sequences)
+        compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob))
+        closed = compute.do(jobs.CloseRound(0, (1,)))
+        assert isinstance(closed, jobs.RoundClosed)
+        for one in closed.sums:
+            part = jobs.Contribution(compute.setup.peer, one.tokens, 0.0, one.layout, one.blob)
+            sums[one.fragment] = (*sums.get(one.fragment, ()), part)
+    for shift, compute in enumerate(replicas):
+        turned = tuple((index, parts[shift:] + parts[:shift]) for index, parts in sorted(sums.items()))
+        stepped = compute.do(jobs.Advance(0, turned, (), 16, 1, 2.5))
+        assert isinstance(stepped, jobs.Stepped)
+        assert (stepped.lr_step, stepped.refused) == (1, ())
+        for live, first in zip(compute.inner.lives, replicas[0].inner.lives, strict=True):
+            assert live.steps == 1
+            assert torch.equal(live.theta, first.theta)
+
+
+def test_a_sum_that_is_not_finite_is_left_out_by_all_and_named(setup_of: MakeSetup) -> None:
+    compute = Compute(with_span(setup_of("C", algorithm="synchronous"), (2, 5)))
+    fragment = compute.fragments[0]
+    layout = (jobs.Section("gradient", "fp32", fragment.parameters, 4 * fragment.parameters),)
+    bad = jobs.Contribution(PeerId("X"), 16, 0.0, layout, b"\x00\x00\xc0\x7f" * fragment.parameters)
+    before = compute.inner.lives[0].theta.clone()
+    stepped = compute.do(jobs.Advance(0, ((fragment.index, (bad,)),), (), 16, 1, 2.5))
+    assert isinstance(stepped, jobs.Stepped)
+    assert stepped.refused == ((fragment.index, PeerId("X"), "nan"),)
+    assert torch.equal(compute.inner.lives[0].theta, before)
+
+
+def test_a_newcomer_of_a_synchronous_run_takes_the_same_step_as_its_donor(setup_of: MakeSetup) -> None:
+    donor, newcomer = (Compute(with_span(setup_of(name, algorithm="synchronous"), (2, 5))) for name in "CN")
+    layout, blob, sequences = _entering(donor, 2)
+    for round in range(3):
+        if round == 2:
+            exported = [donor.do(jobs.ExportState(one.index)) for one in donor.fragments]
+            states = tuple(
+                (one.fragment, one.layout, one.blob) for one in exported if isinstance(one, jobs.StateExported)
+            )
+            assert newcomer.do(jobs.ImportState(states, 2)) == jobs.StateImported(True)
+        donor.do(jobs.Forward(round, 2, 5, sequences, layout, blob))
+        closed = donor.do(jobs.CloseRound(round, (round,)))
+        assert isinstance(closed, jobs.RoundClosed)
+        sums = tuple(
+            (one.fragment, (jobs.Contribution(PeerId("C"), one.tokens, 0.0, one.layout, one.blob),))
+            for one in closed.sums
+        )
+        for compute in [donor, newcomer][: 1 + (round == 2)]:
+            compute.do(jobs.Advance(round, sums, (), 0, 0, 2.5))
+    for one, other in zip(donor.inner.lives, newcomer.inner.lives, strict=True):
+        assert (one.steps, other.steps) == (3, 3)
+        assert torch.equal(one.theta, other.theta)
+        assert torch.equal(one.exp_avg_sq, other.exp_avg_sq)

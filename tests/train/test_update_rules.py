@@ -1,0 +1,313 @@
+"""What each rule of mixing keeps: means, mass, or bits."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decentral.comm.wire import compress
+from decentral.core import config, rng
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Fragment, Layout
+from decentral.train import update_rules
+from decentral.train.inner import Live
+from decentral.train.sections import Packer, unpack
+from decentral.train.update_rules import Parts
+
+SIDE = 20
+SIZE = SIDE * SIDE
+ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
+
+Blob = tuple[Layout, bytes]
+
+
+class Replica:
+    """One peer's fragment under one rule; blobs go through the real codecs."""
+
+    def __init__(self, algorithm: str, name: str, seed: int = 0) -> None:
+        layer = nn.Linear(SIDE, SIDE, bias=False)
+        torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(seed))
+        self.peer = PeerId(name)
+        self.live = Live(Fragment(0, 0, 1, SIZE), [layer], torch.device("cpu"), config.TrainConfig())
+        self.rule = update_rules.rule(
+            config.GossipConfig.model_validate({"algorithm": algorithm}), self.live.theta, self.peer
+        )
+
+    def train(self, seed: int, tokens: int = 1) -> None:
+        self.live.theta += 0.1 * torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+        self.live.tokens += tokens
+        self.live.lr_sum += 1e-3
+
+    def close(self) -> Parts:
+        packer = Packer(compress)
+        self.rule.close(self.live, packer)
+        parts = Parts(self.peer, self.live.tokens, self.live.lr_sum, unpack(compress, *packer.finish()))
+        self.live.tokens, self.live.lr_sum = 0, 0.0
+        return parts
+
+    def merge(self, parts: Sequence[Parts]) -> None:
+        self.live.theta += self.rule.merge(self.live, parts)
+
+    def donate(self) -> Blob:
+        packer = Packer(compress)
+        self.rule.donate(self.live, packer)
+        return packer.finish()
+
+
+def replicas(algorithm: str, count: int) -> list[Replica]:
+    return [Replica(algorithm, chr(ord("A") + n), seed=n) for n in range(count)]
+
+
+def mean(peers: Sequence[Replica]) -> Tensor:
+    return torch.stack([peer.live.theta.double() for peer in peers]).mean(dim=0)
+
+
+def spread(peers: Sequence[Replica]) -> float:
+    return float(torch.stack([peer.live.theta.double() - mean(peers) for peer in peers]).square().mean())
+
+
+# Symmetric
+
+
+def swap(one: Replica, other: Replica) -> None:
+    ours, theirs = one.close(), other.close()
+    one.merge([theirs])
+    other.merge([ours])
+
+
+def test_a_swap_keeps_the_mean() -> None:
+    pair = replicas("symmetric", 2)
+    before = mean(pair)
+    swap(*pair)
+    assert torch.allclose(mean(pair), before, rtol=0, atol=4 * 2**-23)
+
+
+def test_many_swaps_in_any_order_keep_the_mean_and_bring_agreement() -> None:
+    swarm = replicas("symmetric", 6)
+    before, apart = mean(swarm), spread(swarm)
+    chance = rng.stream(0, "pairs")
+    for _ in range(60):
+        swap(*chance.sample(swarm, 2))
+    assert torch.allclose(mean(swarm), before, rtol=0, atol=60 * 2**-23)
+    assert spread(swarm) < 0.01 * apart
+
+
+def test_a_symmetric_window_without_a_partner_changes_nothing() -> None:
+    lone = Replica("symmetric", "A")
+    before = lone.live.theta.clone()
+    lone.close()
+    lone.merge([])
+    assert torch.equal(lone.live.theta, before)
+
+
+def test_what_is_trained_between_the_halves_of_a_swap_is_kept() -> None:
+    pair = replicas("symmetric", 2)
+    before = mean(pair)
+    ours, theirs = pair[0].close(), pair[1].close()
+    kept = pair[0].live.theta.clone()
+    pair[0].train(seed=9)
+    trained = pair[0].live.theta - kept
+    pair[0].merge([theirs])
+    pair[1].merge([ours])
+    assert torch.allclose(mean(pair), before + trained.double() / 2, rtol=0, atol=8 * 2**-23)
+
+
+# Push-sum
+
+
+def weight(peer: Replica) -> Tensor:
+    return peer.rule.state()["weight"].double()[0]
+
+
+def mass(peers: Sequence[Replica], flying: Sequence[Parts]) -> tuple[Tensor, float]:
+    """Sum of x and sum of w, over the peers and what is on its way."""
+    x = torch.stack([peer.live.theta.double() * weight(peer) for peer in peers]).sum(dim=0)
+    w = float(sum(weight(peer) for peer in peers))
+    for parts in flying:
+        x = x + parts.vectors["mass"].double()
+        w += float(parts.vectors["weight"][0])
+    return x, w
+
+
+def test_push_sum_keeps_all_mass_whether_pushed_in_flight_or_taken_back() -> None:
+    swarm = replicas("push_sum", 5)
+    flying: list[Parts] = []
+    x, w = mass(swarm, flying)
+    chance = rng.stream(0, "pushes")
+    for _ in range(80):
+        if flying and chance.random() < 0.5:
+            arrived = flying.pop(chance.randrange(len(flying)))
+            home = next(peer for peer in swarm if peer.peer == arrived.peer)
+            receiver = home if chance.random() < 0.3 else chance.choice(swarm)  # 3 in 10 are taken back
+            receiver.merge([arrived])
+        else:
+            flying.append(chance.choice(swarm).close())
+        x_now, w_now = mass(swarm, flying)
+        assert w_now == pytest.approx(w, rel=1e-6)
+        assert torch.allclose(x_now, x, rtol=0, atol=1e-4)
+
+
+def test_mass_that_is_taken_back_leaves_a_peer_as_it_was() -> None:
+    lone = Replica("push_sum", "A")
+    before = lone.live.theta.clone()
+    lone.merge([lone.close()])
+    assert torch.allclose(lone.live.theta, before, atol=1e-6)
+    assert float(weight(lone)) == 1.0
+
+
+def test_push_sum_on_a_one_way_ring_ends_at_the_mean_of_the_start() -> None:
+    swarm = replicas("push_sum", 4)
+    start = mean(swarm)
+    for _ in range(60):
+        pushed = [peer.close() for peer in swarm]
+        for sender, receiver in pairwise([*range(4), 0]):
+            swarm[receiver].merge([pushed[sender]])
+    for peer in swarm:
+        assert torch.allclose(peer.live.theta.double(), start, atol=1e-2)
+
+
+def test_giving_mass_away_does_not_move_the_weights_by_more_than_rounding() -> None:
+    lone = Replica("push_sum", "A")
+    before = lone.live.theta.clone()
+    for _ in range(3):
+        lone.close()
+    assert torch.allclose(lone.live.theta, before, atol=3 * float(before.abs().max()) / 127)
+
+
+# All-reduce
+
+
+def reduce_all(swarm: Sequence[Replica], orders: bool = True) -> None:
+    parts = [peer.close() for peer in swarm]
+    for index, peer in enumerate(swarm):
+        others = parts[:index] + parts[index + 1 :]
+        peer.merge(others[::-1] if orders and index % 2 else others)
+
+
+def test_all_reduce_gives_all_the_same_bits() -> None:
+    swarm = replicas("allreduce", 5)
+    for round_ in range(3):
+        for index, peer in enumerate(swarm):
+            peer.train(seed=10 * round_ + index, tokens=100 * index + 1)
+        reduce_all(swarm)
+        for peer in swarm:
+            assert torch.equal(peer.live.theta, swarm[0].live.theta)
+
+
+def test_all_reduce_is_the_mean_weighted_by_tokens() -> None:
+    swarm = replicas("allreduce", 2)
+    thetas = [peer.live.theta.double() for peer in swarm]
+    swarm[0].live.tokens, swarm[1].live.tokens = 300, 100
+    reduce_all(swarm)
+    assert torch.allclose(swarm[0].live.theta.double(), 0.75 * thetas[0] + 0.25 * thetas[1], atol=1e-6)
+
+
+def test_a_lone_all_reduce_changes_nothing() -> None:
+    lone = Replica("allreduce", "A")
+    before = lone.live.theta.clone()
+    reduce_all([lone])
+    assert torch.equal(lone.live.theta, before)
+
+
+# Pull
+
+
+def test_pulling_peers_come_to_agree() -> None:
+    swarm = replicas("pull", 4)
+    apart = spread_of_slow(swarm)
+    for _ in range(30):
+        parts = [peer.close() for peer in swarm]
+        for index, peer in enumerate(swarm):
+            peer.merge([parts[(index + 1) % 4]])
+    assert spread_of_slow(swarm) < 0.01 * apart
+
+
+def spread_of_slow(swarm: Sequence[Replica]) -> float:
+    phi = torch.stack([peer.rule.state()["phi"] for peer in swarm])
+    return float((phi - phi.mean(dim=0)).square().mean())
+
+
+def test_a_pull_leaves_the_one_pulled_from_alone() -> None:
+    pair = replicas("pull", 2)
+    parts = [peer.close() for peer in pair]
+    before = pair[1].live.theta.clone()
+    pair[0].merge([parts[1]])
+    assert torch.equal(pair[1].live.theta, before)
+
+
+def test_a_pull_of_deltas_alone_moves_us_too() -> None:
+    pair = replicas("pull", 2)
+    pair[1].train(seed=5)
+    parts = [peer.close() for peer in pair]
+    light = Parts(parts[1].peer, parts[1].tokens, parts[1].lr_sum, {"delta": parts[1].vectors["delta"]})
+    before = pair[0].live.theta.clone()
+    pair[0].merge([light])
+    assert not torch.equal(pair[0].live.theta, before)
+
+
+# Every rule
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_newcomer_starts_from_what_the_donor_holds(algorithm: str) -> None:
+    donor, newcomer = replicas(algorithm, 2)
+    donor.train(seed=7)
+    newcomer.rule.adopt(newcomer.live, unpack(compress, *donor.donate()))
+    slow = donor.rule.state().get("phi", donor.live.theta)
+    assert torch.equal(newcomer.live.theta, slow)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_newcomer_has_made_no_progress_yet(algorithm: str) -> None:
+    donor, newcomer = replicas(algorithm, 2)
+    newcomer.rule.adopt(newcomer.live, unpack(compress, *donor.donate()))
+    delta = newcomer.close().vectors.get("delta", torch.zeros(1))
+    assert float(delta.abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_adopting_does_not_tie_a_newcomer_to_the_donors_tensors(algorithm: str) -> None:
+    donor, newcomer = replicas(algorithm, 2)
+    donated = unpack(compress, *donor.donate())
+    newcomer.rule.adopt(newcomer.live, donated)
+    state = {name: tensor.clone() for name, tensor in newcomer.rule.state().items()}
+    newcomer.train(seed=3)
+    for name, tensor in newcomer.rule.state().items():
+        assert torch.equal(tensor, state[name])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_rule_goes_on_from_its_saved_state_bit_for_bit(algorithm: str) -> None:
+    one, other = Replica(algorithm, "A"), Replica(algorithm, "A")
+    one.train(seed=1)
+    one.close()
+    one.merge([])
+    other.live.theta.copy_(one.live.theta)
+    other.rule.load(other.live, {name: tensor.clone() for name, tensor in one.rule.state().items()})
+    for peer in (one, other):
+        peer.train(seed=2)
+    ours, theirs = one.close(), other.close()
+    assert ours.vectors.keys() == theirs.vectors.keys()
+    for name, vector in ours.vectors.items():
+        assert torch.equal(vector, theirs.vectors[name])
+
+
+def test_slow_weights_that_are_absurd_pull_us_no_further_than_ours_are_long() -> None:
+    ours, liar = replicas("pull", 2)
+    mine, theirs = ours.close(), liar.close()
+    theirs.vectors["phi"].mul_(1000)
+    before = ours.live.theta.clone()
+    ours.merge([theirs])
+    assert torch.linalg.vector_norm(ours.live.theta - before) <= torch.linalg.vector_norm(mine.vectors["phi"])
+
+
+def test_slow_weights_that_are_near_are_taken_as_they_are() -> None:
+    ours = Replica("pull", "A")
+    theirs = ours.close()
+    shifted = theirs.vectors["phi"] + 0.01
+    rule = ours.rule
+    assert isinstance(rule, update_rules.PullRule)
+    assert rule._near({"phi": shifted}) is shifted
+    assert rule._near({}) is None
