@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from decentral.comm.gossip.snapshots import FragmentContext, GossipView, SnapshotStore, contribution, pick
+from decentral.comm.gossip.tags import BlockingPullTag, ExchangeTag, PullTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed
@@ -72,9 +73,9 @@ class PullExchange:
                 return self._publish(event, now)
             case Asked(request, _, Envelope(Pull() as pull)):
                 return self.shelf.answer(request, pull, now)
-            case Answered(tag=(*_, seq)) if self.state is PullPhase.PULLING and seq == self.seq:
+            case Answered(tag=ExchangeTag(seq=seq)) if self.state is PullPhase.PULLING and seq == self.seq:
                 return self._answered(event, now)
-            case AskFailed(tag=(*_, seq)) if self.state is PullPhase.PULLING and seq == self.seq:
+            case AskFailed(tag=ExchangeTag(seq=seq)) if self.state is PullPhase.PULLING and seq == self.seq:
                 return [self._failed(event.peer, event.reason, event.seconds), *self._settled(event.peer, now)]
             case Merged(seq=seq) if self.state is PullPhase.MERGING and seq == self.seq:
                 return self._merged(event, now)
@@ -126,7 +127,8 @@ class PullExchange:
         return chosen
 
     def _ask(self, partner: PeerId, now: Seconds) -> Ask:
-        tag = ("exchange", self.context.fragment, self.seq)
+        kind = BlockingPullTag if self.synchronous else PullTag
+        tag = kind(self.context.fragment, self.seq)
         period_s = self.view.period_s(self.size)
         after = self.seq - 1 if self.synchronous else self.seen.get(partner, 0)
         patience_s = MAX_PATIENCE_S if self.synchronous else min(PATIENCE_PERIODS * period_s, MAX_PATIENCE_S)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from decentral.comm.gossip.snapshots import FragmentContext, GossipView, contribution
+from decentral.comm.gossip.tags import PushTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Push, Refused
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
@@ -68,10 +69,10 @@ class PushExchange:
                 return self._pushed(request, sender, push, blob, now)
             case Absorbed():
                 return self._absorbed(event)
-            case Answered(tag=(*_, seq, tries)) if self.state is PushPhase.PUSHING and seq == self.seq:
-                return self._answered(event, int(tries), now)
-            case AskFailed(tag=(*_, seq, tries)) if self.state is PushPhase.PUSHING and seq == self.seq:
-                return self._unanswered(event, int(tries), now)
+            case Answered(tag=PushTag(seq=seq, tries=tries)) if self.state is PushPhase.PUSHING and seq == self.seq:
+                return self._answered(event, tries, now)
+            case AskFailed(tag=PushTag(seq=seq, tries=tries)) if self.state is PushPhase.PUSHING and seq == self.seq:
+                return self._unanswered(event, tries, now)
         return []  # it speaks of an exchange that is over
 
     def _close(self, now: Seconds) -> list[Effect]:
@@ -89,7 +90,7 @@ class PushExchange:
 
     def _ask(self, partner: PeerId, tries: int, now: Seconds) -> Ask:
         assert self._closed is not None
-        tag = ("exchange", self.context.fragment, "push", self.seq, tries)
+        tag = PushTag(self.context.fragment, self.seq, tries)
         push = Envelope(Push(self.context.describe(self._closed, now)), self._closed.blob)
         return Ask(tag, partner, push, self.view.deadline_s(partner, self.size))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from decentral.comm.gossip.snapshots import FragmentContext, GossipView, contribution
+from decentral.comm.gossip.tags import SwapCommitTag, SwapTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Refused, Snapshot, Swap, SwapCommit
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
@@ -71,13 +72,13 @@ class SwapExchange:
                 return self._swapped(request, sender, swap, blob, now)
             case Asked(request, sender, Envelope(SwapCommit() as commit)):
                 return self._committed(request, sender, commit)
-            case Answered(tag=(_, _, "commit", int() as seq, int() as tries)):
+            case Answered(tag=SwapCommitTag(seq=seq, tries=tries)):
                 return [] if isinstance(event.envelope.message, Done) else self._recommit(event.peer, seq, tries)
-            case AskFailed(tag=(_, _, "commit", int() as seq, int() as tries)):
+            case AskFailed(tag=SwapCommitTag(seq=seq, tries=tries)):
                 return self._recommit(event.peer, seq, tries)
-            case Answered(tag=(*_, seq)) if self.state is SwapPhase.ASKING and seq == self.seq:
+            case Answered(tag=SwapTag(seq=seq)) if self.state is SwapPhase.ASKING and seq == self.seq:
                 return self._answered(event, now)
-            case AskFailed(tag=(*_, seq)) if self.state is SwapPhase.ASKING and seq == self.seq:
+            case AskFailed(tag=SwapTag(seq=seq)) if self.state is SwapPhase.ASKING and seq == self.seq:
                 return self._merge(None, event.reason)
             case Merged(seq=seq) if self.state is SwapPhase.MERGING and seq == self.seq:
                 return self._merged(event, now)
@@ -98,7 +99,7 @@ class SwapExchange:
             return self._merge(None, "alone")
         self.state, self._partner = SwapPhase.ASKING, partners[0]
         swap = Envelope(Swap(self.context.describe(self._closed, now)), self._closed.blob)
-        tag = ("exchange", self.context.fragment, "swap", self.seq)
+        tag = SwapTag(self.context.fragment, self.seq)
         return [Ask(tag, self._partner, swap, self.view.deadline_s(self._partner, 2 * self.size), self.size)]
 
     def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
@@ -115,7 +116,7 @@ class SwapExchange:
         return [*self._merge(theirs, ""), self._commit(event.peer, self.seq, 1)]
 
     def _commit(self, partner: PeerId, seq: int, tries: int) -> Ask:
-        tag = ("exchange", self.context.fragment, "commit", seq, tries)
+        tag = SwapCommitTag(self.context.fragment, seq, tries)
         commit = SwapCommit(self.context.run, self.context.fragment, seq)
         return Ask(tag, partner, Envelope(commit), self.view.deadline_s(partner, 0))
 

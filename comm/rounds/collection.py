@@ -11,6 +11,7 @@ dies before it does to others; comm/rounds/contributions.py's versions find that
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from decentral.comm.rounds.tags import CollectTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CollectRequest, Refused
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
@@ -25,7 +26,6 @@ PATIENCE_S = 3.0  # how long a member may keep a question until it is done
 GONE_S = 5.0  # a member that has not answered for so long, the last question included, is gone
 COLLECT_RETRY_S = 0.5
 MOST_ASKED = 32  # questions under way
-REPORT = -1  # instead of a fragment, in a tag
 LATER = ("nothing-newer", "not-ready", "busy")  # refusals of one that lives
 BEHIND_REASONS = ("late", "expelled")  # it is we who are gone
 
@@ -97,8 +97,8 @@ class Collection:
     def heard(self, event: Answered | AskFailed, now: Seconds) -> None:
         """An answer, or none, to one of our questions."""
         self._asked -= 1
-        _, _, origin, fragment = event.tag
-        one = self.wanted[PeerId(str(origin)), None if fragment == REPORT else int(fragment)]
+        assert isinstance(event.tag, CollectTag)
+        one = self.wanted[event.tag.origin, event.tag.fragment]
         source = one.sources.get(event.peer)
         if source is None or one.over:
             return  # we have given it up meanwhile
@@ -130,7 +130,7 @@ class Collection:
         self._asked += 1
         to = next(peer for peer, known in one.sources.items() if known is source)
         collect = CollectRequest(self.run, self.round, one.origin, one.fragment, PATIENCE_S, self.member)
-        tag = ("round", self.round, one.origin, REPORT if one.fragment is None else one.fragment)
+        tag = CollectTag(self.round, one.origin, one.fragment)
         return Ask(tag, to, Envelope(collect), PATIENCE_S + self.deadline_s(to, one.size), one.size)
 
     def _take(self, one: Wanted, event: Answered, now: Seconds) -> None:

@@ -26,6 +26,7 @@ from typing import Protocol
 from decentral.comm.rounds import contributions
 from decentral.comm.rounds.collection import COLLECT_RETRY_S, Collection, Wanted
 from decentral.comm.rounds.contributions import ContributionRecord, RoundCount, RoundMembers, Versions
+from decentral.comm.rounds.tags import CollectTag, ElsewhereTag, FollowTag
 from decentral.comm.routes.ledger import GradientEntry
 from decentral.comm.routes.router import Router
 from decentral.comm.wire import blobs
@@ -204,12 +205,12 @@ class Rounds:
             case Asked(request, sender, Envelope(CollectRequest() as collect)):
                 self._held.append(WaitingCollect(request, sender, collect, now + collect.patience_s))
                 return []
-            case Answered(tag=("follow",)) | AskFailed(tag=("follow",)) if self._settling:
+            case Answered(tag=FollowTag()) | AskFailed(tag=FollowTag()) if self._settling:
                 return self._heard_of(event, now)
-            case Answered(tag=("elsewhere",), envelope=Envelope(RoundStatus() as standing)) if self.now_in:
+            case Answered(tag=ElsewhereTag(), envelope=Envelope(RoundStatus() as standing)) if self.now_in:
                 self._compare_rounds(self.now_in, standing)
                 return []
-            case Answered(tag=("round", number, *_)) | AskFailed(tag=("round", number, *_)):
+            case Answered(tag=CollectTag(round=number)) | AskFailed(tag=CollectTag(round=number)):
                 if self.now_in and self.now_in.number == number:
                     self.now_in.collected.heard(event, now)
                     self.behind = self.behind or self.now_in.collected.behind
@@ -230,7 +231,7 @@ class Rounds:
         return self._ask_to_follow(sorted(settling.asked)) or self._found(settling, now)
 
     def _ask_to_follow(self, peers: Sequence[str]) -> list[Effect]:
-        return [Ask(("follow",), PeerId(peer), self._question(joining=True), FOLLOW_S) for peer in peers]
+        return [Ask(FollowTag(), PeerId(peer), self._question(joining=True), FOLLOW_S) for peer in peers]
 
     def _question(self, joining: bool) -> Envelope:
         stage = self.routes.stage
@@ -241,7 +242,7 @@ class Rounds:
         self._elsewhere_at = now + ELSEWHERE_S
         ours = {member.peer for member in round.members} | self._newcomers.keys()
         strangers = [peer for peer in self.view.trainers() if peer not in ours][:MAX_NEWCOMERS]
-        return [Ask(("elsewhere",), peer, self._question(joining=False), FOLLOW_S) for peer in strangers]
+        return [Ask(ElsewhereTag(), peer, self._question(joining=False), FOLLOW_S) for peer in strangers]
 
     def _compare_rounds(self, round: Round, standing: RoundStatus) -> None:
         """Somebody who trains without us may do so in a round that we should be in."""

@@ -6,6 +6,7 @@ is never told costs the other one a question of its own (comm/routes/in_doubt.py
 
 from dataclasses import dataclass, field
 
+from decentral.comm.routes.tags import CommitDecisionTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, ExecutionId
 from decentral.comm.wire.transport import Ask
@@ -56,7 +57,7 @@ class DecisionOutboxes:
             told = CommitDecision(self.run, tuple(box.count[:MAX_EXECUTIONS]), tuple(box.release[:MAX_EXECUTIONS]))
             del box.count[:MAX_EXECUTIONS], box.release[:MAX_EXECUTIONS]
             box.asking = True
-            asks.append(Ask(("settle",), peer, Envelope(told), COMMIT_DECISION_S))
+            asks.append(Ask(CommitDecisionTag(), peer, Envelope(told), COMMIT_DECISION_S))
         return asks
 
 

@@ -18,6 +18,7 @@ from decentral.comm.routes.load import StageLoad
 from decentral.comm.routes.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Offers, pause_s
 from decentral.comm.routes.pacing import RoutingWeights, Stride, Turns
 from decentral.comm.routes.stage import ExecutionState, StageConfig, StageExecution
+from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_ROUTE_S, ExecutionId, ForwardRequest, ForwardStatusQuery, Load, Offer
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
@@ -85,7 +86,7 @@ class Forwarding:
             return self._send_to(execution, self.turns.choose(execution.last, peers, rates), now)
         execution.offers, execution.attempts = Offers(), execution.attempts + 1
         execution.offers.asked.update(self.turns.choose_some(execution.last, peers, rates, CANDIDATES))
-        tag = ("offer", execution.token, execution.attempts)
+        tag = OfferTag(execution.token, execution.attempts)
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
         return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(execution.offers.asked)]
 
@@ -121,7 +122,7 @@ class Forwarding:
         carry = ForwardRequest(
             self.stage.run, *place, patience_s, hold_s, execution.layout, execution.round, execution.drawn
         )
-        tag = ("route", execution.token, execution.attempts)
+        tag = ForwardTag(execution.token, execution.attempts)
         return [Ask(tag, to, Envelope(carry, execution.payload), patience_s, execution.layout[0].size)]
 
     def _deadline_s(self, execution: StageExecution, to: PeerId) -> Seconds:
@@ -154,7 +155,7 @@ class Forwarding:
         assert execution.to is not None
         execution.look_at = None
         name = ExecutionId(execution.id.origin, execution.id.number, execution.last)
-        tag = ("carrying", execution.token, execution.attempts)
+        tag = ForwardStatusTag(execution.token, execution.attempts)
         return Ask(tag, execution.to, Envelope(ForwardStatusQuery(self.stage.run, name)), OFFER_S)
 
     def only_late(self, execution: StageExecution, peer: PeerId, now: Seconds) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from decentral.comm.routes.tags import CommitQueryTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, CommitQuery, ExecutionId, Hop
 from decentral.comm.wire.transport import Ask
@@ -68,7 +69,7 @@ class InDoubtExecutions:
             for execution in told:
                 wait = self._due[execution][1]
                 self._due[execution] = (now + wait, 2 * wait)
-            asks.append(Ask(("doubt",), origin, Envelope(CommitQuery(self.run, told)), COMMIT_QUERY_S))
+            asks.append(Ask(CommitQueryTag(), origin, Envelope(CommitQuery(self.run, told)), COMMIT_QUERY_S))
         return asks
 
     def answered(self, origin: PeerId) -> tuple[ExecutionId, ...]:

@@ -29,6 +29,14 @@ from decentral.comm.routes.ledger import CommitState, GradientEntry, GradientLed
 from decentral.comm.routes.load import StageLoad
 from decentral.comm.routes.pacing import FULL, LARGE_STEP, LEAN, MicroBatchWindow, budget_s
 from decentral.comm.routes.stage import ExecutionState, StageConfig, StageExecution
+from decentral.comm.routes.tags import (
+    CommitDecisionTag,
+    CommitQueryTag,
+    ExecutionTag,
+    ForwardStatusTag,
+    ForwardTag,
+    OfferTag,
+)
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
     MAX_HOPS,
@@ -135,7 +143,7 @@ class Router:
             said = self._said(event)
             if said is not None:
                 return [Reply(event.request, Envelope(said))]
-        elif isinstance(event, Answered | AskFailed) and event.tag[0] == "offer" and self._heard(event):
+        elif isinstance(event, Answered | AskFailed) and isinstance(event.tag, OfferTag) and self._heard(event):
             return []
         self._wake = None
         self.ledger.quiet = self._quiet()
@@ -154,20 +162,20 @@ class Router:
                 return [*self._told(sender, told), Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(CommitQuery(executions=executions))):
                 return [Reply(request, Envelope(self._what_became(sender, executions)))]
-            case Answered(tag=("doubt",), peer=peer, envelope=Envelope(CommitDecision() as told)):
+            case Answered(tag=CommitQueryTag(), peer=peer, envelope=Envelope(CommitDecision() as told)):
                 return self._told(peer, self._only(told, self.doubts.answered(peer)))
-            case Answered(tag=("doubt",), peer=peer):
+            case Answered(tag=CommitQueryTag(), peer=peer):
                 self.doubts.answered(peer)
-            case AskFailed(tag=("doubt",), peer=peer):
+            case AskFailed(tag=CommitQueryTag(), peer=peer):
                 self.doubts.answered(peer)
                 return self._told(peer, CommitDecision(self.stage.run, (), tuple(self.doubts.of(peer))))
-            case Answered(tag=("offer", int() as token, *_)) | AskFailed(tag=("offer", int() as token, *_)):
+            case Answered(tag=OfferTag(token=token)) | AskFailed(tag=OfferTag(token=token)):
                 heard = self.executions[token]
                 return self._on(heard, self.onward.offered(heard, now))
-            case Answered(tag=("route" | "carrying", *_)) | AskFailed(tag=("route" | "carrying", *_)):
+            case Answered(tag=ExecutionTag()) | AskFailed(tag=ExecutionTag()):
                 execution = self._awaited(event)
                 return self._from_next(execution, event, now) if execution else []
-            case Answered(tag=("settle",), peer=peer) | AskFailed(tag=("settle",), peer=peer):
+            case Answered(tag=CommitDecisionTag(), peer=peer) | AskFailed(tag=CommitDecisionTag(), peer=peer):
                 self.outboxes.told(peer)
             case ForwardDone() | BackwardDone() | ExecutionFailed():
                 self.work.done(event.token)
@@ -317,8 +325,9 @@ class Router:
 
     def _awaited(self, event: Answered | AskFailed) -> StageExecution | None:
         """The execution that waits for this answer."""
-        _, token, attempt = event.tag
-        execution = self.executions.get(int(token))
+        assert isinstance(event.tag, ExecutionTag)
+        token, attempt = event.tag.token, event.tag.attempt
+        execution = self.executions.get(token)
         waits = execution and execution.state is ExecutionState.AWAY and (execution.to or execution.offers)
         return execution if execution and waits and execution.attempts == attempt else None
 
@@ -332,12 +341,12 @@ class Router:
 
     def _from_next(self, execution: StageExecution, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         match event:
-            case Answered(tag=("carrying", *_), envelope=Envelope(Done())):
+            case Answered(tag=ForwardStatusTag(), envelope=Envelope(Done())):
                 self.onward.only_late(execution, event.peer, now)
                 return []
-            case Answered(tag=("route", *_), envelope=Envelope(Refused(reason))) if reason in BUSY:
+            case Answered(tag=ForwardTag(), envelope=Envelope(Refused(reason))) if reason in BUSY:
                 return self._on(execution, self.onward.refused(execution, now))
-            case Answered(tag=("route", *_), envelope=Envelope(BackwardResponse() as said, blob)) if self._fits(
+            case Answered(tag=ForwardTag(), envelope=Envelope(BackwardResponse() as said, blob)) if self._fits(
                 execution, event.peer, said, blob
             ):
                 self.onward.turns.served(event.peer, event.seconds)

@@ -7,15 +7,26 @@ suite of tests holds them to the same behaviour.
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
-Tag = tuple[str | int, ...]
-"""Which machine asked, and what for: comes back with the answer, untouched. The first part names the machine."""
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """What a question is for. It comes back with the answer, untouched.
+
+    Each machine that asks has kinds of its own below one kind that the node knows it by (peers/node/node.py).
+    `measures_link`: whether the time until the answer tells how fast the link is. `waits_for_work`: whether an answer
+    may be late because a peer computes, so that a missed deadline does not tell that the peer is gone.
+    """
+
+    measures_link: ClassVar[bool] = True
+    waits_for_work: ClassVar[bool] = False
+
 
 # Effects
 

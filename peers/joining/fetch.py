@@ -13,7 +13,7 @@ from random import Random
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, Refused, StateChunk, StateRequest
-from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Donated, Fragment, Layout
@@ -83,12 +83,20 @@ class Incoming:
         return joined(self.pieces[at] for at in sorted(self.pieces))
 
 
+@dataclass(frozen=True, slots=True)
+class FetchTag(Tag):
+    """StateRequest: the piece of a fragment's state from `offset` on."""
+
+    fragment: int
+    offset: int
+
+
 @dataclass(slots=True)
 class Fetch:
-    """`holds(peer, fragment)`: whom to ask for what. The questions' tags are (tag, fragment, offset)."""
+    """`holds(peer, fragment)`: whom to ask for what. `tag`: the kind of the questions' tags."""
 
     run: RunId
-    tag: str
+    tag: type[FetchTag]
     chance: Random
     holds: Callable[[PeerId, Fragment], bool]
     exact: bool = False  # a fragment's pieces have to be of one version
@@ -164,12 +172,12 @@ class Fetch:
 
     def handle(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """What came of a question of ours; more questions."""
-        _, index, offset = event.tag
-        assert isinstance(index, int)
+        assert isinstance(event.tag, FetchTag)
+        index, offset = event.tag.fragment, event.tag.offset
         incoming = self.incoming.get(index)
         if incoming is None:
             return []  # given up meanwhile
-        incoming.let_go(int(offset))
+        incoming.let_go(offset)
         if isinstance(event, AskFailed):
             return self._failed(event.peer, event.reason)
         message = event.envelope.message
@@ -201,7 +209,7 @@ class Fetch:
                 self._in_flight[donor] += 1
                 index = incoming.fragment.index
                 question = Envelope(StateRequest(self.run, index, offset, PIECE_BYTES, incoming.kept))
-                return [Ask((self.tag, index, offset), donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)]
+                return [Ask(self.tag(index, offset), donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)]
         return []
 
     def _failed(self, donor: PeerId, reason: str) -> list[Effect]:
@@ -221,4 +229,4 @@ class Fetch:
         return self.ask()
 
 
-__all__ = ["Fetch", "Incoming"]
+__all__ = ["Fetch", "FetchTag", "Incoming"]

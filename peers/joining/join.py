@@ -31,7 +31,7 @@ from decentral.core.jobs import (
 )
 from decentral.core.machine import Effect, Woke, log
 from decentral.core.units import Seconds
-from decentral.peers.joining.fetch import Fetch, Incoming
+from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 
 ROSTER_S = 4.0  # how long to wait for the roster
 JOIN_RETRY_S = 2.0
@@ -48,6 +48,11 @@ class JoinPhase(Enum):
     FETCHING = auto()
     IMPORTING = auto()
     DONE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class JoinTag(FetchTag):
+    """A question of a newcomer."""
 
 
 @dataclass(slots=True)
@@ -69,7 +74,7 @@ class Join:
     fetch: Fetch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fetch = Fetch(self.run, "join", self.chance, self._has, self.exact)
+        self.fetch = Fetch(self.run, JoinTag, self.chance, self._has, self.exact)
 
     @property
     def donors(self) -> list[PeerId]:
@@ -89,7 +94,7 @@ class Join:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 return self._look(now, live)
-            case Answered(tag=("join", *_)) | AskFailed(tag=("join", *_)) if self.state is JoinPhase.FETCHING:
+            case Answered(tag=JoinTag()) | AskFailed(tag=JoinTag()) if self.state is JoinPhase.FETCHING:
                 return self._heard(event, now)
             case StateImported(accepted, reason) if self.state is JoinPhase.IMPORTING:
                 return self._done("swarm", now) if accepted else self._start_over(reason, now)

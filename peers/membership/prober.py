@@ -11,7 +11,7 @@ from random import Random
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping, Probe
 from decentral.comm.wire.meter import Meter
-from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
 from decentral.core.units import MiB, Seconds
@@ -26,6 +26,13 @@ DEADLINE_S = 20.0
 def zeros(size: int) -> bytes:
     """One block for all who send it: a size asked for is bounded by MAX_PROBE_BYTES."""
     return bytes(size)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTag(Tag):
+    """A probe: `ping`, `down` or `up`."""
+
+    what: str
 
 
 @dataclass(slots=True)
@@ -43,7 +50,7 @@ class Prober:
                 self.wake_at = now + AGAIN_S
                 self._choose(peers)
                 return self._next()
-            case Answered(tag=("probe", *_)) | AskFailed(tag=("probe", *_)):
+            case Answered(tag=ProbeTag()) | AskFailed(tag=ProbeTag()):
                 if isinstance(event, AskFailed):
                     self._queue = [(peer, what) for peer, what in self._queue if peer != event.peer]
                 return self._next()
@@ -66,7 +73,7 @@ class Prober:
         if not self._queue:
             return []
         peer, what = self._queue.pop(0)
-        return [Ask(("probe", what), peer, self._question(what), DEADLINE_S, PROBE_BYTES)]
+        return [Ask(ProbeTag(what), peer, self._question(what), DEADLINE_S, PROBE_BYTES)]
 
     def _question(self, what: str) -> Envelope:
         if what == "ping":

@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
 
+from decentral.comm.gossip.tags import ExchangeTag
 from decentral.comm.rounds.round import Rounds
+from decentral.comm.rounds.tags import RoundTag
 from decentral.comm.routes.router import Router
+from decentral.comm.routes.tags import RouteTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
 from decentral.comm.wire.meter import Meter
@@ -44,10 +47,10 @@ from decentral.core.jobs import (
 )
 from decentral.core.machine import Effect, Log, Woke, earliest, log
 from decentral.core.units import Seconds
-from decentral.peers.joining.join import Donor, Join
+from decentral.peers.joining.join import Donor, Join, JoinTag
 from decentral.peers.joining.join import JoinPhase as JoinState
 from decentral.peers.membership.holders import Holders
-from decentral.peers.membership.prober import Prober
+from decentral.peers.membership.prober import Prober, ProbeTag
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.membership.roster import Roster
 from decentral.peers.node.answers import Answers
@@ -58,7 +61,7 @@ from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.node.span_manager import SpanManager
-from decentral.peers.placement.span_move import Drained, HoldSpan, SpanMove
+from decentral.peers.placement.span_move import Drained, HoldSpan, LeaseTag, MoveTag, SpanMove
 from decentral.peers.placement.span_move import MovePhase as MoveState
 from decentral.peers.planning.plan_evaluation import PlansEvaluated
 from decentral.peers.planning.swarm_plans import key_of as plan_key
@@ -265,30 +268,26 @@ class Node:
         if isinstance(event, Answered):
             self.sent_bytes += event.sent_bytes
             self.received_bytes += event.received_bytes
-            if event.tag[0] in ("route", "settle", "round"):
-                pass  # its seconds are the work of all behind it, not the link's
-            elif event.tag[0] != "exchange" or self.setup.config.gossip.algorithm != "allreduce":
+            if event.tag.measures_link:
                 self.meter.saw(event.peer, event.seconds, event.sent_bytes, event.received_bytes)
         match event.tag:
-            case ("join", *_):
+            case JoinTag():
                 effects += self.join.handle(event, now, self.selection.donors())
-            case ("probe", *_):
+            case ProbeTag():
                 effects += self.prober.handle(event, now, self.selection.live())
-            case ("exchange", int() as index, *_) if index in self.gossip.running:
+            case ExchangeTag(fragment=index) if index in self.gossip.running:
                 effects += self.gossip.tell(index, event, now)
-            case ("offer" | "route" | "carrying" | "settle" | "doubt", *_) if self.routes:
+            case RouteTag() if self.routes:
                 effects += self.routes.handle(event, now)
-            case ("move" | "stay", *_) if self.moves:
+            case MoveTag() | LeaseTag() if self.moves:
                 effects += self.moves.handle(event, now)
-            case ("round" | "follow" | "elsewhere", *_) if self.rounds:
+            case RoundTag() if self.rounds:
                 effects += self.rounds.handle(event, now)
         return effects
 
     def _is_only_late(self, event: Answered | AskFailed) -> bool:
         """Whether it says nothing of the peer's being there: an answer that waits for its device, or all behind it."""
-        swaps = self.setup.config.gossip.algorithm == "symmetric"
-        waits = event.tag[0] == "route" or (event.tag[0] == "exchange" and swaps)
-        return waits and isinstance(event, AskFailed) and event.reason == "deadline"
+        return event.tag.waits_for_work and isinstance(event, AskFailed) and event.reason == "deadline"
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
         if self.spans and event.key == plan_key(self.setup.run):

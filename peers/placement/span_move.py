@@ -20,13 +20,13 @@ from typing import Protocol
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, LeaseRequest, Refused
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply, Tag
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ChangeSpan, Layout, SpanChanged
 from decentral.core.machine import Effect, Woke, log
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.units import Seconds
-from decentral.peers.joining.fetch import Fetch, Incoming
+from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 
 MOVE_RETRY_S = 2.0
 FETCH_STALLED_S = 20.0  # without a piece, after which the fetching is given up
@@ -83,6 +83,24 @@ class SpanView(Protocol):
     def keeps(self, fragment: int) -> bool:
         """Whether we keep a state of it ourselves."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTag(FetchTag):
+    """A question for the state of a layer to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTag(Tag):
+    """LeaseRequest for a fragment that we want to give up. Answers to an earlier number `asked` tell nothing."""
+
+    fragment: int
+    asked: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOverTag(Tag):
+    """LeaseRequest that sets a peer free again. Nobody waits for the answer."""
 
 
 @dataclass(slots=True)
@@ -160,12 +178,12 @@ class SpanMove:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 return self._look(now)
-            case Answered(tag=("move", *_)) | AskFailed(tag=("move", *_)) if self.state is MovePhase.FETCHING:
+            case Answered(tag=MoveTag()) | AskFailed(tag=MoveTag()) if self.state is MovePhase.FETCHING:
                 effects = self.fetch.handle(event, now)
                 return effects + self._look(now) if self.fetch.complete else effects
-            case Answered(tag=("stay", int() as index, int() as asked), peer=peer, envelope=Envelope(message)):
+            case Answered(tag=LeaseTag(index, asked), peer=peer, envelope=Envelope(message)):
                 return self._heard(index, asked, peer if isinstance(message, Done) else None, now)
-            case AskFailed(tag=("stay", int() as index, int() as asked)):
+            case AskFailed(tag=LeaseTag(index, asked)):
                 return self._heard(index, asked, None, now)
             case Asked(request, sender, Envelope(LeaseRequest(fragment=index, over=True))):
                 self.promised.get(index, {}).pop(sender, None)
@@ -209,7 +227,7 @@ class SpanMove:
             holders = list(self.view.holders(index))
             for peer in self.chance.sample(holders, min(ASKED + self.needed, len(holders))):
                 asks.append(
-                    Ask(("stay", index, self._asked), peer, Envelope(LeaseRequest(self.run, index)), LEASE_REQUEST_S)
+                    Ask(LeaseTag(index, self._asked), peer, Envelope(LeaseRequest(self.run, index)), LEASE_REQUEST_S)
                 )
         self._waiting = len(asks)
         return asks or self._have_they_promised(now)
@@ -250,7 +268,7 @@ class SpanMove:
         self.state, self.goal, self.wake_at = MovePhase.SETTLED, range(0), None
         self.fetch = self._new_fetch()
         free = [
-            Ask(("free",), peer, Envelope(LeaseRequest(self.run, index, over=True)), LEASE_REQUEST_S)
+            Ask(LeaseOverTag(), peer, Envelope(LeaseRequest(self.run, index, over=True)), LEASE_REQUEST_S)
             for index, peers in promises.items()
             for peer in peers
         ]
@@ -294,7 +312,7 @@ class SpanMove:
     # Helpers
 
     def _new_fetch(self) -> Fetch:
-        return Fetch(self.run, "move", self.chance, lambda peer, fragment: peer in self._donors(fragment.index))
+        return Fetch(self.run, MoveTag, self.chance, lambda peer, fragment: peer in self._donors(fragment.index))
 
     def _incoming(self, index: int) -> Incoming | None:
         """What to fetch; None if nobody else has it, or nothing newer than our disk."""

@@ -23,6 +23,7 @@ from decentral.peers.joining.join import (
     Donor,
     Join,
     JoinPhase,
+    JoinTag,
 )
 
 RUN = RunId("gpt-3fa2c1")
@@ -34,6 +35,11 @@ LAYOUT = (Section("theta", "fp32", SIZE // 4, SIZE),)
 OTHER = (Section("phi", "fp32", SIZE // 4, SIZE),)
 
 
+def of_fragment(ask: Ask) -> int:
+    assert isinstance(ask.tag, JoinTag)
+    return ask.tag.fragment
+
+
 class Newcomer:
     """A Join with its donors, who answer when a test says so."""
 
@@ -41,7 +47,7 @@ class Newcomer:
         self.join = Join(RUN, FRAGMENTS, [LAYOUT] * len(FRAGMENTS), tuple(donors), own_step, restored, Random(0))
         self.live, self.now = list(donors), 100.0
         self.asks: list[Ask] = []
-        self.fetched: list[tuple[object, ...]] = []
+        self.fetched: list[object] = []
         self.effects: list[Effect] = []
         self.join.begin(self.now)
 
@@ -309,7 +315,7 @@ def test_half_a_fragment_whose_only_donor_is_gone_is_given_up_in_the_end() -> No
     new = Newcomer()
     new.join.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
     new.know_the_roster()
-    new.answer(next(ask for ask in new.asks if ask.to == B and ask.tag[1] == 1))
+    new.answer(next(ask for ask in new.asks if ask.to == B and of_fragment(ask) == 1))
     b_is_gone(new)
     new.wake(JOIN_RETRY_S)
     assert not [effect for effect in new.effects if isinstance(effect, ImportState)]
@@ -323,8 +329,8 @@ def test_what_nobody_holds_is_taken_from_whoever_keeps_it() -> None:
     new.join.holds = lambda peer, fragment: fragment.index == 0
     new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
     new.know_the_roster()
-    assert {ask.to for ask in new.asks if ask.tag[1] == 1} == {B}
-    assert {ask.envelope.message.kept for ask in new.asks if ask.tag[1] == 1} == {True}  # type: ignore[union-attr]
+    assert {ask.to for ask in new.asks if of_fragment(ask) == 1} == {B}
+    assert {ask.envelope.message.kept for ask in new.asks if of_fragment(ask) == 1} == {True}  # type: ignore[union-attr]
     assert [index for index, _, _ in new.finish().blobs] == [0, 1]
 
 

@@ -8,7 +8,7 @@ from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
-from decentral.peers.membership.prober import AGAIN_S, PROBE_BYTES, PROBED_PEERS, Prober
+from decentral.peers.membership.prober import AGAIN_S, PROBE_BYTES, PROBED_PEERS, Prober, ProbeTag
 
 A, B = PeerId("A"), PeerId("B")
 
@@ -45,7 +45,7 @@ def test_what_a_donor_has_sent_us_is_not_measured_again() -> None:
     while effects:
         asks.append(only_ask(effects))
         effects = answered(probing, asks[-1])
-    assert [ask.tag for ask in asks] == [("probe", "ping"), ("probe", "ping"), ("probe", "up")]
+    assert [ask.tag for ask in asks] == [ProbeTag("ping"), ProbeTag("ping"), ProbeTag("up")]
 
 
 def test_a_peer_that_does_not_answer_is_left_out_and_the_next_one_is_probed() -> None:

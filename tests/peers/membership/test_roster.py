@@ -10,6 +10,7 @@ from tempfile import mkdtemp
 
 import pytest
 
+from decentral.comm.gossip.tags import PullTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity, open_sealed
 from decentral.comm.wire.messages import Pong
@@ -19,6 +20,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Effect, Log, Woke
 from decentral.peers.membership import records
 from decentral.peers.membership.holders import Holders
+from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.membership.roster import Learn, Roster
 
@@ -66,7 +68,7 @@ def left(effects: list[Effect]) -> list[str]:
 
 
 def unanswered(roster: Roster, reason: str = "unreachable", now: float = NOW) -> list[Effect]:
-    return roster.handle(AskFailed(("exchange", 0, 1), other(), reason, 1.0), now)
+    return roster.handle(AskFailed(PullTag(0, 1), other(), reason, 1.0), now)
 
 
 def test_a_peer_joins_with_its_record_and_where_it_listens(roster: Roster) -> None:
@@ -111,7 +113,7 @@ def test_two_unanswered_questions_in_a_row_and_it_is_gone(roster: Roster, reason
 def test_an_answer_between_two_silences_forgives_the_first(roster: Roster) -> None:
     find(roster, sealed())
     unanswered(roster)
-    roster.handle(Answered(("probe", "ping"), other(), Envelope(Pong(1)), 0.1, 1, 1), NOW)
+    roster.handle(Answered(ProbeTag("ping"), other(), Envelope(Pong(1)), 0.1, 1, 1), NOW)
     unanswered(roster)
     assert other() in roster.live
 

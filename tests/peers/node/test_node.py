@@ -12,6 +12,8 @@ from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decentral.comm.gossip.tags import PullTag, SwapTag
+from decentral.comm.rounds.tags import FollowTag
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import blobs, messages
 from decentral.comm.wire.codec import Envelope
@@ -101,7 +103,7 @@ class Played:
                 sorted([RoundMember(self.known.peer, 0, 3), RoundMember(self.node.setup.own.peer, 0, 3)], key=str)
             )
             standing = Envelope(messages.RoundStatus(RUN, 0, both))
-            self.deliver(Answered(("follow",), self.known.peer, standing, 0.1, 10, 20))
+            self.deliver(Answered(FollowTag(), self.known.peer, standing, 0.1, 10, 20))
         assert self.node.phase is NodePhase.TRAINING
 
     def meet(self, peer: Identity) -> None:
@@ -456,8 +458,9 @@ def test_a_partner_that_never_answers_is_dropped_and_training_goes_on() -> None:
 )
 def test_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm, reason: str, known: bool) -> None:
     played = Played(algorithm, "training")
+    tag = SwapTag(0, 1) if algorithm == "symmetric" else PullTag(0, 1)
     for _ in range(3):
-        played.deliver(AskFailed(("exchange", 0, "swap", 1), played.known.peer, reason, 3.0))
+        played.deliver(AskFailed(tag, played.known.peer, reason, 3.0))
     assert (played.known.peer in played.node.roster.live) == known
 
 

@@ -1,0 +1,49 @@
+"""What the questions of exchanges are for: the tags that come back with their answers."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from decentral.comm.wire.transport import Tag
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTag(Tag):
+    """A question of a fragment's exchange. Answers to an earlier window `seq` tell nothing."""
+
+    fragment: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullTag(ExchangeTag):
+    """Pull."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockingPullTag(ExchangeTag):
+    """Pull of a blocking algorithm: the answer waits until the partner has closed the same window."""
+
+    measures_link: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class SwapTag(ExchangeTag):
+    """Swap. The answer waits for the partner's compute thread, which closes a window for it."""
+
+    waits_for_work: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCommitTag(ExchangeTag):
+    """SwapCommit, sent for the `tries`-th time."""
+
+    tries: int
+
+    waits_for_work: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class PushTag(ExchangeTag):
+    """Push, sent for the `tries`-th time."""
+
+    tries: int
