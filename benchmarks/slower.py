@@ -96,7 +96,7 @@ class Swarm:
         device = choose("cpu", "float32", 1.0, self.seconds)
         compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, compress, device, folder, span))
         capacity = self.needs.capacity(0, 3, self.half)
-        stage = stage.StageConfig(
+        place = stage.StageConfig(
             RUN, own.peer, *span, compute.cuts, 1, capacity, 1, compute.layout, self.needs.kept, self.run.routes.slots,
             self.run.routes.overlap,
         )  # fmt: skip
@@ -109,7 +109,7 @@ class Swarm:
             layers=compute.model_layers,
             profile=Profile("emulated", self.half, 1e9, self.tokens / self.seconds),
             addresses=(),
-            routes=stage,
+            routes=place,
             room=MemoryBudget(self.needs, self.half, compute.layouts()),
         )
         now = clock()

@@ -21,6 +21,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseWindow, Contribution, Layout, Merge, Merged, WindowClosed
 from decentral.core.machine import Effect, Log, Woke, earliest, log
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
@@ -85,7 +86,7 @@ class PullExchange:
         if self.state is PullPhase.OPEN and now >= self.close_at:
             return self._close(now)
         if self._may_be_enough() and now >= self._enough_at:
-            late = [self._failed(partner, "late", now - self._published) for partner in sorted(self._pending)]
+            late = [self._failed(partner, Reason.LATE, now - self._published) for partner in sorted(self._pending)]
             self._pending.clear()
             return [*late, *self._merge(now)]
         return []
@@ -106,7 +107,7 @@ class PullExchange:
         partners = self.view.partners(self.context.fragment, now)
         self._pending, self._got, self._skipped = set(partners), [], ""
         if not partners:
-            self._skipped = "alone"
+            self._skipped = Reason.ALONE
             return [*effects, *self._merge(now)]
         self.state = PullPhase.PULLING
         self._asked_for = self._choose_sections(partners, behind)
@@ -141,13 +142,13 @@ class PullExchange:
         match event.envelope.message:
             case Snapshot() as snapshot:
                 return self._received(event, snapshot, now) + self._settled(event.peer, now)
-            case Refused("nothing-newer", newest):
+            case Refused(Reason.NOTHING_NEWER, newest):
                 self._catch_up(newest)
-                self._skipped = "nothing-newer"
+                self._skipped = Reason.NOTHING_NEWER
                 return self._settled(event.peer, now)
             case Refused(reason):
                 return [self._failed(event.peer, reason, event.seconds), *self._settled(event.peer, now)]
-        return [self._failed(event.peer, "unexpected", event.seconds), *self._settled(event.peer, now)]
+        return [self._failed(event.peer, Reason.UNEXPECTED, event.seconds), *self._settled(event.peer, now)]
 
     def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> list[Effect]:
         after = self.seen.get(event.peer, 0)
@@ -183,7 +184,7 @@ class PullExchange:
         self.state = PullPhase.MERGING
         stale = [] if self.synchronous else [one for one, _, t in self._got if now - t > self.context.max_age_s]
         self._got = [got for got in self._got if got[0] not in stale]
-        lines = [self._failed(one.peer, "stale", 0.0) for one in stale]
+        lines = [self._failed(one.peer, Reason.STALE, 0.0) for one in stale]
         return [*lines, Merge(self.context.fragment, self.seq, tuple(one for one, _, _ in self._got))]
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:

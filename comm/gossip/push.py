@@ -21,6 +21,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Absorb, Absorbed, CloseWindow, Contribution, WindowClosed
 from decentral.core.machine import Effect, Woke, log
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 TRIES = 3
@@ -84,7 +85,7 @@ class PushExchange:
         self._closed, self.size = closed, len(closed.blob)
         partners = self.view.partners(self.context.fragment, now)
         if not partners:
-            return [self._take_back(), *self._over(None, "solo", "alone", now)]
+            return [self._take_back(), *self._over(None, "solo", Reason.ALONE, now)]
         self.state = PushPhase.PUSHING
         return [self._ask(partners[0], 1, now)]
 
@@ -104,7 +105,7 @@ class PushExchange:
         return [self._take_back(), *self._over(event.peer, "failed", reason, now)]
 
     def _unanswered(self, event: AskFailed, tries: int, now: Seconds) -> list[Effect]:
-        if event.reason == "unreachable" and tries == 1:  # nothing has left
+        if event.reason == Reason.UNREACHABLE and tries == 1:  # nothing has left
             return [self._take_back(), *self._over(event.peer, "failed", event.reason, now)]
         return self._again(event.peer, tries, now)
 
@@ -139,7 +140,7 @@ class PushExchange:
         if name in self._arrived:
             return [Reply(request, Envelope(Done()))]
         if self._closed is None:
-            return [Reply(request, Envelope(Refused("not-ready")))]
+            return [Reply(request, Envelope(Refused(Reason.NOT_READY)))]
         try:
             self.context.check(push.offered, blob, self._closed.layout, 0, now)
         except ProtocolError as error:

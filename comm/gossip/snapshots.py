@@ -13,6 +13,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Contribution, Layout, WindowClosed
 from decentral.core.machine import Effect
+from decentral.core.reasons import Reason
 from decentral.core.synthetic import joined
 from decentral.core.units import Seconds
 
@@ -71,17 +72,17 @@ class FragmentContext:
     def check(self, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds) -> None:
         """Raises ProtocolError unless it is of this run and fragment, new, fresh, shaped like ours, and whole."""
         if snapshot.run != self.run:
-            raise ProtocolError("run", f"a snapshot of {snapshot.run!r}")
+            raise ProtocolError(Reason.RUN, f"a snapshot of {snapshot.run!r}")
         if snapshot.fragment != self.fragment:
-            raise ProtocolError("fragment", f"{snapshot.fragment} instead of {self.fragment}")
+            raise ProtocolError(Reason.FRAGMENT, f"{snapshot.fragment} instead of {self.fragment}")
         if snapshot.seq <= after:
-            raise ProtocolError("replay", f"number {snapshot.seq} after {after}")
+            raise ProtocolError(Reason.REPLAY, f"number {snapshot.seq} after {after}")
         if not -CLOCK_SKEW_S <= now - snapshot.time <= self.max_age_s:
-            raise ProtocolError("stale", f"{now - snapshot.time:.1f} s old")
+            raise ProtocolError(Reason.STALE, f"{now - snapshot.time:.1f} s old")
         if snapshot.layout != layout or len(blob) != sum(section.size for section in layout):
-            raise ProtocolError("shape", "its sections are not this fragment's")
+            raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
         if blobs.digest(blob) != snapshot.digest:
-            raise ProtocolError("digest", "the blob is not the one described")
+            raise ProtocolError(Reason.DIGEST, "the blob is not the one described")
 
 
 def contribution(peer: PeerId, snapshot: Snapshot, blob: bytes) -> Contribution:
@@ -142,7 +143,7 @@ class SnapshotStore:
             return []
         if found:
             return [self._reply(held, found[-1])]
-        return [Reply(held.request, Envelope(Refused("nothing-newer", str(newest))))]
+        return [Reply(held.request, Envelope(Refused(Reason.NOTHING_NEWER, str(newest))))]
 
     def _reply(self, held: WaitingPull, found: tuple[Snapshot, bytes]) -> Reply:
         """The snapshot, or those of its sections that were asked for."""

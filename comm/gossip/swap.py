@@ -20,6 +20,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseWindow, Contribution, Merge, Merged, WindowClosed
 from decentral.core.machine import Effect, Woke, log
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 COMMIT_S = 30.0  # how long a responder waits for the Commit
@@ -64,7 +65,7 @@ class SwapExchange:
             case Woke() if self.state is SwapPhase.OPEN and now >= self.close_at:
                 return self._close(now)
             case Woke() if self.state is SwapPhase.OFFERED and now >= self._began + COMMIT_S:
-                return self._merge(None, "no-commit")
+                return self._merge(None, Reason.NO_COMMIT)
             case WindowClosed(seq=seq) if self.state is SwapPhase.CLOSING and seq == self.seq:
                 self._closed, self.size = event, len(event.blob)
                 return self._offer(now) if self._swap else self._ask(now)
@@ -96,7 +97,7 @@ class SwapExchange:
         assert self._closed is not None
         partners = self.view.partners(self.context.fragment, now)
         if not partners:
-            return self._merge(None, "alone")
+            return self._merge(None, Reason.ALONE)
         self.state, self._partner = SwapPhase.ASKING, partners[0]
         swap = Envelope(Swap(self.context.describe(self._closed, now)), self._closed.blob)
         tag = SwapTag(self.context.fragment, self.seq)
@@ -107,7 +108,7 @@ class SwapExchange:
         if isinstance(message, Refused):
             return self._merge(None, message.reason)
         if not isinstance(message, Snapshot):
-            return self._merge(None, "unexpected")
+            return self._merge(None, Reason.UNEXPECTED)
         refused = self._refuse(event.peer, message, event.envelope.blob, now)
         if refused:
             return self._merge(None, refused)
@@ -131,7 +132,7 @@ class SwapExchange:
     def _swapped(self, request: int, sender: PeerId, swap: Swap, blob: bytes, now: Seconds) -> list[Effect]:
         crossed = self.state is SwapPhase.ASKING and self._partner == sender and self.context.peer > sender
         if self.state is not SwapPhase.OPEN and not crossed:
-            reason = "crossed" if self._partner == sender else "busy"
+            reason = Reason.CROSSED if self._partner == sender else Reason.BUSY
             return [Reply(request, Envelope(Refused(reason)))]
         self._swap, self._partner = (request, swap, blob), sender
         return self._offer(now) if crossed else self._close(now)
@@ -153,12 +154,12 @@ class SwapExchange:
 
     def _committed(self, request: int, sender: PeerId, commit: SwapCommit) -> list[Effect]:
         if sender != self._partner or commit.seq != self._offered_seq:
-            return [Reply(request, Envelope(Refused("no-offer")))]
+            return [Reply(request, Envelope(Refused(Reason.NO_OFFER)))]
         if self.state is SwapPhase.OFFERED:
             self._committed_seq = commit.seq
             return [Reply(request, Envelope(Done())), *self._merge(self._theirs, "")]
         again = commit.seq == self._committed_seq  # our first acknowledgement was lost
-        return [Reply(request, Envelope(Done() if again else Refused("no-offer")))]
+        return [Reply(request, Envelope(Done() if again else Refused(Reason.NO_OFFER)))]
 
     # Both
 
@@ -179,11 +180,11 @@ class SwapExchange:
         self.state = SwapPhase.OPEN
         self.close_at = self.context.next_close(now, self.view.period_s(2 * self.size))
         reason = merged.rejected[0][1] if merged.rejected else self._reason
-        calm = reason in ("alone", "crossed", "busy")
+        calm = reason in (Reason.ALONE, Reason.CROSSED, Reason.BUSY)
         outcome = "done" if merged.used else "solo" if calm else "failed"
         sent, received = self._bytes if merged.used else (0, 0)
         fields = {"seconds": round(now - self._began, 4), "sent_bytes": sent, "received_bytes": received}
-        partner = None if reason == "alone" else self._partner
+        partner = None if reason == Reason.ALONE else self._partner
         line = log(
             "exchange",
             fragment=self.context.fragment,

@@ -32,6 +32,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 PROTOCOL = "/decentral/ask"  # the version is in each header, so that a wrong one gets a clear answer
@@ -83,7 +84,7 @@ class Libp2p:
             async with asyncio.timeout(CONNECT_S):
                 await self._p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(place)])
         except (*_NETWORK_ERRORS, TimeoutError) as error:
-            raise AskError("unreachable", _last_line(error)) from None
+            raise AskError(Reason.UNREACHABLE, _last_line(error)) from None
         self._connected.add(peer)
         return peer
 
@@ -94,7 +95,7 @@ class Libp2p:
         try:
             name = PeerID.from_base58(to)
         except ValueError:  # peers tell us whom to ask about micro-batches: a name proves nothing
-            raise AskError("unreachable", "not a peer's name") from None
+            raise AskError(Reason.UNREACHABLE, "not a peer's name") from None
         try:
             async with asyncio.timeout(deadline_s):
                 await self._reach(to)
@@ -102,10 +103,10 @@ class Libp2p:
                 with closing(writer):
                     return await ask_on(reader, writer, envelope, max_blob_bytes)
         except TimeoutError:
-            raise AskError("deadline", f"{deadline_s:.1f} s") from None
+            raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
         except _NETWORK_ERRORS as error:
             self._connected.discard(to)
-            raise AskError("unreachable", _last_line(error)) from None
+            raise AskError(Reason.UNREACHABLE, _last_line(error)) from None
 
     async def serve(self, handler: Handler, bound: BlobBound) -> None:
         server = self._server = Server(handler, bound)

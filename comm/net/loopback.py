@@ -14,6 +14,7 @@ from decentral.comm.net.streams import Server, ask_on
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
 from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 
@@ -42,13 +43,13 @@ class LoopbackTransport:
         ours, theirs = pipe()
         other = self._network.peers.get(to)
         if other is None or other._server is None:
-            raise AskError("unreachable", "no such peer")
+            raise AskError(Reason.UNREACHABLE, "no such peer")
         answering = asyncio.create_task(other.answer(self.peer, *theirs))
         try:
             async with asyncio.timeout(deadline_s):
                 return await ask_on(*ours, envelope, max_blob_bytes)
         except TimeoutError:
-            raise AskError("deadline", f"{deadline_s:.1f} s") from None
+            raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
         finally:
             ours[1].close()
             answering.cancel()

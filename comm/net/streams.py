@@ -15,6 +15,7 @@ from decentral.comm.wire.messages import MAX_ROUTE_S, Refused
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
 
 MAX_STREAMS = 64  # questions answered at the same time; more are refused as busy
 READ_S = 30.0  # for a question to arrive whole
@@ -35,7 +36,7 @@ async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope,
     except ProtocolError as error:
         raise AskError(error.reason, str(error)) from None
     except (EOFError, ConnectionError, OSError) as error:
-        raise AskError("cut", type(error).__name__) from None
+        raise AskError(Reason.CUT, type(error).__name__) from None
     return Answer(answer, time.monotonic() - began, sent, received)
 
 
@@ -54,9 +55,9 @@ class Server:
         try:
             refused = await self._answer_on(sender, reader, writer)
         except TimeoutError:
-            self.refused["deadline"] += 1
+            self.refused[Reason.DEADLINE] += 1
         except (EOFError, ConnectionError, OSError):
-            self.refused["cut"] += 1
+            self.refused[Reason.CUT] += 1
         finally:
             self.open -= 1
         if refused:
@@ -67,7 +68,7 @@ class Server:
         refused = False
         try:
             if self.open > MAX_STREAMS:
-                raise ProtocolError("busy", f"{MAX_STREAMS} streams are open")
+                raise ProtocolError(Reason.BUSY, f"{MAX_STREAMS} streams are open")
             async with asyncio.timeout(READ_S):
                 question, _ = await blobs.read(reader, self.bound)
             async with asyncio.timeout(STREAM_ANSWER_S):

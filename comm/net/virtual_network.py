@@ -26,6 +26,7 @@ from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
 from decentral.core.agenda import Agenda, Timer
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
 from decentral.core.units import KiB, Seconds
 
@@ -165,13 +166,13 @@ class Serving:
         if answer is not None:
             self.network.answer(question, self.port, answer)
         elif self.network.ports.get(self.port.peer) is self.port:
-            self.port.refused["cut"] += 1
+            self.port.refused[Reason.CUT] += 1
             self.network.cut(question, self.port.peer)
 
     def late(self) -> None:
         question, self.question = self.question, None
         if question is not None and question in self.port.open:
-            self.port.refused["deadline"] += 1
+            self.port.refused[Reason.DEADLINE] += 1
             self.network.cut(question, self.port.peer)
 
 
@@ -189,7 +190,7 @@ class Writing:
 
     def late(self) -> None:
         if not self.done:
-            self.port.refused["deadline"] += 1
+            self.port.refused[Reason.DEADLINE] += 1
             self.network.cut(self.question, self.port.peer)
 
 
@@ -239,7 +240,7 @@ class Network:
         """`done` is called once, with an Answer or an AskError, within `deadline_s` of virtual time."""
         question = Question(source, target, envelope, self.agenda.now, max_blob_bytes, done)
         source.asked[question] = None
-        question.timers.append(self.agenda.after(deadline_s, lambda: self._fail(question, "deadline")))
+        question.timers.append(self.agenda.after(deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
         self._connect(question, CONNECT_RETRY_S)
 
     def _connect(self, question: Question, again_s: Seconds) -> None:
@@ -250,7 +251,7 @@ class Network:
         if not (self._reaches(source, target) and self._reaches(target, source)):
             self.agenda.after(again_s, lambda: self._connect(question, 2 * again_s))
         elif target not in self.ports:
-            self._fail_later(question, "unreachable", 2 * self.geography.delay_s(source, target))
+            self._fail_later(question, Reason.UNREACHABLE, 2 * self.geography.delay_s(source, target))
         else:
             question.sent_bytes = self._size(question.envelope)
             for _ in range(self.weather.copies(source, target)):
@@ -274,7 +275,7 @@ class Network:
             if isinstance(envelope, ProtocolError):
                 raise envelope
             if len(port.open) > MAX_STREAMS:
-                raise ProtocolError("busy", f"{MAX_STREAMS} streams are open")
+                raise ProtocolError(Reason.BUSY, f"{MAX_STREAMS} streams are open")
             if len(envelope.blob) > port.bound(envelope.message):
                 raise ProtocolError(
                     "oversize", f"{type(envelope.message).__name__} with a blob of {len(envelope.blob)} bytes"
@@ -316,7 +317,7 @@ class Network:
         if isinstance(answer, ProtocolError):
             self._fail(question, answer.reason)
         elif len(answer.blob) > question.max_blob_bytes:
-            self._fail(question, "oversize")
+            self._fail(question, Reason.OVERSIZE)
         else:
             seconds = self.agenda.now - question.began
             self._finish(question, Answer(answer, seconds, question.sent_bytes, self._size(answer)))
@@ -345,7 +346,7 @@ class Network:
         if port is not None:
             self._close(question, port)
         if question.done is not None and self._reaches(at, question.source.peer):
-            self._fail_later(question, "cut", self.geography.delay_s(at, question.source.peer))
+            self._fail_later(question, Reason.CUT, self.geography.delay_s(at, question.source.peer))
 
     def _end(self, question: Question) -> None:
         """The stream ends at the asker. The target notices when it writes, if packets still pass."""
@@ -382,7 +383,7 @@ class Network:
     ) -> None:
         delay_s = self.weather.delay_s(source, target, self.geography.delay_s(source, target))
         if delay_s == float("inf"):
-            self._fail_later(question, "cut", 2 * self.geography.delay_s(source, target))
+            self._fail_later(question, Reason.CUT, 2 * self.geography.delay_s(source, target))
             return
         wire = self.weather.damage(source, target, lambda: written(envelope))
         if wire is not None:
@@ -449,7 +450,7 @@ def _read(wire: bytes, bound: BlobBound) -> Envelope | ProtocolError:
     except ProtocolError as error:
         return error
     except EOFError:
-        return ProtocolError("cut", "the stream ended early")
+        return ProtocolError(Reason.CUT, "the stream ended early")
 
 
 def _at_once(work: Coroutine[Any, Any, T]) -> T:

@@ -18,6 +18,7 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, earliest
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 Key = tuple[PeerId, int | None]  # whose; of which fragment, or its report
@@ -26,8 +27,8 @@ PATIENCE_S = 3.0  # how long a member may keep a question until it is done
 GONE_S = 5.0  # a member that has not answered for so long, the last question included, is gone
 COLLECT_RETRY_S = 0.5
 MOST_ASKED = 32  # questions under way
-LATER = ("nothing-newer", "not-ready", "busy")  # refusals of one that lives
-BEHIND_REASONS = ("late", "expelled")  # it is we who are gone
+LATER = (Reason.NOTHING_NEWER, Reason.NOT_READY, Reason.BUSY)  # refusals of one that lives
+BEHIND_REASONS = (Reason.LATE, Reason.EXPELLED)  # it is we who are gone
 
 
 @dataclass(slots=True)
@@ -123,7 +124,7 @@ class Collection:
         one = self.wanted.get((origin, fragment))
         if one is None or not (one.over or one.bound):
             return None
-        return one.found or Envelope(Refused("without"))
+        return one.found or Envelope(Refused(Reason.WITHOUT))
 
     def _question(self, one: Wanted, source: Source, now: Seconds) -> Ask:
         source.asked, source.since = True, now if source.since is None else source.since

@@ -26,6 +26,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect
+from decentral.core.reasons import Reason
 
 RoundMembers = tuple[RoundMember, ...]
 Versions = dict[int, bytes]  # by fragment
@@ -126,35 +127,35 @@ def check(report: RoundReport, members: RoundMembers, origin: PeerId, cuts: Sequ
     """Raises ProtocolError unless it can be what that member did in the round. All members come to the same result."""
     layers = cuts[-1].last
     if report.own.peer != origin:
-        raise ProtocolError("origin", "another member's report")
+        raise ProtocolError(Reason.ORIGIN, "another member's report")
     for member in (report.own, *report.newcomers):
         if not held(member, cuts):
-            raise ProtocolError("span", f"layers [{member.first}, {member.last})")
+            raise ProtocolError(Reason.SPAN, f"layers [{member.first}, {member.last})")
     if len(report.versions) != len(held(report.own, cuts)):
-        raise ProtocolError("versions", f"{len(report.versions)} of them")
+        raise ProtocolError(Reason.VERSIONS, f"{len(report.versions)} of them")
     edges = {cut.last for cut in cuts}
     for one in report.micro_batches:
         begins = (0, *one.ends)
         whole = len(one.members) == len(one.ends) and one.ends[-1] == layers and set(one.ends) <= edges
         if not whole or any(end <= begin for begin, end in zip(begins, one.ends, strict=False)):
-            raise ProtocolError("hops", "its hops do not lead through the model")
+            raise ProtocolError(Reason.HOPS, "its hops do not lead through the model")
         for place, begin, end in zip(one.members, begins, one.ends, strict=False):
             if place >= len(members) or not members[place].first <= begin < end <= members[place].last:
-                raise ProtocolError("hops", "a hop through layers that its member does not hold")
+                raise ProtocolError(Reason.HOPS, "a hop through layers that its member does not hold")
         if members[one.members[0]].peer != origin:
-            raise ProtocolError("hops", "a micro-batch that another member began")
+            raise ProtocolError(Reason.HOPS, "a micro-batch that another member began")
     if len({one.number for one in report.micro_batches}) < len(report.micro_batches):
-        raise ProtocolError("number", "a micro-batch twice")
+        raise ProtocolError(Reason.NUMBER, "a micro-batch twice")
 
 
 def check_sum(snapshot: Snapshot, size: int, tokens: int, expected: Snapshot) -> None:
     """Raises ProtocolError unless it fits `expected`, is of at most so many tokens, and empty only if of none."""
     same = (snapshot.run, snapshot.fragment, snapshot.seq) == (expected.run, expected.fragment, expected.seq)
     if not same or snapshot.tokens > tokens:
-        raise ProtocolError("unexpected", "the sum of something else")
+        raise ProtocolError(Reason.UNEXPECTED, "the sum of something else")
     layout = expected.layout if snapshot.tokens else ()
     if snapshot.layout != layout or size != sum(section.size for section in layout):
-        raise ProtocolError("shape", "its sections are not this fragment's")
+        raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
 
 
 @dataclass(frozen=True, slots=True)

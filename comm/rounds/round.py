@@ -56,6 +56,7 @@ from decentral.core.jobs import (
     WindowClosed,
 )
 from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 FOLLOW_S = 5.0  # deadline of a Follow
@@ -252,7 +253,7 @@ class Rounds:
         apart = stage.peer not in {member.peer for member in members}
         theirs = contributions.rank(standing.round, members, stage.layers)
         if apart and theirs > contributions.rank(round.number, round.members, stage.layers):
-            self.behind = "apart"
+            self.behind = Reason.APART
 
     def _heard_of(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         settling = self._settling
@@ -289,7 +290,7 @@ class Rounds:
         others = [member for member in standing.members if member.peer != stage.peer]
         elsewhere = {cut.index for member in others for cut in contributions.held(member, stage.cuts)}
         if any(step != standing.round and index in elsewhere for index, step in self._steps.items()):
-            self.behind = "stale"
+            self.behind = Reason.STALE
             return []
         more = self._ask_to_follow([member.peer for member in others if member.peer not in asked])
         return [self._clock(standing.round), *more, *self._begin(standing.round, standing.members, now)]
@@ -298,7 +299,7 @@ class Rounds:
         """Somebody wants to be in."""
         stage, member = self.routes.stage, RoundMember(sender, follow.first, follow.last)
         if not contributions.held(member, stage.cuts):
-            return Refused("span")
+            return Refused(Reason.SPAN)
         if not follow.joining:
             return self._standing()
         if follow.round >= self.number:
@@ -343,9 +344,9 @@ class Rounds:
         wanted = round.collected.want(origin, fragment, size, others, now)
         report = round.collected.wanted.get((origin, None))
         if origin == own:
-            round.collected.bind(wanted, "restarted", now)
+            round.collected.bind(wanted, Reason.RESTARTED, now)
         elif report and report.over and not report.found:
-            round.collected.bind(wanted, "gone", now)
+            round.collected.bind(wanted, Reason.GONE, now)
 
     def _look(self, now: Seconds) -> list[Effect]:
         """Goes on as far as what is here allows."""
@@ -420,7 +421,7 @@ class Rounds:
         """Our fragments with those of the other holders: they must be the same."""
         agreed = contributions.agreed(round.reports, self.routes.stage.cuts)
         if any(agreed.get(index, version) != version for index, version in self.versions.items()):
-            self.behind = "diverged"
+            self.behind = Reason.DIVERGED
 
     def _closed(self, round: Round, done: RoundClosed, now: Seconds) -> list[Effect]:
         entries = self._tally.take()
@@ -499,32 +500,32 @@ class Rounds:
             if answer is None and now < one.until and len(self._held) < MAX_WAITING_COLLECTS:
                 self._held.append(one)
                 continue
-            effects.append(Reply(one.request, answer or Envelope(Refused("nothing-newer", str(self.number)))))
+            effects.append(Reply(one.request, answer or Envelope(Refused(Reason.NOTHING_NEWER, str(self.number)))))
         return effects
 
     def _answer(self, sender: PeerId, collect: CollectRequest) -> Envelope | None:
         """None: not yet."""
         if self.now_in is None:
-            return Envelope(Refused("gone"))
+            return Envelope(Refused(Reason.GONE))
         if collect.round > self.now_in.number:
             return None
         round = self.now_in if collect.round == self.now_in.number else self.before
         if round is None or round.number != collect.round:
-            return Envelope(Refused("late"))
+            return Envelope(Refused(Reason.LATE))
         if collect.member and sender not in {member.peer for member in round.members}:
-            return Envelope(Refused("expelled"))
+            return Envelope(Refused(Reason.EXPELLED))
         if collect.origin == self.routes.stage.peer:
             return self._own(round, collect.fragment)
         answer = round.collected.has(PeerId(collect.origin), collect.fragment)
-        return Envelope(Refused("without")) if answer is None and round is self.before else answer
+        return Envelope(Refused(Reason.WITHOUT)) if answer is None and round is self.before else answer
 
     def _own(self, round: Round, fragment: int | None) -> Envelope | None:
         if not round.acting:
-            return Envelope(Refused("gone"))  # who acted in this round was we, but before we came back
+            return Envelope(Refused(Reason.GONE))  # who acted in this round was we, but before we came back
         if fragment is None:
             return Envelope(round.report) if round.report else None
         if fragment not in {cut.index for cut in self._ours()}:
-            return Envelope(Refused("fragment"))
+            return Envelope(Refused(Reason.FRAGMENT))
         if round.sums is None:
             return None
         nothing = self._sum(WindowClosed(fragment, round.number, 0, 0.0, (), b""))
@@ -554,7 +555,7 @@ class Rounds:
         match envelope.message:
             case RoundReport() as report if wanted.fragment is None:
                 if (report.run, report.round) != (stage.run, round.number):
-                    raise ProtocolError("round", f"a report of round {report.round}")
+                    raise ProtocolError(Reason.ROUND, f"a report of round {report.round}")
                 contributions.check(report, round.members, wanted.origin, stage.cuts)
             case Snapshot() as snapshot if wanted.fragment is not None:
                 (cut,) = (one for one in stage.cuts if one.index == wanted.fragment)
@@ -563,9 +564,9 @@ class Rounds:
                 tokens = round.count.tokens[wanted.origin, wanted.fragment]
                 contributions.check_sum(snapshot, len(envelope.blob), tokens, expected)
                 if blobs.digest(envelope.blob) != snapshot.digest:
-                    raise ProtocolError("digest", "the blob is not the one described")
+                    raise ProtocolError(Reason.DIGEST, "the blob is not the one described")
             case _:
-                raise ProtocolError("unexpected", "neither a report nor a sum")
+                raise ProtocolError(Reason.UNEXPECTED, "neither a report nor a sum")
 
 
 def _contributions(sums: dict[PeerId, Envelope]) -> tuple[Contribution, ...]:

@@ -24,6 +24,7 @@ from decentral.comm.wire.messages import MAX_ROUTE_S, ExecutionId, ForwardReques
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 MAX_TRIES = 6  # of one execution, at whichever peers
@@ -75,7 +76,7 @@ class Forwarding:
         """Asks the next peer to carry on, or waits until there is one."""
         execution.state, execution.retry_at, execution.look_at, execution.to = ExecutionState.AWAY, None, None, None
         if len(execution.tried) >= MAX_TRIES:
-            return "tried"
+            return Reason.TRIED
         holders = self.view.successors(execution.last)
         peers = [peer for peer in holders if peer not in execution.tried] or list(holders)
         peers = [peer for peer in peers if peer not in execution.busy]
@@ -112,7 +113,7 @@ class Forwarding:
     def _send_to(self, execution: StageExecution, to: PeerId, now: Seconds) -> Way:
         patience_s = min(execution.deadline() - now, MAX_ROUTE_S)
         if patience_s < LEAST_S:
-            return "late"
+            return Reason.LATE
         execution.to, execution.attempts = to, execution.attempts + 1
         execution.look_at, execution.late = now + self._deadline_s(execution, to), False
         execution.tried.append(to)

@@ -66,9 +66,16 @@ from decentral.core.jobs import (
     Stepped,
 )
 from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-BUSY = ("busy", "not-ready", "moved", "span", "oversize")  # nobody's fault: a record may be older than a span
+BUSY = (
+    Reason.BUSY,
+    Reason.NOT_READY,
+    Reason.MOVED,
+    Reason.SPAN,
+    Reason.OVERSIZE,
+)  # nobody's fault: a record may be older than a span
 SHARE = 0.9  # of the asker's patience, after which we give up: it then still has time for another peer
 GRACE_S = 1.0  # for a CommitDecision that is on its way when its origin peer's time is over
 COMPUTING_STATES = (ExecutionState.FORWARD, ExecutionState.AWAY, ExecutionState.BACKWARD)
@@ -196,7 +203,7 @@ class Router:
                 return self._load(offer)
             case ForwardStatusQuery(execution=name):
                 execution = self.executions.get(self._by_id.get(name, -1))
-                return Done() if execution is not None and execution.asker == event.sender else Refused("gone")
+                return Done() if execution is not None and execution.asker == event.sender else Refused(Reason.GONE)
         return None
 
     def _asked(self, event: Asked, carry: ForwardRequest, now: Seconds) -> list[Effect]:
@@ -238,34 +245,34 @@ class Router:
             and execution.id.first < new.last
             and new.id.first < execution.last
         ]
-        return [effect for execution in held for effect in self._give_up(execution, "moved")]
+        return [effect for execution in held for effect in self._give_up(execution, Reason.MOVED)]
 
     def _refusal(self, event: Asked, carry: ForwardRequest) -> str:
         """Why not, in one word; empty if we take it."""
         stage = self.stage
         if not self.active:
-            return "not-ready"
+            return Reason.NOT_READY
         if ExecutionId(carry.origin, carry.number, carry.first) in self._counted:
-            return "counted"  # an old question that took its time: its asker has long had an answer to a later one
+            return Reason.COUNTED  # an old question that took its time: its asker has long had an answer to a later one
         if stage.size(carry) == 0 or carry.origin == stage.peer:
-            return "span"
+            return Reason.SPAN
         if carry.layout != stage.layout(carry.first, carry.sequences) or len(event.envelope.blob) != stage.size(carry):
-            return "shape"
+            return Reason.SHAPE
         if carry.patience_s < LEAST_S or carry.round < self.round:
-            return "late"
+            return Reason.LATE
         if carry.round > self.round + 1:
-            return "not-ready"
-        return "" if self._has_room(carry.first) and not self.draining else "busy"
+            return Reason.NOT_READY
+        return "" if self._has_room(carry.first) and not self.draining else Reason.BUSY
 
     def _load(self, offer: Offer) -> Load | Refused:
         """How soon we would be through with one more execution."""
         stage = self.stage
         if not self.active or self.draining:
-            return Refused("not-ready")
+            return Refused(Reason.NOT_READY)
         if not stage.begins(offer.first):
-            return Refused("span")
+            return Refused(Reason.SPAN)
         if not self._has_room(offer.first):
-            return Refused("busy")
+            return Refused(Reason.BUSY)
         last = self.onward.usual_end(offer.first)
         wait_s = self.workload.wait_s(self.executions.values())
         return Load(stage.run, wait_s, self.workload.execution_s(offer.first, last), last)
@@ -279,7 +286,7 @@ class Router:
         """Whoever asked before has been given up, or is gone: the new asker gets the answer."""
         effects: list[Effect] = []
         if execution.request is not None:
-            effects.append(Reply(execution.request, Envelope(Refused("moved"))))
+            effects.append(Reply(execution.request, Envelope(Refused(Reason.MOVED))))
         execution.request, execution.asker = event.request, event.sender
         self._extend(execution, carry, now)
         if execution.answer is not None:
@@ -304,7 +311,7 @@ class Router:
         for name in told.release:
             execution = self.executions.get(self._by_id.get(name, -1))
             if execution is not None and sender in (name.origin, execution.asker):
-                effects += self._give_up(execution, "moved")
+                effects += self._give_up(execution, Reason.MOVED)
         return effects
 
     def _what_became(self, asker: PeerId, executions: Sequence[ExecutionId]) -> CommitDecision:
@@ -446,7 +453,7 @@ class Router:
             if execution.state is ExecutionState.GONE:
                 continue
             if now >= execution.deadline():
-                effects += self._give_up(execution, "late")
+                effects += self._give_up(execution, Reason.LATE)
             elif execution.retry_at is not None and now >= execution.retry_at:
                 effects += self._on(execution, self.onward.send(execution, now))
             elif execution.state is ExecutionState.AWAY and execution.look_at is not None and now >= execution.look_at:
@@ -559,7 +566,7 @@ class Router:
             if execution is not None and execution.state is ExecutionState.FORWARD and active:
                 self.work.push(job)
             elif execution is not None:
-                effects += self._give_up(execution, "not-ready")
+                effects += self._give_up(execution, Reason.NOT_READY)
         return effects
 
     @property
@@ -577,7 +584,7 @@ class Router:
             for execution in self.executions.values()
             if execution.own and execution.state is not ExecutionState.GONE
         ]
-        return [effect for execution in own for effect in self._give_up(execution, "gone")]
+        return [effect for execution in own for effect in self._give_up(execution, Reason.GONE)]
 
     def end_round(self, everything: bool = False) -> list[Effect]:
         """Nothing more of it counts: what is under way is let go of. `everything`: also what came early."""
@@ -589,7 +596,7 @@ class Router:
             if execution.state is ExecutionState.HELD:
                 self._remove(execution)
             else:
-                effects += self._give_up(execution, "late")
+                effects += self._give_up(execution, Reason.LATE)
         return effects
 
 

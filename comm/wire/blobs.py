@@ -16,6 +16,7 @@ from decentral.comm.wire import codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message
 from decentral.core.errors import ProtocolError
+from decentral.core.reasons import Reason
 from decentral.core.units import KiB
 
 CHUNK_BYTES = 256 * KiB
@@ -54,16 +55,16 @@ async def read(reader: Reader, max_blob_bytes: Bound) -> tuple[Envelope, int]:
     """
     length = int.from_bytes(await reader.readexactly(4), "big")
     if not 0 < length <= codec.MAX_HEADER_BYTES:
-        raise ProtocolError("oversize", f"a header of {length} bytes")
+        raise ProtocolError(Reason.OVERSIZE, f"a header of {length} bytes")
     message, size = codec.decode(await reader.readexactly(length))
     if size > max_blob_bytes(message):
-        raise ProtocolError("oversize", f"{type(message).__name__} with a blob of {size} bytes")
+        raise ProtocolError(Reason.OVERSIZE, f"{type(message).__name__} with a blob of {size} bytes")
     blob, received = bytearray(), 4 + length
     while len(blob) < size:
         expected = await reader.readexactly(DIGEST_BYTES)
         chunk = await reader.readexactly(min(CHUNK_BYTES, size - len(blob)))
         if digest(chunk) != expected:
-            raise ProtocolError("digest", f"chunk at {len(blob)}")
+            raise ProtocolError(Reason.DIGEST, f"chunk at {len(blob)}")
         blob += chunk
         received += DIGEST_BYTES + len(chunk)
     return Envelope(message, bytes(blob)), received

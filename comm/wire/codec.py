@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from decentral.comm.wire import messages
 from decentral.comm.wire.messages import VERSION, Message
 from decentral.core.errors import ProtocolError
+from decentral.core.reasons import Reason
 
 MAX_HEADER_BYTES = 128 * 1024  # a Welcome carries a config of up to 64 KiB
 
@@ -73,28 +74,28 @@ def decode(header: bytes) -> tuple[Message, int]:
     """The message and how many bytes of blob follow. Raises ProtocolError only."""
     version, kind, fields, blob_bytes = _header(header)
     if version != VERSION:
-        raise ProtocolError("version", f"this peer speaks version {VERSION}; that one {version!r}"[:200])
+        raise ProtocolError(Reason.VERSION, f"this peer speaks version {VERSION}; that one {version!r}"[:200])
     if kind not in _KINDS or not isinstance(fields, dict):
-        raise ProtocolError("unknown", "no such message")
+        raise ProtocolError(Reason.UNKNOWN, "no such message")
     fields = _new(fields)
     if set(fields) != _FIELDS[kind]:
-        raise ProtocolError("fields", f"{kind} has other fields than ours")
+        raise ProtocolError(Reason.FIELDS, f"{kind} has other fields than ours")
     try:
         message = _ADAPTERS[kind].validate_python(fields)
     except ValidationError as error:
-        raise ProtocolError("fields", f"{kind}: {error.error_count()} wrong") from None
+        raise ProtocolError(Reason.FIELDS, f"{kind}: {error.error_count()} wrong") from None
     if type(blob_bytes) is not int or not 0 <= blob_bytes <= messages.MAX_BLOB_BYTES:
-        raise ProtocolError("oversize", f"a blob of {blob_bytes!r} bytes"[:200])
+        raise ProtocolError(Reason.OVERSIZE, f"a blob of {blob_bytes!r} bytes"[:200])
     return message, blob_bytes
 
 
 def _header(header: bytes) -> tuple[Any, str, Any, Any]:
     if len(header) > MAX_HEADER_BYTES:
-        raise ProtocolError("oversize", f"a header of {len(header)} bytes")
+        raise ProtocolError(Reason.OVERSIZE, f"a header of {len(header)} bytes")
     try:
         parts = msgpack.unpackb(header, use_list=False, strict_map_key=True)
     except Exception as error:  # msgpack raises a dozen kinds for garbage
-        raise ProtocolError("garbage", type(error).__name__) from None
+        raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
     if not isinstance(parts, tuple) or len(parts) != 4 or not isinstance(parts[1], str):
-        raise ProtocolError("garbage", "not a header")
+        raise ProtocolError(Reason.GARBAGE, "not a header")
     return parts

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from decentral.core.errors import ProtocolError
+from decentral.core.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,13 @@ def size(codec: str, elements: int) -> int:
 def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
     """fp32 [elements] on the CPU. Raises ProtocolError: unknown codec, wrong size, or not finite."""
     if codec not in CODECS:
-        raise ProtocolError("codec", f"{codec!r} is none of {', '.join(CODECS)}")
+        raise ProtocolError(Reason.CODEC, f"{codec!r} is none of {', '.join(CODECS)}")
     expected = CODECS[codec].size(elements)
     if len(blob) != expected:
-        raise ProtocolError("shape", f"{elements} numbers in {codec} take {expected} bytes; got {len(blob)}")
+        raise ProtocolError(Reason.SHAPE, f"{elements} numbers in {codec} take {expected} bytes; got {len(blob)}")
     values = CODECS[codec].unpack(bytes(blob), elements)
     if not bool(torch.isfinite(values).all()):
-        raise ProtocolError("nan", f"a {codec} section holds numbers that are not finite")
+        raise ProtocolError(Reason.NAN, f"a {codec} section holds numbers that are not finite")
     return values
 
 
@@ -73,7 +74,7 @@ def _bf16_up(values: Tensor) -> Tensor:
 def _unpack_blocks(levels: Tensor, scales: Tensor, block: int, highest: int) -> Tensor:
     n = levels.numel()
     if n and (int(levels.min()) < -highest or bool((scales.isfinite() & (scales < 0)).any())):
-        raise ProtocolError("levels", f"outside -{highest}..{highest}, or a negative scale")
+        raise ProtocolError(Reason.LEVELS, f"outside -{highest}..{highest}, or a negative scale")
     padded = torch.nn.functional.pad(levels.float(), (0, -n % block)).view(-1, block)
     return (padded * scales.float()[:, None]).view(-1)[:n]
 

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
 
 MAX_RECORD_BYTES = 96 * 1024  # a config record carries up to 64 KiB of YAML
 KEY_BITS = 2048
@@ -74,16 +75,16 @@ def open_sealed(key: str, peer: PeerId, record: bytes, now: float) -> tuple[byte
     """The body and its expiry, if `peer` has signed it for `key` and it has not expired. Raises ProtocolError."""
     body, expires, public, signature = _parts(record)
     if peer_of(public) != peer:
-        raise ProtocolError("identity", "the key is not the peer's")
+        raise ProtocolError(Reason.IDENTITY, "the key is not the peer's")
     if not now < expires < now + 7 * 86400:
-        raise ProtocolError("expired", f"{expires - now:.0f} s from now")
+        raise ProtocolError(Reason.EXPIRED, f"{expires - now:.0f} s from now")
     try:
         loaded = serialization.load_der_public_key(public)
         if not isinstance(loaded, rsa.RSAPublicKey) or not 2048 <= loaded.key_size <= 8192:
-            raise ProtocolError("identity", "not an RSA key of 2048 to 8192 bits")
+            raise ProtocolError(Reason.IDENTITY, "not an RSA key of 2048 to 8192 bits")
         loaded.verify(signature, _signed(key, peer, body, expires), _PADDING, hashes.SHA256())
     except (InvalidSignature, ValueError, UnsupportedAlgorithm) as error:
-        raise ProtocolError("signature", type(error).__name__) from None
+        raise ProtocolError(Reason.SIGNATURE, type(error).__name__) from None
     return body, expires
 
 
@@ -95,13 +96,13 @@ def peer_of(public: bytes) -> PeerId:
 
 def _parts(record: bytes) -> tuple[bytes, float, bytes, bytes]:
     if len(record) > MAX_RECORD_BYTES:
-        raise ProtocolError("oversize", f"a record of {len(record)} bytes")
+        raise ProtocolError(Reason.OVERSIZE, f"a record of {len(record)} bytes")
     try:
         parts = msgpack.unpackb(record, use_list=False)
     except Exception as error:  # msgpack raises a dozen kinds for garbage
-        raise ProtocolError("garbage", type(error).__name__) from None
+        raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
     if not isinstance(parts, tuple) or tuple(map(type, parts)) != (bytes, float, bytes, bytes):
-        raise ProtocolError("garbage", "not a record")
+        raise ProtocolError(Reason.GARBAGE, "not a record")
     return parts
 
 
@@ -134,7 +135,7 @@ def _public_bytes(key: rsa.RSAPrivateKey) -> bytes:
 def _strip(protobuf: bytes) -> bytes:
     """The DER key inside libp2p's PrivateKey message."""
     if not protobuf.startswith(_RSA):
-        raise ProtocolError("identity", "not an RSA key in libp2p's format")
+        raise ProtocolError(Reason.IDENTITY, "not an RSA key in libp2p's format")
     size, shift, index = 0, 0, len(_RSA)
     while index < len(protobuf):
         byte = protobuf[index]
@@ -143,7 +144,7 @@ def _strip(protobuf: bytes) -> bytes:
         if byte < 0x80:
             break
     if len(protobuf) != index + size:
-        raise ProtocolError("identity", "the key is cut")
+        raise ProtocolError(Reason.IDENTITY, "the key is cut")
     return protobuf[index:]
 
 

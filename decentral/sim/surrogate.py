@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
 from decentral.core.units import Seconds
 from decentral.sim.surrogate_stages import QuadraticObjective, SurrogateStages
@@ -64,7 +65,7 @@ class PlainCodecs:
     def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
         values = np.frombuffer(blob, dtype=np.float32)
         if len(values) != elements or not np.isfinite(values).all():
-            raise ProtocolError("nan", "numbers that are not finite, or not as many as there should be")
+            raise ProtocolError(Reason.NAN, "numbers that are not finite, or not as many as there should be")
         return torch.from_numpy(values.copy())
 
     def size(self, codec: str, elements: int) -> int:

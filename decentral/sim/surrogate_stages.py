@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Layout
+from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
 from decentral.train.inner import Live
 
@@ -86,7 +87,7 @@ class SurrogateStages:
     def forward(self, job: jobs.Forward) -> jobs.ForwardDone | jobs.BackwardDone | jobs.ExecutionFailed:
         layout = self.layout(job.first, job.sequences)
         if job.layout != layout or len(job.blob) != sum(section.size for section in layout):
-            return jobs.ExecutionFailed(job.token, "shape")
+            return jobs.ExecutionFailed(job.token, Reason.SHAPE)
         origin, number, layer = _read(job.blob)
         assert layer == job.first, f"what enters layer {layer} came to layer {job.first}"
         tokens = layout[1].elements
@@ -99,9 +100,9 @@ class SurrogateStages:
     def backward(self, job: jobs.Backward) -> jobs.BackwardDone | jobs.ExecutionFailed:
         held = self.held.get(job.token)
         if held is None:
-            return jobs.ExecutionFailed(job.token, "forgotten")
+            return jobs.ExecutionFailed(job.token, Reason.FORGOTTEN)
         if job.layout != self._layout(held, held.last)[:1] or len(job.blob) != job.layout[0].size:
-            return jobs.ExecutionFailed(job.token, "shape")
+            return jobs.ExecutionFailed(job.token, Reason.SHAPE)
         came = _read(job.blob)
         assert came == (held.origin, held.number, held.last), f"the gradient of {came} came to {held}"
         del self.held[job.token]

@@ -24,6 +24,7 @@ from decentral.core.config import Config
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node, NodePhase
@@ -58,7 +59,7 @@ class VirtualSigner:
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
         body, expires = _opened(key, peer, record)
         if not now < expires:
-            raise ProtocolError("expired", f"{now - expires:.0f} s ago")
+            raise ProtocolError(Reason.EXPIRED, f"{now - expires:.0f} s ago")
         return body, expires
 
 
@@ -68,9 +69,9 @@ def _opened(key: str, peer: PeerId, record: bytes) -> tuple[bytes, float]:
     try:
         body, expires, seal = msgpack.unpackb(record)
     except Exception as error:  # msgpack raises a dozen kinds for garbage
-        raise ProtocolError("garbage", type(error).__name__) from None
+        raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
     if seal != _seal(key, peer, body, expires):
-        raise ProtocolError("signature", "not the peer's")
+        raise ProtocolError(Reason.SIGNATURE, "not the peer's")
     return body, expires
 
 

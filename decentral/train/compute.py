@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
 from decentral.train import checkpoint, data, gpt, measure, stage_jobs, stage_runner, update_rules
 from decentral.train.fragment_gossip import FragmentGossip, unpacked
 from decentral.train.inner import Inner, Live, fragments_of
@@ -253,7 +254,7 @@ class Compute:
             if self.fragments != held:
                 self._occupy(*span)
                 self.mixing.start(unpacked(self.setup.codecs, given_up, layouts))
-            return jobs.SpanChanged(False, "disk" if isinstance(error, OSError) else "memory")
+            return jobs.SpanChanged(False, Reason.DISK if isinstance(error, OSError) else "memory")
         self.mixing.start(shift.states)
         self.mixing.begin_anew(shift.gained)
         self.kept.forget(shift.gained)

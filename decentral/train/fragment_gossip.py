@@ -16,6 +16,7 @@ from torch import Tensor
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
 from decentral.train import update_rules
 from decentral.train.inner import Live
 from decentral.train.sections import Codecs, Packer, unpack
@@ -46,9 +47,9 @@ class GossipedFragment:
         names = {section.name for section in one.layout}
         needed = {self.rule.clipped} if self.rule.clipped else {section.name for section in self.layout}
         if not one.layout or not set(one.layout) <= set(self.layout) or not needed <= names:
-            raise ProtocolError("shape", "its sections are not this fragment's")
+            raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
         if len(names) != len(one.layout) or len(one.blob) != sum(section.size for section in one.layout):
-            raise ProtocolError("shape", "its sections do not add up to its blob")
+            raise ProtocolError(Reason.SHAPE, "its sections do not add up to its blob")
 
 
 def unpacked(
@@ -57,10 +58,10 @@ def unpacked(
     """Donated states as fp32 vectors on the CPU, by fragment. Raises ProtocolError unless each is as expected."""
     given = [fragment for fragment, _, _ in blobs]
     if given != sorted(set(given)) or not set(given) <= set(expected):
-        raise ProtocolError("fragment", f"states of {given}; expected {sorted(expected)}")
+        raise ProtocolError(Reason.FRAGMENT, f"states of {given}; expected {sorted(expected)}")
     for fragment, layout, _ in blobs:
         if layout != expected[fragment]:
-            raise ProtocolError("shape", f"fragment {fragment} has another layout")
+            raise ProtocolError(Reason.SHAPE, f"fragment {fragment} has another layout")
     return {fragment: unpack(codecs, layout, blob) for fragment, layout, blob in blobs}
 
 

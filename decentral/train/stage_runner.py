@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.jobs import FORWARD_PART, Layout, Section
+from decentral.core.reasons import Reason
 from decentral.train import gpt
 from decentral.train.inner import Live, step_clipped
 from decentral.train.sections import Codecs
@@ -127,7 +128,7 @@ class StageRunner:
         began = time.perf_counter()
         held = self.held.get(job.token)
         if held is None:
-            return jobs.ExecutionFailed(job.token, "forgotten")
+            return jobs.ExecutionFailed(job.token, Reason.FORGOTTEN)
         try:
             gradient = self._hidden(job.layout, job.blob, held.left_BTD.shape)
         except ProtocolError as error:
@@ -179,7 +180,7 @@ class StageRunner:
         """At the model's end: the loss of the logits that `held` left with, and the way back from it."""
         loss = gpt.loss_of(held.left_BTD, targets_BT.to(self.device.device)) * held.tokens
         if not torch.isfinite(loss):
-            return jobs.ExecutionFailed(token, "nan")
+            return jobs.ExecutionFailed(token, Reason.NAN)
         backed = self._back(token, replace(held, left_BTD=loss), None, float(loss.detach()))
         slow_down(self.device, time.perf_counter() - began, self._share(held.first, held.last))
         return replace(backed, number=number)
@@ -233,16 +234,16 @@ class StageRunner:
         B, T = job.sequences, self.run.model.context
         expected = layout(self.run, self.codecs, self.widths[job.first], B)
         if job.layout != expected or len(job.blob) != sum(section.size for section in expected):
-            raise ProtocolError("shape", "not what enters this layer")
+            raise ProtocolError(Reason.SHAPE, "not what enters this layer")
         hidden = self._hidden(expected[:1], job.blob[: expected[0].size], torch.Size((B, T, self.widths[job.first])))
         width = torch.uint16 if expected[1].codec == "u16" else torch.uint32
         targets_BT = torch.frombuffer(bytearray(job.blob[expected[0].size :]), dtype=width).to(torch.int64).view(B, T)
         if int(targets_BT.max()) >= self.run.model.vocabulary:
-            raise ProtocolError("vocabulary", "a target that is no token")
+            raise ProtocolError(Reason.VOCABULARY, "a target that is no token")
         return hidden, targets_BT
 
     def _hidden(self, sections: Layout, blob: bytes, shape: torch.Size) -> Tensor:
         if len(sections) != 1 or sections[0].codec != self.run.routes.wire or sections[0].elements != shape.numel():
-            raise ProtocolError("shape", "not the hidden values of this micro-batch")
+            raise ProtocolError(Reason.SHAPE, "not the hidden values of this micro-batch")
         values = self.codecs.decode(self.run.routes.wire, memoryview(blob), shape.numel())
         return values.to(self.device.device).view(shape)

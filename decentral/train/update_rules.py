@@ -22,6 +22,7 @@ from decentral.core import config
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Layout, Section
+from decentral.core.reasons import Reason
 from decentral.train import outer
 from decentral.train.inner import Live, step_clipped
 from decentral.train.sections import Codecs, Packer
@@ -233,7 +234,7 @@ class PushSumRule(_Plain):
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         if not 0 < float(vectors["weight"][0]) < MAX_WEIGHT:
-            raise ProtocolError("weight", f"mass must weigh something, and less than {MAX_WEIGHT:g}")
+            raise ProtocolError(Reason.WEIGHT, f"mass must weigh something, and less than {MAX_WEIGHT:g}")
 
     def load(self, live: Live, state: State) -> None:
         self.weight = state["weight"].reshape(()) if state else torch.ones_like(self.weight)

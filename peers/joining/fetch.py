@@ -18,6 +18,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Donated, Fragment, Layout
 from decentral.core.machine import Effect, log
+from decentral.core.reasons import Reason
 from decentral.core.synthetic import joined
 from decentral.core.units import MiB, Seconds
 
@@ -69,11 +70,11 @@ class Incoming:
     def take(self, chunk: StateChunk, blob: bytes) -> None:
         """Raises ProtocolError for a piece that does not fit what is here."""
         if blobs.digest(blob) != chunk.digest:
-            raise ProtocolError("digest", "a piece of state")
+            raise ProtocolError(Reason.DIGEST, "a piece of state")
         if chunk.layout != self.layout or chunk.total != sum(section.size for section in self.layout):
-            raise ProtocolError("shape", "its sections are not this fragment's")
+            raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
         if len(blob) != min(PIECE_BYTES, chunk.total - chunk.offset):
-            raise ProtocolError("shape", "a piece of another length")
+            raise ProtocolError(Reason.SHAPE, "a piece of another length")
         self.total = chunk.total
         self.here += len(blob) - len(self.pieces.get(chunk.offset, b""))
         self.pieces[chunk.offset] = blob
@@ -214,7 +215,7 @@ class Fetch:
 
     def _failed(self, donor: PeerId, reason: str) -> list[Effect]:
         self._in_flight[donor] -= 1
-        if reason == "busy":  # it has enough newcomers: others are asked, and it perhaps later
+        if reason == Reason.BUSY:  # it has enough newcomers: others are asked, and it perhaps later
             self.busy += 1
             return self._not_now(donor)
         self.failures[donor] += 1

@@ -30,6 +30,7 @@ from decentral.core.jobs import (
     StateImported,
 )
 from decentral.core.machine import Effect, Woke, log
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 
@@ -228,10 +229,10 @@ class Donor:
 
     def asked(self, request: int, sender: PeerId, pull: StateRequest, step: int, now: Seconds) -> list[Effect]:
         if not self._takes(sender, now):
-            return [Reply(request, Envelope(Refused("busy")))]
+            return [Reply(request, Envelope(Refused(Reason.BUSY)))]
         there = (index for index, _ in self.kept) if pull.kept else (fragment.index for fragment in self.fragments)
         if pull.fragment not in there:
-            return [Reply(request, Envelope(Refused("fragment")))]
+            return [Reply(request, Envelope(Refused(Reason.FRAGMENT)))]
         name = (pull.fragment, pull.kept)
         export = self.exports.get(name)
         old = self.exact and export is not None and not pull.kept and export.step != step
@@ -248,7 +249,7 @@ class Donor:
         name = (done.fragment, kept)
         waiting = self._waiting.pop(name, [])
         if not done.layout:
-            return [Reply(request, Envelope(Refused("fragment"))) for request, _ in waiting]
+            return [Reply(request, Envelope(Refused(Reason.FRAGMENT))) for request, _ in waiting]
         of = done.step if isinstance(done, RetainedExported) else step
         export = self.exports[name] = Export(of, done.layout, done.blob, now + EXPORT_KEPT_S, version)
         return [self._piece(request, pull, export) for request, pull in waiting]
@@ -259,7 +260,7 @@ class Donor:
     def _piece(self, request: int, pull: StateRequest, export: Export) -> Reply:
         piece = export.blob[pull.offset : pull.offset + pull.length]
         if not piece:
-            return Reply(request, Envelope(Refused("offset")))
+            return Reply(request, Envelope(Refused(Reason.OFFSET)))
         digest, total = blobs.digest(piece), len(export.blob)
         place = (self.run, pull.fragment, pull.offset, total, export.step)
         chunk = StateChunk(*place, export.layout, digest, export.version)

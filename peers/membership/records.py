@@ -20,6 +20,7 @@ from decentral.core import rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import RetainedStates
+from decentral.core.reasons import Reason
 
 Label = Annotated[str, Strict(), Field(max_length=128)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
@@ -129,6 +130,6 @@ def checked(adapter: TypeAdapter[T], body: bytes) -> T:
         fields: Any = msgpack.unpackb(body, use_list=False, strict_map_key=True)
         return adapter.validate_python(fields)
     except ValidationError as error:
-        raise ProtocolError("fields", f"{error.error_count()} wrong") from None
+        raise ProtocolError(Reason.FIELDS, f"{error.error_count()} wrong") from None
     except Exception as error:  # msgpack raises a dozen kinds for garbage
-        raise ProtocolError("garbage", type(error).__name__) from None
+        raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None

@@ -20,6 +20,7 @@ from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Effect, Woke, log
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.holders import Holders
@@ -30,7 +31,7 @@ PEERS_PER_REFRESH_S = 25  # a large swarm looks less often: its record is as lar
 EXPIRY_STEP_S = 1e-3
 FORGET_TTLS = 10  # lifetimes of a record
 DEAD_AFTER = 2  # unanswered questions in a row
-SILENT = ("unreachable", "deadline", "cut")
+SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Roster:
                 body, expires = self.own.open(key, peer, value, now)
                 record = records.unpack(body)
                 if record.run != self.run:
-                    raise ProtocolError("run", f"a record of {record.run!r}")
+                    raise ProtocolError(Reason.RUN, f"a record of {record.run!r}")
             except ProtocolError as error:
                 self.refused[error.reason] += 1
                 continue
@@ -170,7 +171,7 @@ class Roster:
         if entry.failures < DEAD_AFTER:
             return []
         self._dropped[peer] = entry.record.time
-        return self._drop(peer, "silent", now)
+        return self._drop(peer, Reason.SILENT, now)
 
     def _forget(self, now: Seconds) -> None:
         """What a record says of long ago is of no use: peers that come and go must not fill our memory."""

@@ -38,6 +38,7 @@ from decentral.comm.wire.messages import (
 from decentral.comm.wire.transport import Asked, Reply
 from decentral.core.jobs import RetainedExported, StateExported
 from decentral.core.machine import Effect
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.join import Donor
 from decentral.peers.membership.prober import zeros
@@ -80,11 +81,11 @@ class Answers:
             case LeaseRequest(run=run, fragment=index) if run == setup.run and training:
                 if self.moves:
                     return self.moves.handle(event, now)
-                return [_reply(event, Done() if setup.holds(index) else Refused("fragment"))]
+                return [_reply(event, Done() if setup.holds(index) else Refused(Reason.FRAGMENT))]
             case StateRequest(run=run) as pull if run == setup.run:
                 fallen_out = self.rounds is not None and self.rounds.behind != ""
                 if not training and (setup.restored_step is None or fallen_out):
-                    return [_reply(event, Refused("not-ready"))]
+                    return [_reply(event, Refused(Reason.NOT_READY))]
                 if self.rounds:
                     self.rounds.pin(event.sender, now)
                 return self.donor.asked(event.request, event.sender, pull, self._state_step, now)
@@ -113,7 +114,7 @@ class Answers:
                 | CollectRequest(run=run)
             ) if run != setup.run:
                 return [_reply(event, self._other_run(run))]
-        return [_reply(event, Refused("unexpected"))]
+        return [_reply(event, Refused(Reason.UNEXPECTED))]
 
     def exported(self, event: StateExported | RetainedExported, now: Seconds) -> list[Effect]:
         """A state that newcomers wait for."""
@@ -123,10 +124,10 @@ class Answers:
     def part_with(self, lost: Sequence[int]) -> list[Effect]:
         """Whoever waits for something of these fragments is told that it does not come."""
         asked = [request for request, index in self.waiting.items() if index in lost]
-        return [Reply(request, Envelope(Refused("fragment"))) for request in asked]
+        return [Reply(request, Envelope(Refused(Reason.FRAGMENT))) for request in asked]
 
     def leave(self) -> list[Effect]:
-        return [Reply(request, Envelope(Refused("leaving"))) for request in sorted(self.waiting)]
+        return [Reply(request, Envelope(Refused(Reason.LEAVING))) for request in sorted(self.waiting)]
 
     def blob_bound(self, message: Message) -> int:
         """How large a blob may come with a question; everything else carries none."""
@@ -157,7 +158,7 @@ class Answers:
         return self.rounds.number if self.rounds and self.rounds.now_in else self.progress.lr_step
 
     def _other_run(self, run: str) -> Refused:
-        return Refused("run", f"this peer is in {self.setup().run}, not in {run}"[:200])
+        return Refused(Reason.RUN, f"this peer is in {self.setup().run}, not in {run}"[:200])
 
 
 def _reply(event: Asked, message: Message) -> Reply:

@@ -16,6 +16,7 @@ from decentral.comm.gossip.swap import SwapExchange
 from decentral.comm.wire.messages import Message, Pull, Push, Refused, Swap, SwapCommit
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect, Woke, earliest
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.node.peer_selection import PeerSelection
 from decentral.peers.node.setup import NodeSetup
@@ -88,10 +89,10 @@ class FragmentExchanges:
         """Why a question about a fragment is not one for its exchange; None if it is."""
         setup = self.setup()
         if index not in self.running and not setup.config.synchronous:
-            return Refused("not-ready" if setup.holds(index) else "fragment")
+            return Refused(Reason.NOT_READY if setup.holds(index) else Reason.FRAGMENT)
         algorithm = setup.config.gossip.algorithm
         if not isinstance(message, QUESTIONS[algorithm]):
-            return Refused("algorithm", f"this run gossips by {algorithm}")
+            return Refused(Reason.ALGORITHM, f"this run gossips by {algorithm}")
         return None
 
     def _exchange(self, fragment: Fragment, now: Seconds) -> Gossip:

@@ -46,6 +46,7 @@ from decentral.core.jobs import (
     WindowClosed,
 )
 from decentral.core.machine import Effect, Log, Woke, earliest, log
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.join import Donor, Join, JoinTag
 from decentral.peers.joining.join import JoinPhase as JoinState
@@ -287,7 +288,7 @@ class Node:
 
     def _is_only_late(self, event: Answered | AskFailed) -> bool:
         """Whether it says nothing of the peer's being there: an answer that waits for its device, or all behind it."""
-        return event.tag.waits_for_work and isinstance(event, AskFailed) and event.reason == "deadline"
+        return event.tag.waits_for_work and isinstance(event, AskFailed) and event.reason == Reason.DEADLINE
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
         if self.spans and event.key == plan_key(self.setup.run):
@@ -383,7 +384,7 @@ class Node:
     def _left(self, event: object, now: Seconds) -> list[Effect]:
         """What still comes in while the last checkpoint is written."""
         if isinstance(event, Asked):
-            return [Reply(event.request, Envelope(Refused("leaving")))]
+            return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
         return self.progress.handle(event, now) if isinstance(event, Saved) else []
 
     def _count(self, effect: Effect) -> None:

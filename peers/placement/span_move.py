@@ -25,6 +25,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ChangeSpan, Layout, SpanChanged
 from decentral.core.machine import Effect, Woke, log
 from decentral.core.memory_needs import MemoryNeeds
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 
@@ -156,15 +157,15 @@ class SpanMove:
             return []
         self.state, self.goal, self.why, self._began = MovePhase.FETCHING, goal, why, now
         if not self.room.fits(goal.start, goal.stop):
-            return self._fail("memory", now)
+            return self._fail(Reason.MEMORY, now)
         if any(self._is_relied_on(index, now) for index in self.lost):
-            return self._fail("promised", now)
+            return self._fail(Reason.PROMISED, now)
         if any(len(self.view.holders(index)) < self.needed for index in self.lost):
-            return self._fail("needed", now)  # nothing need be fetched to know it
+            return self._fail(Reason.NEEDED, now)  # nothing need be fetched to know it
         self.fetch = self._new_fetch()
         incoming = {index: self._incoming(index) for index in self.gained}
         if not alone and any(one is None and not self.view.keeps(index) for index, one in incoming.items()):
-            return self._fail("donors", now)
+            return self._fail(Reason.DONORS, now)
         self.fetch.begin((one for one in incoming.values() if one is not None), now)
         return self._look(now)
 
@@ -172,7 +173,7 @@ class SpanMove:
         """Gives up a move to elsewhere, if there still is time for it."""
         if self.state in (MovePhase.SETTLED, MovePhase.SWITCHING) or self.goal == goal:
             return []
-        return self._fail("replanned", now)
+        return self._fail(Reason.REPLANNED, now)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
@@ -191,7 +192,7 @@ class SpanMove:
             case Asked(request, sender, Envelope(LeaseRequest(fragment=index))):
                 return self._asked_to_stay(request, sender, index, now)
             case Drained() if self.state is MovePhase.DRAINING and self._left_alone():
-                return self._fail("needed", now)
+                return self._fail(Reason.NEEDED, now)
             case Drained() if self.state is MovePhase.DRAINING:
                 self.state, self.wake_at = MovePhase.SWITCHING, None
                 cuts = self.room.needs.fragments[self.goal.start : self.goal.stop]
@@ -205,15 +206,15 @@ class SpanMove:
     def _look(self, now: Seconds) -> list[Effect]:
         self.wake_at = now + MOVE_RETRY_S
         if self.state is MovePhase.DRAINING and now >= self._until:
-            return self._fail("legs", now)
+            return self._fail(Reason.LEGS, now)
         if self.state is MovePhase.DRAINING and self._left_alone():
-            return self._fail("needed", now)  # we take no executions, and nobody else does
+            return self._fail(Reason.NEEDED, now)  # we take no executions, and nobody else does
         if self.state is not MovePhase.FETCHING:
             return []
         if self.fetch.complete:
             return self._ask_others_to_stay(now)
         if now > self.fetch.last_piece + FETCH_STALLED_S:
-            return self._fail("donors", now)
+            return self._fail(Reason.DONORS, now)
         self.fetch.choose(sorted({peer for index in self.fetch.incoming for peer in self._donors(index)}))
         if not self.fetch.donors:
             self.fetch.failures.clear()
@@ -242,7 +243,7 @@ class SpanMove:
 
     def _have_they_promised(self, now: Seconds) -> list[Effect]:
         if any(len(self._promises[index]) < self.needed for index in self.lost):
-            return self._fail("needed", now)
+            return self._fail(Reason.NEEDED, now)
         self.state, self._until = MovePhase.DRAINING, now + DRAIN_MOST_S
         self.wake_at = now + MOVE_RETRY_S
         return []
@@ -292,12 +293,12 @@ class SpanMove:
     def _asked_to_stay(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[Effect]:
         """Promises, or says why not."""
         if index not in self.held:
-            return [Reply(request, Envelope(Refused("fragment")))]
+            return [Reply(request, Envelope(Refused(Reason.FRAGMENT)))]
         effects: list[Effect] = []
         if index in self.lost:
             if self.state is MovePhase.SWITCHING or self.own > sender:
-                return [Reply(request, Envelope(Refused("moving")))]
-            effects = self._fail("yielded", now)
+                return [Reply(request, Envelope(Refused(Reason.MOVING)))]
+            effects = self._fail(Reason.YIELDED, now)
         self.promised.setdefault(index, {})[sender] = now + LEASE_S
         return [*effects, Reply(request, Envelope(Done()))]
 
