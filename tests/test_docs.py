@@ -1,0 +1,115 @@
+"""The documents name what there is: reasons, messages, paths, commands, links, and a line for every product file."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from decentral.comm.wire.messages import VERSION, Message
+from decentral.core.config import Config
+from decentral.core.reasons import Reason
+
+ROOT = Path(__file__).parent.parent
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(doc.relative_to(ROOT)) for doc in DOCS]
+PRODUCT = ("comm", "peers", "scheduler", "decentral")
+TOP = (*PRODUCT, "tests", "benchmarks", "configs", "docs")
+PLACEHOLDER = "NAME"  # in a recipe: a file that its reader will write
+
+PATH = re.compile(rf"(?<![\w/.-])((?:{'|'.join(TOP)})/[\w./-]*\w|[\w./-]+/[\w-]+\.py)")
+COMMAND = re.compile(r"python -m ((?:decentral|benchmarks)\.\w+)")
+TARGET = re.compile(r"(?:^ {4}|`)make (\w+)", re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+KEY = re.compile(r"(?<![\w./-])(\w+)\.(?!safetensors)(\w+)(?=[`=])")
+
+
+def section(doc: str, title: str) -> str:
+    """The text below this heading, down to the next one of its level."""
+    level = title.split()[0]
+    text = (ROOT / doc).read_text()
+    assert f"\n{title}\n" in text, f"{doc} has no heading {title!r}"
+    return re.split(rf"^{level} ", text.split(f"\n{title}\n")[1], flags=re.MULTILINE)[0]
+
+
+def product_files() -> set[str]:
+    """Every module; the links to other folders in decentral/ are not followed."""
+    files = [path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"]
+    names = {str(path.relative_to(ROOT)) for path in files}
+    return {name for name in names if not name.startswith(tuple(f"decentral/{linked}/" for linked in TOP))}
+
+
+def anchors(doc: Path) -> set[str]:
+    """The fragments of links to this document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", doc.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_each_reason_stands_in_the_protocol_s_table_once_and_nothing_else_does() -> None:
+    rows = [line.split("|")[2] for line in section("docs/PROTOCOL.md", "## Reasons").splitlines() if "|" in line]
+    named = Counter(word for row in rows for word in re.findall(r"`([^`]+)`", row))
+    assert named == Counter(reason.value for reason in Reason)
+
+
+def test_each_message_has_a_place_in_the_protocol() -> None:
+    questions = section("docs/PROTOCOL.md", "## Questions and answers")
+    named = set(re.findall(r"`(\w+)`", questions))
+    assert {kind.__name__ for kind in Message.__args__} <= named
+
+
+@pytest.mark.xfail(VERSION == 1, reason="it rises when the messages travel under their new names", strict=True)
+def test_the_protocol_s_title_has_its_version() -> None:
+    assert (ROOT / "docs/PROTOCOL.md").read_text().startswith(f"# Protocol, version {VERSION}\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_path_that_a_document_names_is_there(name: str) -> None:
+    named = {path for path in PATH.findall((ROOT / name).read_text()) if PLACEHOLDER not in path}
+    assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_command_that_a_document_names_is_there(name: str) -> None:
+    text = (ROOT / name).read_text()
+    commands = {module.replace(".", "/") + ".py" for module in COMMAND.findall(text)}
+    assert not [path for path in sorted(commands) if not (ROOT / path).exists()]
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(TARGET.findall(text)) <= targets
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_of_the_config_that_a_document_names_is_one(name: str) -> None:
+    sections = {key: field.annotation for key, field in Config.model_fields.items()}
+    named = [(first, key) for first, key in KEY.findall((ROOT / name).read_text()) if first in sections]
+    assert not [pair for pair in named if pair[1] not in sections[pair[0]].model_fields]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_link_leads_somewhere(name: str) -> None:
+    for link in LINK.findall((ROOT / name).read_text()):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / name).parent / path if path else ROOT / name
+        assert link.startswith("http") or target.exists(), link
+        assert not anchor or link.startswith("http") or anchor in anchors(target), link
+
+
+def test_every_page_of_results_is_linked_from_a_document() -> None:
+    linked = {
+        ((ROOT / name).parent / link.partition("#")[0]).resolve()
+        for name in NAMES
+        for link in LINK.findall((ROOT / name).read_text())
+    }
+    assert not [page.name for page in (ROOT / "docs" / "results").glob("*.md") if page not in linked]
+
+
+def test_each_product_file_has_one_line_in_the_file_map() -> None:
+    lines = re.findall(r"^- `([\w/.]+)`: .+$", section("docs/ARCHITECTURE.md", "## File map"), re.MULTILINE)
+    assert Counter(lines) == Counter(product_files())
+
+
+def test_no_walk_passes_a_file_twice_but_for_one_return() -> None:
+    walks = re.split(r"^### ", section("docs/ARCHITECTURE.md", "## Four walks"), flags=re.MULTILINE)[1:]
+    assert len(walks) == 4
+    for walk in walks:
+        passed = Counter(re.findall(r"^\d+\. `([\w/.]+)`: ", walk, re.MULTILINE))
+        assert sorted(passed.values())[-2:] in ([1, 1], [1, 2]), walk.splitlines()[0]
