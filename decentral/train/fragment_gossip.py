@@ -52,7 +52,20 @@ class GossipedFragment:
         if len(names) != len(one.layout) or len(one.blob) != sum(section.size for section in one.layout):
             raise ProtocolError(Reason.SHAPE, "its sections do not add up to its blob")
 
+    def clip(self, vector: Tensor) -> None:
+        """Shortens it: one peer that diverges, or lies, moves us no further than twice what is usual.
+
+        Our own length counts as usual: steps grow during the warm-up, everybody's alike.
+        """
+        length = float(torch.linalg.vector_norm(vector))
+        usual = max(self.own_length, median(self.lengths) if self.lengths else length)
+        limit = CLIP_TO_MEDIAN * usual
+        if length > limit > 0:
+            vector *= limit / length
+        self.lengths.append(min(length, limit) if limit > 0 else length)
+
     def merge(self, parts: Sequence[update_rules.Parts]) -> None:
+        """Takes the rule's step, and puts what it gives in place of the live weights."""
         merged = self.rule.merge(self.live, parts)
         self.live.theta.copy_(merged.theta)
         if merged.exp_avg is not None:
@@ -219,18 +232,6 @@ class FragmentGossip:
                 continue
             on_device = {name: vector.to(gossiped.live.theta.device) for name, vector in vectors.items()}
             if gossiped.rule.clipped:
-                self._clip(gossiped, on_device[gossiped.rule.clipped])
+                gossiped.clip(on_device[gossiped.rule.clipped])
             parts.append(update_rules.Parts(one.peer, one.tokens, one.lr_sum, on_device))
         return parts, rejected
-
-    def _clip(self, gossiped: GossipedFragment, vector: Tensor) -> None:
-        """Shortens it: one peer that diverges, or lies, moves us no further than twice what is usual.
-
-        Our own length counts as usual: steps grow during the warm-up, everybody's alike.
-        """
-        length = float(torch.linalg.vector_norm(vector))
-        usual = max(gossiped.own_length, median(gossiped.lengths) if gossiped.lengths else length)
-        limit = CLIP_TO_MEDIAN * usual
-        if length > limit > 0:
-            vector *= limit / length
-        gossiped.lengths.append(min(length, limit) if limit > 0 else length)
