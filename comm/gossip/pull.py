@@ -81,7 +81,8 @@ class PullExchange:
 
     @property
     def wake_at(self) -> Seconds | None:
-        own = self.close_at if self.state is PullPhase.OPEN else self._window.enough_at if self._may_be_enough() else None
+        own = self.close_at if self.state is PullPhase.OPEN else None
+        own = self._window.enough_at if self._may_be_enough() else own
         return earliest((self.published.wake_at, own)) if self.published.waiting else own
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:

@@ -26,7 +26,7 @@ from decentral.core.machine import Effect, Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-TRIES = 3
+PUSH_TRIES = 3
 PUSHES_REMEMBERED = 1024  # pushes whose numbers we keep, to add none twice
 
 
@@ -112,7 +112,7 @@ class PushExchange:
 
     def _again(self, partner: PeerId, tries: int, now: Seconds) -> list[Effect]:
         """Asks again, or gives the mass up: nobody knows where it is, and it is better lost than in two places."""
-        if tries < TRIES:
+        if tries < PUSH_TRIES:
             return [self._ask(partner, tries + 1, now)]
         return self._end(partner, "failed", Reason.MASS_LOST, now)
 

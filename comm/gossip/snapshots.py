@@ -18,8 +18,8 @@ from decentral.core.synthetic import joined
 from decentral.core.units import Seconds
 
 CLOCK_SKEW_S = 10.0  # a snapshot may be this far in the future
-SNAPSHOTS_KEPT = 2  # the last one, and the one before for an allreduce peer that is a round behind
-MAX_WAITING_PULLS = 256  # questions that wait for a snapshot that is not there yet
+SNAPSHOTS_KEPT = 2  # the last one, and the one before for a partner that is a round behind, where merges block
+MAX_WAITING_PULLS = 256  # questions that wait for a snapshot which is not there yet
 
 
 def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:
@@ -36,9 +36,7 @@ def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Sn
     )
 
 
-def check(
-    context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds
-) -> None:
+def check(context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds) -> None:
     """Raises ProtocolError unless it is of this run and fragment, newer than `after`, fresh, shaped so, and whole."""
     if snapshot.run != context.run:
         raise ProtocolError(Reason.RUN, f"a snapshot of {snapshot.run!r}")

@@ -39,9 +39,8 @@ class PullRule:
 
     def close(self, live: Live, packer: Packer) -> None:
         packer.add("phi", self.sections["phi"], self.slow.phi)
-        self.slow, sent = outer.close(
-            self.slow, live.theta, lambda owed: packer.add(PSEUDO_GRADIENT, self.sections[PSEUDO_GRADIENT], owed)
-        )
+        codec = self.sections[PSEUDO_GRADIENT]
+        self.slow, sent = outer.close(self.slow, live.theta, lambda owed: packer.add(PSEUDO_GRADIENT, codec, owed))
         self.closed, self.closed_at = outer.WindowUpdate(sent, live.tokens, live.lr_sum), live.steps
 
     def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
@@ -77,7 +76,7 @@ class PullRule:
     def state(self) -> State:
         slow = self.slow
         kept = {"phi": slow.phi, "baseline": slow.baseline, "momentum": slow.momentum, "residual": slow.residual}
-        return kept if self.closed is None else {**kept, "pending": self.closed.sent}
+        return kept if self.closed is None else {**kept, "pending": self.closed.pseudo_gradient}
 
     def load(self, live: Live, state: State) -> None:
         """A window that was closed and not yet merged becomes a solo step: nobody will send us its partners now."""
@@ -100,9 +99,7 @@ class PullRule:
 
 def _machine(context: FragmentContext, close_at: Seconds) -> PullExchange:
     """Pseudo-gradients are pulled in every window, slow weights in every `consensus_every`-th."""
-    return PullExchange(
-        context, close_at, light=(PSEUDO_GRADIENT,), whole_every=context.gossip.consensus_every
-    )
+    return PullExchange(context, close_at, light=(PSEUDO_GRADIENT,), whole_every=context.gossip.consensus_every)
 
 
 ALGORITHM = Algorithm(

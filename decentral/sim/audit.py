@@ -183,10 +183,10 @@ class InvariantAudit:
 
     def _to_be_merged(self, host: VirtualHost, fragment: int, contributions: Sequence[jobs.Contribution]) -> None:
         """How old they are when they are taken; a process that is stopped after that cannot help what it finds."""
-        gossip = host.node.setup.config.gossip
-        if gossip.algorithm != "pull":
+        exchange = host.node.gossip.running.get(fragment)
+        if not isinstance(exchange, PullExchange) or exchange.blocking:
             return  # a round is as old as its slowest peer, and the two sides of a swap merge it both or not at all
-        period_s = host.node.selection.period_s(host.node.gossip.running[fragment].size)
+        period_s = host.node.selection.period_s(exchange.size)
         limit_s = self.max_age_s + ENOUGH_PERIODS * period_s + self._skew_s() + SLACK_S + self._slowest_step_s(host)
         for one in contributions:
             found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))

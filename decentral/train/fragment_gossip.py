@@ -39,10 +39,6 @@ class GossipedFragment:
     own_length: float = 0.0  # the length of what we published last
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
 
-    @classmethod
-    def of(cls, live: Live, rule: update_rules.UpdateRule, codecs: Codecs) -> "GossipedFragment":
-        return cls(live, rule, update_rules.layout_of(rule.sections, live.fragment.parameters, codecs))
-
     def fits(self, one: jobs.Contribution) -> None:
         """Raises ProtocolError unless its sections are ours, or those of ours that suffice for a merge."""
         names = {section.name for section in one.layout}
@@ -156,10 +152,7 @@ class FragmentGossip:
 
     def state_layouts(self) -> list[jobs.Layout]:
         """The layout of each fragment's export: what a newcomer may expect of its donors."""
-        return [
-            update_rules.layout_of(gossiped.rule.donated, gossiped.live.fragment.parameters, self.codecs)
-            for gossiped in self.fragments
-        ]
+        return [self._layout(gossiped.rule.donated, gossiped.live) for gossiped in self.fragments]
 
     def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]]) -> jobs.StateImported:
         """Adopts all of these or none: they are decoded and checked first. What nobody trains is not among them."""
@@ -187,7 +180,11 @@ class FragmentGossip:
             self.holding = None
 
     def _new(self, live: Live) -> GossipedFragment:
-        return GossipedFragment.of(live, update_rules.rule(self.gossip, live.theta, self.peer), self.codecs)
+        rule = update_rules.rule(self.gossip, live.theta, self.peer)
+        return GossipedFragment(live, rule, self._layout(rule.sections, live))
+
+    def _layout(self, sections: Mapping[str, str], live: Live) -> jobs.Layout:
+        return update_rules.layout_of(sections, live.fragment.parameters, self.codecs)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint must keep, by fragment and name."""

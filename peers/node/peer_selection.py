@@ -1,8 +1,8 @@
-"""Peer selection: whom of the swarm each machine asks, and how long and how often.
+"""Peer selection: which peers each machine asks, and how long and how often.
 
-The roster says who holds what and who trains, the meter what the links carry. Exchanges, rounds, moves and newcomers
-see no more of the swarm than this (GossipView in core/algorithms.py, comm/rounds.View, and a part of peers/move.View); routes have
-their own sight of it, peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
+The roster says who holds what and who trains, the meter what the links carry. Exchanges (GossipView in
+core/algorithms.py), rounds, moves and newcomers see no more of the swarm than this; routes have a view of their own,
+peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
 """
 
 from collections.abc import Callable, Sequence

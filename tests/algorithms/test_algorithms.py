@@ -65,7 +65,7 @@ def test_a_name_that_is_not_in_the_table_loads_nothing_and_the_error_lists_those
 
 @pytest.mark.parametrize("value", ["3", "[pull]", "null", "{pull: 1}"])
 def test_an_algorithm_that_is_no_text_is_refused_in_the_same_words(value: str) -> None:
-    with pytest.raises(UserError, match="gossip.algorithm must be 'pull', "):
+    with pytest.raises(UserError, match=r"gossip\.algorithm must be 'pull', "):
         config.load(None, [f"gossip.algorithm={value}"])
 
 
