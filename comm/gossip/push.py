@@ -2,10 +2,10 @@
 
     OPEN --window over--> CLOSING --WindowClosed--> PUSHING --Done--> OPEN
 
-A push has a number; one that comes twice is added once, so a push whose acknowledgement was lost is sent again.
-Mass that was refused, or never left, is taken back; not after a try that nobody answered, which may have arrived. Then
-only a partner that dies, or refuses to the end, costs mass, and x and w are lost together, which leaves every ratio
-x/w as it was; the journal says `mass-lost`.
+A push has a number, and one that comes twice is added once, so a push whose acknowledgement was lost is sent again.
+Mass that was refused, or never left, is taken back. It is not taken back after a try that nobody answered, because it
+may have arrived. So only a partner that dies, or refuses to the end, costs mass; x and w are lost together, which
+leaves every ratio x/w as it was, and the journal says `mass-lost`.
 """
 
 from collections import OrderedDict

@@ -3,9 +3,9 @@
     asker      OPEN -> CLOSING -> ASKING --Snapshot--> MERGING, and Commit to the other until it is acknowledged
     responder  OPEN --Swap--> CLOSING -> OFFERED --Commit--> MERGING; no Commit in time: a solo step
 
-Crossed offers become one exchange: the one with the lower id keeps asking, the other answers it with the window
-that it has closed. What cannot be excluded is a Commit that is lost to the end: then one side has merged and the
-other has not, the swarm's mean has moved, and the journal says `commit-lost`.
+Crossed offers become one exchange: the peer with the lower id keeps asking, and the other answers it with the window
+that it has closed. A Commit may be lost in all its tries: then one side has merged and the other has not, the swarm's
+mean has moved, and the journal says `commit-lost`.
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class SwapExchange:
     seq: int = 0
     size: int = 0  # of our last snapshot, bytes
     _partner: PeerId | None = None
-    _swap: tuple[int, Swap, bytes] | None = None  # the question that we close a window for
+    _swap: tuple[int, Swap, bytes] | None = None  # the request, its message and its blob, which we close a window for
     _offered_seq: int = 0  # the window that the Swap which we answered offered us
     _committed_seq: int = 0  # the partner's window that we merged last
     _closed: WindowClosed | None = None

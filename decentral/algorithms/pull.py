@@ -19,7 +19,7 @@ from decentral.core.units import Seconds
 from decentral.train import outer
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import MergedWeights, Parts, State
+from decentral.train.update_rules import MergedWeights, Parts, RuleState
 
 PSEUDO_GRADIENT = "delta"  # the section's name on the wire
 
@@ -73,12 +73,12 @@ class PullRule:
 
     def check(self, vectors: Mapping[str, Tensor]) -> None: ...
 
-    def state(self) -> State:
+    def state(self) -> RuleState:
         slow = self.slow
         kept = {"phi": slow.phi, "baseline": slow.baseline, "momentum": slow.momentum, "residual": slow.residual}
         return kept if self.closed is None else {**kept, "pending": self.closed.pseudo_gradient}
 
-    def load(self, live: Live, state: State) -> None:
+    def load(self, live: Live, state: RuleState) -> None:
         """A window that was closed and not yet merged becomes a solo step: nobody will send us its partners now."""
         self.slow = outer.Slow(state["phi"], state["baseline"], state["momentum"], state["residual"])
         self.closed = None

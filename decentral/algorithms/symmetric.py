@@ -11,7 +11,7 @@ from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import LiveWeightsRule, MergedWeights, Parts, State
+from decentral.train.update_rules import LiveWeightsRule, MergedWeights, Parts, RuleState
 
 
 class SymmetricRule(LiveWeightsRule):
@@ -34,7 +34,7 @@ class SymmetricRule(LiveWeightsRule):
         assert len(parts) == 1, "a symmetric exchange has two sides"
         return MergedWeights(live.theta + 0.5 * (parts[0].vectors["theta"] - sent))
 
-    def load(self, live: Live, state: State) -> None:
+    def load(self, live: Live, state: RuleState) -> None:
         self.sent = None
 
 

@@ -17,7 +17,7 @@ from decentral.core.jobs import Layout, Section
 from decentral.train.inner import Live
 from decentral.train.sections import Codecs, Packer
 
-State = dict[str, Tensor]
+RuleState = dict[str, Tensor]
 
 SCALAR = "scalar"  # in place of a codec: the section holds one fp32 number, however long the fragment is
 
@@ -63,11 +63,11 @@ class UpdateRule(Protocol):
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         """Raises ProtocolError if what a partner sent cannot be merged, though it is finite and has our layout."""
 
-    def state(self) -> State:
+    def state(self) -> RuleState:
         """All that a checkpoint must keep."""
         ...
 
-    def load(self, live: Live, state: State) -> None:
+    def load(self, live: Live, state: RuleState) -> None:
         """Goes on from `state`; theta is already what it was."""
 
     def donate(self, live: Live, packer: Packer) -> None:
@@ -91,10 +91,10 @@ class LiveWeightsRule:
 
     def check(self, vectors: Mapping[str, Tensor]) -> None: ...
 
-    def state(self) -> State:
+    def state(self) -> RuleState:
         return {}
 
-    def load(self, live: Live, state: State) -> None: ...
+    def load(self, live: Live, state: RuleState) -> None: ...
 
     def donate(self, live: Live, packer: Packer) -> None:
         packer.add("theta", self.donated["theta"], live.theta)
