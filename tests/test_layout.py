@@ -16,6 +16,7 @@ ROOMS = {
 }
 PACKAGES = {
     "decentral",
+    "decentral.algorithms",
     "decentral.core",
     "decentral.train",
     "decentral.sim",

@@ -2,29 +2,31 @@
 
     OPEN --window over--> CLOSING --WindowClosed--> PUSHING --Done--> OPEN
 
-A push has a number; one that comes twice is added once, so a push whose acknowledgement was lost is sent again.
-Mass that was refused, or never left, is taken back; not after a try that nobody answered, which may have arrived. Then
-only a partner that dies, or refuses to the end, costs mass, and x and w are lost together, which leaves every ratio
-x/w as it was; the journal says `mass-lost`.
+A push has a number, and one that comes twice is added once, so a push whose acknowledgement was lost is sent again.
+Mass that was refused, or never left, is taken back. It is not taken back after a try that nobody answered, because it
+may have arrived. So only a partner that dies, or refuses to the end, costs mass; x and w are lost together, which
+leaves every ratio x/w as it was, and the journal says `mass-lost`.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from decentral.comm.gossip.snapshots import FragmentContext, GossipView, contribution
+from decentral.comm.gossip import snapshots
+from decentral.comm.gossip.snapshots import contribution, next_number
 from decentral.comm.gossip.tags import PushTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Push, Refused
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.core.algorithms import FragmentContext
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Absorb, Absorbed, CloseWindow, Contribution, WindowClosed
-from decentral.core.machine import Effect, Woke, log
+from decentral.core.machine import Effect, Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-TRIES = 3
+PUSH_TRIES = 3
 PUSHES_REMEMBERED = 1024  # pushes whose numbers we keep, to add none twice
 
 
@@ -36,7 +38,7 @@ class PushPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Absorbing:
-    """Mass that the compute thread is adding, and who waits to hear of it: nobody, if it is our own coming back."""
+    """Mass that the compute thread is adding, and the requests that wait to hear of it (none if it is our own)."""
 
     sender: PeerId
     seq: int
@@ -46,11 +48,10 @@ class Absorbing:
 @dataclass(slots=True)
 class PushExchange:
     context: FragmentContext
-    view: GossipView
     close_at: Seconds
     state: PushPhase = PushPhase.OPEN
     seq: int = 0
-    size: int = 0
+    size: int = 0  # of our last push, bytes
     _closed: WindowClosed | None = None
     _arrived: OrderedDict[tuple[PeerId, int], None] = field(default_factory=OrderedDict)
     _absorbing: list[Absorbing] = field(default_factory=list)  # jobs under way, in order
@@ -78,42 +79,42 @@ class PushExchange:
 
     def _close(self, now: Seconds) -> list[Effect]:
         self.state, self._began = PushPhase.CLOSING, now
-        self.seq = max(self.seq + 1, int(now * 1000))
+        self.seq = next_number(self.seq, now)
         return [CloseWindow(self.context.fragment, self.seq)]
 
     def _push(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         self._closed, self.size = closed, len(closed.blob)
-        partners = self.view.partners(self.context.fragment, now)
+        partners = self.context.partners(now)
         if not partners:
-            return [self._take_back(), *self._over(None, "solo", Reason.ALONE, now)]
+            return [self._take_back(), *self._end(None, "solo", Reason.ALONE, now)]
         self.state = PushPhase.PUSHING
         return [self._ask(partners[0], 1, now)]
 
     def _ask(self, partner: PeerId, tries: int, now: Seconds) -> Ask:
         assert self._closed is not None
         tag = PushTag(self.context.fragment, self.seq, tries)
-        push = Envelope(Push(self.context.describe(self._closed, now)), self._closed.blob)
-        return Ask(tag, partner, push, self.view.deadline_s(partner, self.size))
+        push = Envelope(Push(snapshots.describe(self.context, self._closed, now)), self._closed.blob)
+        return Ask(tag, partner, push, self.context.view.deadline_s(partner, self.size))
 
     def _answered(self, event: Answered, tries: int, now: Seconds) -> list[Effect]:
         message = event.envelope.message
         if isinstance(message, Done):
-            return self._over(event.peer, "done", "", now, (event.sent_bytes, event.received_bytes))
+            return self._end(event.peer, "done", "", now, (event.sent_bytes, event.received_bytes))
         if tries > 1:  # this one was refused, but one before it may have arrived
             return self._again(event.peer, tries, now)
-        reason = message.reason if isinstance(message, Refused) else "unexpected"
-        return [self._take_back(), *self._over(event.peer, "failed", reason, now)]
+        reason = message.reason if isinstance(message, Refused) else Reason.UNEXPECTED
+        return [self._take_back(), *self._end(event.peer, "failed", reason, now)]
 
     def _unanswered(self, event: AskFailed, tries: int, now: Seconds) -> list[Effect]:
         if event.reason == Reason.UNREACHABLE and tries == 1:  # nothing has left
-            return [self._take_back(), *self._over(event.peer, "failed", event.reason, now)]
+            return [self._take_back(), *self._end(event.peer, "failed", event.reason, now)]
         return self._again(event.peer, tries, now)
 
     def _again(self, partner: PeerId, tries: int, now: Seconds) -> list[Effect]:
-        """Nobody knows where the mass is: better lost than in two places."""
-        if tries < TRIES:
+        """Asks again, or gives the mass up: nobody knows where it is, and it is better lost than in two places."""
+        if tries < PUSH_TRIES:
             return [self._ask(partner, tries + 1, now)]
-        return self._over(partner, "failed", "mass-lost", now)
+        return self._end(partner, "failed", Reason.MASS_LOST, now)
 
     def _take_back(self) -> Absorb:
         assert self._closed is not None
@@ -122,14 +123,12 @@ class PushExchange:
         self._absorbing.append(Absorbing(self.context.peer, self.seq))
         return Absorb(self.context.fragment, own)
 
-    def _over(
+    def _end(
         self, partner: PeerId | None, outcome: str, reason: str, now: Seconds, moved: tuple[int, int] = (0, 0)
     ) -> list[Effect]:
         self.state = PushPhase.OPEN
-        self.close_at = self.context.next_close(now, self.view.period_s(self.size))
-        line = {"outcome": outcome, "reason": reason, "seconds": round(now - self._began, 4)}
-        counts = {"sent_bytes": moved[0], "received_bytes": moved[1]}
-        return [log("exchange", fragment=self.context.fragment, partner=partner, **line, **counts)]
+        self.close_at = self.context.next_close(now, self.size)
+        return [self.context.exchange_line(partner, outcome, reason, now - self._began, moved)]
 
     def _pushed(self, request: int, sender: PeerId, push: Push, blob: bytes, now: Seconds) -> list[Effect]:
         name = (sender, push.offered.seq)
@@ -142,7 +141,7 @@ class PushExchange:
         if self._closed is None:
             return [Reply(request, Envelope(Refused(Reason.NOT_READY)))]
         try:
-            self.context.check(push.offered, blob, self._closed.layout, 0, now)
+            snapshots.check(self.context, push.offered, blob, self._closed.layout, 0, now)
         except ProtocolError as error:
             return [Reply(request, Envelope(Refused(error.reason)))]
         self._arrived[name] = None
@@ -152,7 +151,7 @@ class PushExchange:
         return [Absorb(self.context.fragment, contribution(sender, push.offered, blob))]
 
     def _absorbed(self, event: Absorbed) -> list[Effect]:
-        """Jobs are done in order, so the outcome is the oldest one's."""
+        """Answers those who wait for the oldest job: jobs are done in order."""
         over = self._absorbing.pop(0)
         if not event.accepted:
             self._arrived.pop((over.sender, over.seq), None)

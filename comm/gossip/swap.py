@@ -3,19 +3,21 @@
     asker      OPEN -> CLOSING -> ASKING --Snapshot--> MERGING, and Commit to the other until it is acknowledged
     responder  OPEN --Swap--> CLOSING -> OFFERED --Commit--> MERGING; no Commit in time: a solo step
 
-Crossed offers become one exchange: the one with the lower id keeps asking, the other answers it with the window
-that it has closed. What cannot be excluded is a Commit that is lost to the end: then one side has merged and the
-other has not, the swarm's mean has moved, and the journal says `commit-lost`.
+Crossed offers become one exchange: the peer with the lower id keeps asking, and the other answers it with the window
+that it has closed. A Commit may be lost in all its tries: then one side has merged and the other has not, the swarm's
+mean has moved, and the journal says `commit-lost`.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from decentral.comm.gossip.snapshots import FragmentContext, GossipView, contribution
+from decentral.comm.gossip import snapshots
+from decentral.comm.gossip.snapshots import contribution, next_number
 from decentral.comm.gossip.tags import SwapCommitTag, SwapTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Refused, Snapshot, Swap, SwapCommit
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.core.algorithms import FragmentContext
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseWindow, Contribution, Merge, Merged, WindowClosed
@@ -38,21 +40,20 @@ class SwapPhase(Enum):
 @dataclass(slots=True)
 class SwapExchange:
     context: FragmentContext
-    view: GossipView
     close_at: Seconds
     state: SwapPhase = SwapPhase.OPEN
     seq: int = 0
-    size: int = 0
+    size: int = 0  # of our last snapshot, bytes
     _partner: PeerId | None = None
-    _swap: tuple[int, Swap, bytes] | None = None  # the question that we close a window for
-    _offered_seq: int = 0  # of the Swap that we answered
-    _committed_seq: int = 0  # of the last one that we merged
+    _swap: tuple[int, Swap, bytes] | None = None  # the request, its message and its blob, which we close a window for
+    _offered_seq: int = 0  # the window that the Swap which we answered offered us
+    _committed_seq: int = 0  # the partner's window that we merged last
     _closed: WindowClosed | None = None
     _theirs: Contribution | None = None
     _seen: dict[PeerId, int] = field(default_factory=dict)
     _began: Seconds = 0.0
     _reason: str = ""
-    _bytes: tuple[int, int] = (0, 0)
+    _bytes: tuple[int, int] = (0, 0)  # sent and received
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -88,20 +89,20 @@ class SwapExchange:
     def _close(self, now: Seconds) -> list[Effect]:
         self.state, self._began = SwapPhase.CLOSING, now
         self._theirs, self._reason, self._bytes = None, "", (0, 0)
-        self.seq = max(self.seq + 1, int(now * 1000))
+        self.seq = next_number(self.seq, now)
         return [CloseWindow(self.context.fragment, self.seq)]
 
-    # As the one who asks
+    # The asker
 
     def _ask(self, now: Seconds) -> list[Effect]:
         assert self._closed is not None
-        partners = self.view.partners(self.context.fragment, now)
+        partners = self.context.partners(now)
         if not partners:
             return self._merge(None, Reason.ALONE)
         self.state, self._partner = SwapPhase.ASKING, partners[0]
-        swap = Envelope(Swap(self.context.describe(self._closed, now)), self._closed.blob)
+        swap = Envelope(Swap(snapshots.describe(self.context, self._closed, now)), self._closed.blob)
         tag = SwapTag(self.context.fragment, self.seq)
-        return [Ask(tag, self._partner, swap, self.view.deadline_s(self._partner, 2 * self.size), self.size)]
+        return [Ask(tag, self._partner, swap, self.context.view.deadline_s(self._partner, 2 * self.size), self.size)]
 
     def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
         message = event.envelope.message
@@ -119,15 +120,15 @@ class SwapExchange:
     def _commit(self, partner: PeerId, seq: int, tries: int) -> Ask:
         tag = SwapCommitTag(self.context.fragment, seq, tries)
         commit = SwapCommit(self.context.run, self.context.fragment, seq)
-        return Ask(tag, partner, Envelope(commit), self.view.deadline_s(partner, 0))
+        return Ask(tag, partner, Envelope(commit), self.context.view.deadline_s(partner, 0))
 
     def _recommit(self, partner: PeerId, seq: int, tries: int) -> list[Effect]:
         if tries < COMMIT_TRIES:
             return [self._commit(partner, seq, tries + 1)]
-        fields = {"outcome": "failed", "reason": "commit-lost", "seconds": 0.0}
+        fields = {"outcome": "failed", "reason": Reason.COMMIT_LOST, "seconds": 0.0}
         return [log("exchange", fragment=self.context.fragment, partner=partner, **fields)]
 
-    # As the one who is asked
+    # The responder
 
     def _swapped(self, request: int, sender: PeerId, swap: Swap, blob: bytes, now: Seconds) -> list[Effect]:
         crossed = self.state is SwapPhase.ASKING and self._partner == sender and self.context.peer > sender
@@ -138,7 +139,7 @@ class SwapExchange:
         return self._offer(now) if crossed else self._close(now)
 
     def _offer(self, now: Seconds) -> list[Effect]:
-        """Our side of the exchange that somebody asked us for."""
+        """Answers the Swap of a partner with the window that we have closed."""
         assert self._swap is not None
         assert self._partner is not None
         ours = self._closed
@@ -150,7 +151,7 @@ class SwapExchange:
         self.state, self._began, self._offered_seq = SwapPhase.OFFERED, now, swap.offered.seq
         self._theirs = contribution(self._partner, swap.offered, blob)
         self._bytes = (self.size, len(blob))
-        return [Reply(request, Envelope(self.context.describe(ours, now), ours.blob))]
+        return [Reply(request, Envelope(snapshots.describe(self.context, ours, now), ours.blob))]
 
     def _committed(self, request: int, sender: PeerId, commit: SwapCommit) -> list[Effect]:
         if sender != self._partner or commit.seq != self._offered_seq:
@@ -161,12 +162,12 @@ class SwapExchange:
         again = commit.seq == self._committed_seq  # our first acknowledgement was lost
         return [Reply(request, Envelope(Done() if again else Refused(Reason.NO_OFFER)))]
 
-    # Both
+    # Both sides
 
     def _refuse(self, peer: PeerId, snapshot: Snapshot, blob: bytes, now: Seconds) -> str:
         assert self._closed is not None
         try:
-            self.context.check(snapshot, blob, self._closed.layout, self._seen.get(peer, 0), now)
+            snapshots.check(self.context, snapshot, blob, self._closed.layout, self._seen.get(peer, 0), now)
         except ProtocolError as error:
             return error.reason
         self._seen[peer] = snapshot.seq
@@ -178,19 +179,10 @@ class SwapExchange:
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = SwapPhase.OPEN
-        self.close_at = self.context.next_close(now, self.view.period_s(2 * self.size))
+        self.close_at = self.context.next_close(now, 2 * self.size)
         reason = merged.rejected[0][1] if merged.rejected else self._reason
         calm = reason in (Reason.ALONE, Reason.CROSSED, Reason.BUSY)
         outcome = "done" if merged.used else "solo" if calm else "failed"
-        sent, received = self._bytes if merged.used else (0, 0)
-        fields = {"seconds": round(now - self._began, 4), "sent_bytes": sent, "received_bytes": received}
+        moved = self._bytes if merged.used else (0, 0)
         partner = None if reason == Reason.ALONE else self._partner
-        line = log(
-            "exchange",
-            fragment=self.context.fragment,
-            partner=partner,
-            outcome=outcome,
-            reason=reason,
-            **fields,
-        )
-        return [line]
+        return [self.context.exchange_line(partner, outcome, reason, now - self._began, moved)]

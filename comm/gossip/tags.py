@@ -16,7 +16,7 @@ class ExchangeTag(Tag):
 
 @dataclass(frozen=True, slots=True)
 class PullTag(ExchangeTag):
-    """Pull."""
+    """Pull: the answer comes at once, or after a short patience."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticKnownError
 
+from decentral.core import algorithms
 from decentral.core.errors import UserError
 
 MAX_CONFIG_BYTES = 64 * 1024
@@ -26,6 +28,18 @@ _SHORT.maxlevel = 2
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _algorithm_name(value: object) -> object:
+    """Says of an unknown name what pydantic says of a value that is none of a Literal's."""
+    names = algorithms.names()
+    if value not in names:
+        expected = ", ".join(map(repr, names[:-1])) + f" or {names[-1]!r}"
+        raise PydanticKnownError("literal_error", {"expected": expected})
+    return value
+
+
+AlgorithmName = Annotated[str, BeforeValidator(_algorithm_name)]
 
 
 class Strict(BaseModel):
@@ -114,14 +128,14 @@ class TrainConfig(Strict):
 class GossipConfig(Strict):
     """What the numbers do, and why these: docs/CONVERGENCE.md."""
 
-    # synchronous: nothing is averaged but gradients, before each step (docs/ROUTES.md); the settings below are for the
-    # others, but for fragment_parameters
-    algorithm: Literal["pull", "symmetric", "push_sum", "allreduce", "synchronous"] = "pull"
+    # A name in core/algorithms.py. With `synchronous` nothing is averaged but gradients, before each step
+    # (docs/ROUTES.md): of the settings below it uses fragment_parameters alone.
+    algorithm: AlgorithmName = "pull"
     window_s: PositiveFloat = 0.5
     start_window_s: PositiveFloat = 0.1  # in the first start_steps of the swarm, when replicas drift apart fastest
     start_steps: Annotated[int, Field(ge=0)] = 100
     partners: Positive = 3  # pulled from in each window
-    consensus_every: Positive = 3  # windows between two pulls of slow weights; deltas are pulled in every one
+    consensus_every: Positive = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each
     momentum: Fraction = 0.0  # alpha
     step: PositiveFloat = 1.0  # beta
     consensus: Fraction = 1.0  # gamma
@@ -173,13 +187,13 @@ class Config(Strict):
     @property
     def synchronous(self) -> bool:
         """Whether all peers take the same step, with the gradients of all: comm/rounds/round.py."""
-        return self.gossip.algorithm == "synchronous"
+        return algorithms.algorithm(self.gossip.algorithm).exact
 
     @model_validator(mode="after")
     def rounds_are_possible(self) -> "Config":
-        if self.synchronous and self.train.accumulate > MAX_ROUND:
+        if self.train.accumulate > MAX_ROUND and self.synchronous:
             raise ValueError(f"train.accumulate is at most {MAX_ROUND} where gossip.algorithm is synchronous")
-        if self.synchronous and self.routes.overlap:
+        if self.routes.overlap and self.synchronous:
             raise ValueError("routes.overlap is for asynchronous steps; gossip.algorithm is synchronous")
         return self
 

@@ -26,10 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.pull import ENOUGH_PERIODS
+from decentral.algorithms.pull import PullRule
+from decentral.algorithms.push_sum import PushSumRule
+from decentral.comm.gossip.pull import ENOUGH_PERIODS, PullExchange
 from decentral.comm.gossip.snapshots import MAX_WAITING_PULLS
 from decentral.comm.net.streams import MAX_STREAMS, READ_S, WRITE_S
 from decentral.core import jobs
+from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
@@ -38,7 +41,6 @@ from decentral.sim.route_audit import RouteAudit
 from decentral.sim.surrogate import STEP_NOISE
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
 from decentral.sim.virtual_host import VirtualHost
-from decentral.train.update_rules import PullRule, PushSumRule
 
 CHECK_S = 1.0
 PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
@@ -181,10 +183,10 @@ class InvariantAudit:
 
     def _to_be_merged(self, host: VirtualHost, fragment: int, contributions: Sequence[jobs.Contribution]) -> None:
         """How old they are when they are taken; a process that is stopped after that cannot help what it finds."""
-        gossip = host.node.setup.config.gossip
-        if gossip.algorithm != "pull":
+        exchange = host.node.gossip.running.get(fragment)
+        if not isinstance(exchange, PullExchange) or exchange.blocking:
             return  # a round is as old as its slowest peer, and the two sides of a swap merge it both or not at all
-        period_s = host.node.selection.period_s(host.node.gossip.running[fragment].size)
+        period_s = host.node.selection.period_s(exchange.size)
         limit_s = self.max_age_s + ENOUGH_PERIODS * period_s + self._skew_s() + SLACK_S + self._slowest_step_s(host)
         for one in contributions:
             found = self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob))
@@ -281,10 +283,10 @@ class InvariantAudit:
         if now - asked > LONGEST_QUESTION_S:
             self._violated("bounded", f"{member.peer} has waited {now - asked:.0f} s for an answer", host)
         for exchange in host.node.gossip.running.values():
-            held = len(exchange.shelf.held) if hasattr(exchange, "shelf") else 0
+            held = len(exchange.published.waiting) if isinstance(exchange, PullExchange) else 0
             if held > MAX_WAITING_PULLS:
                 self._violated("bounded", f"{held} answers are held at {member.peer}", host)
-        waits = self.swarm is not None and self.swarm.shape.config.gossip.algorithm == "allreduce"
+        waits = self.swarm is not None and algorithm(self.swarm.shape.config.gossip.algorithm).blocking
         longest = self._slowest_step_s(host) + host.engine.pace.report_s + STEP_STALLED_S
         waits = waits or not host.node.setup.whole  # for others' micro-batches
         if member.training and not waits and now - self._stepped_at(member) > longest:

@@ -1,8 +1,8 @@
-"""Every fragment's gossip on this peer: window's ends, merges, and the state that newcomers get.
+"""The gossip of all fragments on this peer: ends of windows, merges, and the state that newcomers get.
 
-Carries out CloseWindow, Merge, Absorb, ExportState and ImportState on live weights, whoever trains them:
-train/compute.py on a device, a simulator in virtual time. What comes from partners is checked here before it moves
-anything; the numerics are in train/update_rules.py.
+FragmentGossip carries out CloseWindow, Merge, Absorb, ExportState and ImportState on live weights, whoever trains
+them: train/compute.py on a device, a simulator in virtual time. What comes from partners is checked here before it
+moves anything; the numerics are in the update rules of decentral/algorithms.
 """
 
 from collections import deque
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decentral.core import config, jobs
+from decentral.core.algorithms import algorithm
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
@@ -21,35 +22,50 @@ from decentral.train import update_rules
 from decentral.train.inner import Live
 from decentral.train.sections import Codecs, Packer, unpack
 
-CLIP_TO_MEDIAN = 2.0  # a partner's delta is no longer than this many times the median of recent ones
+CLIP_TO_MEDIAN = 2.0  # a partner's pseudo-gradient is no longer than this many times the median of recent ones
 RECENT_LENGTHS = 16
 BEFORE_START = -1
-EVERY_ROUND = -2  # a synchronous peer does what it is told, and nothing in between
+EVERY_ROUND = -2  # with exact gradients, training waits for each round's merge
 
 
 @dataclass(slots=True)
 class GossipedFragment:
-    """A fragment's gossip: its rule, and the lengths of recent deltas."""
+    """A fragment's gossip: its rule, and the lengths of recent pseudo-gradients."""
 
     live: Live
     rule: update_rules.UpdateRule
-    layout: jobs.Layout  # of the blobs that we publish
-    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LENGTHS))  # of recent deltas
-    own_length: float = 0.0  # of the delta that we published last
+    layout: jobs.Layout  # the sections of the blobs that we publish
+    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LENGTHS))
+    own_length: float = 0.0  # the length of what we published last
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
 
-    @classmethod
-    def of(cls, live: Live, rule: update_rules.UpdateRule, codecs: Codecs) -> "GossipedFragment":
-        return cls(live, rule, update_rules.layout_of(rule.sections, live.fragment.parameters, codecs))
-
     def fits(self, one: jobs.Contribution) -> None:
-        """Raises ProtocolError unless its sections are ours, or some of ours that a merge can do with."""
+        """Raises ProtocolError unless its sections are ours, or those of ours that suffice for a merge."""
         names = {section.name for section in one.layout}
         needed = {self.rule.clipped} if self.rule.clipped else {section.name for section in self.layout}
         if not one.layout or not set(one.layout) <= set(self.layout) or not needed <= names:
             raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
         if len(names) != len(one.layout) or len(one.blob) != sum(section.size for section in one.layout):
             raise ProtocolError(Reason.SHAPE, "its sections do not add up to its blob")
+
+    def clip(self, vector: Tensor) -> None:
+        """Shortens it: one peer that diverges, or lies, moves us no further than twice what is usual.
+
+        Our own length counts as usual: steps grow during the warm-up, everybody's alike.
+        """
+        length = float(torch.linalg.vector_norm(vector))
+        usual = max(self.own_length, median(self.lengths) if self.lengths else length)
+        limit = CLIP_TO_MEDIAN * usual
+        if length > limit > 0:
+            vector *= limit / length
+        self.lengths.append(min(length, limit) if limit > 0 else length)
+
+    def merge(self, parts: Sequence[update_rules.Parts]) -> None:
+        """Takes the rule's step, and puts what it gives in place of the live weights."""
+        merged = self.rule.merge(self.live, parts)
+        self.live.theta.copy_(merged.theta)
+        if merged.exp_avg is not None:
+            self.live.exp_avg.copy_(merged.exp_avg)
 
 
 def unpacked(
@@ -72,8 +88,7 @@ class FragmentGossip:
         self.codecs, self.gossip, self.peer = codecs, gossip, peer
         self.fragments = [self._new(live) for live in lives]
         self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
-        self.synchronous = gossip.algorithm == "synchronous"
-        self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
+        self._by_index = {gossiped.live.fragment.index: gossiped for gossiped in self.fragments}
 
     def of(self, fragment: int) -> GossipedFragment:
         return self._by_index[fragment]
@@ -92,40 +107,40 @@ class FragmentGossip:
                 return self.export(fragment)
 
     def begin(self, newcomer: bool) -> None:
-        self.holding = EVERY_ROUND if self.synchronous else None
+        self.holding = EVERY_ROUND if algorithm(self.gossip.algorithm).exact else None
         self.begin_anew(self._by_index if newcomer else ())
 
     def begin_anew(self, newcomers: Collection[int]) -> None:
         """The first window of these fragments counts for nothing."""
-        for mixed in self.fragments:
-            mixed.newcomer = mixed.live.fragment.index in newcomers
+        for gossiped in self.fragments:
+            gossiped.newcomer = gossiped.live.fragment.index in newcomers
 
     # Windows
 
     def close(self, fragment: int, seq: int) -> jobs.WindowClosed:
-        mixed = self._by_index[fragment]
+        gossiped = self._by_index[fragment]
         packer = Packer(self.codecs)
-        mixed.rule.close(mixed.live, packer)
-        if mixed.rule.clipped:
-            mixed.own_length = float(torch.linalg.vector_norm(packer.read[mixed.rule.clipped]))
-        tokens, lr_sum = 0 if mixed.newcomer else mixed.live.tokens, mixed.live.lr_sum
-        mixed.live.tokens, mixed.live.lr_sum, mixed.newcomer = 0, 0.0, False
+        gossiped.rule.close(gossiped.live, packer)
+        if gossiped.rule.clipped:
+            gossiped.own_length = float(torch.linalg.vector_norm(packer.read[gossiped.rule.clipped]))
+        tokens, lr_sum = 0 if gossiped.newcomer else gossiped.live.tokens, gossiped.live.lr_sum
+        gossiped.live.tokens, gossiped.live.lr_sum, gossiped.newcomer = 0, 0.0, False
         layout, blob = packer.finish()
-        assert layout == mixed.layout
+        assert layout == gossiped.layout
         return jobs.WindowClosed(fragment, seq, tokens, lr_sum, layout, blob)
 
     def merge(self, fragment: int, seq: int, contributions: Sequence[jobs.Contribution]) -> jobs.Merged:
-        mixed = self._by_index[fragment]
-        parts, rejected = self._decode(mixed, contributions)
-        mixed.live.theta += mixed.rule.merge(mixed.live, parts)
+        gossiped = self._by_index[fragment]
+        parts, rejected = self._decode(gossiped, contributions)
+        gossiped.merge(parts)
         return jobs.Merged(fragment, seq, tuple(part.peer for part in parts), tuple(rejected))
 
     def absorb(self, fragment: int, contribution: jobs.Contribution) -> jobs.Absorbed:
-        mixed = self._by_index[fragment]
-        parts, rejected = self._decode(mixed, [contribution])
+        gossiped = self._by_index[fragment]
+        parts, rejected = self._decode(gossiped, [contribution])
         if rejected:
             return jobs.Absorbed(fragment, False, rejected[0][1])
-        mixed.live.theta += mixed.rule.merge(mixed.live, parts)
+        gossiped.merge(parts)
         return jobs.Absorbed(fragment, True)
 
     # State
@@ -136,14 +151,11 @@ class FragmentGossip:
         return jobs.StateExported(fragment, *packer.finish())
 
     def state_layouts(self) -> list[jobs.Layout]:
-        """Of each fragment's export: what a newcomer may expect of its donors."""
-        return [
-            update_rules.layout_of(mixed.rule.donated, mixed.live.fragment.parameters, self.codecs)
-            for mixed in self.fragments
-        ]
+        """The layout of each fragment's export: what a newcomer may expect of its donors."""
+        return [self._layout(gossiped.rule.donated, gossiped.live) for gossiped in self.fragments]
 
     def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]]) -> jobs.StateImported:
-        """All of these or none: decoded and checked first, then adopted. What nobody trains is not among them."""
+        """Adopts all of these or none: they are decoded and checked first. What nobody trains is not among them."""
         expected = dict(zip(self._by_index, self.state_layouts(), strict=True))
         try:
             donated = unpacked(self.codecs, blobs, expected)
@@ -153,77 +165,70 @@ class FragmentGossip:
         return jobs.StateImported(True)
 
     def start(self, donated: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """These fragments begin anew from what a donor gave."""
+        """Begins these fragments anew from what a donor gave: by fragment and section, fp32 [n]."""
         for index, vectors in donated.items():
-            mixed = self._by_index[index]
-            device = mixed.live.theta.device
-            mixed.rule.adopt(mixed.live, {name: vector.to(device) for name, vector in vectors.items()})
+            gossiped = self._by_index[index]
+            device = gossiped.live.theta.device
+            gossiped.rule.adopt(gossiped.live, {name: vector.to(device) for name, vector in vectors.items()})
 
     def hold(self, lives: Sequence[Live]) -> None:
-        """These fragments from now on: those that are here as they are, others from their weights."""
-        known = {id(mixed.live): mixed for mixed in self.fragments}
+        """Holds these fragments from now on: those that are here as they are, others from their weights."""
+        known = {id(gossiped.live): gossiped for gossiped in self.fragments}
         self.fragments = [known.get(id(live)) or self._new(live) for live in lives]
-        self._by_index = {mixed.live.fragment.index: mixed for mixed in self.fragments}
+        self._by_index = {gossiped.live.fragment.index: gossiped for gossiped in self.fragments}
         if self.holding != BEFORE_START and self.holding not in self._by_index:
             self.holding = None
 
     def _new(self, live: Live) -> GossipedFragment:
-        return GossipedFragment.of(live, update_rules.rule(self.gossip, live.theta, self.peer), self.codecs)
+        rule = update_rules.rule(self.gossip, live.theta, self.peer)
+        return GossipedFragment(live, rule, self._layout(rule.sections, live))
+
+    def _layout(self, sections: Mapping[str, str], live: Live) -> jobs.Layout:
+        return update_rules.layout_of(sections, live.fragment.parameters, self.codecs)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint must keep, by fragment and name."""
         kept: dict[str, Tensor] = {}
-        for mixed in self.fragments:
-            live, prefix = mixed.live, f"{mixed.live.fragment.index}."
+        for gossiped in self.fragments:
+            live, prefix = gossiped.live, f"{gossiped.live.fragment.index}."
             own = {"theta": live.theta, "exp_avg": live.exp_avg, "exp_avg_sq": live.exp_avg_sq}
             kept |= {prefix + name: value for name, value in own.items()}
-            kept |= {prefix + "rule." + name: value for name, value in mixed.rule.state().items()}
+            kept |= {prefix + "rule." + name: value for name, value in gossiped.rule.state().items()}
         return kept
 
     def windows(self) -> list[tuple[int, float]]:
-        """Of each fragment: tokens, and the sum of learning rates, since its last close."""
-        return [(mixed.live.tokens, mixed.live.lr_sum) for mixed in self.fragments]
+        """For each fragment its tokens, and the sum of its learning rates, since its last close."""
+        return [(gossiped.live.tokens, gossiped.live.lr_sum) for gossiped in self.fragments]
 
     def load(self, tensors: Mapping[str, Tensor], windows: Sequence[tuple[int, float]], steps: int) -> None:
         """Goes on from a checkpoint. Raises KeyError, ValueError or RuntimeError if it is of another model."""
-        for mixed, (tokens, lr_sum) in zip(self.fragments, windows, strict=True):
-            live, prefix = mixed.live, f"{mixed.live.fragment.index}."
+        for gossiped, (tokens, lr_sum) in zip(self.fragments, windows, strict=True):
+            live, prefix = gossiped.live, f"{gossiped.live.fragment.index}."
             live.theta.copy_(tensors[prefix + "theta"])
             live.exp_avg.copy_(tensors[prefix + "exp_avg"])
             live.exp_avg_sq.copy_(tensors[prefix + "exp_avg_sq"])
             live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
-            mixed.rule.load(live, {name: tensor.to(live.theta.device) for name, tensor in own.items()})
+            gossiped.rule.load(live, {name: tensor.to(live.theta.device) for name, tensor in own.items()})
 
     # What comes from partners
 
     def _decode(
-        self, mixed: GossipedFragment, contributions: Sequence[jobs.Contribution]
+        self, gossiped: GossipedFragment, contributions: Sequence[jobs.Contribution]
     ) -> tuple[list[update_rules.Parts], list[tuple[PeerId, str]]]:
-        """Partners' vectors on our device, and whom we refused for what: bytes from the network prove nothing."""
+        """Partners' vectors on our device, and the partners that we refused, with the reason: bytes from the network
+        prove nothing."""
         parts, rejected = [], []
         for one in contributions:
             try:
-                mixed.fits(one)
+                gossiped.fits(one)
                 vectors = unpack(self.codecs, one.layout, one.blob)
-                mixed.rule.check(vectors)
+                gossiped.rule.check(vectors)
             except ProtocolError as error:
                 rejected.append((one.peer, error.reason))
                 continue
-            on_device = {name: vector.to(mixed.live.theta.device) for name, vector in vectors.items()}
-            if mixed.rule.clipped:
-                self._clip(mixed, on_device[mixed.rule.clipped])
+            on_device = {name: vector.to(gossiped.live.theta.device) for name, vector in vectors.items()}
+            if gossiped.rule.clipped:
+                gossiped.clip(on_device[gossiped.rule.clipped])
             parts.append(update_rules.Parts(one.peer, one.tokens, one.lr_sum, on_device))
         return parts, rejected
-
-    def _clip(self, mixed: GossipedFragment, vector: Tensor) -> None:
-        """One peer that diverges, or lies, moves us no further than twice what is usual, or what we moved ourselves.
-
-        Our own length is among them: steps grow during the warm-up, everybody's alike.
-        """
-        length = float(torch.linalg.vector_norm(vector))
-        usual = max(mixed.own_length, median(mixed.lengths) if mixed.lengths else length)
-        limit = CLIP_TO_MEDIAN * usual
-        if length > limit > 0:
-            vector *= limit / length
-        mixed.lengths.append(min(length, limit) if limit > 0 else length)

@@ -2,9 +2,7 @@
 
     a parameter   20 bytes  theta, its gradient, a sealed sum of gradients, two moments of AdamW    fp32
                    4        each further sealed sum that `routes.sums` allows
-                  20        gossip by `pull`: phi, baseline, momentum, residual, the closed window    fp32
-                   4        two published snapshots, int8 and 4-bit, with their scales
-                  24        instead of both, in a synchronous run: of three holders, the sums of two rounds     fp32
+                  24        gossip by `pull`; each algorithm's record in decentral/algorithms has its own figure
     the largest fragment, once
                   16        vectors in passing while a window is closed, merged or given to a newcomer
     a micro-batch under way
@@ -18,6 +16,7 @@ import ctypes
 from collections.abc import Sequence
 
 from decentral.core import config
+from decentral.core.algorithms import algorithm
 from decentral.core.errors import UserError
 from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds
@@ -26,7 +25,6 @@ from decentral.train.inner import fragments_of
 
 TRAINING_BYTES = 20
 SUM_BYTES = 4
-GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12, "synchronous": 24}
 PASSING_BYTES = 16
 MOST_AUTO_SEQUENCES = 512  # of a micro-batch whose size is `auto`
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
@@ -37,7 +35,7 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None) -> MemoryN
     """Of this run's model, in fp32 (bf16 keeps less). `cuts`: as if it were cut into these."""
     model = run.model
     cut = tuple(cuts or fragments_of(run))
-    each_takes = TRAINING_BYTES + SUM_BYTES * (run.routes.slots - 1) + GOSSIP_BYTES[run.gossip.algorithm]
+    each_takes = TRAINING_BYTES + SUM_BYTES * (run.routes.slots - 1) + algorithm(run.gossip.algorithm).memory_bytes
     state = [one.parameters * each_takes for one in cut]
     sequences = run.train.micro_batch if isinstance(run.train.micro_batch, int) else 1
     layers = kept(model)

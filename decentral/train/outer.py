@@ -3,7 +3,8 @@
 One-sided, token-weighted NoLoCo (arXiv 2506.10911) with the fragments of Streaming DiLoCo (2501.18512), quantised
 error feedback (arXiv 1901.09847), and on request the first moment of AdamW carried over from the merged step.
 
-    close:  d = b - theta;  b = theta;  a = e + d;  q = Q(a);  e = a - q       publish (phi, q, tokens, rates)
+    close:  d = b - theta;  b = theta;  a = e + d;  q = Q(a);  e = a - q       publish (phi, q, tokens, r)
+            d is the window's pseudo-gradient, q is what partners read of it
     merge:  g = sum_j w_j q_j               w_j = tokens_j / sum of tokens, ourselves included
             cons = sum_j w_j (phi - phi_j)  over those partners whose slow weights were pulled
             m = alpha m + g;  u = -beta (g + alpha m) - gamma cons;  phi += u
@@ -32,8 +33,8 @@ from torch import Tensor
 Quantise = Callable[[Tensor], Tensor]
 """What the partners will read: decode(encode(x)), fp32 [n]."""
 
-MOST_TIMES_FASTER = 1000
-LEAST_TOKENS = 1024
+MOST_TIMES_FASTER = 1000  # than we are: what we believe of a partner
+LEAST_TOKENS = 1024  # what a window of ours counts as, when we judge a partner's
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class WindowUpdate:
-    """What one peer did in a window, as others can read it. `phi` is None where only the delta was pulled."""
+    """What one peer did in a window, as others read it. `phi` is None where only the pseudo-gradient was pulled."""
 
-    sent: Tensor  # q
+    pseudo_gradient: Tensor  # q
     tokens: int
     lr_sum: float  # sum of the learning rates of its steps
     phi: Tensor | None = None
@@ -85,15 +86,16 @@ class Moments:
 
 
 def start(theta: Tensor) -> Slow:
+    """The slow state of a fragment that has made no progress yet."""
     zero = torch.zeros_like(theta)
     return Slow(theta.clone(), theta.clone(), zero, zero.clone())
 
 
 def close(slow: Slow, theta: Tensor, quantise: Quantise) -> tuple[Slow, Tensor]:
-    """Ends a window: the new state, and q, the progress since the last close as partners will read it."""
+    """Ends a window: the new state, and q [n], the pseudo-gradient since the last close as partners will read it."""
     owed = slow.residual + (slow.baseline - theta)
-    sent = quantise(owed)
-    return replace(slow, baseline=theta.clone(), residual=owed - sent), sent
+    published = quantise(owed)
+    return replace(slow, baseline=theta.clone(), residual=owed - published), published
 
 
 def merge(
@@ -102,9 +104,9 @@ def merge(
     """Takes the outer step of our closed window with those of our partners; none of them is a solo step."""
     everyone = [own, *partners]
     weights = token_weights([window.tokens for window in everyone])
-    step, apart = torch.zeros_like(own.sent), torch.zeros_like(own.sent)
+    step, apart = torch.zeros_like(own.pseudo_gradient), torch.zeros_like(own.pseudo_gradient)
     for weight, window in zip(weights, everyone, strict=True):
-        step += weight * window.sent
+        step += weight * window.pseudo_gradient
         if window.phi is not None:
             apart += weight * (slow.phi - window.phi)
     momentum = constants.alpha * slow.momentum + step
@@ -120,9 +122,9 @@ def moment_shift(own: WindowUpdate, outcome: OuterStep, moments: Moments, streng
     Zero for a peer that took no step in the window: it cannot tell its own part from the others'.
     """
     if own.lr_sum <= 0 or outcome.lr_sum <= 0 or moments.bias_2 <= 0:
-        return torch.zeros_like(own.sent)
+        return torch.zeros_like(own.pseudo_gradient)
     scale = (moments.exp_avg_sq / moments.bias_2).sqrt() + moments.eps
-    return strength * moments.bias_1 * scale * (outcome.step / outcome.lr_sum - own.sent / own.lr_sum)
+    return strength * moments.bias_1 * scale * (outcome.step / outcome.lr_sum - own.pseudo_gradient / own.lr_sum)
 
 
 def limited(vector: Tensor, length: Tensor) -> Tensor:
@@ -132,16 +134,16 @@ def limited(vector: Tensor, length: Tensor) -> Tensor:
 
 
 def credible(own_tokens: int) -> int:
-    """The most tokens that a partner's window is taken to stand for. Devices differ; nobody counts without end."""
+    """The most tokens that we believe of a partner's window: devices differ, but no claim counts without limit."""
     return max(own_tokens, LEAST_TOKENS) * MOST_TIMES_FASTER
 
 
 def rho_of(steps: int) -> float:
-    """How much of a correction is taken that comes so many of our steps after the close. One step is punctual."""
+    """How much of a correction is taken that comes `steps` of our steps after the close; all of it up to one step."""
     return min(1.0, 2 / (1 + max(0, steps)))
 
 
 def token_weights(tokens: Sequence[int]) -> list[float]:
-    """Each one's share of all tokens; equal shares when nobody has trained."""
+    """Each window's share of all tokens; equal shares when nobody has trained."""
     total = sum(tokens)
     return [count / total for count in tokens] if total else [1 / len(tokens)] * len(tokens)

@@ -13,13 +13,19 @@ from decentral.core.synthetic import SyntheticBlob, joined
 
 
 class Codecs(Protocol):
-    """comm/wire/compress.py, or anything like it."""
+    """What comm/wire/compress.py does for each codec by its name."""
 
-    def encode(self, codec: str, values: Tensor) -> bytes: ...
+    def encode(self, codec: str, values: Tensor) -> bytes:
+        """The bytes of fp32 values [n]."""
+        ...
 
-    def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor: ...
+    def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
+        """fp32 [elements] on the CPU. Raises ProtocolError for bytes that `encode` cannot have written."""
+        ...
 
-    def size(self, codec: str, elements: int) -> int: ...
+    def size(self, codec: str, elements: int) -> int:
+        """How many bytes `encode` makes of so many values."""
+        ...
 
 
 @dataclass(slots=True)
@@ -27,10 +33,10 @@ class Packer:
     codecs: Codecs
     sections: list[Section] = field(default_factory=list)
     parts: list[bytes] = field(default_factory=list)
-    read: dict[str, Tensor] = field(default_factory=dict)  # by name, as those who read the blob will see it
+    read: dict[str, Tensor] = field(default_factory=dict)  # each section's values as those who read the blob see them
 
     def add(self, name: str, codec: str, values: Tensor) -> Tensor:
-        """Appends a section; gives the values as they will be read."""
+        """Appends a section of fp32 values [n]; gives the values as they will be read."""
         part = self.codecs.encode(codec, values)
         self.sections.append(Section(name, codec, values.numel(), len(part)))
         self.parts.append(part)

@@ -36,6 +36,7 @@ from decentral.comm.wire.messages import (
     Welcome,
 )
 from decentral.comm.wire.transport import Asked, Reply
+from decentral.core.algorithms import algorithm
 from decentral.core.jobs import RetainedExported, StateExported
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
@@ -48,7 +49,7 @@ from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import SpanMove
 
 OF_NONE = -1
-BLOB_BYTES_PER_PARAMETER = 8  # no algorithm's snapshot is larger
+BLOB_SLACK_BYTES = 1024  # in a snapshot besides its bytes per parameter: parts of blocks, single numbers
 
 
 @dataclass(slots=True)
@@ -138,7 +139,8 @@ class Answers:
             case Swap(offered) | Push(offered):
                 held = {fragment.index: fragment.parameters for fragment in setup.fragments}
                 known = offered.fragment in held
-                return held[offered.fragment] * BLOB_BYTES_PER_PARAMETER + 1024 if known else 0
+                snapshot_bytes = algorithm(setup.config.gossip.algorithm).snapshot_bytes
+                return int(held[offered.fragment] * snapshot_bytes) + BLOB_SLACK_BYTES if known else 0
             case ForwardRequest() if setup.routes:
                 return setup.routes.size(message)
         return 0

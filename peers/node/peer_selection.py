@@ -1,8 +1,8 @@
-"""Peer selection: whom of the swarm each machine asks, and how long and how often.
+"""Peer selection: which peers each machine asks, and how long and how often.
 
-The roster says who holds what and who trains, the meter what the links carry. Exchanges, rounds, moves and newcomers
-see no more of the swarm than this (comm/snapshots.View, comm/rounds.View, and a part of peers/move.View); routes have
-their own sight of it, peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
+The roster says who holds what and who trains, the meter what the links carry. Exchanges (GossipView in
+core/algorithms.py), rounds, moves and newcomers see no more of the swarm than this; routes have a view of their own,
+peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 from decentral.comm.wire.meter import Meter
+from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
@@ -29,16 +30,13 @@ class PeerSelection:
     progress: TrainingProgress
     chance: Random
 
-    # For exchanges: comm/snapshots.View
+    # For exchanges: GossipView in core/algorithms.py
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
-        """Whom to exchange with: drawn by the bandwidth of the links, none of them never."""
+        """The peers to exchange with: drawn by the bandwidth of their links, so that each has a chance."""
         gossip = self.setup().config.gossip
-        holders = self.holders(fragment)
-        if gossip.algorithm == "allreduce":
-            return holders
-        count = gossip.partners if gossip.algorithm == "pull" else 1
-        return self._draw(holders, min(count, len(holders)))
+        holders, count = self.holders(fragment), algorithm(gossip.algorithm).partners(gossip)
+        return holders if count is None else self._draw(holders, min(count, len(holders)))
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long `size` bytes from there may take."""

@@ -12,6 +12,7 @@ from decentral.comm.gossip import pull, snapshots
 from decentral.comm.net import virtual_network
 from decentral.comm.routes import ledger
 from decentral.comm.wire import blobs
+from decentral.core.algorithms import FragmentContext
 from decentral.core.units import Seconds
 from decentral.peers.placement import span_move
 from decentral.peers.planning import swarm_plans
@@ -77,9 +78,9 @@ def no_digests(off: Switch) -> None:
 
 
 def no_replay_check(off: Switch) -> None:
-    check = snapshots.FragmentContext.check
+    check = snapshots.check
     off.setattr(
-        snapshots.FragmentContext,
+        snapshots,
         "check",
         lambda context, sent, blob, layout, _, now: check(context, sent, blob, layout, -1, now),
     )
@@ -91,10 +92,10 @@ def no_write_deadline(off: Switch) -> None:
 
 def no_staleness_limit(off: Switch) -> None:
     """Neither when an answer comes nor when it is merged."""
-    check, merge = snapshots.FragmentContext.check, pull.PullExchange._merge
+    check, merge = snapshots.check, pull.PullExchange._merge
 
-    def endless(context: snapshots.FragmentContext) -> snapshots.FragmentContext:
-        return replace(context, max_age_s=1e12)
+    def endless(context: FragmentContext) -> FragmentContext:
+        return replace(context, gossip=context.gossip.model_copy(update={"max_age_s": 1e12}))
 
     def merge_all(machine: pull.PullExchange, now: Seconds) -> object:
         context, machine.context = machine.context, endless(machine.context)
@@ -102,7 +103,7 @@ def no_staleness_limit(off: Switch) -> None:
         machine.context = context
         return effects
 
-    off.setattr(snapshots.FragmentContext, "check", lambda context, *rest: check(endless(context), *rest))
+    off.setattr(snapshots, "check", lambda context, *rest: check(endless(context), *rest))
     off.setattr(pull.PullExchange, "_merge", merge_all)
 
 

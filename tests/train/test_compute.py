@@ -224,7 +224,7 @@ WRONG: dict[str, Callable[[Contribution], Contribution]] = {
     "one number more": lambda one: repacked(one, lambda name, vector: torch.cat((vector, vector[:1]))),
     "a single number": lambda one: repacked(one, lambda name, vector: vector[:1]),
     "no numbers": lambda one: replace(one, layout=tuple(replace(s, elements=0, size=0) for s in one.layout), blob=b""),
-    "the delta of another length": lambda one: repacked(one, lambda name, v: v[:1] if name == "delta" else v),
+    "a pseudo-gradient of another length": lambda one: repacked(one, lambda name, v: v[:1] if name == "delta" else v),
     "a section too few": first_section,
     "no sections": lambda one: replace(one, layout=(), blob=b""),
     "other names": renamed,
@@ -250,12 +250,12 @@ def test_a_contribution_of_the_wrong_shape_is_rejected_and_nothing_of_it_is_merg
     assert torch.equal(weights(ours), solo_twin(setup_of("A")))
 
 
-def test_a_contribution_of_the_delta_alone_is_merged(setup_of: MakeSetup) -> None:
+def test_a_contribution_of_the_pseudo_gradient_alone_is_merged(setup_of: MakeSetup) -> None:
     ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
     close(ours)
     whole = close(theirs)
-    phi, delta = whole.layout
-    light = replace(whole, layout=(delta,), blob=whole.blob[phi.size :])
+    phi, pseudo_gradient = whole.layout
+    light = replace(whole, layout=(pseudo_gradient,), blob=whole.blob[phi.size :])
     assert merge(ours, light).used == (PeerId("B"),)
     assert not torch.equal(weights(ours), solo_twin(setup_of("A")))
 
@@ -280,7 +280,9 @@ def test_one_bad_contribution_does_not_spoil_the_good_one_beside_it(setup_of: Ma
     assert merged == jobs.Merged(0, 1, (PeerId("B"),), ((PeerId("C"), "nan"),))
 
 
-def test_a_delta_a_thousand_times_too_long_moves_us_hardly_further_than_an_ordinary_one(setup_of: MakeSetup) -> None:
+def test_a_pseudo_gradient_a_thousand_times_too_long_moves_us_hardly_further_than_an_ordinary_one(
+    setup_of: MakeSetup,
+) -> None:
     def moved_by(scale: float) -> float:
         ours, theirs = Compute(setup_of("A")), Compute(setup_of("B"))
         for seq in range(1, 6):

@@ -55,7 +55,7 @@ class Replica:
         outcome = outer.merge(before, own, partners, self.constants, rho)
         self.slow, correction = outcome.slow, outcome.correction
         if not self.has_baseline:
-            correction = self.slow.phi - before.phi + own.sent
+            correction = self.slow.phi - before.phi + own.pseudo_gradient
         self.theta = self.theta + correction
 
     def publish(self, own: WindowUpdate) -> WindowUpdate:
@@ -193,8 +193,8 @@ def test_training_while_a_merge_is_pending_belongs_to_the_next_window() -> None:
     closed = lone.close()
     lone.train(moves(2))
     lone.merge(closed, [WindowUpdate(moves(3), 1, 1.0, moves(4))])
-    assert torch.allclose(closed.sent, -moves(1))
-    assert torch.allclose(lone.close().sent, -moves(2), atol=1e-5)
+    assert torch.allclose(closed.pseudo_gradient, -moves(1))
+    assert torch.allclose(lone.close().pseudo_gradient, -moves(2), atol=1e-5)
 
 
 def test_what_quantisation_keeps_back_is_sent_later() -> None:
@@ -202,7 +202,7 @@ def test_what_quantisation_keeps_back_is_sent_later() -> None:
     sent = torch.zeros(SIZE)
     for seed in range(10):
         peer.train(moves(seed))
-        sent = sent + peer.close().sent
+        sent = sent + peer.close().pseudo_gradient
     assert torch.allclose(sent + peer.slow.residual, -peer.trained, atol=1e-4)
     assert torch.linalg.vector_norm(peer.slow.residual) < 0.2 * torch.linalg.vector_norm(moves(9))
 
@@ -350,7 +350,7 @@ def test_the_first_moment_follows_to_the_mean_of_the_swarms() -> None:
 def test_a_partner_with_twice_the_steps_at_the_same_slope_changes_no_moment() -> None:
     moments = after(steps=5)
     own = WindowUpdate(progress(moves(1), moments, 1e-3), 100, 1e-3)
-    partner = WindowUpdate(2 * own.sent, 200, 2e-3)
+    partner = WindowUpdate(2 * own.pseudo_gradient, 200, 2e-3)
     assert float(shift(own, [partner], moments).abs().max()) < 1e-5
 
 
@@ -376,10 +376,11 @@ def test_a_fresh_optimizer_keeps_its_first_moment() -> None:
 
 def test_closing_and_merging_leave_their_inputs_as_they_were() -> None:
     slow, theta, partner = outer.start(moves(0)), moves(1), WindowUpdate(moves(3), 1, 1.0, moves(2))
-    kept = [tensor.clone() for tensor in (slow.phi, slow.baseline, slow.momentum, slow.residual, theta, partner.sent)]
+    given = (slow.phi, slow.baseline, slow.momentum, slow.residual, theta, partner.pseudo_gradient)
+    kept = [tensor.clone() for tensor in given]
     closed, sent = outer.close(slow, theta, q4)
     outer.merge(closed, WindowUpdate(sent, 1, 1.0), [partner], Constants(), rho=0.5)
-    now = (slow.phi, slow.baseline, slow.momentum, slow.residual, theta, partner.sent)
+    now = (slow.phi, slow.baseline, slow.momentum, slow.residual, theta, partner.pseudo_gradient)
     assert all(torch.equal(before, after) for before, after in zip(kept, now, strict=True))
 
 

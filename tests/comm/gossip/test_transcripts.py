@@ -1,4 +1,4 @@
-"""Plays tests/comm/transcripts/*.txt: what happens to one machine, and what it wants done, a line each.
+"""Plays the transcripts beside this file: what happens to one machine, and what it wants done, a line each.
 
     == three partners                                 a scenario; then its machine and whom the view names
     pull partners B,C,D
@@ -20,18 +20,19 @@ import pytest
 
 from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.gossip.push import PushExchange
-from decentral.comm.gossip.snapshots import FragmentContext, pick
+from decentral.comm.gossip.snapshots import pick
 from decentral.comm.gossip.swap import SwapExchange
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Message, Pull, Push, Refused, Snapshot, Swap, SwapCommit
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.core.algorithms import FragmentContext, GossipMachine
+from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Absorb, Absorbed, CloseWindow, Merge, Merged, Section, WindowClosed
 from decentral.core.machine import Effect, Log, Woke
 
 LAYOUT = (Section("phi", "int8", 6, 6), Section("delta", "q4", 4, 2))
-TERMS = {"run": RunId("run"), "peer": PeerId("M"), "fragment": 0, "phase": 0.0, "max_age_s": 60.0}
 FLAWS = {
     "run": {"run": "other"},
     "fragment": {"fragment": 1},
@@ -83,16 +84,16 @@ def test_the_machine_does_what_the_transcript_says(lines: list[str]) -> None:
     assert played == expected
 
 
-def machine_of(kind: str, swarm: Swarm) -> PullExchange | SwapExchange | PushExchange:
-    context = FragmentContext(**TERMS)  # type: ignore[arg-type]
+def machine_of(kind: str, swarm: Swarm) -> GossipMachine:
+    context = FragmentContext(RunId("run"), PeerId("M"), 0, 0.0, GossipConfig(max_age_s=60.0), swarm)
     match kind:
         case "pull":
-            return PullExchange(context, swarm, 10.0, light=("delta",), whole_every=3)
+            return PullExchange(context, 10.0, light=("delta",), whole_every=3)
         case "allreduce":
-            return PullExchange(context, swarm, 10.0, synchronous=True, seq=4)
+            return PullExchange(context, 10.0, blocking=True, seq=4)
         case "swap":
-            return SwapExchange(context, swarm, 10.0)
-    return PushExchange(context, swarm, 10.0)
+            return SwapExchange(context, 10.0)
+    return PushExchange(context, 10.0)
 
 
 def event_of(text: str, now: float, swarm: Swarm) -> object:

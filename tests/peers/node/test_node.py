@@ -401,9 +401,9 @@ def test_gossip_before_we_train_is_refused() -> None:
 
 
 def test_the_bound_of_a_blob_follows_the_fragment_and_only_some_messages_have_one() -> None:
-    node = Played("pull", "joining").node
+    node = Played("push_sum", "joining").node
     snapshot = Snapshot(RUN, 1, 7, 64, 0.5, NOW, LAYOUT, blobs.digest(BLOB))
-    assert node.answers.blob_bound(messages.Push(snapshot)) == 200 * 8 + 1024
+    assert node.answers.blob_bound(messages.Push(snapshot)) == 200 * 1.01 + 1024
     assert node.answers.blob_bound(messages.Swap(dataclasses.replace(snapshot, fragment=2))) == 0
     assert node.answers.blob_bound(messages.Probe(0)) == messages.MAX_PROBE_BYTES
     assert node.answers.blob_bound(snapshot) == 0

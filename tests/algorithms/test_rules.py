@@ -1,4 +1,4 @@
-"""What each rule of mixing keeps: means, mass, or bits."""
+"""What each update rule keeps: means, mass, or bits."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decentral.algorithms.pull import PSEUDO_GRADIENT, PullRule
 from decentral.comm.wire import compress
 from decentral.core import config, rng
 from decentral.core.ids import PeerId
@@ -48,7 +49,7 @@ class Replica:
         return parts
 
     def merge(self, parts: Sequence[Parts]) -> None:
-        self.live.theta += self.rule.merge(self.live, parts)
+        self.live.theta.copy_(self.rule.merge(self.live, parts).theta)
 
     def donate(self) -> Blob:
         packer = Packer(compress)
@@ -237,11 +238,12 @@ def test_a_pull_leaves_the_one_pulled_from_alone() -> None:
     assert torch.equal(pair[1].live.theta, before)
 
 
-def test_a_pull_of_deltas_alone_moves_us_too() -> None:
+def test_a_pull_of_the_pseudo_gradient_alone_moves_us_too() -> None:
     pair = replicas("pull", 2)
     pair[1].train(seed=5)
     parts = [peer.close() for peer in pair]
-    light = Parts(parts[1].peer, parts[1].tokens, parts[1].lr_sum, {"delta": parts[1].vectors["delta"]})
+    vectors = {PSEUDO_GRADIENT: parts[1].vectors[PSEUDO_GRADIENT]}
+    light = Parts(parts[1].peer, parts[1].tokens, parts[1].lr_sum, vectors)
     before = pair[0].live.theta.clone()
     pair[0].merge([light])
     assert not torch.equal(pair[0].live.theta, before)
@@ -263,8 +265,8 @@ def test_a_newcomer_starts_from_what_the_donor_holds(algorithm: str) -> None:
 def test_a_newcomer_has_made_no_progress_yet(algorithm: str) -> None:
     donor, newcomer = replicas(algorithm, 2)
     newcomer.rule.adopt(newcomer.live, unpack(compress, *donor.donate()))
-    delta = newcomer.close().vectors.get("delta", torch.zeros(1))
-    assert float(delta.abs().max()) == 0.0
+    pseudo_gradient = newcomer.close().vectors.get(PSEUDO_GRADIENT, torch.zeros(1))
+    assert float(pseudo_gradient.abs().max()) == 0.0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -308,6 +310,6 @@ def test_slow_weights_that_are_near_are_taken_as_they_are() -> None:
     theirs = ours.close()
     shifted = theirs.vectors["phi"] + 0.01
     rule = ours.rule
-    assert isinstance(rule, update_rules.PullRule)
+    assert isinstance(rule, PullRule)
     assert rule._near({"phi": shifted}) is shifted
     assert rule._near({}) is None

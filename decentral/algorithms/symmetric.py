@@ -1,0 +1,51 @@
+"""Symmetric gossip: two peers swap their weights and both move half way, so the mean of the swarm is kept exactly."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from decentral.comm.gossip.swap import SwapExchange
+from decentral.comm.wire.messages import Swap, SwapCommit
+from decentral.core.algorithms import Algorithm
+from decentral.core.config import GossipConfig
+from decentral.core.ids import PeerId
+from decentral.train.inner import Live
+from decentral.train.sections import Packer
+from decentral.train.update_rules import LiveWeightsRule, MergedWeights, Parts, RuleState
+
+
+class SymmetricRule(LiveWeightsRule):
+    """x_i += (Q(x_j) - Q(x_i)) / 2 on both sides (Boyd et al., 2006; AD-PSGD, arXiv 1710.06952).
+
+    Both sides use the quantised values, so what one gains the other loses, whatever Q does: the mean is kept.
+    """
+
+    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId) -> None:
+        self.sent: Tensor | None = None  # Q(x_i) [n] of the window that waits for its merge
+
+    def close(self, live: Live, packer: Packer) -> None:
+        self.sent = packer.add("theta", self.sections["theta"], live.theta)
+
+    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
+        assert self.sent is not None, "merge without a close"
+        sent, self.sent = self.sent, None
+        if not parts:
+            return MergedWeights(live.theta)
+        assert len(parts) == 1, "a symmetric exchange has two sides"
+        return MergedWeights(live.theta + 0.5 * (parts[0].vectors["theta"] - sent))
+
+    def load(self, live: Live, state: RuleState) -> None:
+        self.sent = None
+
+
+ALGORITHM = Algorithm(
+    name="symmetric",
+    rule=SymmetricRule,
+    donated=SymmetricRule.donated,
+    machine=SwapExchange,
+    questions=(Swap, SwapCommit),
+    partners=lambda gossip: 1,
+    snapshot_bytes=1.01,
+    memory_bytes=12,
+    aligned=False,  # peers that ask each other at the same time only get in each other's way
+)

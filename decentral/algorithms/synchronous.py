@@ -1,0 +1,68 @@
+"""Synchronous steps: gradients are added up before each step, so replicas stay equal and no weights are mixed.
+
+The rounds of comm/rounds carry the gradients; there are no exchanges (docs/ROUTES.md).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from decentral.core.algorithms import Algorithm
+from decentral.train.inner import Live, step_clipped
+from decentral.train.sections import Packer
+from decentral.train.update_rules import SCALAR, LiveWeightsRule, MergedWeights, Parts
+
+MAX_STEPS = 1 << 24  # up to here fp32 counts exactly
+
+
+class SynchronousRule(LiveWeightsRule):
+    """One AdamW step with the mean gradient of all tokens of a round, whoever computed it.
+
+    What a window publishes is the sum of the gradients of its tokens' losses. All holders add up the same sums in the
+    same order, so their weights and moments stay equal: to the last bit, on devices that compute alike. The gradient
+    is clipped fragment by fragment, as in train/stage_runner.py; the learning rate follows the fragment's own steps,
+    which all holders have taken.
+    """
+
+    sections: Mapping[str, str] = {"gradient": "fp32"}
+    donated: Mapping[str, str] = {"theta": "fp32", "exp_avg": "fp32", "exp_avg_sq": "fp32", "steps": SCALAR}
+
+    def close(self, live: Live, packer: Packer) -> None:
+        packer.add("gradient", self.sections["gradient"], live.grad)
+
+    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
+        """Takes the optimizer's step on `live` itself: its moments and steps change, and the gradient is zero after."""
+        tokens = sum(part.tokens for part in parts)
+        if tokens:
+            live.grad.zero_()
+            for part in sorted(parts, key=lambda one: one.peer):
+                live.grad += part.vectors["gradient"]
+            step_clipped(live, live.grad.div_(tokens), live.steps, tokens)
+            live.grad.zero_()
+        return MergedWeights(live.theta)
+
+    def donate(self, live: Live, packer: Packer) -> None:
+        packer.add("theta", self.donated["theta"], live.theta)
+        packer.add("exp_avg", self.donated["exp_avg"], live.exp_avg)
+        packer.add("exp_avg_sq", self.donated["exp_avg_sq"], live.exp_avg_sq)
+        packer.add("steps", "fp32", torch.tensor([float(live.steps)]))
+
+    def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
+        live.theta.copy_(donated["theta"])
+        live.exp_avg.copy_(donated["exp_avg"])
+        live.exp_avg_sq.copy_(donated["exp_avg_sq"].clamp(min=0))
+        live.steps = int(donated["steps"].clamp(0, MAX_STEPS))
+
+
+ALGORITHM = Algorithm(
+    name="synchronous",
+    rule=SynchronousRule,
+    donated=SynchronousRule.donated,
+    machine=None,
+    questions=(),
+    partners=lambda gossip: None,
+    snapshot_bytes=4,
+    memory_bytes=24,  # of three holders the gradient sums of two rounds, in fp32
+    exact=True,
+)

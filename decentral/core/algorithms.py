@@ -1,0 +1,134 @@
+"""Gossip algorithms: what one is, and the fixed table in which its name is looked up.
+
+An algorithm is one record in one module of decentral/algorithms. That module is imported when somebody asks for the
+record, so the floors below it, the node among them, know no algorithm by name and load no torch. A name comes from the
+strict config and must stand in MODULES: nothing that comes from the network chooses code.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from decentral.core.ids import PeerId, RunId
+from decentral.core.machine import Log, Machine, log
+from decentral.core.units import Seconds
+
+if TYPE_CHECKING:
+    from decentral.core.config import GossipConfig
+
+MODULES = {
+    "pull": "decentral.algorithms.pull",
+    "symmetric": "decentral.algorithms.symmetric",
+    "push_sum": "decentral.algorithms.push_sum",
+    "allreduce": "decentral.algorithms.allreduce",
+    "synchronous": "decentral.algorithms.synchronous",
+}
+
+
+class GossipView(Protocol):
+    """What gossip needs to know of the swarm; peers/node/peer_selection.py knows it from the roster and the meter."""
+
+    def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
+        """The peers to exchange with in this window."""
+        ...
+
+    def deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        """How long a transfer of `size` bytes from that peer may take."""
+        ...
+
+    def period_s(self, size: int) -> Seconds:
+        """Seconds between two windows of a fragment whose snapshots have `size` bytes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentContext:
+    """What the exchange machine of one fragment is told when it is made."""
+
+    run: RunId
+    peer: PeerId  # ourselves
+    fragment: int
+    phase: float  # when its windows end, as a part of the period
+    gossip: "GossipConfig"
+    view: GossipView
+    round: int = 0  # the newest round that others have announced, where the algorithm blocks
+
+    def next_close(self, now: Seconds, size: int) -> Seconds:
+        """When the fragment's next window ends: at the same instants on every peer that has the same phase.
+
+        Aligned windows make fresh partners: their snapshots are as old as the exchange takes, not half a window
+        older (docs/CONVERGENCE.md has what that is worth). Clocks need agree to a small part of the period only.
+        """
+        period_s = self.view.period_s(size)
+        offset = period_s * self.phase
+        return ((now - offset) // period_s + 1) * period_s + offset
+
+    def partners(self, now: Seconds) -> Sequence[PeerId]:
+        return self.view.partners(self.fragment, now)
+
+    def exchange_line(
+        self, partner: PeerId | None, outcome: str, reason: str, seconds: Seconds, moved: tuple[int, int] = (0, 0)
+    ) -> Log:
+        """The journal's line about one exchange; `moved` is the bytes sent and received."""
+        return log(
+            "exchange",
+            fragment=self.fragment,
+            partner=partner,
+            outcome=outcome,
+            reason=reason,
+            seconds=round(seconds, 4),
+            sent_bytes=moved[0],
+            received_bytes=moved[1],
+        )
+
+
+class GossipMachine(Machine, Protocol):
+    """Runs the exchanges of one fragment, window after window: comm/gossip has three."""
+
+    seq: int  # number of the last window that was closed
+    size: int  # bytes of the last snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """All that the project needs to know of one value of `gossip.algorithm`."""
+
+    name: str
+    rule: Callable[["GossipConfig", Any, PeerId], Any]
+    """Makes a fragment's update rule (train/update_rules.py UpdateRule) from theta [n] fp32 and our own id."""
+
+    donated: Mapping[str, str]
+    """The sections of the state that a newcomer gets: name to codec, in their order."""
+
+    machine: Callable[[FragmentContext, Seconds], GossipMachine] | None
+    """Makes a fragment's exchange machine, whose first window ends at that time; None: the algorithm is exact."""
+
+    questions: tuple[type, ...]
+    """The message types that the machine answers; they stand in comm/wire/messages.py."""
+
+    partners: Callable[["GossipConfig"], int | None]
+    """How many partners are drawn for a window, by the bandwidth of their links; None: all holders, in order."""
+
+    snapshot_bytes: float
+    """At most this many bytes per parameter in a published snapshot, besides a few bytes for each section."""
+
+    memory_bytes: int
+    """At most this many bytes per parameter of gossip state on the device and in published snapshots."""
+
+    blocking: bool = False  # training waits for each merge
+    exact: bool = False  # all peers take one step with the gradients of all: comm/rounds takes the place of exchanges
+    aligned: bool = True  # windows end at the same instants on all peers; else each peer draws its own phase
+
+
+def names() -> tuple[str, ...]:
+    return tuple(MODULES)
+
+
+@cache
+def algorithm(name: str) -> Algorithm:
+    """The record of that name, which must be one of `names()`."""
+    found: Algorithm = import_module(MODULES[name]).ALGORITHM
+    assert found.name == name, f"{MODULES[name]} says that it is {found.name}"
+    return found

@@ -1,0 +1,127 @@
+"""The record of each algorithm, held against its rule, its real blobs and its real tensors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import decentral.algorithms
+from decentral.comm.gossip.snapshots import SNAPSHOTS_KEPT
+from decentral.comm.wire import compress, messages
+from decentral.core import algorithms, config
+from decentral.core.algorithms import Algorithm, FragmentContext
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Fragment
+from decentral.peers.node.answers import BLOB_SLACK_BYTES
+from decentral.train import update_rules
+from decentral.train.inner import Live
+from decentral.train.sections import Packer
+
+SIDE = 128
+HOLDERS = 3  # of a fragment, in a run with exact gradients
+ROUNDS_KEPT = 2
+
+RECORDS = [pytest.param(algorithms.algorithm(name), id=name) for name in algorithms.names()]
+every_algorithm = pytest.mark.parametrize("algorithm", RECORDS)
+
+
+def settings(algorithm: Algorithm) -> config.GossipConfig:
+    return config.GossipConfig(algorithm=algorithm.name)
+
+
+def rule_after_a_close(algorithm: Algorithm) -> tuple[update_rules.UpdateRule, int, int]:
+    """A rule whose window waits for its merge, the bytes that it published, and how many parameters it has."""
+    layer = nn.Linear(SIDE, SIDE, bias=False)
+    live = Live(Fragment(0, 0, 1, SIDE * SIDE), [layer], torch.device("cpu"), config.TrainConfig())
+    rule, packer = update_rules.rule(settings(algorithm), live.theta, PeerId("A")), Packer(compress)
+    rule.close(live, packer)
+    return rule, len(packer.finish()[1]), SIDE * SIDE
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    names = getattr(value, "__slots__", None) or getattr(value, "__dict__", {})
+    return [tensor for name in names for tensor in tensors_in(getattr(value, name))]
+
+
+def test_every_module_of_the_folder_is_in_the_table_under_its_own_name() -> None:
+    folder = Path(decentral.algorithms.__file__ or "").parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {name: f"decentral.algorithms.{name}" for name in modules} == algorithms.MODULES
+    assert [algorithms.algorithm(name).name for name in algorithms.names()] == list(algorithms.names())
+
+
+def test_a_name_that_is_not_in_the_table_loads_nothing_and_the_error_lists_those_that_are() -> None:
+    *others, last = map(repr, algorithms.names())
+    expected = f"gossip.algorithm must be {', '.join(others)} or {last}; it is 'os'"
+    with pytest.raises(UserError, match=f"^config: {expected}$"):
+        config.from_canonical("gossip: {algorithm: os}")
+    with pytest.raises(KeyError):
+        algorithms.algorithm("os")
+
+
+@pytest.mark.parametrize("value", ["3", "[pull]", "null", "{pull: 1}"])
+def test_an_algorithm_that_is_no_text_is_refused_in_the_same_words(value: str) -> None:
+    with pytest.raises(UserError, match=r"gossip\.algorithm must be 'pull', "):
+        config.load(None, [f"gossip.algorithm={value}"])
+
+
+@every_algorithm
+@pytest.mark.parametrize("parameters", [1, 255, 65_536, 1_000_003])
+def test_a_true_snapshot_fits_within_its_bytes_per_parameter_and_not_by_far(
+    algorithm: Algorithm, parameters: int
+) -> None:
+    rule = update_rules.rule(settings(algorithm), torch.zeros(1), PeerId("A"))
+    size = sum(section.size for section in update_rules.layout_of(rule.sections, parameters, compress))
+    assert size <= int(parameters * algorithm.snapshot_bytes) + BLOB_SLACK_BYTES
+    assert size >= 0.98 * parameters * algorithm.snapshot_bytes
+
+
+@every_algorithm
+def test_the_gossip_state_of_a_parameter_takes_no_more_than_the_record_says(algorithm: Algorithm) -> None:
+    rule, published, parameters = rule_after_a_close(algorithm)
+    copies = HOLDERS * ROUNDS_KEPT if algorithm.exact else SNAPSHOTS_KEPT
+    held = sum(tensor.nbytes for tensor in tensors_in(rule)) + copies * published
+    assert held <= algorithm.memory_bytes * parameters
+    assert held >= 0.5 * algorithm.memory_bytes * parameters or algorithm.name == "push_sum"
+
+
+@every_algorithm
+def test_what_a_newcomer_gets_and_what_partners_get_are_those_of_the_rule(algorithm: Algorithm) -> None:
+    rule, published, parameters = rule_after_a_close(algorithm)
+    assert rule.donated == algorithm.donated
+    assert published == sum(one.size for one in update_rules.layout_of(rule.sections, parameters, compress))
+    assert rule.clipped is None or rule.clipped in rule.sections
+
+
+@every_algorithm
+def test_an_algorithm_has_either_exchanges_or_exact_gradients(algorithm: Algorithm) -> None:
+    assert (algorithm.machine is None) == algorithm.exact == (algorithm.questions == ())
+    assert all(question.__module__ == messages.__name__ for question in algorithm.questions)
+    count = algorithm.partners(settings(algorithm))
+    assert (count is None) == (algorithm.blocking or algorithm.exact)
+
+
+class Alone:
+    """A view of a swarm without partners, and windows of ten seconds."""
+
+    def partners(self, fragment: int, now: float) -> list[PeerId]:
+        return []
+
+    def deadline_s(self, peer: PeerId, size: int) -> float:
+        return 5.0
+
+    def period_s(self, size: int) -> float:
+        return 10.0
+
+
+@pytest.mark.parametrize("algorithm", [one for one in RECORDS if one.id != "synchronous"])
+def test_a_machine_begins_with_the_window_that_it_is_told(algorithm: Algorithm) -> None:
+    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, settings(algorithm), Alone(), round=7)
+    assert algorithm.machine is not None
+    machine = algorithm.machine(context, context.next_close(3.0, 0))
+    assert machine.wake_at == 5.0
+    assert machine.seq == (7 if algorithm.blocking else 0)
