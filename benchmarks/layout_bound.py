@@ -81,7 +81,7 @@ def below(problem: Problem, cut: float, budget: SearchBudget) -> Verdict:
 
 
 class _Tables(NamedTuple):
-    """What is computed once, before the enumeration."""
+    """What is computed once, before the enumeration: one record, because compiled functions take it whole."""
 
     pipe_KK: Floats
     stage_VK: Ints  # how many peers of each kind a stage has
@@ -156,10 +156,7 @@ def _tables(problem: Problem, twin_N: Ints, cut: float) -> _Tables:
 
 
 def _by_kind(problem: Problem, twin_N: Ints) -> tuple[Floats, Floats, Ints]:
-    """Seconds between peers of any two kinds, as pipeline and as data parallel, and how many peers each kind has.
-
-    A kind of a single peer gets seconds within it that change nothing.
-    """
+    """Pipeline and data-parallel seconds between any two kinds (a lone peer's own change nothing), and their sizes."""
     first, kind_N, count_K = np.unique(twin_N, return_inverse=True, return_counts=True)
     pipe_KK, data_KK = problem.pipe_NN[np.ix_(first, first)], problem.data_NN[np.ix_(first, first)]
     for kind, peer in enumerate(first):
@@ -300,7 +297,8 @@ def _group(tables: _Tables, level: int, need_K: Ints, stages: int) -> int:
 @inner
 def _need(tables: _Tables, walk: _Enumeration, node: _Node, before: int, after: int) -> Ints:
     """The peers left once `before` stages like the left end and `after` like the right end are placed."""
-    return walk.left_K - (before * tables.stage_VK[node.left] + after * tables.stage_VK[node.right])
+    need_K: Ints = walk.left_K - (before * tables.stage_VK[node.left] + after * tables.stage_VK[node.right])
+    return need_K
 
 
 @inner

@@ -83,11 +83,11 @@ def initial_state(problem: Problem, slots: Ints) -> State:
 @inner
 def _sums(problem: Problem, slots: Ints, stage: int, row_N: Floats) -> float:
     """Writes the sums of the stage's peers to `row_N`. Returns the largest."""
-    largest = 0.0
-    for p in range(stage * problem.replicas, (stage + 1) * problem.replicas):
+    data_NN, replicas, largest = problem.data_NN, problem.replicas, 0.0
+    for p in range(stage * replicas, (stage + 1) * replicas):
         seconds = 0.0
-        for q in range(stage * problem.replicas, (stage + 1) * problem.replicas):
-            seconds += problem.data_NN[slots[p], slots[q]]
+        for q in range(stage * replicas, (stage + 1) * replicas):
+            seconds += data_NN[slots[p], slots[q]]
         row_N[slots[p]] = seconds
         largest = max(largest, seconds)
     return largest
@@ -118,10 +118,10 @@ def _alike(problem: Problem, a: int, b: int) -> bool:
 @compiled
 def total(state: State) -> float:
     """The true cost in seconds: the most expensive stage, and each boundary forward and back."""
-    peak, path = 0.0, 0.0
-    for stage in range(state.data_S.size):
-        peak = max(peak, state.data_S[stage])
-        path += state.boundary_S[stage]
+    data_S, boundary_S, peak, path = state.data_S, state.boundary_S, 0.0, 0.0
+    for stage in range(data_S.size):
+        peak = max(peak, data_S[stage])
+        path += boundary_S[stage]
     return peak + 2.0 * path
 
 
@@ -239,26 +239,28 @@ def _try_swap(problem: Problem, state: State, p: int, q: int, limit: float, smoo
 @inner
 def _stage_after(problem: Problem, state: State, slot: int, newcomer: int) -> tuple[float, float]:
     """The largest sum of the slot's stage once `newcomer` has taken the slot, and the newcomer's own sum."""
-    leaver, start = state.slots[slot], slot // problem.replicas * problem.replicas
+    data_NN, slots, row_N = problem.data_NN, state.slots, state.row_N
+    leaver, start = slots[slot], slot // problem.replicas * problem.replicas
     peak, own = 0.0, 0.0
     for other in range(start, start + problem.replicas):
         if other != slot:
-            peer = state.slots[other]
-            seconds = problem.data_NN[newcomer, peer]
+            peer = slots[other]
+            seconds = data_NN[newcomer, peer]
             own += seconds
-            peak = max(peak, state.row_N[peer] - problem.data_NN[leaver, peer] + seconds)
+            peak = max(peak, row_N[peer] - data_NN[leaver, peer] + seconds)
     return max(peak, own), own
 
 
 @inner
 def _replace_in_sums(problem: Problem, state: State, slot: int, leaver: int, own: float) -> None:
     """Updates the sums of a stage whose `slot` has a new peer in the place of `leaver`. `own`: the newcomer's sum."""
-    newcomer, start = state.slots[slot], slot // problem.replicas * problem.replicas
+    data_NN, slots, row_N = problem.data_NN, state.slots, state.row_N
+    newcomer, start = slots[slot], slot // problem.replicas * problem.replicas
     for other in range(start, start + problem.replicas):
         if other != slot:
-            peer = state.slots[other]
-            state.row_N[peer] += problem.data_NN[newcomer, peer] - problem.data_NN[leaver, peer]
-    state.row_N[newcomer] = own
+            peer = slots[other]
+            row_N[peer] += data_NN[newcomer, peer] - data_NN[leaver, peer]
+    row_N[newcomer] = own
 
 
 @inner
@@ -293,11 +295,12 @@ def _try_pieces(problem: Problem, state: State, limit: float, smooth: float, ran
 @inner
 def _nearest(problem: Problem, slots: Ints, slot: int, stage: int, turn: int) -> int:
     """The slot of the stage whose peer is nearest to that of `slot`; among equals the first after `turn`."""
+    pipe_NN, replicas = problem.pipe_NN, problem.replicas
     best, found = np.inf, 0
-    for i in range(problem.replicas):
-        other = stage * problem.replicas + (i + turn) % problem.replicas
-        if problem.pipe_NN[slots[slot], slots[other]] < best:
-            best, found = problem.pipe_NN[slots[slot], slots[other]], other
+    for i in range(replicas):
+        other = stage * replicas + (i + turn) % replicas
+        if pipe_NN[slots[slot], slots[other]] < best:
+            best, found = pipe_NN[slots[slot], slots[other]], other
     return found
 
 
@@ -373,7 +376,7 @@ def _try_reversal(
 @inner
 def _means(state: State) -> float:
     """What `smooth` multiplies in the smoothed cost, in seconds."""
-    means = 0.0
-    for stage in range(state.data_S.size):
-        means += state.data_S[stage] / state.data_S.size + 2.0 * state.near_S[stage]
+    data_S, near_S, means = state.data_S, state.near_S, 0.0
+    for stage in range(data_S.size):
+        means += data_S[stage] / data_S.size + 2.0 * near_S[stage]
     return means
