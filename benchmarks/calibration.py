@@ -1,16 +1,16 @@
-"""Is the simulator right? Real runs of decentral.local against simulated ones of the same settings.
+"""Whether the simulator is right: real runs of decentral.local against simulated ones of the same settings.
 
     python -m benchmarks.calibration [--json FILE] [--journals DIR] [--only NAME]...
 
-The first run is the reference: two equal peers, from whose journals one device's pace and the cost of a question are
-taken. Each other setting is then simulated twice: predicted from its settings and the device alone, and with each
+The first run is the reference: the journals of its two equal peers give one device's pace and the cost of a request.
+Each other setting is then simulated twice: predicted from its settings and the device alone, and with each
 peer's own step time from its journal. A setting differs from the reference in peers, throttles, window and
 micro-batch. Micro-batches are emulated (mostly slept), so that two cores can carry six peers.
 
-Beside them, and in no mean, two settings without emulation, whose pace is that of a peer that runs alone: there the
-peers share the cores, which the simulator knows nothing of. Nothing else should run meanwhile: about 45 s a run.
+Two more settings, which no mean includes, run without emulation at the pace of a peer that runs alone: there the
+peers share the cores, which the simulator knows nothing of. Nothing else should run meanwhile; a run takes about 45 s.
 
---journals keeps the runs' folders there, and does not repeat a run that is there already.
+With --journals the runs' folders are kept, and a run that is there already is not repeated.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from decentral.sim.calibrate import (
 WARM_UP_S = 9.0  # the reference alone is still in its short windows then, on purpose
 MEASURED_S = 20.0
 STOP_AFTER_S = 32.0
-RUN_S = 300.0  # until a run is over, start and farewell included
+RUN_S = 300.0  # the longest that a run may take, with its start and end
 MODEL = ("model.depth=2", "model.width=64", "model.context=64", "train.micro_batch=4")  # as in straggler.py
 REFERENCE = Setting("reference", (1, 1), 0.5, 0.05, (*MODEL, "gossip.start_steps=400"))
 SETTINGS = [
@@ -55,13 +55,13 @@ SETTINGS = [
     Setting("six-equal", (1, 1, 1, 1, 1, 1), 1.0, 0.1, MODEL),
     Setting("six-graded", (1, 1, 2, 2, 5, 10), 0.3, 0.1, MODEL),
 ]
-RAW_REFERENCE = Setting("one-raw", (1,), 0.5, 0.0, MODEL)  # nothing is emulated: one peer, for its pace ...
-RAW = [Setting("two-raw", (1, 1), 0.5, 0.0, MODEL), Setting("four-raw", (1, 1, 1, 1), 0.5, 0.0, MODEL)]  # and more
+RAW_REFERENCE = Setting("one-raw", (1,), 0.5, 0.0, MODEL)  # one peer without emulation, for its pace
+RAW = [Setting("two-raw", (1, 1), 0.5, 0.0, MODEL), Setting("four-raw", (1, 1, 1, 1), 0.5, 0.0, MODEL)]
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A setting's peers: as measured, as predicted, and as simulated with their own step times."""
+    """A setting's peers as they were measured, predicted, and simulated with their own step times."""
 
     setting: Setting
     measured: list[Figures]
@@ -115,7 +115,7 @@ def _compare(setting: Setting, device: DevicePace, journals: Journals, micro_bat
 
 
 def _raw_micro_batch_s(device: DevicePace, place: Path) -> float:
-    """What a micro-batch takes where nothing is emulated and nobody else computes."""
+    """The seconds of a micro-batch where nothing is emulated and no other peer computes."""
     (alone,) = figures(_measure(RAW_REFERENCE, place), WARM_UP_S, MEASURED_S)
     return alone.step_s - device.beside_s
 
@@ -124,7 +124,7 @@ def _raw_micro_batch_s(device: DevicePace, place: Path) -> float:
 
 
 def _table(compared: Sequence[Compared]) -> str:
-    """Of each setting, measured against predicted; the last column has each peer's own step time."""
+    """Each setting, measured against predicted; the column `own` was simulated with each peer's own step time."""
     lines = [
         f"{'':14} {'throttles':>12} {'window':>6} {'batch':>6} | {'tokens/s':>15} {'off':>6} {'own':>6} | "
         f"{'busy':>11} | {'exchanges/s':>11} {'ms each':>11} {'kB each':>11} {'kB/s':>11}"
@@ -149,7 +149,7 @@ def _verdict(compared: Sequence[Compared]) -> str:
 
 
 def _agreements(compared: Sequence[Compared]) -> dict[str, tuple[float, float]]:
-    """By what is compared: Spearman's rank correlation, and the median of the errors as parts of what was measured."""
+    """For each figure Spearman's rank correlation, and the median of the errors relative to what was measured."""
     told: list[tuple[str, Callable[[Compared], list[Figures]]]] = [
         ("predicted", lambda one: one.predicted),
         ("with own steps", lambda one: one.retold),
@@ -168,7 +168,7 @@ def _agreements(compared: Sequence[Compared]) -> dict[str, tuple[float, float]]:
 
 
 def _formula(setting: Setting) -> float:
-    """Tokens/s if peers did nothing but micro-batches: what a simulator has to be better than."""
+    """Tokens/s if peers did nothing but micro-batches, which a simulator has to predict better."""
     return sum(setting.tokens_per_step / (setting.micro_batch_s * throttle) for throttle in setting.throttles)
 
 

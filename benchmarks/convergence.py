@@ -1,9 +1,9 @@
-"""Recovered gain: how much of four peers' worth of data asynchronous gossip turns into loss.
+"""Recovered gain: how much of the gain from four peers' data asynchronous gossip keeps.
 
     python -m benchmarks.convergence [--methods gossip,average] [--seeds 0,1,2] [--horizons 500] [--window 5]
         [--latency 0.2] [--slow 10] [--rates 4e-3] [--quick] [--json FILE] [--from FILE]
 
-Virtual time in one process, deterministic from the seed: a fast peer takes one step per unit, a slow one needs
+Time is virtual, in one process, and deterministic from the seed: a fast peer takes one step per unit, a slow one needs
 `--slow` units. Gradients are real (a byte-level GPT on the standard library's text), and so are the project's
 numerics: train/outer.py merges, comm/wire/compress.py quantises. Every method is trained at each of `--rates`, and its
 best rate counts.
@@ -11,7 +11,7 @@ best rate counts.
     recovered gain = (fastest peer alone - swarm) / (fastest peer alone - synchronous with free communication)
 
 on the same held-out text at the same virtual time. `loss` is that of the average of all replicas, `fast` that of
-one fast replica as it stands. `--from` adds the results of an earlier run's `--json` to the table.
+one fast replica. `--from` adds the results of an earlier run's `--json` to the table.
 """
 
 import argparse
@@ -80,7 +80,7 @@ class Result:
     seconds: float
 
     def setting(self) -> tuple[object, ...]:
-        """What must agree for two results to be seeds of one entry of the table, but for the rate."""
+        """What must agree, beside the method, for two results to be seeds of one entry of the table."""
         return self.width, self.horizon, self.window, self.latency, self.slow
 
 
@@ -147,7 +147,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _gain(seeds: Sequence[Result], best: Sequence[Sequence[Result]]) -> float | None:
-    """The mean over the seeds that the method, `alone` and `sync` have in common."""
+    """The mean gain over the seeds that the method, `alone` and `sync` have in common."""
     ends = {}
     for name in ("alone", "sync"):
         for other in best:
@@ -162,7 +162,7 @@ def _gain(seeds: Sequence[Result], best: Sequence[Sequence[Result]]) -> float | 
 
 
 def _best(rates: Sequence[Sequence[Result]]) -> Sequence[Result]:
-    """The rate with the lowest loss, of those that were tried with the most seeds."""
+    """The results of the rate with the lowest loss, among the rates that were tried with the most seeds."""
     most = max(len(seeds) for seeds in rates)
     return min((seeds for seeds in rates if len(seeds) == most), key=_loss)
 

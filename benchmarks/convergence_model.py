@@ -1,7 +1,7 @@
 """All replicas of a small GPT as one stacked model: one forward and one backward train every peer at once.
 
-The same decoder as decentral/train/gpt.py, with a leading peer dimension on every weight, so that four peers cost
-one batched matmul each instead of four models. The weights of a peer are one row of `theta_PN`; every weight is a
+It is the decoder of decentral/train/gpt.py with a leading peer dimension on every weight, so that four peers cost
+one batched matmul for each weight instead of four. The weights of a peer are one row of `theta_PN`; every weight is a
 view into it, so that gossip is plain vector arithmetic on rows. AdamW is torch's fused kernel, per row.
 
 Shapes: P peers, N parameters, S sequences, T positions, D width, H heads, F hidden channels, V vocabulary.
@@ -19,7 +19,7 @@ from decentral.core import config, rng
 BETA1, BETA2, EPSILON, WEIGHT_DECAY, CLIP_NORM = 0.9, 0.95, 1e-8, 0.1, 1.0
 
 Weights = dict[str, Tensor]
-"""By name; each [P, inputs, outputs], gains [P, 1, D]."""
+"""Weights by name: matrices are [P, inputs, outputs], gains [P, 1, D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Shape:
     model: config.ModelConfig
 
     def weights(self) -> dict[str, tuple[int, int]]:
-        """Matrices first and gains last: only matrices are decayed."""
+        """The rows and columns of each weight, matrices first and gains last: only matrices are decayed."""
         width, hidden, vocabulary = self.model.d_model, self.model.d_hidden, self.model.vocabulary
         blocks = range(self.model.depth)
         matrices = {"embedding": (vocabulary, width), "head": (width, vocabulary)}
@@ -55,7 +55,7 @@ class Shape:
 
 
 def initial(shape: Shape, seed: int) -> Tensor:
-    """One row [N], the same for all peers."""
+    """The initial weights as one row [N], which is the same for all peers."""
     chance = torch.Generator().manual_seed(rng.seed_of(seed, "weights") % 2**63)
     parts = []
     for name, (rows, columns) in shape.weights().items():
@@ -79,7 +79,7 @@ class Replicas:
         self.steps = [0] * peers
 
     def train(self, inputs_PST: Tensor, targets_PST: Tensor, rate: float) -> None:
-        """One step of the first peers, as many as there are micro-batches."""
+        """One step of the first peers, one for each micro-batch."""
         peers = len(inputs_PST)
         self.grad_PN.zero_()
         weights, gradients = self.shape.views(self.theta_PN[:peers]), self.shape.views(self.grad_PN[:peers])

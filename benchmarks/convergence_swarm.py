@@ -1,7 +1,7 @@
-"""Four peers that gossip, in virtual time: who trains, who closes a window, what is on the wire and when it arrives.
+"""Four peers that gossip in virtual time: which of them train or close a window, and when messages arrive.
 
-Rules. A unit of time is one step of a fast peer; a slow peer needs several. Corrections are added at step edges,
-as in train/compute.py. Nobody waits: a peer pulls what its partners have published by the end of its own window,
+A unit of time is one step of a fast peer; a slow peer needs several. Corrections are added at step edges,
+as in train/compute.py. No peer waits: it pulls what its partners have published by the end of its own window,
 and merges it `latency` later. The numerics are train/outer.py's and comm/wire/compress.py's. The whole model is one
 fragment. Synchronous averaging is the same thing with aligned windows, all partners, no latency, and fp32.
 """
@@ -24,14 +24,14 @@ BEHIND = 1.5  # as in comm/gossip/pull.py
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What is trained, and how its peers talk."""
+    """What is trained, and how its peers exchange updates."""
 
     peers: int = PEERS
     sequences: int = SEQUENCES
     slow: bool = False  # the last peer is slow
     talks: bool = True
     window: int = 0  # steps; 0: the command line's
-    dense: int = 0  # so many steps at first with windows of one step
+    dense: int = 0  # the number of first steps with windows of one step
     latency: float = -1.0  # windows; -1: the command line's
     partners: int = PEERS - 1
     phi_every: int = 3  # windows from one pull of slow weights to the next
@@ -54,23 +54,23 @@ class Setting:
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a peer has published last. All vectors are as the partners will read them."""
+    """What a peer has published last, with all vectors as the partners will decode them."""
 
-    window: outer.WindowUpdate  # with phi
+    window: outer.WindowUpdate  # includes phi
     sequence: int
 
 
 @dataclass(slots=True)
 class Pull:
     peer: int
-    steps: int  # of the peer, at the close
+    steps: int  # the peer's steps when it closed the window
     arrives: int
     own: outer.WindowUpdate
     partners: list[outer.WindowUpdate]
 
 
 class Swarm:
-    """All peers and what is on the wire, unit by unit."""
+    """All peers, and the pulls that are under way, unit by unit."""
 
     def __init__(self, method: Method, setting: Setting, corpus: data.Corpus) -> None:
         self.method, self.setting, self.corpus = method, setting, corpus
@@ -78,9 +78,9 @@ class Swarm:
         self.draws = [rng.arrays(setting.seed, "data", peer) for peer in range(method.peers)]
         self.chance = rng.stream(setting.seed, "partners")
         self.slow = [outer.start(row) for row in self.replicas.theta_PN]
-        self.owed: list[Tensor | None] = [None] * method.peers  # corrections until the next step edge
+        self.pending: list[Tensor | None] = [None] * method.peers  # corrections until the next step edge
         self.tokens = [0] * method.peers
-        self.rates = [0.0] * method.peers
+        self.lr_sums = [0.0] * method.peers
         self.closed = [0] * method.peers  # how many windows
         self.closed_at = [0] * method.peers
         self.next_close = [self._first_close(peer) for peer in range(method.peers)]
@@ -98,7 +98,7 @@ class Swarm:
         self.replicas.train(inputs_PST, targets_PST, rate)
         for peer in range(steppers):
             self.tokens[peer] += 1
-            self.rates[peer] += rate
+            self.lr_sums[peer] += rate
             self._apply(peer)
         if self.method.talks:
             self._merge_arrived(now + 1)
@@ -108,13 +108,13 @@ class Swarm:
                 self._apply(peer)
 
     def _steppers(self, now: int) -> int:
-        """The first so many peers end a step at `now`."""
+        """How many of the first peers end a step at `now`."""
         return self.method.peers - int(self.method.slow and now % self.setting.slow != 0)
 
     def _apply(self, peer: int) -> None:
-        owed, self.owed[peer] = self.owed[peer], None
-        if owed is not None:
-            self.replicas.theta_PN[peer] += owed
+        pending, self.pending[peer] = self.pending[peer], None
+        if pending is not None:
+            self.replicas.theta_PN[peer] += pending
 
     def _window(self, now: int) -> int:
         return 1 if now < self.method.dense else self.method.window or self.setting.window
@@ -139,18 +139,18 @@ class Swarm:
             self.next_close[peer] = now + window
 
     def _close(self, peer: int) -> outer.WindowUpdate:
-        # What is owed comes on top at the next step edge; until then neither theta nor the baseline may have it.
-        owed, slow = self.owed[peer], self.slow[peer]
-        theta = self.replicas.theta_PN[peer] if owed is None else self.replicas.theta_PN[peer] + owed
+        # A correction is added at the next step edge; until then neither theta nor the baseline may include it.
+        pending, slow = self.pending[peer], self.slow[peer]
+        theta = self.replicas.theta_PN[peer] if pending is None else self.replicas.theta_PN[peer] + pending
         self.slow[peer], sent = outer.close(slow, theta, lambda x: self._coded("q4", x))
-        own = outer.WindowUpdate(sent, self.tokens[peer], self.rates[peer])
+        own = outer.WindowUpdate(sent, self.tokens[peer], self.lr_sums[peer])
         self.published[peer] = Snapshot(replace(own, phi=self._coded("int8", slow.phi)), self.closed[peer])
         self.closed[peer] += 1
-        self.tokens[peer], self.rates[peer] = 0, 0.0
+        self.tokens[peer], self.lr_sums[peer] = 0, 0.0
         return own
 
     def _pull(self, peer: int, behind: bool) -> list[outer.WindowUpdate]:
-        """Deltas from all partners; slow weights from one now and then, from all when windows were missed."""
+        """Pseudo-gradients from all partners; slow weights from one now and then, from all when windows were missed."""
         others = [other for other in range(self.method.peers) if other != peer and self.published[other]]
         chosen = self.chance.sample(others, min(self.method.partners, len(others)))
         with_phi = self.closed[peer] % self.method.phi_every == 0
@@ -174,8 +174,8 @@ class Swarm:
             outcome = outer.merge(self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho)
             self.slow[pull.peer] = outcome.slow
             self._shift_moment(pull, outcome, rho * self.method.constants.kappa)
-            owed = self.owed[pull.peer]
-            self.owed[pull.peer] = outcome.correction if owed is None else owed + outcome.correction
+            pending = self.pending[pull.peer]
+            self.pending[pull.peer] = outcome.correction if pending is None else pending + outcome.correction
 
     def _shift_moment(self, pull: Pull, outcome: outer.OuterStep, strength: float) -> None:
         steps = self.replicas.steps[pull.peer]

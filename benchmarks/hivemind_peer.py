@@ -1,10 +1,10 @@
 """One peer that trains our model, data and batch under hivemind.Optimizer, for benchmarks/straggler.py.
 
-It prints `address ADDR` once its DHT listens and `ready` once the optimizer stands. Then it reads one line, the
+It prints `address ADDR` once its DHT listens and `ready` once its optimizer is set up. Then it reads one line, the
 Unix time at which all peers begin to measure, trains from that moment on, counts what falls into the
 measured window after the warm-up, and writes one JSON line to --result.
 
-What counts, in hivemind's favour wherever there is a choice:
+Wherever there is a choice, the counts favour hivemind:
 - busy: forward, backward and the emulated rest of the micro-batch, as in decentral/train/step.py; and
   `optimizer.step()` too, unless that call ended an epoch or downloaded state, which is where hivemind waits.
 - useful tokens: all but those whose gradients hivemind threw away because this peer had to download the state of
@@ -56,7 +56,7 @@ def main() -> None:
 
 @dataclass(slots=True)
 class Window:
-    """The stretch of wall-clock time that is measured, the same for all peers."""
+    """The interval of wall-clock time that is measured, which is the same for all peers."""
 
     begins: float  # Unix time
     seconds: float
@@ -67,7 +67,7 @@ class Window:
         return self.begins + self.seconds
 
     def add(self, began: float, ended: float) -> None:
-        """Counts the part of a busy stretch that lies inside."""
+        """Counts the part of a busy interval that lies inside the window."""
         self.busy_s += max(0.0, min(ended, self.ends) - max(began, self.begins))
 
     def holds(self, moment: float) -> bool:
@@ -76,7 +76,7 @@ class Window:
 
 @dataclass(slots=True)
 class Counts:
-    """Of micro-batches that ended inside the window."""
+    """What micro-batches that ended inside the window add up to."""
 
     micro_batches: int = 0
     tokens: int = 0
@@ -89,7 +89,7 @@ class Counts:
 
 
 class Optimizer(hivemind.Optimizer):  # type: ignore[misc]  # hivemind is untyped
-    """hivemind's optimizer, which also tells when it has thrown local gradients away."""
+    """hivemind's optimizer, which also counts how often it has thrown local gradients away."""
 
     downloads = 0
 
@@ -105,7 +105,7 @@ class Peer:
     optimizer: Optimizer
     counts: Counts
     window: Window
-    pending: int = 0  # tokens of the window in the gradients that accumulate now
+    pending: int = 0  # tokens inside the window whose gradients accumulate now
 
     def step(self, tokens: int) -> None:
         """Hands the gradients to hivemind; counts the time as busy, or as a wait if there was one."""
@@ -133,7 +133,7 @@ def train(
     corpus: data.Corpus,
     window: Window,
 ) -> Counts:
-    """Until the window ends: fetch, forward, backward, rest of the emulated time, step."""
+    """Trains until the window ends: fetch, forward, backward, the rest of the emulated time, step."""
     peer = Peer(optimizer, Counts(), window)
     time.sleep(max(0.0, window.begins - args.warm_up - time.time()))
     losses: list[float] = []
@@ -165,7 +165,7 @@ def _batches(corpus: data.Corpus, run: config.Config, index: int) -> Iterator[tu
 
 
 def _optimizer(args: argparse.Namespace, run: config.Config, model: nn.Sequential, dht: hivemind.DHT) -> Optimizer:
-    """As hivemind's configuration guide says, and tuned for a small local run where it leaves room.
+    """An optimizer as hivemind's configuration guide says, tuned for a small local run where the guide leaves a choice.
 
     The averagers' own options have two traps: `averager_opts` reaches only the averager of states, so that the
     one of gradients needs a factory; and `request_timeout` (3 s) must stay below the matchmaking time. Gradients

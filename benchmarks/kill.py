@@ -2,11 +2,12 @@
 
     python -m benchmarks.kill [--seconds 15] [--json FILE]
 
-Real peers on loopback, as `decentral.local` starts them, one throttled ten times. For each victim: busy fraction of the
-others and the longest gap between their `step` lines, `--seconds` before and after the kill; how long the
-others took to drop it; whether it came back as the same peer, how long until it trained, and its first held-out loss
-beside the others' latest. At the end all are killed and restarted: held-out losses before and after. A line of a
-journal that tells of an exception, or a traceback in an output, is shown and makes the exit status 1.
+Real peers run on loopback, as `decentral.local` starts them, one throttled ten times. For each victim it prints the
+busy fraction of the others and the longest gap between their `step` lines, `--seconds` before and after the kill; how
+long the others took to drop it; whether it came back as the same peer, how long until it trained, and its first
+held-out loss beside the others' latest. At the end all are killed and restarted, and held-out losses from before and
+after are printed. A line of a journal that tells of an exception, or a traceback in an output, is printed and makes the
+exit status 1.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""What a span really takes of a process against what `--memory` counts: `python -m benchmarks.memory`.
+"""How much memory a span really takes, against what `--memory` counts: `python -m benchmarks.memory`.
 
-Each case is a fresh process that builds its layers and does what a peer does with them: UNDER_WAY micro-batches go
-forward before the first comes back, a step is taken, every fragment closes a window, merges three partners' snapshots,
-and is given to a newcomer. Its peak of resident memory, less what it had before it built anything (torch, data, and one
-round with a tiny model), is held against train/memory.py's bytes for the same span.
+Each case is a fresh process that builds its layers and does what a peer does with them: LEAST_UNDER_WAY micro-batches
+go forward before the first comes back, a step is taken, every fragment closes a window, merges three partners'
+snapshots, and is given to a newcomer. The process's peak of resident memory, less what it had before it built anything
+(torch, data, and one round with a tiny model), is compared with train/memory.py's bytes for the same span.
 """
 
 import argparse
@@ -57,18 +57,19 @@ def measured(overrides: list[str], span: tuple[int, int]) -> tuple[int, int, int
     torch.set_num_threads(1)
     memory.give_back_what_is_freed()
     with tempfile.TemporaryDirectory() as folder:
-        work(config.load(None, [*FIXED, *TINY]), (0, 1), Path(folder) / "tiny")
+        exercise(config.load(None, [*FIXED, *TINY]), (0, 1), Path(folder) / "tiny")
         run = config.load(None, [*FIXED, *overrides])
         setup_of(run, (0, 1), Path(folder) / "data")  # the text is in memory now
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident
         before = resident("VmRSS")
-        work(run, span, Path(folder) / "real")
+        exercise(run, span, Path(folder) / "real")
         needs = memory.needs(run)
         parameters = sum(one.parameters for one in needs.fragments[span[0] : span[1]])
         return needs.of(*span), resident("VmHWM") - before, parameters
 
 
 def resident(what: str) -> int:
+    """Bytes on this line of /proc/self/status."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
     return int(line.split()[1]) * 1024
 
@@ -80,7 +81,8 @@ def setup_of(run: config.Config, span: tuple[int, int], folder: Path) -> Compute
     return ComputeSetup(run, PeerId("A"), data.load(run.data, run.model), compress, device, folder, layers)
 
 
-def work(run: config.Config, span: tuple[int, int], folder: Path) -> None:
+def exercise(run: config.Config, span: tuple[int, int], folder: Path) -> None:
+    """Does with these fragments what a peer does: micro-batches, a step, windows, merges, and an export."""
     compute = Compute(setup_of(run, span, folder))
     first, last = compute.fragments[0].first, compute.fragments[-1].last
     for number in range(2 * memory_needs.LEAST_UNDER_WAY):

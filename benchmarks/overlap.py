@@ -1,9 +1,10 @@
-"""Devices busy and throughput over the flow bound, of swarms that hold a model in spans, in virtual time.
+"""How busy devices are, and throughput over the flow bound, in swarms that hold a model in spans, in virtual time.
 
     python -m benchmarks.overlap [--seconds 120] [--slow] [--json FILE]
 
-100 ms of computing for each of four layer groups, a delay on every link, the real nodes (decentral/sim). The bound is
-that of peers/placement/span_choice.py: links cost nothing. `--slow`: one peer becomes 5 times slower in the middle of the run.
+Each of four layer groups takes 100 ms of computing, every link has a delay, and the nodes are the real ones
+(decentral/sim). The bound is that of peers/placement/span_choice.py, for which links cost nothing. With `--slow` one
+peer becomes 5 times slower in the middle of the run.
 """
 
 import argparse
@@ -27,24 +28,24 @@ from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import Shape
 from decentral.sim.virtual_host import Pace, VirtualHost
 
-LAYERS = 4  # groups, of 100 ms each
+LAYERS = 4  # groups of layers, of 100 ms each
 STEP_S = 0.4
 JOB_S = 1e-4
 TOKENS = 64
 SPANS = ((0, 2), (0, 2), (1, 3), (1, 3), (2, 4), (2, 4))
 WARM_UP_S = 40.0
-BUCKET_S = 10.0  # over which a rate is taken
-NEAR = 0.05
+BUCKET_S = 10.0  # a rate is a mean over this time
+NEAR = 0.05  # a rate this close to the final one counts as settled
 
 
 @dataclass(slots=True)
 class Watching:
-    """Takes the place of the audit: what was counted when, and how long devices computed."""
+    """Watches a run in place of the audit: which tokens were counted when, and how long devices computed."""
 
-    counted: list[tuple[Seconds, int]] = field(default_factory=list)  # at their origin peers: when, and tokens
+    counted: list[tuple[Seconds, int]] = field(default_factory=list)  # (time, tokens), at the origin peers
     busy: dict[str, list[tuple[Seconds, Seconds]]] = field(default_factory=lambda: defaultdict(list))
     steps: int = 0
-    micro_batches: int = 0  # in these steps
+    micro_batches: int = 0  # counted in these steps
 
     def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
         for effect in effects:
@@ -60,7 +61,7 @@ class Watching:
         return sum(tokens for at, tokens in self.counted if begin < at <= end) / (end - begin)
 
     def least_busy(self, begin: Seconds, end: Seconds) -> float:
-        """A step reports the seconds since the one before; both ends are cut at a step."""
+        """The busy share of the least busy device, from its first to its last step within this time."""
         shares = []
         for reports in self.busy.values():
             within = [(at, seconds) for at, seconds in reports if begin < at <= end]
@@ -70,7 +71,7 @@ class Watching:
 
 
 def shape_of(spans: Sequence[tuple[int, int]], overlap: bool, accumulate: int, throttles: Sequence[float]) -> Shape:
-    """`spans` in fragments; memory is no limit."""
+    """A swarm whose peers hold these `spans` of fragments, and whose memory is no limit."""
     overrides = [
         *("model.depth=4", "model.width=32", "model.context=32", "train.micro_batch=2"),
         *("gossip.fragment_parameters=10000", "gossip.window_s=10", "gossip.start_window_s=10"),
@@ -83,7 +84,7 @@ def shape_of(spans: Sequence[tuple[int, int]], overlap: bool, accumulate: int, t
 
 
 def bound(shape: Shape, throttles: Sequence[float]) -> float:
-    """Tokens/s of the plan's flow."""
+    """Tokens/s of the flow through the spans of `shape`, with links that cost nothing."""
     held = [
         holder_of(shape.fragments, *span, TOKENS / (STEP_S * slow))
         for span, slow in zip(shape.spans, throttles, strict=True)
@@ -112,7 +113,7 @@ def play(shape: Shape, end: Seconds, delay_s: Seconds, watch: Watching, spec: st
 
 
 def slowed(victim: int, delay_s: Seconds, seconds: Seconds) -> dict[str, Any]:
-    """From the moment at which one peer becomes 5 times slower: shares of the new bound, and when they have settled."""
+    """Throughput after one peer became 5 times slower: shares of the new bound, and when they have settled."""
     shape, watch = shape_of(SPANS, True, 1, [1.0] * len(SPANS)), Watching()
     at = WARM_UP_S + BUCKET_S
     play(shape, at + seconds, delay_s, watch, f"slow {victim} x5 at {at} for {seconds + 1}")
@@ -126,7 +127,7 @@ def slowed(victim: int, delay_s: Seconds, seconds: Seconds) -> dict[str, Any]:
         "victim": SPANS[victim],
         "shares": [round(rate / best, 2) for rate in rates],
         "settled": round(settled / best, 3),
-        "seconds_until_settled": round(first * BUCKET_S),  # from then on two buckets' mean is near it
+        "seconds_until_settled": round(first * BUCKET_S),  # the mean of two buckets is near the final rate
     }
 
 
@@ -140,11 +141,11 @@ def main() -> None:
     args = parser.parse_args()
     delay_s, rows = args.delay_ms / 1e3, []
     if args.slow:
-        work = (slowed(victim, delay_s, args.seconds) for victim in (0, 2, 4))
+        runs = (slowed(victim, delay_s, args.seconds) for victim in (0, 2, 4))
     else:
         settings = [(True, 1), (True, 8), *((False, count) for count in (1, 4, 16, 64, 256))]
-        work = (measure(delay_s, overlap, accumulate, args.seconds) for overlap, accumulate in settings)
-    for row in work:
+        runs = (measure(delay_s, overlap, accumulate, args.seconds) for overlap, accumulate in settings)
+    for row in runs:
         rows.append(row)
         print(json.dumps(row), flush=True)
     if args.json:

@@ -7,9 +7,9 @@
                 as the interpreted code tries in 360 s (its rate is measured here, on this swarm), and what the
                 published code's own pipelines cost; for the first draw also after 50,000 candidates
     noisy       the same for eight cities with every link's rate times a lognormal of sigma 0.2
-    bound       is there any layout of 64 devices over ten cities that costs less than 0.88 of gcma's (or less than
-                what genetic finds in 10 s, where that is less)? Searched for up to 600 s
-    large       1,024 devices for 30 s and 4,096 for 60 s against the best hand layout, and the memory it took
+    bound       whether any layout of 64 devices over ten cities costs less than 0.88 of gcma's (or less than what
+                genetic finds in 10 s, where that is less); the proof may take up to 600 s
+    large       1,024 devices for 30 s and 4,096 for 60 s against the best hand layout, and the memory in use
     small       throughput of up to 6 peers and 8 layers: the default solver against `exact`
     unequal     throughput of 64 unequal devices in 20 s, against equal spans placed at random and against the bound
     gossip      mixing per second of the planned partners against the two simple rules, within 2 s
@@ -36,10 +36,10 @@ from benchmarks import planner_published as published_code
 from decentral.core import config
 from decentral.scheduler.shared import topology
 from decentral.scheduler.shared.search_budget import SearchBudget
-from decentral.scheduler.shared.topology import Topology, Workload
+from decentral.scheduler.shared.topology import Topology, Workload, regions_of
 from decentral.scheduler.sync import evolve, gcma
-from decentral.scheduler.sync.layout_cost import layout, problem
-from decentral.scheduler.sync.sync_plan import regions_of, sync_plan
+from decentral.scheduler.sync.layout_cost import best_layout, problem_of
+from decentral.scheduler.sync.sync_plan import sync_plan
 from decentral.scheduler.throughput import (
     layer_costs,
     max_flow,
@@ -52,7 +52,7 @@ from decentral.scheduler.throughput import (
 OPTIMA = {"data-centre": 3.43980, "universities": 16.08684, "four-regions": 34.80204, "eight-cities": 49.21838,
           "spot": 31.63416}  # fmt: skip
 PUBLISHED_S = 360.0
-SAMPLE = 25  # candidates by which the interpreted code's rate is measured: one round of gcma's trials
+SAMPLE = 25  # candidates to measure the interpreted code's rate with: one round of gcma's trials
 STANDS_STILL = 50_000  # candidates
 AIM, PROOF_S = 0.88, 600.0
 CITIES = ("Frankfurt", "Ireland", "London", "Ohio", "Oregon", "Seoul", "Singapore", "Sydney", "Tokyo", "Virginia")
@@ -78,11 +78,12 @@ def main() -> None:
 
 
 def compilation(seed: int, _scale: float) -> None:
-    """Once is enough; further seeds measure the same."""
+    """The first compilation of each solver. One seed is enough: others measure the same."""
     for solver in ("genetic", "annealing", "gcma"):
         code = (
-            "import time; from decentral.scheduler import topology, plan, progress; spot = topology.load('spot'); "
-            f"begin = time.process_time(); plan.sync_plan(spot, {solver!r}, 0, progress.Budget(rounds=1)); "
+            "import time; from decentral.scheduler.shared import search_budget, topology; "
+            "from decentral.scheduler.sync import sync_plan; spot, begin = topology.load('spot'), time.process_time(); "
+            f"sync_plan.sync_plan(spot, {solver!r}, 0, search_budget.SearchBudget(rounds=1)); "
             "print(time.process_time() - begin)"
         )
         with tempfile.TemporaryDirectory() as empty:
@@ -142,14 +143,14 @@ def _against_gcma(part: str, swarm: Topology, seed: int, scale: float) -> None:
 
 def proof(seed: int, scale: float) -> None:
     swarm = scattered(64, seed)
-    task = problem(swarm, swarm.workload or Workload())
+    problem = problem_of(swarm, swarm.workload or Workload())
     candidates, _ = _candidates(swarm, seed, scale)
     baseline, _ = _gcma(swarm, seed, candidates)
     best = _genetic(swarm, seed, 10 * scale)[-1][0]
     begin = time.process_time()
     budget = SearchBudget(PROOF_S * scale, clock=time.process_time)
-    verdict = layout_bound.below(task, min(AIM * baseline, best), budget)
-    found = None if verdict.slots is None else layout(task, verdict.slots).cost.total
+    verdict = layout_bound.below(problem, min(AIM * baseline, best), budget)
+    found = None if verdict.slots is None else best_layout(problem, verdict.slots).cost.total
     _line("bound", seed=seed, gcma=baseline, genetic=best, aim=AIM * baseline, cut=min(AIM * baseline, best),
           none_below=verdict.proven and found is None, found=found, proven=verdict.proven,
           seconds=time.process_time() - begin)  # fmt: skip
@@ -162,7 +163,6 @@ def large(seed: int, scale: float) -> None:
         begin = time.process_time()
         plan = sync_plan(swarm, "genetic", seed, SearchBudget(seconds * scale, clock=time.process_time))
         used = time.process_time() - begin
-        assert plan.cost is not None
         cost, hand = plan.cost["total"], min(plan.baselines.values())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         _line("large", peers=count, seed=seed, cost=cost, best_hand=hand, ratio=cost / hand, seconds=used,
@@ -170,26 +170,26 @@ def large(seed: int, scale: float) -> None:
 
 
 def small(seed: int, scale: float) -> None:
-    task = tiny(np.random.default_rng(seed))
+    costs = tiny(np.random.default_rng(seed))
     begin = time.process_time()
-    exact = milp.best_spans(task)
+    exact = milp.best_spans(costs)
     between = time.process_time()
     assert exact is not None
     budget = SearchBudget(max(20.0, 3 * (between - begin)) * scale, clock=time.process_time)
-    found = span_search.search(task, np.arange(task.peers) % 2, budget, np.random.default_rng(seed))
-    rates = [max_flow.maximum(task, way).tokens_per_s for way in (found, exact)]
-    _line("small", seed=seed, peers=task.peers, layers=task.layers, of_exact=rates[0] / rates[1],
+    found = span_search.search(costs, np.arange(costs.peers) % 2, budget, np.random.default_rng(seed))
+    rates = [max_flow.maximum(costs, spans).tokens_per_s for spans in (found, exact)]
+    _line("small", seed=seed, peers=costs.peers, layers=costs.layers, of_exact=rates[0] / rates[1],
           exact_s=between - begin, seconds=time.process_time() - between)  # fmt: skip
 
 
 def unequal(seed: int, scale: float) -> None:
     swarm = mixed(seed)
-    task = layer_costs.of(swarm, config.load(None, LLAMA_7B))
-    baseline = throughput_plan.random_throughput(task, seed)
+    costs = layer_costs.of_model(swarm, config.load(None, LLAMA_7B))
+    baseline = throughput_plan.random_throughput(costs, seed)
     budget = SearchBudget(20 * scale, clock=time.process_time)
     begin = time.process_time()
-    found = max_flow.maximum(task, span_search.search(task, regions_of(swarm), budget, np.random.default_rng(seed)))
-    rate, bound = found.tokens_per_s, task.compute_bound()
+    found = max_flow.maximum(costs, span_search.search(costs, regions_of(swarm), budget, np.random.default_rng(seed)))
+    rate, bound = found.tokens_per_s, costs.compute_bound()
     _line("unequal", seed=seed, tokens_per_s=rate, of_bound=rate / bound, of_random=rate / baseline,
           seconds=time.process_time() - begin)  # fmt: skip
 
@@ -208,7 +208,6 @@ def command(seed: int, scale: float) -> None:
     budget = SearchBudget(2 * scale, clock=time.process_time)
     begin = time.process_time()
     plan = throughput_plan.throughput_plan(mixed(seed), config.load(None, LLAMA_7B), "genetic", seed, budget)
-    assert plan.throughput is not None
     _line("command", seed=seed, asked_s=2 * scale, seconds=time.process_time() - begin,
           of_bound=plan.throughput["tokens_per_s"] / plan.throughput["bound"])  # fmt: skip
 
@@ -267,7 +266,7 @@ def tiny(rng: np.random.Generator) -> layer_costs.LayerCosts:
 
 def _genetic(swarm: Topology, seed: int, seconds: float) -> list[tuple[float, float]]:
     """(cost, CPU seconds after which it was found), at each improvement. The last is the realised cost."""
-    task = problem(swarm, swarm.workload or Workload())
+    problem = problem_of(swarm, swarm.workload or Workload())
     begin = time.process_time()
     found: list[tuple[float, float]] = []
 
@@ -276,19 +275,19 @@ def _genetic(swarm: Topology, seed: int, seconds: float) -> list[tuple[float, fl
             found.append((best, time.process_time() - begin))
 
     budget = SearchBudget(seconds, clock=time.process_time, report=note)
-    slots = evolve.search(task, regions_of(swarm), budget, np.random.default_rng(seed))
+    slots = evolve.search(problem, regions_of(swarm), budget, np.random.default_rng(seed))
     when = found[-1][1] if found else time.process_time() - begin
-    return [*found, (layout(task, slots).cost.total, when)]
+    return [*found, (best_layout(problem, slots).cost.total, when)]
 
 
 def _gcma(swarm: Topology, seed: int, candidates: int) -> tuple[float, list[int]]:
-    """What gcma reaches with so many candidates, and each peer's stage."""
-    task = problem(swarm, swarm.workload or Workload())
+    """The cost that gcma reaches with this many candidates, and each peer's stage."""
+    problem = problem_of(swarm, swarm.workload or Workload())
     budget = SearchBudget(rounds=max(1, round((candidates - gcma.POPULATION) / gcma.TRIALS)))
-    slots = gcma.search(task, regions_of(swarm), budget, np.random.default_rng(seed))
-    stage_N = np.empty(len(task), np.int64)
-    stage_N[slots] = np.arange(len(task)) // task.replicas
-    return layout(task, slots).cost.total, stage_N.tolist()
+    slots = gcma.search(problem, regions_of(swarm), budget, np.random.default_rng(seed))
+    stage_N = np.empty(problem.peers, np.int64)
+    stage_N[slots] = np.arange(problem.peers) // problem.replicas
+    return best_layout(problem, slots).cost.total, stage_N.tolist()
 
 
 def _interpreted(swarm: Topology, seed: int, trials: int) -> tuple[published_code.Search, tuple[float, float]]:
@@ -304,13 +303,13 @@ def _interpreted(swarm: Topology, seed: int, trials: int) -> tuple[published_cod
 
 
 def _candidates(swarm: Topology, seed: int, scale: float) -> tuple[int, tuple[float, float]]:
-    """How many the interpreted code tries on this swarm in PUBLISHED_S, and its rates."""
+    """How many candidates the interpreted code tries on this swarm in PUBLISHED_S, and its rates."""
     _, rate = _interpreted(swarm, seed, SAMPLE)
     return int(_tried(rate) * scale), rate
 
 
 def _tried(rate: tuple[float, float]) -> int:
-    """Candidates in PUBLISHED_S."""
+    """Candidates in PUBLISHED_S at these rates: of the first population, and of the trials."""
     return gcma.POPULATION + int((PUBLISHED_S - gcma.POPULATION / rate[0]) * rate[1])
 
 

@@ -1,14 +1,15 @@
 """The published genetic scheduler of Yuan et al. (NeurIPS 2022) in plain interpreted Python, to measure its rate.
 
-The same work for each candidate as in the published code (DS3Lab/DT-FM, read and written anew), with nothing that it
-does not do: no table of pair costs, no cached joint, no compiled loop. Per candidate: five-point crossover; one pass
-of cyclic partitioning, whose gains are worked out from all pairs after every single move; the data-parallel cost from
-all pairs; for each of the 28 pairs of stages a bottleneck matching by forbidding the dearest pair and solving the
-assignment again until that is infeasible; and the stages' order by a memoised recursion from each of the stages.
+It does the same work for each candidate as the published code (DS3Lab/DT-FM, read and written anew), and nothing that
+would make it faster: no table of pair costs, no cached boundary, no compiled loop. Each candidate takes a five-point
+crossover; one pass of cyclic partitioning, whose gains are computed from all pairs after every single move; the
+data-parallel cost from all pairs; for each of the 28 pairs of stages a bottleneck matching, by forbidding the largest
+pair and solving the assignment again until that is infeasible; and the stages' order by a memoised recursion from each
+of the stages.
 
-Its random choices are those of `scheduler/sync/gcma.py` (`gcma.draws`), so that both
-walk the same way and can be compared candidate by candidate. Two known differences: the matching value is that of the
-last feasible threshold in both, and no list of all past candidates is kept (nothing reads it).
+Its random choices are those of `scheduler/sync/gcma.py` (`gcma.draws`), so that both walk the same way and can be
+compared candidate by candidate. It differs from the published code in two things: the matching value is that of the
+last feasible threshold, as in gcma.py, and no list of all past candidates is kept (nothing reads it).
 """
 
 import itertools
@@ -35,23 +36,24 @@ class Case:
     bandwidth_gbps: Any
     stages: int
     replicas: int
-    gradient: float
-    activation: float
+    gradient: float  # of a stage
+    activation: float  # of a pipeline
 
     @property
     def peers(self) -> int:
         return self.stages * self.replicas
 
 
-def case_of(topology: Topology, work: Workload) -> Case:
-    assert work.stages is not None
-    assert work.replicas is not None
+def case_of(topology: Topology, workload: Workload) -> Case:
+    """The topology in the units of the published code. The workload must name its stages and replicas."""
+    assert workload.stages is not None
+    assert workload.replicas is not None
     delay, rate = topology.delay_s * 1e3, topology.bandwidth * 8 / 1e9
-    return Case(delay, rate, work.stages, work.replicas, work.gradient_gbytes, work.activation_gbytes)
+    return Case(delay, rate, workload.stages, workload.replicas, workload.gradient_gbytes, workload.activation_gbytes)
 
 
 class Search:
-    """A population of random partitions, and trials on it. `candidates` counts what was scored."""
+    """A population of random partitions, and trials on it. `candidates` counts the partitions that were scored."""
 
     def __init__(self, case: Case, population: int, rng: np.random.Generator) -> None:
         self.case, self.rng = case, rng
@@ -61,7 +63,7 @@ class Search:
         self.candidates = population
 
     def trials(self) -> None:
-        """As many as one round of gcma.py."""
+        """As many trials as one round of gcma.py."""
         parents, crossed = gcma.draws(self.rng, len(self.members), self.case.peers)
         for (one, two), peers in zip(parents.tolist(), crossed.tolist(), strict=True):
             self._trial(one, two, peers)
@@ -88,11 +90,12 @@ def stages_of(case: Case, member: list[int]) -> Stages:
 
 
 def score(case: Case, stages: Stages) -> float:
+    """Seconds of communication in one step."""
     return data_parallel(case, stages) + 2 * pipeline(case, stages)
 
 
 def data_parallel(case: Case, stages: Stages) -> float:
-    dearest = float("-inf")
+    largest = float("-inf")
     for stage in stages:
         within = [0.0] * case.replicas
         for i in range(case.replicas):
@@ -102,8 +105,8 @@ def data_parallel(case: Case, stages: Stages) -> float:
                         case.delay_ms[stage[i], stage[j]] / 1e3
                         + case.gradient * 8 / (case.bandwidth_gbps[stage[i], stage[j]] * case.replicas)
                     )
-        dearest = max(dearest, float(np.max(within)))
-    return dearest
+        largest = max(largest, float(np.max(within)))
+    return largest
 
 
 def pipeline(case: Case, stages: Stages) -> float:
@@ -130,7 +133,7 @@ def bottleneck(case: Case, one: list[int], two: list[int]) -> float:
 
 
 class OpenPath:
-    """The cheapest path through all stages from one of them, by memoised recursion over the stages still to come."""
+    """The cheapest path through all stages from one of them, by memoised recursion over the stages that are left."""
 
     def __init__(self, edge: Any, start: int) -> None:
         self.edge, self.start = edge, start
@@ -169,7 +172,7 @@ class OpenPath:
 
 
 def written_pipelines(case: Case, member: list[int]) -> float:
-    """What the pipelines cost that the published code writes down: its matchings belong to the infeasible threshold."""
+    """The cost of the pipelines that the published code writes down, whose matchings use a forbidden pair."""
     stages = stages_of(case, member)
     edge = np.zeros(shape=(case.stages, case.stages))
     for i in range(case.stages):
@@ -184,7 +187,7 @@ def written_pipelines(case: Case, member: list[int]) -> float:
 
 
 def _last_matching(case: Case, one: list[int], two: list[int]) -> list[tuple[int, int]]:
-    """The assignment that the search for the threshold ends with: it uses a forbidden pair."""
+    """The assignment with which the search for the threshold ends: it uses a forbidden pair."""
     cost = np.array([[_seconds(case, a, b) for b in two] for a in one])
     for index in np.argsort(cost.flatten())[::-1]:
         cost[index // case.replicas][index % case.replicas] = FORBIDDEN
@@ -210,10 +213,10 @@ def crossover(case: Case, first: list[int], second: list[int], crossed: list[int
         sizes[stage] += 1
     for peer in range(case.peers):
         if sizes[child[peer]] > case.replicas:
-            room = next(stage for stage in range(case.stages) if sizes[stage] < case.replicas)
-            sizes[room] += 1
+            free = next(stage for stage in range(case.stages) if sizes[stage] < case.replicas)
+            sizes[free] += 1
             sizes[child[peer]] -= 1
-            child[peer] = room
+            child[peer] = free
     return child
 
 

@@ -1,11 +1,12 @@
-"""What `kill -9` costs a swarm of which no peer holds more than half of the model.
+"""What `kill -9` costs a swarm in which no peer holds more than half of the model.
 
     python -m benchmarks.routes [--kills 10] [--seconds 4] [--json FILE]
 
-Six real peers on loopback, as `decentral.local --memory` starts them. One after another is killed, drawn at random, and
-restarted after `--seconds`; the next kill comes when it trains again. Printed for each kill: the longest time in which
-no micro-batch was counted anywhere, from the kill until then and a while after. At the end the journals are audited:
-exit status 1 if a layer has counted a micro-batch twice, if a layer was lost, or if a journal tells of an error.
+Six real peers run on loopback, as `decentral.local --memory` starts them. Peers drawn at random are killed one after
+another, and restarted after `--seconds`; the next kill comes when the peer trains again. For each kill it prints the
+longest time in which no micro-batch was counted anywhere, from the kill until `--seconds` after the peer came back. At
+the end the journals are audited: the exit status is 1 if a layer has counted a micro-batch twice, if a layer was lost,
+or if a journal tells of an error.
 """
 
 import argparse
@@ -75,12 +76,12 @@ def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> dict[str, Any]:
 
 
 def counted(swarm: LocalSwarm) -> list[float]:
-    """When micro-batches were counted, at whichever peer."""
+    """The Unix times at which micro-batches were counted, at any peer."""
     return sorted(line["t"] for number in range(PEERS) for line in _of(swarm, number, "counted"))
 
 
 def conclude(swarm: LocalSwarm) -> bool:
-    """Prints what the journals and checkpoints say; whether something is wrong."""
+    """Prints what the journals and checkpoints say. Returns whether something is wrong."""
     found = audit([list(read(folder / "journal.jsonl")) for folder in swarm.folders()], LAYERS)
     print(
         f"{found.everywhere} micro-batches counted once in all layers, {found.in_part} in a part of them, "

@@ -2,11 +2,12 @@
 
     python -m benchmarks.scale [--peers 1000] [--layers 64] [--seconds 3600] [--step 256] [--life 14400] [--json FILE]
 
-A peer has room for an eighth to a third of the layers; speeds differ fourfold, and with them the rooms. Lives are
-exponential, and whoever is preempted is replaced after a minute by a newcomer, which chooses its layers. The bound is
-that of peers/placement/span_choice.py over the peers that train, every minute. `share`: tokens that a layer's weights have counted,
-mean over layers by their parameters, over the bound; `begun`: the same of the origin peers' own. Ctrl-C,
-or SIGTERM: it ends after the minute that it is at, and says what there is.
+A peer has memory for an eighth to a third of the layers; speeds differ fourfold, and memories with them. Lifetimes are
+exponential, and a preempted peer is replaced after a minute by a newcomer, which chooses its layers. The bound is
+that of peers/placement/span_choice.py over the peers that train, every minute. `share` is the rate of tokens that a
+layer's weights have counted, as a mean over layers by their parameters, over the bound; `begun` is the same for the
+tokens of the origin peers' own micro-batches. After Ctrl-C or SIGTERM the run ends at the next full minute, and prints
+what it has measured.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from decentral.sim.virtual_host import Pace, VirtualHost
 from decentral.train import memory
 
 THROTTLES = (1.0, 0.5, 1.0, 0.25)
-PARTS = (0.125, 0.2, 0.125, 0.3)  # of the layers that there is room for, of the same peers in turn
+PARTS = (0.125, 0.2, 0.125, 0.3)  # the share of the layers that fits into the memory of the same peers
 TOKENS = 64
 CONTEXT = 64
 SAMPLE_S = 60.0
@@ -42,10 +43,10 @@ WIRES = Wires(0.03, 25e6, 125e6)
 
 @dataclass(slots=True)
 class Watching:
-    """Tokens that were counted, and the peers that were there, minute by minute."""
+    """The tokens that were counted, and the peers that were present, minute by minute."""
 
     shape: Shape
-    counted: float = 0.0  # tokens through the whole model, since the last sample
+    counted: float = 0.0  # tokens through the whole model since the last sample
     begun: int = 0
     jobs_done: int = 0
     hosts: dict[str, VirtualHost] = field(default_factory=dict)
@@ -82,13 +83,13 @@ class Watching:
         bound = flow(cuts, held)
         shares = (tokens / SAMPLE_S / bound if bound else 0.0 for tokens in (self.counted, self.begun))
         row = dict(zip(("share", "begun"), (round(share, 3) for share in shares), strict=True))
-        there = {"at": round(at), "training": len(training), "fewest_holders": min(holders)}
-        self.rows.append(there | row | {"bound": round(bound), "legs": self.jobs_done})
+        present = {"at": round(at), "training": len(training), "fewest_holders": min(holders)}
+        self.rows.append(present | row | {"bound": round(bound), "legs": self.jobs_done})
         self.counted, self.begun, self.jobs_done = 0.0, 0, 0
 
 
 def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> Shape:
-    """`layers`: blocks, embedding and head included in the first and the last of as many fragments."""
+    """A swarm for a model of `layers` blocks; the first and the last fragment include the embedding and the head."""
     settings = [
         *(f"model.depth={layers}", "model.width=256", f"model.context={CONTEXT}", "train.micro_batch=1"),
         *("gossip.fragment_parameters=500000", "gossip.window_s=1800", "gossip.start_window_s=1800"),
@@ -99,12 +100,12 @@ def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> 
     count = len(shape.fragments)
     needs = memory.needs(shape.config, shape.fragments)
     widths = [max(1, round(count * part)) for part in PARTS]
-    rooms = [needs.of(0, width, needs.under_way(0, width)) for width in widths]
-    return replace(shape, plain=True, moves=False, memory=tuple(rooms))
+    memories = [needs.of(0, width, needs.under_way(0, width)) for width in widths]
+    return replace(shape, plain=True, moves=False, memory=tuple(memories))
 
 
 def churn(peers: int, seconds: Seconds, life_s: Seconds, seed: int) -> list[Fault]:
-    """Each place is taken by one peer after another; the first members' numbers are their places."""
+    """Crashes and joins that give each place in the swarm one peer after another, numbered in order of joining."""
     chance, faults, number = rng.stream(seed, "lives"), [], peers
     ends = sorted((300.0 + chance.expovariate(1 / life_s), place) for place in range(peers))
     while ends and ends[0][0] < seconds:
@@ -160,8 +161,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peers", type=int, default=1000)
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--step", type=float, default=4.0, metavar="S", help="a micro-batch, on the slowest device")
-    parser.add_argument("--life", type=float, default=4 * 3600.0, metavar="S", help="mean, until a peer is preempted")
+    parser.add_argument(
+        "--step", type=float, default=4.0, metavar="S", help="seconds of a micro-batch on the slowest device"
+    )
+    parser.add_argument(
+        "--life", type=float, default=4 * 3600.0, metavar="S", help="mean seconds until a peer is preempted"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", type=Path)

@@ -1,8 +1,9 @@
-"""How long a simulated swarm takes, by its size: `python -m benchmarks.simulator [--peers 100,1000,10000]`.
+"""How long simulating a swarm takes, by its size: `python -m benchmarks.simulator [--peers 100,1000,10000]`.
 
-600 virtual seconds of a swarm such as volunteers make: every peer with its own wires and steps of half a second, one
-snapshot every two minutes pulled from two partners, records spread over a key for every ten peers. Newcomers come one
-after the other in the first 200 s, fetch the model, and probe their links. One process each, whose memory is measured.
+Each size simulates 600 virtual seconds of a swarm such as volunteers make: every peer has its own links and steps of
+half a second, pulls one snapshot every two minutes from two partners, and records are spread over one key for every ten
+peers. Newcomers come one after the other in the first 200 s, fetch the model, and probe their links. Each size runs in
+a process of its own, whose memory is measured.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 def run(peers: int) -> tuple[float, float, dict[str, Any]]:
-    """Wall seconds, start of Python included; the largest memory of any child so far, GiB; the report."""
+    """Wall seconds with the start of Python, the largest memory of any child so far in GiB, and the report."""
     shards = max(1, peers // PEERS_PER_SHARD)
     overrides = [part for one in [*SETTINGS, f"swarm.shards={shards}"] for part in ("--set", one)]
     command = [sys.executable, "-m", "decentral.simulate", "--json", "--peers", str(peers), "--seconds", str(SECONDS)]

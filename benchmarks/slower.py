@@ -3,10 +3,10 @@
     python -m benchmarks.slower [--victim 0] [--times 5] [--before 60] [--after 100] [--seconds 1.0] [--control]
 
 Six real peers in one process: real hosts, compute threads and protocol. The network is in memory, and computing is
-emulated: a micro-batch through the whole model takes --seconds. None holds more than half of the model; with
-`routes.overlap`, so that devices can be busy. Printed every ten seconds: tokens/s of the micro-batches that came
-back, over the flow bound of the best spans for the speeds at that time (a proven optimum: scheduler/throughput/milp.py); then
-plans and moves of all journals, and their audit.
+emulated: a micro-batch through the whole model takes --seconds. No peer holds more than half of the model, and routes
+overlap, so that devices can be busy. Every ten seconds it prints tokens/s of the micro-batches that came
+back, over the flow bound of the best spans for the speeds at that time (a proven optimum:
+scheduler/throughput/milp.py). At the end the plans and moves of all journals are printed, and their audit.
 """
 
 import argparse
@@ -49,7 +49,7 @@ RUN = RunId("slower-000000")
 
 
 def run_config(overlap: bool) -> config.Config:
-    """0.07 M parameters in six fragments: so small that what it really takes is less than what is emulated."""
+    """A model of 0.07 M parameters in six fragments, so small that computing it takes less time than is emulated."""
     return config.Config(
         model=config.ModelConfig(depth=4, width=32, context=4),
         train=config.TrainConfig(micro_batch=1, warmup_steps=10),
@@ -59,7 +59,7 @@ def run_config(overlap: bool) -> config.Config:
 
 
 class Swarm:
-    """Peers in this process. `half`: the memory of each, for three of the six fragments."""
+    """The peers of this process. `half` is the memory of each, in bytes, for three of the six fragments."""
 
     def __init__(self, folder: Path, seconds: float, overlap: bool) -> None:
         self.run, self.folder, self.seconds = run_config(overlap), folder, seconds
@@ -75,7 +75,7 @@ class Swarm:
         self.slowed_at = 0.0  # unix time
 
     def start_at_the_best(self) -> list["asyncio.Task[str]"]:
-        """Everybody holds from the start what is best for the present speeds."""
+        """Starts peers that hold the best spans for the present speeds from the beginning."""
         for begin, end in self.best_spans():
             self.add(self.needs.span(int(begin), int(end)))
         return [asyncio.create_task(host.run()) for host in self.hosts]
@@ -131,14 +131,15 @@ class Swarm:
 
     def best(self) -> float:
         """Tokens/s of the best spans for the present speeds."""
-        return max_flow.maximum(self.work(), self.best_spans()).tokens_per_s
+        return max_flow.maximum(self.costs(), self.best_spans()).tokens_per_s
 
     def best_spans(self) -> Ints:
-        spans = milp.best_spans(self.work())
+        spans = milp.best_spans(self.costs())
         assert spans is not None
         return spans
 
-    def work(self) -> LayerCosts:
+    def costs(self) -> LayerCosts:
+        """The costs of the fragments at the present speeds."""
         fast = self.tokens / self.seconds
         members = {
             PeerId(str(number)): TrainingPeer(range(0, 1), self.half, fast / self.slowed.get(number, 1.0))

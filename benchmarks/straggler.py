@@ -7,11 +7,13 @@ The same model, data, batch and machine for all. A micro-batch takes 50 ms on a 
 on the slow one, mostly by sleeping, so that a few cores can carry all peers. The systems take turns, and each
 round starts with another of them, so that a change of the machine's load meets all alike.
 
-Measured is the same window for all, after the same warm-up, which begins when all peers are there; what counts
-as busy and as useful: hivemind_peer.py. Held-out loss, of equal training time, is beside the point here: hivemind has
-a tuned setting but our learning rate, and our first peer trains some seconds before the others have joined.
-Bytes: what passed over the loopback interface in a system's whole life, per second of training. For that count
-nothing else may talk on it: `unshare -rn sh -c 'ip link set lo up; python benchmarks/straggler.py'`.
+All systems are measured for the same time, after the same warm-up, which begins when all peers are present;
+hivemind_peer.py says what counts as busy and as useful. Held-out losses after equal training time are printed, but are
+no comparison: hivemind has a tuned setting but our learning rate, and our first peer trains some seconds before the
+others have joined. Bytes are those that passed over the loopback interface in a system's whole life, per second of
+training. For that figure nothing else may use it:
+
+    unshare -rn sh -c 'ip link set lo up; python benchmarks/straggler.py'
 """
 
 import argparse
@@ -38,8 +40,8 @@ MODEL = [  # 139,584 parameters; forward and backward take about 10 ms of one co
     "model.context=64",
     "train.micro_batch=4",
 ]
-Line = dict[str, Any]  # of a journal: docs/PROTOCOL.md
-START_S = 180.0  # until all peers of a system stand
+Line = dict[str, Any]  # a journal's line, as docs/PROTOCOL.md describes it
+START_S = 180.0  # the longest that the peers of a system may take to start
 END_S = 60.0  # from the end of a measurement until all processes of a system are gone
 HEAD_START_S = 1.0
 POLL_S = 0.05
@@ -97,7 +99,7 @@ class Ours:
     def _outcome(
         self, args: argparse.Namespace, journals: Sequence[list[Line]], moved: float, heldout_loss: float
     ) -> Outcome:
-        """From the journals, not from the summary's totals: in those the first peer's head start is included."""
+        """The figures from the journals, because the summary's totals include the first peer's head start."""
         joined_at = max(line["t"] for lines in journals for line in lines if line["event"] == "joined")
         begins = joined_at + args.warm_up
         windows = [[line for line in lines if begins < line["t"] <= begins + args.seconds] for lines in journals]
@@ -118,7 +120,7 @@ class Ours:
 
 
 def _rate(lines: Sequence[Line], key: str) -> float:
-    """Of a figure of the `step` lines, per second: each line tells what happened since the one before."""
+    """A figure of the `step` lines per second: each line tells what happened since the one before."""
     steps = [line for line in lines if line["event"] == "step"]
     return float(sum(line[key] for line in steps[1:]) / (steps[-1]["t"] - steps[0]["t"]))
 
@@ -149,7 +151,7 @@ class Hivemind:
         return self._outcome(args, reports, loopback_bytes() - before)
 
     def _start(self, args: argparse.Namespace, folder: Path, peers: "list[Child]", results: Sequence[Path]) -> None:
-        """Peer 0 alone, then the others, who join it; then all begin at one moment."""
+        """Starts peer 0, then the others, which join it; then all begin at one moment."""
         join: list[str] = []
         for index, (throttle, result) in enumerate(zip(_throttles(args), results, strict=True)):
             own = ["--index", str(index), "--throttle", f"{throttle:g}", "--result", str(result)]
@@ -198,7 +200,7 @@ BEST = [
 
 
 def _sweep() -> list[System]:
-    """Global steps about as far apart as our windows, and eight times rarer."""
+    """Settings with global steps about as far apart as our windows, and eight times rarer."""
     settings = itertools.product(("sync", "delayed"), (128, 1024), (1.5, 3.0), (1, 5))
     return [Hivemind(" ".join(map(str, setting)), *setting) for setting in settings]
 
@@ -235,7 +237,7 @@ class Child:
         self._process.stdin.flush()
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has ended well. Raises RuntimeError with the end of its log if it has not."""
+        """Waits until it has ended well. Raises RuntimeError with the end of its log if it has not."""
         deadline = time.monotonic() + timeout_s
         while not self._ended():
             if time.monotonic() > deadline:
@@ -246,7 +248,7 @@ class Child:
             raise self._failure(f"it ended with status {self._process.returncode}")
 
     def end(self) -> None:
-        """Kills what is left of the group. Its number is ours as long as its leader has not been reaped."""
+        """Kills what is left of the group, whose number is ours as long as its leader has not been reaped."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -268,7 +270,7 @@ def _begin_together(children: Sequence[Child]) -> None:
 
 
 def loopback_bytes() -> int:
-    """Received on the loopback interface since it came up, in the network that this process sees."""
+    """Bytes received on the loopback interface since it came up, in the network namespace of this process."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == "lo":
@@ -286,7 +288,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _mean(outcomes: Sequence[Outcome]) -> Outcome:
-    """Of each figure, except that the smallest busy fraction stays the smallest."""
+    """The mean of each figure, except that of the smallest busy fraction the smallest counts."""
     names = [field.name for field in fields(Outcome) if field.name not in ("system", "fast_busy_min")]
     figures = {name: mean(getattr(one, name) for one in outcomes) for name in names}
     return Outcome(outcomes[0].system, min(one.fast_busy_min for one in outcomes), **figures)
@@ -315,7 +317,7 @@ def _ratios(means: Sequence[Outcome]) -> str:
 
 
 def _ratios_of(means: Sequence[Outcome]) -> dict[str, dict[str, float]]:
-    """Ours over each other system, figure by figure; empty in a sweep, which is without ours."""
+    """Our figures over those of each other system; empty in a sweep, in which our system does not run."""
     names = ("fast_busy_mean", "tokens_per_s", "useful_tokens_per_s", "loopback_bytes_per_s")
     own = [one for one in means if one.system == Ours().name]
     return {
@@ -337,7 +339,7 @@ def _json(args: argparse.Namespace, outcomes: Sequence[Outcome], means: Sequence
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--slow", type=float, default=20.0, help="this many times slower is the last peer")
+    parser.add_argument("--slow", type=float, default=20.0, help="the last peer is this many times slower")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each system")
     parser.add_argument("--seconds", type=float, default=60.0, help="measured in each run")
     parser.add_argument("--warm-up", type=float, default=15.0, help="seconds before that")

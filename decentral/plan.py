@@ -1,6 +1,6 @@
 """Who holds which layers, in which order, with whom: `python -m decentral.plan TOPOLOGY`.
 
-    python -m decentral.plan eight-cities                       the synchronous objective, a shipped topology
+    python -m decentral.plan eight-cities                       least communication of a synchronous step
     python -m decentral.plan swarm.yaml --model default         the asynchronous swarm's throughput
     python -m decentral.plan --join ADDR                        a live swarm, as its peers measured themselves
     python -m decentral.plan spot --solver annealing --json     another solver; the plan as JSON
@@ -15,7 +15,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,15 +30,17 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
+from decentral.scheduler.shared import plot
 from decentral.scheduler.shared import topology as topologies
 from decentral.scheduler.shared.search_budget import Report, SearchBudget
 from decentral.scheduler.shared.topology import Topology
-from decentral.scheduler.sync import sync_plan as planning
-from decentral.scheduler.sync.sync_plan import Plan
-from decentral.scheduler.throughput import layer_costs as works
+from decentral.scheduler.sync import compare
+from decentral.scheduler.sync.sync_plan import SyncPlan, sync_plan
+from decentral.scheduler.throughput import layer_costs
+from decentral.scheduler.throughput.throughput_plan import ThroughputPlan, throughput_plan
 
 ROWS = 32  # of a table on the terminal
-PLAN_LOOKS = 4  # at the swarm's records: what is far away in the DHT may take a second look
+PLAN_LOOKS = 4  # tries to read the swarm's records: distant ones in the DHT may need a second
 LOOK_PAUSE_S = 0.5
 
 
@@ -50,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _compare(topology, options)
         plan = _plan(topology, config, options)
         if options.plot:
-            from decentral.scheduler.sync import plot
-
-            plot.map_of(topology, plan, options.plot)
+            _draw(plan, topology, options.plot)
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
@@ -73,7 +73,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--join", metavar="ADDR", help="instead of TOPOLOGY: the address of a peer of a live swarm")
     parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
     parser.add_argument(
-        "--objective", choices=["sync", "throughput"], help="default: sync, or throughput with --model or --join"
+        "--objective",
+        choices=["sync", "throughput"],
+        help="sync: least communication of a synchronous step (default); "
+        "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)",
     )
     parser.add_argument("--solver", default="genetic", help="genetic, annealing, gcma, exact, flow, or a hand layout")
     parser.add_argument("--seconds", type=_positive, default=5.0, help="how long to search (default 5)")
@@ -111,23 +114,21 @@ def _swarm(options: argparse.Namespace) -> tuple[Topology, Config | None]:
     return topologies.topology_from_profiles(profiles, {}), config
 
 
-def _plan(topology: Topology, config: Config | None, options: argparse.Namespace) -> Plan:
+def _plan(topology: Topology, config: Config | None, options: argparse.Namespace) -> SyncPlan | ThroughputPlan:
     with _bar(options.objective, quiet=options.json) as report:
         budget = SearchBudget(seconds=options.seconds, clock=time.monotonic, report=report)
         if options.objective == "sync":
-            return planning.sync_plan(topology, options.solver, options.seed, budget)
-        from decentral.scheduler.throughput import throughput_plan
-
+            return sync_plan(topology, options.solver, options.seed, budget)
         if options.model or config is None:
             config = load_config(options.model)
-        return throughput_plan.throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
+        return throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
 
 
 # A live swarm
 
 
 async def _live(address: str) -> tuple[dict[str, dict[str, Any]], Config]:
-    """What the swarm's peers say of themselves, signed, and its config. Raises UserError if nobody is there."""
+    """Each peer's own signed profile, by peer id, and the swarm's config. Raises UserError if nobody answers."""
     from decentral.visit import visit
 
     async with visit([address]) as swarm:
@@ -141,19 +142,15 @@ async def _live(address: str) -> tuple[dict[str, dict[str, Any]], Config]:
 
 
 def _profile(record: PeerRecord, config: Config) -> dict[str, Any]:
-    """FLOP/s as the run's own model reached them."""
-    reached = record.profile.tokens_per_s * works.flops_per_token(config)
+    """A peer's profile, with the FLOP/s that it reached on the run's own model where it has trained."""
+    reached = record.profile.tokens_per_s * layer_costs.flops_per_token(config)
     return dataclasses.asdict(record.profile) | {"flops": reached or record.profile.flops}
 
 
 def _compare(topology: Topology, options: argparse.Namespace) -> int:
     """Cost against seconds for every solver of the synchronous objective."""
-    from decentral.scheduler.sync import compare
-
     records = compare.records(topology, options.seed, options.seconds, time.monotonic)
     if options.plot:
-        from decentral.scheduler.sync import plot
-
         plot.comparison(records, options.plot)
     if options.json:
         print(json.dumps(records))
@@ -178,26 +175,44 @@ def _bar(title: str, quiet: bool) -> Iterator[Report]:
         yield lambda fraction, best: progress.update(task, completed=fraction, best=best)
 
 
-def _show(plan: Plan, topology: Topology, console: Console) -> None:
+def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console) -> None:
+    """Prints the plan as tables, and its reason."""
     region = dict(zip(topology.ids, topology.regions, strict=True))
-    if plan.stages is not None and plan.cost is not None:
-        table = Table("stage", "peers by region", title=f"{plan.objective}, {plan.solver}: {plan.cost['total']:.5f} s")
-        for number, stage in enumerate(plan.stages[:ROWS]):
-            names = [region[peer] for peer in stage]
-            table.add_row(str(number), ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names)))
-        console.print(table)
-    if plan.spans is not None and plan.throughput is not None:
-        rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
-        table = Table("peer", "region", "layers", "micro-batch", title=f"{rate:.4g} tokens/s of at most {bound:.4g}")
-        for peer, (first, last) in list(plan.spans.items())[:ROWS]:
-            table.add_row(peer, region[peer], f"{first}-{last - 1}", str((plan.micro_batches or {}).get(peer, "")))
-        console.print(table)
+    console.print(_stages(plan, region) if isinstance(plan, SyncPlan) else _spans(plan, region))
     if plan.baselines:
-        table = Table("beside it", "cost" if plan.cost else "tokens/s")
+        table = Table("beside it", "cost" if isinstance(plan, SyncPlan) else "tokens/s")
         for name, value in sorted(plan.baselines.items(), key=lambda item: item[1]):
             table.add_row(name, f"{value:.5g}")
         console.print(table)
     console.print(plan.reason)
+
+
+def _stages(plan: SyncPlan, region: Mapping[str, str]) -> Table:
+    """The first ROWS stages, with their peers counted by region."""
+    table = Table("stage", "peers by region", title=f"{plan.objective}, {plan.solver}: {plan.cost['total']:.5f} s")
+    for number, stage in enumerate(plan.stages[:ROWS]):
+        names = [region[peer] for peer in stage]
+        table.add_row(str(number), ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names)))
+    return table
+
+
+def _spans(plan: ThroughputPlan, region: Mapping[str, str]) -> Table:
+    """The layers and micro-batches of the first ROWS peers."""
+    rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
+    table = Table("peer", "region", "layers", "micro-batch", title=f"{rate:.4g} tokens/s of at most {bound:.4g}")
+    for peer, (first, last) in list(plan.spans.items())[:ROWS]:
+        table.add_row(peer, region[peer], f"{first}-{last - 1}", str(plan.micro_batches.get(peer, "")))
+    return table
+
+
+def _draw(plan: SyncPlan | ThroughputPlan, topology: Topology, file: str) -> None:
+    """Draws the pipelines or routes on a map of the regions. Raises UserError without matplotlib."""
+    if isinstance(plan, SyncPlan):
+        figure, paths = f"{plan.cost['total']:.5g} s", plan.pipelines
+    else:
+        figure = f"{plan.throughput['tokens_per_s']:.5g} tokens/s"
+        paths = [[hop[0] for hop in route["hops"]] for route in plan.routes]
+    plot.map_of(topology, f"{plan.objective}, {plan.solver}: {figure}", paths, file)
 
 
 if __name__ == "__main__":

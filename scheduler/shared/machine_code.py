@@ -1,4 +1,4 @@
-"""The one way in which the planner compiles. Apart from the array types: who only names those need not load numba."""
+"""How the planner compiles functions. It is apart from the array types, so that these load without numba."""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Machine code by numba, kept on disk after the first call ever."""
+    """Compiles to machine code (numba) at the first call, and keeps the result on disk for later processes."""
     fast: Callable[P, T] = njit(cache=True, nogil=True, error_model="numpy")(function)
     return fast
 
 
 def inner(function: Callable[P, T]) -> Callable[P, T]:
-    """The same, for what only compiled functions call: without the way in from Python it compiles faster."""
-    numba: Any = njit  # its types leave these two options out
+    """As `compiled`, for a function that only compiled ones call: without an entry from Python it compiles faster."""
+    numba: Any = njit  # its type stubs lack these two options
     fast: Callable[P, T] = numba(
         cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
     )(function)

@@ -1,11 +1,11 @@
-"""How long a search may go on, and who hears how it goes.
+"""How long a search may go on, and who is told of its progress.
 
 Searches work in rounds whose size does not depend on time, so that a longer budget continues the same search and
 a given number of rounds gives the same result on any machine.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Report = Callable[[float, float], None]
 """(fraction of the budget that is used, best cost so far)"""
@@ -27,49 +27,45 @@ class SearchBudget:
     def part(self, share: float) -> "SearchBudget":
         """The same clock and listener for a share of the seconds and rounds."""
         rounds = self.rounds if self.rounds == float("inf") else max(1, int(self.rounds * share))
-        return SearchBudget(self.seconds * share, rounds, self.clock, self.report)
+        return replace(self, seconds=self.seconds * share, rounds=rounds)
 
     def less(self, seconds: float) -> "SearchBudget":
-        """What is left after that many seconds; at least a thousandth of it, so that a search begins."""
-        return SearchBudget(max(self.seconds - seconds, 1e-3 * self.seconds), self.rounds, self.clock, self.report)
+        """What is left after `seconds`; at least a thousandth of the budget, so that a search can begin."""
+        return replace(self, seconds=max(self.seconds - seconds, 1e-3 * self.seconds))
 
     def silent(self) -> "SearchBudget":
-        """The same without a listener: for a search with another measure."""
-        return SearchBudget(self.seconds, self.rounds, self.clock)
+        """The same budget without a listener, for a search whose cost is another quantity."""
+        return replace(self, report=_silent)
 
 
 @dataclass(slots=True)
 class SearchProgress:
-    """One search's use of its budget, and its record: (seconds, best cost) at each improvement."""
+    """How much of its budget one search has used, and the best cost that it has reported."""
 
     budget: SearchBudget
     best: float
     rounds: int = 0
-    record: list[tuple[float, float]] = field(default_factory=list)
     _start: float = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.budget.seconds < float("inf") or self.budget.rounds < float("inf"), "a search without end"
         self._start = self.budget.clock()
-        self.record.append((0.0, self.best))
 
     def seconds(self) -> float:
+        """Seconds since the search began."""
         return self.budget.clock() - self._start
 
     def goes_on(self, ahead_s: float = 0.0) -> bool:
-        """Whether there is another round, with `ahead_s` seconds of work that it cannot leave undone."""
+        """Whether another round fits that cannot be cut short for `ahead_s` seconds."""
         return self.rounds < self.budget.rounds and not self.late(ahead_s)
 
     def late(self, ahead_s: float = 0.0) -> bool:
-        """Whether that much work, begun now, would end after the budget's seconds."""
+        """Whether `ahead_s` seconds of work that begin now would end after the budget's seconds."""
         return self.seconds() + ahead_s >= self.budget.seconds
 
     def report(self, best: float) -> None:
-        """Ends a round whose best cost so far is `best`."""
+        """Ends a round and tells the listener. `best`: the least cost that the search has found so far."""
         self.rounds += 1
-        used = self.seconds()
-        if best < self.best:
-            self.best = best
-            self.record.append((used, best))
-        fraction = max(used / self.budget.seconds, self.rounds / self.budget.rounds)
+        self.best = min(self.best, best)
+        fraction = max(self.seconds() / self.budget.seconds, self.rounds / self.budget.rounds)
         self.budget.report(min(1.0, fraction), self.best)

@@ -9,7 +9,8 @@
     based_on: ten-cities                                         `inside` and `links` from another file
     workload: {stages, replicas, gradient_gbytes, activation_gbytes}      optional
 
-Units outside are those in which people know them (ms, Gb/s, GB, TFLOP/s); inside they are s, bytes/s, bytes, FLOP/s.
+A file has the units in which people know these figures (ms, Gb/s, GB, TFLOP/s); the arrays are in seconds, bytes/s,
+bytes and FLOP/s. In names of arrays N is the number of peers.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from decentral.core.errors import UserError
-from decentral.scheduler.shared.arrays import Floats
+from decentral.scheduler.shared.arrays import Floats, Ints
 
 MAX_FILE_BYTES = 256 * 1024 * 1024  # two matrices of 4,096 peers as text
 GBIT = 1e9 / 8  # bytes
@@ -33,11 +34,11 @@ GBIT = 1e9 / 8  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One optimiser step of a synchronous pipeline, as Yuan et al. cost it.
+    """What one optimiser step of a synchronous pipeline communicates (Yuan et al., arXiv 2206.01288).
 
-    `gradient_gbytes`: of one stage, what its replicas average. `activation_gbytes`: of one pipeline, what one
-    stage sends to the next. With `stages` and `replicas` left open both are totals, of the whole model and of the
-    whole batch, and the search for the degrees divides them.
+    The replicas of a stage average `gradient_gbytes`, and in each pipeline a stage sends `activation_gbytes` to the
+    next. Where `stages` or `replicas` is None, these figures are totals of the whole model and of the whole batch, and
+    the search for the degrees of parallelism (sync/degrees.py) divides them.
     """
 
     stages: int | None = 8
@@ -48,22 +49,22 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
-    """N peers: what they are, and the links between them. Diagonals: no delay, endless bandwidth."""
+    """N peers and the links between them. A peer has no delay and unlimited bandwidth to itself."""
 
     ids: tuple[str, ...]
     regions: tuple[str, ...]
     devices: tuple[str, ...]
-    memory_bytes: Floats
-    flops: Floats
-    delay_s: Floats
-    bandwidth: Floats  # bytes/s
+    memory_bytes: Floats  # N
+    flops: Floats  # N, FLOP/s
+    delay_s: Floats  # N x N, one way, from the row's peer to the column's
+    bandwidth: Floats  # N x N, bytes/s in the same direction
     workload: Workload | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def digest(self) -> str:
-        """Equal for equal swarms, whatever the order of their peers in the file."""
+        """A digest that is equal for equal swarms, whatever the order of their peers in the file."""
         order = sorted(range(len(self)), key=self.ids.__getitem__)
         text = json.dumps([[self.ids[i], self.regions[i], self.devices[i]] for i in order])
         state = hashlib.blake2b(text.encode(), digest_size=16)
@@ -73,23 +74,24 @@ class Topology:
             state.update(np.ascontiguousarray(matrix[np.ix_(order, order)]).tobytes())
         return state.hexdigest()
 
-    def subset(self, keep: Sequence[int]) -> "Topology":
-        """The same swarm with only these peers, in this order."""
-        index = np.asarray(keep, dtype=np.int64)
-        grid = np.ix_(index, index)
-        names = [tuple(field[i] for i in keep) for field in (self.ids, self.regions, self.devices)]
-        numbers = (self.memory_bytes[index], self.flops[index], self.delay_s[grid], self.bandwidth[grid])
-        return Topology(names[0], names[1], names[2], *numbers, self.workload)
+
+def regions_of(topology: Topology) -> Ints:
+    """Each peer's region as a number, in order of first appearance: region_N."""
+    number = {name: i for i, name in enumerate(dict.fromkeys(topology.regions))}
+    return np.array([number[region] for region in topology.regions])
 
 
 def load(path: str | Path) -> Topology:
-    """Reads a topology file (YAML or JSON), or the shipped one of that name. Raises UserError in one line."""
+    """Reads a topology file (YAML or JSON), or the shipped one of that name. Raises UserError if it is not valid."""
     source = _find(Path(path))
     return parse(_read(source), source)
 
 
 def parse(tree: Any, source: Path | None = None) -> Topology:
-    """A topology from the tree that a YAML or JSON file holds. `based_on` is looked up beside `source`."""
+    """A topology from the tree that a YAML or JSON file holds; `based_on` is looked up beside `source`.
+
+    Raises UserError, in one line, for a tree that is no topology.
+    """
     spec = _validated(tree)
     if spec.based_on is not None:
         base = _validated(_read(_find(Path(spec.based_on), beside=source)))
@@ -105,12 +107,12 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
 def topology_from_profiles(
     profiles: Mapping[str, Mapping[str, Any]], links: Mapping[tuple[str, str], tuple[float, float]]
 ) -> Topology:
-    """A live swarm's topology from what its peers measured.
+    """A live swarm's topology from what its peers measured. Raises UserError for fewer than two peers.
 
-    `profiles`: peer id -> {region, device, memory_bytes, flops (FLOP/s), up, down (bytes/s), latency_s}; missing
-    entries, and zeros (not measured yet), get 0, or for `up` and `down` 12.5 MB/s and for `latency_s` 50 ms.
-    `links`: (from, to) -> (one-way delay s, bytes/s), as far as measured; an unmeasured link gets the sum of both
-    latencies and the lesser of the sender's `up` and the receiver's `down`.
+    `profiles`: peer id -> {region, device, memory_bytes, flops (FLOP/s), up, down (bytes/s), latency_s}. An entry that
+    is missing or zero was not measured: `up` and `down` then count as 12.5 MB/s, `latency_s` as 50 ms, others as 0.
+    `links`: (from, to) -> (one-way delay in seconds, bytes/s) of the links that were measured; any other link gets
+    the sum of both latencies and the lesser of the sender's `up` and the receiver's `down`.
     """
     ids = sorted(profiles)
     _require(len(ids) >= 2, f"a swarm of at least 2 peers; it has {len(ids)}")
@@ -136,7 +138,7 @@ def topology_from_profiles(
     return _topology(peers, delay, bandwidth, None)
 
 
-# The file's shape
+# The fields of a topology file
 
 
 class _Strict(BaseModel):
@@ -148,7 +150,7 @@ class _Link(_Strict):
     bandwidth_gbps: Annotated[float, Field(gt=0)]
 
 
-class _Named(_Link):
+class _RegionLink(_Link):
     between: tuple[str, str]
 
 
@@ -171,7 +173,7 @@ class _Group(_Device):
         return [_Peer(id=f"{region}-{i}", region=region, **shared) for i in range(self.count)]
 
 
-class _Work(_Strict):
+class _WorkloadFields(_Strict):
     stages: Annotated[int, Field(gt=0)] | None = None
     replicas: Annotated[int, Field(gt=0)] | None = None
     gradient_gbytes: Annotated[float, Field(ge=0)] = 0.65
@@ -183,15 +185,15 @@ class _File(_Strict):
     regions: dict[str, _Group] = {}
     inside: _Link | None = None
     across: _Link | None = None
-    links: list[_Named] = []
+    links: list[_RegionLink] = []
     based_on: str | None = None
     delay_ms: list[list[float]] | None = None
     bandwidth_gbps: list[list[float]] | None = None
-    workload: _Work | None = None
+    workload: _WorkloadFields | None = None
 
 
 def _find(path: Path, beside: Path | None = None) -> Path:
-    """The file itself, else one beside the file that names it, else a shipped one of that name."""
+    """The path itself, else the file of that name beside the one that refers to it, else the shipped one."""
     shipped = Path(str(files("decentral.configs") / "topologies"))
     tried = [path, *([beside.parent / f"{path}.yaml"] if beside else []), shipped / f"{path}.yaml"]
     for candidate in tried:
@@ -227,7 +229,7 @@ def _validated(tree: Any) -> _File:
 
 
 def _matrices(spec: _File, regions: list[str]) -> tuple[Floats, Floats]:
-    """Delay in s and bandwidth in bytes/s between any two peers."""
+    """Delay in seconds and bandwidth in bytes/s between any two peers, both N x N."""
     if (spec.delay_ms is None) != (spec.bandwidth_gbps is None):
         raise UserError("topology: delay_ms and bandwidth_gbps belong together; one of them is missing")
     if spec.delay_ms is not None and spec.bandwidth_gbps is not None:
@@ -239,6 +241,7 @@ def _matrices(spec: _File, regions: list[str]) -> tuple[Floats, Floats]:
 
 
 def _full(name: str, rows: list[list[float]], count: int) -> Floats:
+    """The file's own matrix, count x count. Raises UserError for another shape, or a value outside its range."""
     shape = f"{len(rows)} rows of {sorted({len(row) for row in rows})}"
     square = len(rows) == count and all(len(row) == count for row in rows)
     _require(square, f"{name} of {count} x {count} numbers, one row per peer", shape)
@@ -251,7 +254,8 @@ def _full(name: str, rows: list[list[float]], count: int) -> Floats:
     return matrix
 
 
-def _by_region(spec: _File, names: list[str], region_N: "np.ndarray[Any, Any]") -> tuple[Floats, Floats]:
+def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, Floats]:
+    """The matrices that `inside`, `across` and `links` describe. Raises UserError if a link is missing."""
     count = len(names)
     default = spec.across
     delay = np.full((count, count), default.delay_ms if default else np.nan)
@@ -268,8 +272,8 @@ def _by_region(spec: _File, names: list[str], region_N: "np.ndarray[Any, Any]") 
             a, b = (known[name] for name in link.between)
             delay[a, b] = delay[b, a] = link.delay_ms
             rate[a, b] = rate[b, a] = link.bandwidth_gbps
-    lone = np.bincount(region_N, minlength=count) < 2  # a region of one peer needs no link inside
-    missing = np.isnan(rate) & ~np.diag(lone)
+    alone = np.bincount(region_N, minlength=count) < 2  # a region of one peer needs no link inside
+    missing = np.isnan(rate) & ~np.diag(alone)
     if missing.any():
         a, b = np.argwhere(missing)[0]
         raise UserError(f"topology: no link between {names[a]} and {names[b]}; add it to links, or inside or across")
@@ -277,7 +281,7 @@ def _by_region(spec: _File, names: list[str], region_N: "np.ndarray[Any, Any]") 
     return np.nan_to_num(delay)[grid] / 1e3, np.nan_to_num(rate, nan=1.0)[grid] * GBIT
 
 
-def _topology(peers: Sequence[_Peer], delay: Floats, bandwidth: Floats, work: Workload | None) -> Topology:
+def _topology(peers: Sequence[_Peer], delay: Floats, bandwidth: Floats, workload: Workload | None) -> Topology:
     np.fill_diagonal(delay, 0.0)
     np.fill_diagonal(bandwidth, np.inf)
     return Topology(
@@ -288,12 +292,12 @@ def _topology(peers: Sequence[_Peer], delay: Floats, bandwidth: Floats, work: Wo
         flops=np.array([peer.tflops * 1e12 for peer in peers]),
         delay_s=delay,
         bandwidth=bandwidth,
-        workload=work,
+        workload=workload,
     )
 
 
-def _workload(work: _Work | None) -> Workload | None:
-    return None if work is None else Workload(**work.model_dump())
+def _workload(fields: _WorkloadFields | None) -> Workload | None:
+    return None if fields is None else Workload(**fields.model_dump())
 
 
 def _require(condition: bool, expected: str, came: str = "") -> None:

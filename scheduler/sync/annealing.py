@@ -1,7 +1,7 @@
-"""Simulated annealing alone (Metropolis on the moves of moves.py, as FlexFlow searches, arXiv 1807.05358).
+"""Simulated annealing alone (Metropolis on the moves of local_search.py, as FlexFlow searches, arXiv 1807.05358).
 
-Every round starts from a random layout and cools twice as slowly as the one before, up to a limit. It is what the
-memetic search adds crossover, hand-drawn starts and the softened cost's changes to.
+Every round starts from a random layout and cools twice as slowly as the one before, up to a limit. The memetic search
+(evolve.py) adds crossover, hand-drawn starts and changing smoothness to it.
 """
 
 import numpy as np
@@ -10,31 +10,30 @@ from decentral.scheduler.shared.arrays import Ints
 from decentral.scheduler.shared.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.sync import layouts, local_search
 from decentral.scheduler.sync.layout_cost import Problem
+from decentral.scheduler.sync.local_search import Cooling
 
-CHUNK = 5_000
+CHUNK = 5_000  # proposals between two looks at the clock
 LONGEST = 400_000  # proposals in one round
-ANNEALING_HOT, COLD, ANNEALING_SMOOTH = 0.1, 3e-4, 0.1  # shares of the start's cost; see moves.py for the last
+ANNEALING_HOT, COLD = 0.1, 3e-4  # temperatures, as shares of the cost of the round's first layout
+ANNEALING_SMOOTH = 0.1  # see local_search.py
 
 
 def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
     """The slots of the best layout that the budget finds."""
-    twin_N = local_search.twins(problem.data_NN, problem.pipe_NN)
     best_slots = layouts.random(region_N, problem.stages, problem.replicas, rng)
-    best, dice = np.inf, local_search.dice(rng)
+    best, proposals = np.inf, local_search.proposals(problem, rng)
     progress = SearchProgress(budget, best)
     while progress.goes_on():
         slots = layouts.random(region_N, problem.stages, problem.replicas, rng)
-        state = local_search.start(problem.data_NN, problem.pipe_NN, problem.stages, problem.replicas, slots)
-        scale = local_search.total(state[2], state[3]) * min(1.0, 8 / problem.stages)
-        steps = min(LONGEST, 250 * len(problem) << min(10, progress.rounds))
-        cooling = (COLD / ANNEALING_HOT) ** (CHUNK / steps)
+        state = local_search.initial_state(problem, slots)
+        scale = local_search.total(state) * min(1.0, 8 / problem.stages)
+        steps = min(LONGEST, 250 * problem.peers << min(10, progress.rounds))
+        decay = (COLD / ANNEALING_HOT) ** (CHUNK / steps)
         hot = ANNEALING_HOT * scale
         for _ in range(0, steps, CHUNK):
-            best = local_search.anneal(
-                problem.data_NN, problem.pipe_NN, problem.replicas, state, best_slots, best,
-                CHUNK, hot, hot * cooling, ANNEALING_SMOOTH, twin_N, dice,
-            )  # fmt: skip
-            hot *= cooling
+            cooling = Cooling(CHUNK, hot, hot * decay, ANNEALING_SMOOTH)
+            best = local_search.anneal(problem, state, best_slots, best, cooling, proposals)
+            hot *= decay
             if progress.seconds() > budget.seconds:
                 break
         progress.report(best)

@@ -4,24 +4,23 @@ from collections.abc import Callable
 
 from decentral.core import rng as chance
 from decentral.scheduler.shared.search_budget import SearchBudget
-from decentral.scheduler.shared.topology import Topology, Workload
-from decentral.scheduler.sync import annealing, evolve, gcma
-from decentral.scheduler.sync.layout_cost import layout, problem
-from decentral.scheduler.sync.sync_plan import Solver, hand_costs, regions_of
+from decentral.scheduler.shared.topology import Topology, Workload, regions_of
+from decentral.scheduler.sync.layout_cost import best_layout, problem_of
+from decentral.scheduler.sync.sync_plan import SYNC_SOLVERS, hand_costs
 
 Record = list[tuple[float, float]]
 """(seconds, best cost so far), at each improvement"""
 
-COMPARED_SOLVERS: dict[str, Solver] = {"genetic": evolve.search, "annealing": annealing.search, "gcma": gcma.search}
+COMPARED_SOLVERS = ("genetic", "annealing", "gcma")
 
 
 def records(topology: Topology, seed: int, seconds: float, clock: Callable[[], float]) -> dict[str, Record]:
     """Each solver's progress within `seconds`, and the hand layouts as one point each."""
-    task = problem(topology, topology.workload or Workload())
+    problem = problem_of(topology, topology.workload or Workload())
     region_N = regions_of(topology)
-    found: dict[str, Record] = {name: [(0.0, cost)] for name, cost in hand_costs(task, region_N, seed).items()}
-    for name, solver in COMPARED_SOLVERS.items():
-        if name == "gcma" and task.stages * task.replicas != len(task):
+    found: dict[str, Record] = {name: [(0.0, cost)] for name, cost in hand_costs(problem, region_N, seed).items()}
+    for name in COMPARED_SOLVERS:
+        if name == "gcma" and problem.stages * problem.replicas != problem.peers:
             continue
         begin = clock()
         record: Record = []
@@ -30,9 +29,8 @@ def records(topology: Topology, seed: int, seconds: float, clock: Callable[[], f
             if not record or best < record[-1][1]:
                 record.append((clock() - begin, best))
 
-        slots = solver(
-            task, region_N, SearchBudget(seconds, clock=clock, report=note), chance.arrays(seed, "plan", name)
-        )
-        record.append((clock() - begin, layout(task, slots).cost.total))
+        budget = SearchBudget(seconds, clock=clock, report=note)
+        slots = SYNC_SOLVERS[name](problem, region_N, budget, chance.arrays(seed, "plan", name))
+        record.append((clock() - begin, best_layout(problem, slots).cost.total))
         found[name] = record
     return found

@@ -14,44 +14,48 @@ from decentral.scheduler.shared.arrays import Ints
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.shared.topology import Topology, Workload
 from decentral.scheduler.sync import evolve
-from decentral.scheduler.sync.layout_cost import layout, problem
+from decentral.scheduler.sync.layout_cost import best_layout, problem_of
 
 LEAST_USED = 0.95  # of the peers
 MOST_STAGES_TRIED = 64
 
 
 def choose(
-    topology: Topology, region_N: Ints, work: Workload, seed: int, budget: SearchBudget
+    topology: Topology, region_N: Ints, workload: Workload, seed: int, budget: SearchBudget
 ) -> tuple[Workload, dict[str, float]]:
     """The workload with both degrees set, and the cost of every pair tried, as `"8x8": seconds`."""
-    pairs = candidates(len(topology), work.stages, work.replicas)
+    pairs = candidates(len(topology), workload.stages, workload.replicas)
     costs: dict[str, float] = {}
     best: tuple[float, Workload] | None = None
     for stages, replicas in pairs:
-        trial = divided(work, stages, replicas)
-        task = problem(topology, trial)
+        trial = divided(workload, stages, replicas)
+        problem = problem_of(topology, trial)
         rng = chance.arrays(seed, "degrees", stages, replicas)
-        cost = layout(task, evolve.search(task, region_N, budget.part(1 / len(pairs)), rng)).cost.total
-        costs[f"{stages}x{replicas}"] = cost
+        slots = evolve.search(problem, region_N, budget.part(1 / len(pairs)), rng)
+        cost = costs[f"{stages}x{replicas}"] = best_layout(problem, slots).cost.total
         if best is None or cost < best[0]:
             best = cost, trial
     assert best is not None
     return best[1], costs
 
 
-def divided(work: Workload, stages: int, replicas: int) -> Workload:
-    """Totals of the whole model and batch, cut into stages and replicas."""
+def divided(workload: Workload, stages: int, replicas: int) -> Workload:
+    """The workload with these degrees; totals of the whole model and the whole batch are divided by them."""
+    gradient, activation = workload.gradient_gbytes, workload.activation_gbytes
     return replace(
-        work,
+        workload,
         stages=stages,
         replicas=replicas,
-        gradient_gbytes=work.gradient_gbytes / stages if work.stages is None else work.gradient_gbytes,
-        activation_gbytes=work.activation_gbytes / replicas if work.replicas is None else work.activation_gbytes,
+        gradient_gbytes=gradient / stages if workload.stages is None else gradient,
+        activation_gbytes=activation / replicas if workload.replicas is None else activation,
     )
 
 
 def candidates(peers: int, stages: int | None, replicas: int | None) -> list[tuple[int, int]]:
-    """Pairs of degrees (those that are given stay) that leave at most a few peers unused; a prime swarm has some."""
+    """The pairs of degrees to try; a degree that is given stays.
+
+    Pairs that leave more than a few peers unused are tried only where no other pair exists.
+    """
     counts = np.arange(1, min(peers, MOST_STAGES_TRIED) + 1) if stages is None else np.array([stages])
     found = [(int(s), replicas or peers // int(s)) for s in counts if s * (replicas or peers // int(s)) <= peers]
     full = [pair for pair in found if pair[0] * pair[1] >= LEAST_USED * peers]

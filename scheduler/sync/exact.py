@@ -1,8 +1,10 @@
 """The best synchronous layout, proven, for small swarms: branch and bound over partitions into stages.
 
-Peers are placed one after the other, stages are filled in order of their first peer (so that no partition is met
-twice), and a branch ends where its data-parallel cost, plus the least that any joint can cost, reaches the best.
+Peers are placed one after the other, stages are opened in order of their first peer (so that no partition is met
+twice), and a branch ends where its data-parallel cost, plus the least that any boundary can cost, reaches the best.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,66 +18,62 @@ from decentral.scheduler.sync.layout_cost import Problem
 MOST_PEERS = 16
 
 
+class _Partition(NamedTuple):
+    """The partition that is being enumerated, and the best one so far (N peers)."""
+
+    stage_N: Ints  # -1: not placed yet
+    sums_N: Floats  # each placed peer's data-parallel seconds within its stage
+    best_N: Ints
+    floor: float  # seconds that all boundaries cost at least
+
+
 def search(problem: Problem, _region_N: Ints, budget: SearchBudget, _rng: np.random.Generator) -> Ints:
     """The slots of an optimal layout. Raises UserError for swarms that it cannot finish."""
-    if len(problem) > MOST_PEERS or problem.stages * problem.replicas != len(problem):
+    if problem.peers > MOST_PEERS or problem.stages * problem.replicas != problem.peers:
         raise UserError(
-            f"--solver exact takes up to {MOST_PEERS} peers, all used; got {len(problem)} for "
+            f"--solver exact takes up to {MOST_PEERS} peers, all used; got {problem.peers} for "
             f"{problem.stages} x {problem.replicas}: use --solver genetic"
         )
-    best_N = np.arange(len(problem)) // problem.replicas
-    data, pipe = problem.data_NN, problem.pipe_NN
-    best = score(data, pipe, problem.stages, problem.replicas, best_N)
-    off = ~np.eye(len(problem), dtype=bool)
-    floor = 2 * (problem.stages - 1) * float(pipe[off].min())
-    sums = np.zeros(len(problem))
-    stage_N = np.full(len(problem), -1, np.int64)
-    best = _place(data, pipe, problem.stages, problem.replicas, 0, 0, stage_N, sums, floor, best, best_N)
+    best_N = np.arange(problem.peers) // problem.replicas
+    fastest = float(problem.pipe_NN[~np.eye(problem.peers, dtype=bool)].min())
+    unplaced = np.full(problem.peers, -1, np.int64)
+    partition = _Partition(unplaced, np.zeros(problem.peers), best_N, 2 * (problem.stages - 1) * fastest)
+    best = _place(problem, partition, 0, 0, score(problem, best_N))
     budget.report(1.0, best)
     return np.argsort(best_N, kind="stable")
 
 
 @compiled
-def _place(
-    data_NN: Floats,
-    pipe_NN: Floats,
-    stages: int,
-    replicas: int,
-    peer: int,
-    opened: int,
-    stage_N: Ints,
-    sums_N: Floats,
-    floor: float,
-    best: float,
-    best_N: Ints,
-) -> float:
-    """Places `peer` and all after it in every way that may beat `best`. Returns the least cost found."""
+def _place(problem: Problem, partition: _Partition, peer: int, opened: int, best: float) -> float:
+    """Places `peer` and all after it in every way that may cost less than `best`. Returns the least cost found.
+
+    `opened`: how many stages have a peer already.
+    """
+    stage_N, sums_N, data_NN = partition.stage_N, partition.sums_N, problem.data_NN
     if peer == stage_N.size:
-        cost = score(data_NN, pipe_NN, stages, replicas, stage_N)
+        cost = score(problem, stage_N)
         if cost < best - 1e-12:
             best = cost
-            best_N[:] = stage_N
+            partition.best_N[:] = stage_N
         return best
-    for stage in range(min(opened + 1, stages)):
-        mates = 0
+    for stage in range(min(opened + 1, problem.stages)):
+        members = 0
         for other in range(peer):
-            mates += stage_N[other] == stage
-        if mates == replicas:
+            members += stage_N[other] == stage
+        if members == problem.replicas:
             continue
         peak, own = 0.0, 0.0
         for other in range(peer):
             if stage_N[other] == stage:
                 own += data_NN[peer, other]
                 peak = max(peak, sums_N[other] + data_NN[other, peer])
-        if max(peak, own) + floor >= best:
+        if max(peak, own) + partition.floor >= best:
             continue
         for other in range(peer):
             if stage_N[other] == stage:
                 sums_N[other] += data_NN[other, peer]
         stage_N[peer], sums_N[peer] = stage, own
-        best = _place(
-            data_NN, pipe_NN, stages, replicas, peer + 1, max(opened, stage + 1), stage_N, sums_N, floor, best, best_N
-        )
+        best = _place(problem, partition, peer + 1, max(opened, stage + 1), best)
         stage_N[peer] = -1
         for other in range(peer):
             if stage_N[other] == stage:

@@ -1,15 +1,15 @@
-"""The published scheduler of Yuan et al. (NeurIPS 2022), as the baseline to beat: same steps, own code.
+"""The published scheduler of Yuan et al. (NeurIPS 2022), as the baseline to beat: the same steps in our own code.
 
 A population of 100 random balanced partitions. Each trial crosses two of them (five peers take the stage that they
-have in the first parent; overfull stages then spill into the first that has room), improves the child by one pass
-of cyclic partitioning (Kang and Moon; chains of single moves, each peer moved once), and keeps it by the rule below.
-The stages' order is an exact travelling-salesman path, each joint an exact bottleneck matching.
+have in the first parent; peers of overfull stages then move to the first stage with a free place), improves the child
+by one pass of cyclic partitioning (Kang and Moon; chains of single moves, each peer moved once), and keeps it by the
+rule below. The stages' order is an exact travelling-salesman path, each boundary an exact bottleneck matching.
 
-Oddities of the published code. Kept, because they decide what it finds:
+Two oddities of the published code are kept, because they decide what it finds:
 - its replacement test reads `child > max(score of parent 1, child > score of parent 2)`: the second is a boolean,
   so a child no worse than the *first* parent replaces the worse of both, even when it is the worst of the three;
 - a chain chooses the peer whose nearest mate is nearest, and the stage whose mean distance is greatest.
-Not kept, because they change only what is reported, or nothing:
+Two are not kept, because they change nothing but what is reported:
 - the matching that it returns belongs to the threshold *after* the last feasible one, so that the pipelines it
   writes down cost more than it claims (x1.03 to x1.64 measured); here pipelines come from the feasible matching;
 - its seeding (`random.seed = i`) overwrites the function instead of calling it, so no run can be repeated.
@@ -17,7 +17,11 @@ Not kept, because they change only what is reported, or nothing:
 The published code is interpreted and needs about six minutes for the 5,000 candidates of its main program; this is
 compiled and needs seconds. benchmarks/planner_published.py is the interpreted form: it walks candidate by candidate
 as this one does, and measures that rate, so docs/PLANNER.md can compare by candidates as well as by seconds.
+
+Shapes: N peers, S stages, P partitions in the population.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +29,7 @@ from decentral.scheduler.shared.arrays import Flags, Floats, Ints
 from decentral.scheduler.shared.machine_code import compiled, inner
 from decentral.scheduler.shared.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.sync.layout_cost import Problem
-from decentral.scheduler.sync.local_search import joint
+from decentral.scheduler.sync.local_search import boundary
 from decentral.scheduler.sync.matching import held_karp
 
 POPULATION = 100
@@ -33,36 +37,37 @@ CROSSED = 5  # peers
 TRIALS = 25  # between two looks at the clock
 
 
+class _Population(NamedTuple):
+    """Partitions, as the stage of each peer, and the best that was ever seen."""
+
+    stage_PN: Ints
+    score_P: Floats
+    best_N: Ints
+
+
 def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
     """The slots of the best candidate within the budget; a round of the budget is TRIALS trials."""
-    assert problem.stages * problem.replicas == len(problem), "the published algorithm leaves no peer unused"
-    population = np.array([rng.permutation(len(problem)) // problem.replicas for _ in range(POPULATION)])
-    scores = np.array([_score(problem, stages_N) for stages_N in population])
-    best = population[int(np.argmin(scores))].copy()
-    progress = SearchProgress(budget, float(scores.min()))
+    assert problem.stages * problem.replicas == problem.peers, "the published algorithm leaves no peer unused"
+    stage_PN = np.array([rng.permutation(problem.peers) // problem.replicas for _ in range(POPULATION)])
+    score_P = np.array([score(problem, stage_N) for stage_N in stage_PN])
+    population = _Population(stage_PN, score_P, stage_PN[int(np.argmin(score_P))].copy())
+    progress = SearchProgress(budget, float(score_P.min()))
     while progress.goes_on():
-        parents, crossed = draws(rng, POPULATION, len(problem))
-        found = _trials(
-            problem.data_NN, problem.pipe_NN, problem.stages, problem.replicas, population, scores, best,
-            progress.best, parents, crossed,
-        )  # fmt: skip
-        progress.report(found)
-    return np.argsort(best, kind="stable")
+        parents, crossed = draws(rng, POPULATION, problem.peers)
+        progress.report(_trials(problem, population, progress.best, parents, crossed))
+    return np.argsort(population.best_N, kind="stable")
 
 
 def draws(rng: np.random.Generator, population: int, peers: int) -> tuple[Ints, Ints]:
-    """The chance in one round: TRIALS pairs of parents, and the peers that take their stage from the first."""
+    """The random choices of one round: TRIALS pairs of parents, and the peers that take the first parent's stage."""
     parents = rng.integers(0, population, (TRIALS, 2))
     return parents, np.array([rng.permutation(peers)[:CROSSED] for _ in range(TRIALS)])
 
 
-def _score(problem: Problem, stage_N: Ints) -> float:
-    return score(problem.data_NN, problem.pipe_NN, problem.stages, problem.replicas, stage_N)
-
-
 @compiled
-def score(data_NN: Floats, pipe_NN: Floats, stages: int, replicas: int, stage_N: Ints) -> float:
-    """The true cost of a partition, its stages in the best order."""
+def score(problem: Problem, stage_N: Ints) -> float:
+    """The true cost of a partition in seconds, its stages in the best order."""
+    data_NN, stages, replicas = problem.data_NN, problem.stages, problem.replicas
     slots, filled = np.empty(stage_N.size, np.int64), np.zeros(stages, np.int64)
     for peer in range(stage_N.size):
         stage = stage_N[peer]
@@ -75,60 +80,50 @@ def score(data_NN: Floats, pipe_NN: Floats, stages: int, replicas: int, stage_N:
         for other in range(start, start + replicas):
             seconds += data_NN[slots[slot], slots[other]]
         peak = max(peak, seconds)
-    edge_SS = np.zeros((stages, stages))
+    cost_SS = np.zeros((stages, stages))
     for a in range(stages):
         for b in range(a + 1, stages):
-            edge_SS[a, b] = edge_SS[b, a] = joint(pipe_NN, slots, replicas, a, b, np.inf)[0]
-    order = held_karp(edge_SS)
+            cost_SS[a, b] = cost_SS[b, a] = boundary(problem.pipe_NN, slots, replicas, a, b, np.inf)[0]
+    order = held_karp(cost_SS)
     path = 0.0
     for position in range(stages - 1):
-        path += edge_SS[order[position], order[position + 1]]
+        path += cost_SS[order[position], order[position + 1]]
     return peak + 2.0 * path
 
 
 @compiled
-def _trials(
-    data_NN: Floats,
-    pipe_NN: Floats,
-    stages: int,
-    replicas: int,
-    population: Ints,
-    scores: Floats,
-    best_N: Ints,
-    best: float,
-    parents: Ints,
-    crossed: Ints,
-) -> float:
-    """Trials on the population, in place. Returns the least cost seen; `best_N` is its partition."""
+def _trials(problem: Problem, population: _Population, best: float, parents: Ints, crossed: Ints) -> float:
+    """Trials on the population, in place. `best`: the cost of `best_N` so far. Returns what it costs now."""
+    stage_PN, score_P, _ = population
     for trial in range(len(parents)):
         one, two = parents[trial]
-        child = _crossover(population[one], population[two], stages, replicas, crossed[trial])
-        child = _cyclic(pipe_NN, child, stages)
-        cost = score(data_NN, pipe_NN, stages, replicas, child)
-        if cost <= max(scores[one], 1.0 if cost > scores[two] else 0.0):
-            worse = one if scores[one] > scores[two] else two
-            population[worse] = child
-            scores[worse] = cost
+        child = _cyclic(problem, _crossover(problem, stage_PN[one], stage_PN[two], crossed[trial]))
+        cost = score(problem, child)
+        if cost <= max(score_P[one], 1.0 if cost > score_P[two] else 0.0):
+            worse = one if score_P[one] > score_P[two] else two
+            stage_PN[worse] = child
+            score_P[worse] = cost
         if cost < best:
             best = cost
-            best_N[:] = child
+            population.best_N[:] = child
     return best
 
 
 @compiled
-def _crossover(first_N: Ints, second_N: Ints, stages: int, replicas: int, crossed: Ints) -> Ints:
+def _crossover(problem: Problem, first_N: Ints, second_N: Ints, crossed: Ints) -> Ints:
+    """The second partition, with the first one's stage for the peers `crossed`, made balanced again."""
     child = second_N.copy()
     for i in range(crossed.size):
         child[crossed[i]] = first_N[crossed[i]]
-    sizes = _sizes(child, stages)
+    sizes = _sizes(child, problem.stages)
     for peer in range(child.size):
-        if sizes[child[peer]] > replicas:
-            room = 0
-            while sizes[room] >= replicas:
-                room += 1
-            sizes[room] += 1
+        if sizes[child[peer]] > problem.replicas:
+            free = 0
+            while sizes[free] >= problem.replicas:
+                free += 1
+            sizes[free] += 1
             sizes[child[peer]] -= 1
-            child[peer] = room
+            child[peer] = free
     return child
 
 
@@ -141,12 +136,13 @@ def _sizes(stage_N: Ints, stages: int) -> Ints:
 
 
 @compiled
-def _cyclic(pipe_NN: Floats, child: Ints, stages: int) -> Ints:
-    """One pass of cyclic partitioning: up to S chains; the state after the best prefix of chains is returned."""
+def _cyclic(problem: Problem, child: Ints) -> Ints:
+    """One pass of cyclic partitioning: up to S chains. Returns the partition after the best prefix of chains."""
+    pipe_NN, stages = problem.pipe_NN, problem.stages
     locked_N = np.zeros(child.size, np.bool_)
     touched_S = np.zeros(stages, np.bool_)
     state, kept = child.copy(), child
-    before, best = 0.0, 0.0  # gains of the chains before the last, and the most that a prefix gains
+    before, best = 0.0, 0.0  # what the chains before the last gain, and the most that a prefix gains
     for _ in range(stages):
         previous = state.copy()
         gain = _chain(pipe_NN, state, stages, locked_N, touched_S)
@@ -203,7 +199,10 @@ def _chain(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags, touched
 
 @inner
 def _gains(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags) -> tuple[Floats, Floats, Ints, Ints]:
-    """For each stage: the free peer whose nearest mate is nearest, and what moving it elsewhere would gain."""
+    """For each stage: the unlocked peer whose nearest mate is nearest, and what moving it elsewhere would gain.
+
+    Returns the gain of moving it to each other stage, the best of these gains, the peer, and the best target.
+    """
     sizes = _sizes(stage_N, stages)
     gain_NS = np.zeros((stage_N.size, stages))
     gain_SS, gain_S, nearest_S = np.empty((stages, stages)), np.empty(stages), np.empty(stages)

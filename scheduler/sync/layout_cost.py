@@ -2,17 +2,21 @@
 
     data parallel = max over stages, max over the stage's devices d, of
                     the sum over its other devices d' of 2 (delay_dd' + gradient / (replicas * bandwidth_dd'))
-    pipeline      = 2 * the cheapest open path through the stages, where joining two stages costs
+    pipeline      = 2 * the cheapest open path through the stages, where the boundary of two stages costs
                     the bottleneck perfect matching of delay + activation / bandwidth
     total         = data parallel + pipeline, in seconds
 
 Where a link differs by direction, both directions are used equally (all-reduce exchanges both ways; activations
 go forward, gradients back), so the mean of the two times stands for either. On symmetric links this is the paper's
 formula. This file is the reference that the compiled search is tested against; it is not fast.
+
+Shapes: N peers, S stages, R replicas. `slots` lists the peers of S stages of R, one stage after the other, and then
+the peers that no stage uses.
 """
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,16 +26,19 @@ from decentral.scheduler.shared.topology import Topology, Workload
 from decentral.scheduler.sync.matching import bottleneck_matching, stage_order
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Problem:
-    """Seconds per pair of peers, and the shape of the layout: S stages of R replicas, S * R <= N."""
+class Problem(NamedTuple):
+    """Seconds for each pair of peers, and how many stages and replicas to place: S * R <= N.
+
+    A named tuple, because compiled functions take it as it is.
+    """
 
     data_NN: Floats  # 2 (delay + gradient / (R * bandwidth)), symmetric, diagonal 0
     pipe_NN: Floats  # delay + activation / bandwidth, symmetric, diagonal 0
     stages: int
     replicas: int
 
-    def __len__(self) -> int:
+    @property
+    def peers(self) -> int:
         return len(self.data_NN)
 
 
@@ -49,63 +56,57 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """`stages_SR`: each stage's peers, in pipeline order; column r is one pipeline, so the matching is real."""
+    """`stages_SR`: each stage's peers, in pipeline order. A column is one pipeline, so the matchings are realised."""
 
     stages_SR: Ints
     cost: Cost
 
 
-def problem(topology: Topology, work: Workload) -> Problem:
-    """Raises UserError where the swarm is too small for the stages and replicas."""
-    if work.stages is None or work.replicas is None:
+def problem_of(topology: Topology, workload: Workload) -> Problem:
+    """The problem of placing this workload. Raises UserError where the swarm has too few peers for it."""
+    if workload.stages is None or workload.replicas is None:
         raise UserError("workload: stages and replicas are left open; the degree search must set them first")
-    if work.stages * work.replicas > len(topology):
+    needed = workload.stages * workload.replicas
+    if needed > len(topology):
         raise UserError(
-            f"workload: {work.stages} stages of {work.replicas} replicas need {work.stages * work.replicas} peers; "
+            f"workload: {workload.stages} stages of {workload.replicas} replicas need {needed} peers; "
             f"the topology has {len(topology)}: lower stages or replicas, or leave both out"
         )
-    gradient, activation = work.gradient_gbytes * 1e9, work.activation_gbytes * 1e9
-    data = 2 * (topology.delay_s + gradient / (work.replicas * topology.bandwidth))
+    gradient, activation = workload.gradient_gbytes * 1e9, workload.activation_gbytes * 1e9
+    data = 2 * (topology.delay_s + gradient / (workload.replicas * topology.bandwidth))
     pipe = topology.delay_s + activation / topology.bandwidth
-    return Problem(_mean_of_directions(data), _mean_of_directions(pipe), work.stages, work.replicas)
+    return Problem(_mean_of_directions(data), _mean_of_directions(pipe), workload.stages, workload.replicas)
 
 
-def layout(problem: Problem, slots: Ints, reorder: bool = True) -> Layout:
-    """The best layout with these stages: `slots` holds S stages of R peers one after the other, then the unused.
-
-    Orders the stages (unless `reorder` is false: replanning keeps the old order, since a stage is what its peers
-    hold), and each stage's peers so that they match their predecessor's.
-    """
+def best_layout(problem: Problem, slots: Ints) -> Layout:
+    """The cheapest layout whose stages are those of `slots`: their order, and which peers form a pipeline."""
     stages = slots[: problem.stages * problem.replicas].reshape(problem.stages, problem.replicas)
-    order = np.arange(problem.stages)
-    if reorder:
-        order = stage_order(edges(problem, stages), order)
-    ordered = stages[order].copy()
+    ordered = stages[stage_order(boundary_costs(problem, stages), np.arange(problem.stages))]
     partner = np.empty(problem.replicas, np.int64)
     for before, after in itertools.pairwise(ordered):
         bottleneck_matching(problem.pipe_NN[np.ix_(before, after)], np.inf, partner)
-        after[partner] = after.copy()  # after's column c goes where its row of `before` stands
+        after[partner] = after.copy()  # the partner of row r of `before` moves to place r of `after`
     return Layout(ordered, cost_of_pipelines(problem, ordered))
 
 
 def cost_of_pipelines(problem: Problem, stages_SR: Ints) -> Cost:
-    """What these very pipelines (the columns) cost when run; every link taken from the matrices."""
+    """What these very pipelines (the columns) cost when run; the cost of every link comes from the matrices."""
     data = max((problem.data_NN[np.ix_(stage, stage)].sum(axis=1).max() for stage in stages_SR), default=0.0)
     hops = problem.pipe_NN[stages_SR[:-1], stages_SR[1:]]
     pipeline = 2 * float(hops.max(axis=1).sum()) if len(hops) else 0.0
     return Cost(float(data), pipeline)
 
 
-def edges(problem: Problem, stages_SR: Ints) -> Floats:
-    """The bottleneck matching between any two stages, seconds."""
+def boundary_costs(problem: Problem, stages_SR: Ints) -> Floats:
+    """The bottleneck matching of any two stages, in seconds: S x S."""
     count = len(stages_SR)
-    edge = np.zeros((count, count))
+    cost_SS = np.zeros((count, count))
     partner = np.empty(problem.replicas, np.int64)
     for a in range(count):
         for b in range(a + 1, count):
             between = problem.pipe_NN[np.ix_(stages_SR[a], stages_SR[b])]
-            edge[a, b] = edge[b, a] = bottleneck_matching(between, np.inf, partner)
-    return edge
+            cost_SS[a, b] = cost_SS[b, a] = bottleneck_matching(between, np.inf, partner)
+    return cost_SS
 
 
 def _mean_of_directions(seconds_NN: Floats) -> Floats:

@@ -1,7 +1,10 @@
-"""Layouts that a person would draw by hand: starts for the searches, and what their result is held against.
+"""Layouts that a person would draw by hand: starts for the searches, and baselines for their results.
 
 On the published geo-distributed cases the best known layout *is* one of these, so a plan always names their cost
 beside its own.
+
+Every function here takes each peer's region (region_N, numbered from 0), the numbers of stages S and replicas R, and a
+random generator, and returns slots: the peers of S stages of R, one stage after the other, then the unused ones.
 """
 
 from collections.abc import Callable
@@ -11,28 +14,28 @@ import numpy as np
 from decentral.scheduler.shared.arrays import Ints
 
 Start = Callable[[Ints, int, int, np.random.Generator], Ints]
-"""(region of each peer, stages, replicas, rng) -> the peers by slot: S stages of R, then the unused."""
+"""(region_N, stages, replicas, rng) -> slots"""
 
 
 def random(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """Anyone anywhere."""
+    """Every peer at a random place."""
     return rng.permutation(len(region_N))
 
 
 def region_pipeline(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """A pipeline stays inside a region as far as the region's size allows: activations stay local."""
+    """Each pipeline stays inside a region as far as the region's size allows, so that activations stay local."""
     peers = _by_region(region_N, stages, rng)
     used = peers[: stages * replicas].reshape(replicas, stages)
     return np.concatenate((used.T.ravel(), peers[stages * replicas :]))
 
 
 def region_data(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """A stage stays inside a region as far as the region's size allows: gradients stay local."""
+    """Each stage stays inside a region as far as the region's size allows, so that gradients stay local."""
     return _by_region(region_N, replicas, rng)
 
 
 def deal(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """Each region dealt over the stages like cards, so that every stage has a bit of every region."""
+    """Each region is dealt over the stages like cards, so that every stage has some peers of every region."""
     peers = _by_region(region_N, 1, rng)
     used = peers[: stages * replicas]
     return np.concatenate((used.reshape(replicas, stages).T.ravel(), peers[stages * replicas :]))
@@ -41,10 +44,10 @@ def deal(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -
 def blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
     """Runs of stages between which every pipeline stays in its region, the longest runs first.
 
-    A run of k stages needs R groups of k peers of one region. On a swarm of small regions (spot machines) this
-    gives some joints that are fast for all pipelines, where `region_pipeline` has a slow pair in each.
+    A run of k stages needs R groups of k peers of one region. On a swarm of small regions (spot machines) this gives
+    some stage boundaries that are fast for all pipelines, where `region_pipeline` has a slow pair in each.
     """
-    left = [list(rng.permutation(np.flatnonzero(region_N == r))) for r in range(int(region_N.max()) + 1)]
+    left = _shuffled_regions(region_N, rng)
     slots: list[list[int]] = []
     while len(slots) < stages:
         length = stages - len(slots)
@@ -55,16 +58,16 @@ def blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator)
             while len(peers) >= length and len(groups) < replicas:
                 groups.append([peers.pop() for _ in range(length)])
         slots += [[group[i] for group in groups] for i in range(length)]
-    return np.array([peer for stage in slots for peer in stage] + [peer for peers in left for peer in peers])
+    return _flat(slots, left)
 
 
 def random_blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """Such runs of random lengths, from regions in about their proportions: one draw of many, for long pipelines.
+    """As `blocks`, with runs of random lengths, from regions in about their proportions; for long pipelines.
 
-    Where two runs have nearly the same regions, the joint between them needs few slow pairs, and only between near
-    regions.
+    Where two runs have nearly the same regions, the boundary between them needs few slow pairs, and only between near
+    regions. One draw is worth little: searches take the best of many.
     """
-    left = [list(rng.permutation(np.flatnonzero(region_N == r))) for r in range(int(region_N.max()) + 1)]
+    left = _shuffled_regions(region_N, rng)
     noise = float(rng.choice([0.0, 0.5, 1.0, 2.0]))
     slots: list[list[int]] = []
     while len(slots) < stages:
@@ -74,11 +77,11 @@ def random_blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Gen
         length = int(rng.integers(1, longest + 1)) if rng.random() < 0.3 else -(-longest // int(rng.integers(1, 4)))
         groups: list[list[int]] = []
         for _ in range(replicas):
-            room = [len(peers) + noise * length * rng.random() if len(peers) >= length else -1.0 for peers in left]
-            largest = left[int(np.argmax(room))]
+            size = [len(peers) + noise * length * rng.random() if len(peers) >= length else -1.0 for peers in left]
+            largest = left[int(np.argmax(size))]
             groups.append([largest.pop() for _ in range(length)])
         slots += [[group[i] for group in groups] for i in range(length)]
-    return np.array([peer for stage in slots for peer in stage] + [peer for peers in left for peer in peers])
+    return _flat(slots, left)
 
 
 STARTS: dict[str, Start] = {
@@ -91,10 +94,18 @@ STARTS: dict[str, Start] = {
 HAND = ("random", "region-pipeline", "region-data")
 
 
-def _by_region(region_N: Ints, multiple: int, rng: np.random.Generator) -> Ints:
-    """All peers, regions one after the other in a random order, whole multiples of a region first.
+def _shuffled_regions(region_N: Ints, rng: np.random.Generator) -> list[list[int]]:
+    return [list(rng.permutation(np.flatnonzero(region_N == r))) for r in range(int(region_N.max()) + 1)]
 
-    What is left of each region follows at the end, again region by region.
+
+def _flat(stages: list[list[int]], unused: list[list[int]]) -> Ints:
+    return np.array([peer for members in [*stages, *unused] for peer in members])
+
+
+def _by_region(region_N: Ints, multiple: int, rng: np.random.Generator) -> Ints:
+    """All peers, region by region in a random order: of each region first a whole multiple of `multiple` peers.
+
+    The rest of each region follows at the end, again region by region.
     """
     whole: list[Ints] = []
     rest: list[Ints] = []

@@ -1,88 +1,113 @@
-"""The searches' inner loop, compiled: propose a move, work out the new cost from what changed, accept or not.
+"""The searches' inner loop, compiled: propose a move, compute the new cost from what changed, accept or reject.
 
 A layout is `slots`: S stages of R peers one after the other, in pipeline order, then the peers that are not used.
-Moves: swap two peers of different stages (or with an unused one), and reverse a run of stages. A swap changes the
-sums of two stages and at most four of the S - 1 joints between neighbours, so only these are computed, cheapest
-first, and no further than needed to know that the move is too dear.
+Moves: swap two peers of different stages (or with an unused one), swap pieces of two pipelines, and reverse a run of
+stages. Swapping two peers changes the sums of two stages and at most four of the S - 1 stage boundaries, so only
+these are computed, and no further than needed to know that the move is too expensive.
 
-What is kept beside `slots`: `row_N` (each peer's sum over its stage), `dearest_S` (each stage's largest),
-`joint_S` (joint_S[s] is the bottleneck matching of stages s and s + 1; the last is 0), and `near_S` (the same
-joint's mean distance from a peer to the nearest one on the other side).
+The true cost is made of maxima and so has many plateaus. Therefore the searches walk on a smoothed cost, which adds
+`smooth` times the means (of `data_S`, and of `near_S`) to the maxima; the best layout is kept by its true cost.
 
-The true cost is full of plateaus, because it is made of maxima. So the searches walk on a softened one, in which
-`smooth` times the means (of `dearest_S`, and of `near_S`) counts beside the maxima; the best layout is kept by its
-true cost.
+Shapes: N peers, S stages, R replicas; a stage boundary is numbered by the stage before it.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decentral.scheduler.shared.arrays import Flags, Floats, Ints
 from decentral.scheduler.shared.machine_code import compiled, inner
+from decentral.scheduler.sync.layout_cost import Problem
 from decentral.scheduler.sync.matching import matching_above
 
-State = tuple[Ints, Floats, Floats, Floats, Floats]  # slots, row_N, dearest_S, joint_S, near_S
-Dice = NDArray[np.uint64]  # one word, not 0; numba takes seconds to compile numpy's generators
-REVERSALS, RUNS = 0.03, 0.12  # of the proposals
+RandomState = NDArray[np.uint64]  # one word that is not 0; numba takes seconds to compile numpy's own generators
+REVERSALS, PIECES = 0.03, 0.12  # shares of the proposals
 
 
-def dice(rng: np.random.Generator) -> Dice:
-    """A random state for `anneal`, drawn from `rng`."""
-    return rng.integers(1, 1 << 63, 1, dtype=np.uint64)
+class State(NamedTuple):
+    """A layout, and the parts of its cost that moves update in place. All but `slots` are seconds."""
+
+    slots: Ints
+    row_N: Floats  # each peer's sum over its stage
+    data_S: Floats  # each stage's largest of these sums
+    boundary_S: Floats  # the bottleneck matching of stages s and s + 1; the last entry is 0
+    near_S: Floats  # smooth companion of boundary_S, from the mean distance to the nearest peer on the other side
+
+
+class Cooling(NamedTuple):
+    """A stretch of annealing: temperatures in seconds fall from `hot` to `cold` over `steps` proposals."""
+
+    steps: int
+    hot: float  # 0 is pure descent
+    cold: float
+    smooth: float
+
+
+class Proposals(NamedTuple):
+    """What proposals are drawn with: a random state, and which peers it is useless to swap."""
+
+    twin_N: Ints
+    random: RandomState
+
+
+def proposals(problem: Problem, rng: np.random.Generator) -> Proposals:
+    """The peers' twins, and a random state drawn from `rng`."""
+    return Proposals(twins(problem), rng.integers(1, 1 << 63, 1, dtype=np.uint64))
 
 
 @inner
-def _unit(dice: Dice) -> float:
-    """Uniform in [0, 1): xorshift64* (Vigna 2016)."""
-    word = dice[0]
+def _unit(random: RandomState) -> float:
+    """A number drawn uniformly from [0, 1): xorshift64* (Vigna 2016)."""
+    word = random[0]
     word ^= word >> np.uint64(12)
     word ^= word << np.uint64(25)
     word ^= word >> np.uint64(27)
-    dice[0] = word
+    random[0] = word
     return float((word * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
 
 
 @compiled
-def start(data_NN: Floats, pipe_NN: Floats, stages: int, replicas: int, slots: Ints) -> State:
-    """The state of this layout, computed in full."""
-    row_N = np.zeros(slots.size)
-    dearest_S = np.zeros(stages)
+def initial_state(problem: Problem, slots: Ints) -> State:
+    """The state of this layout, computed in full. It holds `slots` itself, which moves then change."""
+    stages = problem.stages
+    row_N, data_S = np.zeros(slots.size), np.zeros(stages)
     for stage in range(stages):
-        dearest_S[stage] = _sums(data_NN, slots, replicas, stage, row_N)
-    joint_S, near_S = np.zeros(stages), np.zeros(stages)
+        data_S[stage] = _sums(problem, slots, stage, row_N)
+    boundary_S, near_S = np.zeros(stages), np.zeros(stages)
     for stage in range(stages - 1):
-        joint_S[stage], near_S[stage] = joint(pipe_NN, slots, replicas, stage, stage + 1, np.inf)
-    return slots, row_N, dearest_S, joint_S, near_S
+        boundary_S[stage], near_S[stage] = boundary(problem.pipe_NN, slots, problem.replicas, stage, stage + 1, np.inf)
+    return State(slots, row_N, data_S, boundary_S, near_S)
 
 
 @inner
-def _sums(data_NN: Floats, slots: Ints, replicas: int, stage: int, row_N: Floats) -> float:
+def _sums(problem: Problem, slots: Ints, stage: int, row_N: Floats) -> float:
     """Writes the sums of the stage's peers to `row_N`. Returns the largest."""
-    dearest = 0.0
+    data_NN, replicas, largest = problem.data_NN, problem.replicas, 0.0
     for p in range(stage * replicas, (stage + 1) * replicas):
         seconds = 0.0
         for q in range(stage * replicas, (stage + 1) * replicas):
             seconds += data_NN[slots[p], slots[q]]
         row_N[slots[p]] = seconds
-        dearest = max(dearest, seconds)
-    return dearest
+        largest = max(largest, seconds)
+    return largest
 
 
 @compiled
-def twins(data_NN: Floats, pipe_NN: Floats) -> Ints:
-    """A number for each peer, equal for peers that the links cannot tell apart: swapping them changes nothing."""
-    count = len(data_NN)
-    twin_N = np.arange(count)
-    for peer in range(count):
+def twins(problem: Problem) -> Ints:
+    """For each peer the first one that the links cannot tell from it (a twin): swapping the two changes nothing."""
+    twin_N = np.arange(len(problem.data_NN))
+    for peer in range(twin_N.size):
         for kind in range(peer):
-            if twin_N[kind] == kind and _alike(data_NN, pipe_NN, peer, kind):
+            if twin_N[kind] == kind and _alike(problem, peer, kind):
                 twin_N[peer] = kind
                 break
     return twin_N
 
 
 @inner
-def _alike(data_NN: Floats, pipe_NN: Floats, a: int, b: int) -> bool:
+def _alike(problem: Problem, a: int, b: int) -> bool:
+    data_NN, pipe_NN = problem.data_NN, problem.pipe_NN
     for other in range(len(data_NN)):
         differ = data_NN[a, other] != data_NN[b, other] or pipe_NN[a, other] != pipe_NN[b, other]
         if differ and other != a and other != b:
@@ -91,18 +116,18 @@ def _alike(data_NN: Floats, pipe_NN: Floats, a: int, b: int) -> bool:
 
 
 @compiled
-def total(dearest_S: Floats, joint_S: Floats) -> float:
-    """Seconds: the dearest stage, and each joint forward and back."""
-    peak, path = 0.0, 0.0
-    for stage in range(dearest_S.size):
-        peak = max(peak, dearest_S[stage])
-        path += joint_S[stage]
+def total(state: State) -> float:
+    """The true cost in seconds: the most expensive stage, and each boundary forward and back."""
+    data_S, boundary_S, peak, path = state.data_S, state.boundary_S, 0.0, 0.0
+    for stage in range(data_S.size):
+        peak = max(peak, data_S[stage])
+        path += boundary_S[stage]
     return peak + 2.0 * path
 
 
 @inner
-def joint(pipe_NN: Floats, slots: Ints, replicas: int, first: int, second: int, limit: float) -> tuple[float, float]:
-    """The bottleneck matching of two stages (inf once it is known to exceed `limit`), and the mean nearest."""
+def boundary(pipe_NN: Floats, slots: Ints, replicas: int, first: int, second: int, limit: float) -> tuple[float, float]:
+    """The bottleneck matching of two stages (inf once it is known to exceed `limit`), and its smooth companion."""
     cost_RR = np.empty((replicas, replicas))
     nearest = np.empty(replicas)
     for j in range(replicas):
@@ -128,74 +153,55 @@ def joint(pipe_NN: Floats, slots: Ints, replicas: int, first: int, second: int, 
 
 @compiled
 def anneal(
-    data_NN: Floats,
-    pipe_NN: Floats,
-    replicas: int,
-    state: State,
-    best_slots: Ints,
-    best: float,
-    steps: int,
-    hot: float,
-    cold: float,
-    smooth: float,
-    twin_N: Ints,
-    dice: Dice,
+    problem: Problem, state: State, best_slots: Ints, best: float, cooling: Cooling, proposals: Proposals
 ) -> float:
-    """`steps` proposals at temperatures falling from `hot` to `cold` seconds (Metropolis); 0 is pure descent.
+    """Metropolis annealing in place: `state` walks, and `best_slots` gets the cheapest layout below `best`.
 
-    Updates `state`; `best_slots` gets the layout of least true cost where it is below `best`. Returns that cost.
+    Returns that layout's true cost in seconds, or `best` if the walk met none that is cheaper.
     """
-    slots, _row_N, dearest_S, joint_S, near_S = state
-    stages = dearest_S.size
+    slots, random, twin_N, smooth = state.slots, proposals.random, proposals.twin_N, cooling.smooth
+    stages, replicas = problem.stages, problem.replicas
     used = stages * replicas
-    cooling = (cold / hot) ** (1.0 / max(1, steps)) if hot > 0 else 1.0
-    temperature = hot
-    here = total(dearest_S, joint_S) + smooth * _softness(dearest_S, near_S)
-    for _ in range(steps):
-        temperature *= cooling
-        limit = here - temperature * np.log(1.0 - _unit(dice)) + 1e-12
-        kind = _unit(dice)
+    temperature = cooling.hot
+    decay = (cooling.cold / temperature) ** (1.0 / max(1, cooling.steps)) if temperature > 0 else 1.0
+    here = total(state) + smooth * _means(state)
+    for _ in range(cooling.steps):
+        temperature *= decay
+        limit = here - temperature * np.log(1.0 - _unit(random)) + 1e-12
+        kind = _unit(random)
         if stages > 2 and kind < REVERSALS:
-            here = _try_reversal(pipe_NN, replicas, state, here, limit, smooth, dice)
-        elif stages > 3 and kind < REVERSALS + RUNS:
-            here = _try_run(data_NN, pipe_NN, replicas, state, here, limit, smooth, dice)
+            after = _try_reversal(problem, state, here, limit, smooth, random)
+        elif stages > 3 and kind < REVERSALS + PIECES:
+            after = _try_pieces(problem, state, limit, smooth, random)
         else:
-            p = int(_unit(dice) * used)
-            q = int(_unit(dice) * slots.size)
+            p = int(_unit(random) * used)
+            q = int(_unit(random) * slots.size)
             if p // replicas == min(q, used) // replicas or twin_N[slots[p]] == twin_N[slots[q]]:
                 continue
-            here = _try_swap(data_NN, pipe_NN, replicas, state, p, q, here, limit, smooth)
-        if here < best + smooth * _softness(dearest_S, near_S) - 1e-9:
-            best = total(dearest_S, joint_S)
+            after = _try_swap(problem, state, p, q, limit, smooth)
+        if after < np.inf:
+            here = after
+        if here < best + smooth * _means(state) - 1e-9:
+            best = total(state)
             for slot in range(slots.size):
                 best_slots[slot] = slots[slot]
     return best
 
 
 @inner
-def _try_swap(
-    data_NN: Floats,
-    pipe_NN: Floats,
-    replicas: int,
-    state: State,
-    p: int,
-    q: int,
-    here: float,
-    limit: float,
-    smooth: float,
-) -> float:
-    """Swaps the peers in slots p and q if the cost stays within `limit`. Returns the cost after it."""
-    slots, row_N, dearest_S, joint_S, near_S = state
-    stages = dearest_S.size
+def _try_swap(problem: Problem, state: State, p: int, q: int, limit: float, smooth: float) -> float:
+    """Swaps the peers in slots p and q if the cost stays within `limit`. Returns the new cost; inf if it did not."""
+    slots, _row_N, data_S, boundary_S, near_S = state
+    stages, replicas = problem.stages, problem.replicas
     s, t = p // replicas, q // replicas  # t >= stages: q is not used
     a, b = slots[p], slots[q]
-    into_s, sum_b = _stage_after(data_NN, slots, row_N, replicas, s, p, b)
+    into_s, sum_b = _stage_after(problem, state, p, b)
     into_t, sum_a = 0.0, 0.0
     if t < stages:
-        into_t, sum_a = _stage_after(data_NN, slots, row_N, replicas, t, q, a)
+        into_t, sum_a = _stage_after(problem, state, q, a)
     peak, mean = 0.0, 0.0
     for stage in range(stages):
-        value = into_s if stage == s else (into_t if stage == t else dearest_S[stage])
+        value = into_s if stage == s else (into_t if stage == t else data_S[stage])
         peak = max(peak, value)
         mean += value
     after = peak + smooth * mean / stages
@@ -206,38 +212,37 @@ def _try_swap(
             affected[count] = stage
             count += 1
         else:
-            after += 2.0 * (joint_S[stage] + smooth * near_S[stage])
+            after += 2.0 * (boundary_S[stage] + smooth * near_S[stage])
     if after > limit:
-        return here
+        return np.inf
     slots[p], slots[q] = b, a
     fresh, close = np.zeros(4), np.zeros(4)
     for i in range(count):
         stage = affected[i]
-        fresh[i], close[i] = joint(pipe_NN, slots, replicas, stage, stage + 1, (limit - after) / 2.0)
+        fresh[i], close[i] = boundary(problem.pipe_NN, slots, replicas, stage, stage + 1, (limit - after) / 2.0)
         after += 2.0 * (fresh[i] + smooth * close[i])
         if after > limit:
             slots[p], slots[q] = a, b
-            return here
+            return np.inf
     for i in range(count):
-        joint_S[affected[i]], near_S[affected[i]] = fresh[i], close[i]
-    _settle(data_NN, slots, row_N, replicas, s, p, a, b, sum_b)
-    dearest_S[s] = into_s
+        boundary_S[affected[i]], near_S[affected[i]] = fresh[i], close[i]
+    _replace_in_sums(problem, state, p, a, sum_b)
+    data_S[s] = into_s
     if t < stages:
-        _settle(data_NN, slots, row_N, replicas, t, q, b, a, sum_a)
-        dearest_S[t] = into_t
+        _replace_in_sums(problem, state, q, b, sum_a)
+        data_S[t] = into_t
     else:
-        row_N[a] = 0.0
+        state.row_N[a] = 0.0
     return after
 
 
 @inner
-def _stage_after(
-    data_NN: Floats, slots: Ints, row_N: Floats, replicas: int, stage: int, slot: int, newcomer: int
-) -> tuple[float, float]:
-    """The dearest sum of the stage once `newcomer` has taken `slot`, and the newcomer's own."""
-    leaver = slots[slot]
+def _stage_after(problem: Problem, state: State, slot: int, newcomer: int) -> tuple[float, float]:
+    """The largest sum of the slot's stage once `newcomer` has taken the slot, and the newcomer's own sum."""
+    data_NN, slots, row_N = problem.data_NN, state.slots, state.row_N
+    leaver, start = slots[slot], slot // problem.replicas * problem.replicas
     peak, own = 0.0, 0.0
-    for other in range(stage * replicas, (stage + 1) * replicas):
+    for other in range(start, start + problem.replicas):
         if other != slot:
             peer = slots[other]
             seconds = data_NN[newcomer, peer]
@@ -247,19 +252,11 @@ def _stage_after(
 
 
 @inner
-def _settle(
-    data_NN: Floats,
-    slots: Ints,
-    row_N: Floats,
-    replicas: int,
-    stage: int,
-    slot: int,
-    leaver: int,
-    newcomer: int,
-    own: float,
-) -> None:
-    """Writes the sums of a stage in which `newcomer` has taken the slot of `leaver`."""
-    for other in range(stage * replicas, (stage + 1) * replicas):
+def _replace_in_sums(problem: Problem, state: State, slot: int, leaver: int, own: float) -> None:
+    """Updates the sums of a stage whose `slot` has a new peer in the place of `leaver`. `own`: the newcomer's sum."""
+    data_NN, slots, row_N = problem.data_NN, state.slots, state.row_N
+    newcomer, start = slots[slot], slot // problem.replicas * problem.replicas
+    for other in range(start, start + problem.replicas):
         if other != slot:
             peer = slots[other]
             row_N[peer] += data_NN[newcomer, peer] - data_NN[leaver, peer]
@@ -267,39 +264,38 @@ def _settle(
 
 
 @inner
-def _try_run(
-    data_NN: Floats, pipe_NN: Floats, replicas: int, state: State, here: float, limit: float, smooth: float, dice: Dice
-) -> float:
+def _try_pieces(problem: Problem, state: State, limit: float, smooth: float, random: RandomState) -> float:
     """Swaps a piece of a pipeline, over a few stages, with a piece of another over as many later or earlier ones.
 
-    A pipeline's pieces stay in a region: peer by peer, each swap on the way would cost two slow joints.
+    A pipeline's pieces stay in a region: swapped peer by peer, each swap on the way would cost two slow boundaries.
+    Returns the new cost; inf if it would exceed `limit`.
     """
-    slots, stages = state[0], state[2].size
-    length = 2 + int(_unit(dice) * (stages // 2 - 1))
-    s, t = int(_unit(dice) * (stages - length + 1)), int(_unit(dice) * (stages - length + 1))
+    slots, stages, replicas = state.slots, problem.stages, problem.replicas
+    length = 2 + int(_unit(random) * (stages // 2 - 1))
+    s, t = int(_unit(random) * (stages - length + 1)), int(_unit(random) * (stages - length + 1))
     if abs(s - t) < length:
-        return here
+        return np.inf
     one, two = np.empty(length, np.int64), np.empty(length, np.int64)
     touched_S = np.zeros(stages, np.bool_)
-    one[0], two[0] = (s + _unit(dice)) * replicas, (t + _unit(dice)) * replicas
+    one[0], two[0] = (s + _unit(random)) * replicas, (t + _unit(random)) * replicas
     for i in range(length):
         if i > 0:
-            one[i] = _next(pipe_NN, slots, replicas, one[i - 1], s + i, int(_unit(dice) * replicas))
-            two[i] = _next(pipe_NN, slots, replicas, two[i - 1], t + i, int(_unit(dice) * replicas))
+            one[i] = _nearest(problem, slots, one[i - 1], s + i, int(_unit(random) * replicas))
+            two[i] = _nearest(problem, slots, two[i - 1], t + i, int(_unit(random) * replicas))
         touched_S[s + i] = touched_S[t + i] = True
     for i in range(length):
         slots[one[i]], slots[two[i]] = slots[two[i]], slots[one[i]]
-    after = _accepted(data_NN, pipe_NN, replicas, state, touched_S, limit, smooth)
-    if after < np.inf:
-        return after
-    for i in range(length):
-        slots[one[i]], slots[two[i]] = slots[two[i]], slots[one[i]]
-    return here
+    after = _accepted(problem, state, touched_S, limit, smooth)
+    if after == np.inf:
+        for i in range(length):
+            slots[one[i]], slots[two[i]] = slots[two[i]], slots[one[i]]
+    return after
 
 
 @inner
-def _next(pipe_NN: Floats, slots: Ints, replicas: int, slot: int, stage: int, turn: int) -> int:
+def _nearest(problem: Problem, slots: Ints, slot: int, stage: int, turn: int) -> int:
     """The slot of the stage whose peer is nearest to that of `slot`; among equals the first after `turn`."""
+    pipe_NN, replicas = problem.pipe_NN, problem.replicas
     best, found = np.inf, 0
     for i in range(replicas):
         other = stage * replicas + (i + turn) % replicas
@@ -309,87 +305,78 @@ def _next(pipe_NN: Floats, slots: Ints, replicas: int, slot: int, stage: int, tu
 
 
 @inner
-def _accepted(
-    data_NN: Floats,
-    pipe_NN: Floats,
-    replicas: int,
-    state: State,
-    touched_S: Flags,
-    limit: float,
-    smooth: float,
-) -> float:
-    """The cost now that the slots of the touched stages have changed; inf, and only slots changed, above `limit`."""
-    slots, row_N, dearest_S, joint_S, near_S = state
-    stages = dearest_S.size
-    row, dearest, fresh, close = row_N.copy(), dearest_S.copy(), joint_S.copy(), near_S.copy()
+def _accepted(problem: Problem, state: State, touched_S: Flags, limit: float, smooth: float) -> float:
+    """The cost now that slots of the touched stages have changed; above `limit` it is inf, and no sums change."""
+    slots, row_N, data_S, boundary_S, near_S = state
+    stages = problem.stages
+    row, data, fresh, close = row_N.copy(), data_S.copy(), boundary_S.copy(), near_S.copy()
     peak, after = 0.0, 0.0
     for stage in range(stages):
         if touched_S[stage]:
-            dearest[stage] = _sums(data_NN, slots, replicas, stage, row)
-        peak = max(peak, dearest[stage])
-        after += smooth * dearest[stage] / stages
+            data[stage] = _sums(problem, slots, stage, row)
+        peak = max(peak, data[stage])
+        after += smooth * data[stage] / stages
     after += peak
     for stage in range(stages - 1):
         if not (touched_S[stage] or touched_S[stage + 1]):
-            after += 2.0 * (joint_S[stage] + smooth * near_S[stage])
+            after += 2.0 * (boundary_S[stage] + smooth * near_S[stage])
     for stage in range(stages - 1):
         if touched_S[stage] or touched_S[stage + 1]:
             if after > limit:
                 return np.inf
-            fresh[stage], close[stage] = joint(pipe_NN, slots, replicas, stage, stage + 1, (limit - after) / 2.0)
+            fresh[stage], close[stage] = boundary(
+                problem.pipe_NN, slots, problem.replicas, stage, stage + 1, (limit - after) / 2.0
+            )
             after += 2.0 * (fresh[stage] + smooth * close[stage])
     if after > limit:
         return np.inf
-    for i in range(row.size):
-        row_N[i] = row[i]
-    for stage in range(stages):
-        dearest_S[stage], joint_S[stage], near_S[stage] = dearest[stage], fresh[stage], close[stage]
+    row_N[:], data_S[:], boundary_S[:], near_S[:] = row, data, fresh, close
     return after
 
 
 @inner
 def _try_reversal(
-    pipe_NN: Floats, replicas: int, state: State, here: float, limit: float, smooth: float, dice: Dice
+    problem: Problem, state: State, here: float, limit: float, smooth: float, random: RandomState
 ) -> float:
-    """Reverses a random run of stages if the cost stays within `limit`. Returns the cost after it."""
-    slots, _, dearest_S, joint_S, near_S = state
-    stages = dearest_S.size
-    first = int(_unit(dice) * stages)
-    last = int(_unit(dice) * stages)
+    """Reverses a random run of stages if the cost stays within `limit`. Returns the new cost; inf if it did not."""
+    slots, _, data_S, boundary_S, near_S = state
+    stages, replicas, pipe_NN = problem.stages, problem.replicas, problem.pipe_NN
+    first = int(_unit(random) * stages)
+    last = int(_unit(random) * stages)
     first, last = min(first, last), max(first, last)
     if first == last or (first == 0 and last == stages - 1):
-        return here
+        return np.inf
     after = here
     left, near_left, right, near_right = 0.0, 0.0, 0.0, 0.0
     if first > 0:
-        left, near_left = joint(pipe_NN, slots, replicas, first - 1, last, np.inf)
-        after += 2.0 * (left - joint_S[first - 1] + smooth * (near_left - near_S[first - 1]))
+        left, near_left = boundary(pipe_NN, slots, replicas, first - 1, last, np.inf)
+        after += 2.0 * (left - boundary_S[first - 1] + smooth * (near_left - near_S[first - 1]))
     if last < stages - 1:
-        right, near_right = joint(pipe_NN, slots, replicas, first, last + 1, np.inf)
-        after += 2.0 * (right - joint_S[last] + smooth * (near_right - near_S[last]))
+        right, near_right = boundary(pipe_NN, slots, replicas, first, last + 1, np.inf)
+        after += 2.0 * (right - boundary_S[last] + smooth * (near_right - near_S[last]))
     if after > limit:
-        return here
+        return np.inf
     for i in range((last - first + 1) // 2):
         one, two = first + i, last - i
         for r in range(replicas):
             p, q = one * replicas + r, two * replicas + r
             slots[p], slots[q] = slots[q], slots[p]
-        dearest_S[one], dearest_S[two] = dearest_S[two], dearest_S[one]
+        data_S[one], data_S[two] = data_S[two], data_S[one]
     for i in range((last - first) // 2):
         one, two = first + i, last - 1 - i
-        joint_S[one], joint_S[two] = joint_S[two], joint_S[one]
+        boundary_S[one], boundary_S[two] = boundary_S[two], boundary_S[one]
         near_S[one], near_S[two] = near_S[two], near_S[one]
     if first > 0:
-        joint_S[first - 1], near_S[first - 1] = left, near_left
+        boundary_S[first - 1], near_S[first - 1] = left, near_left
     if last < stages - 1:
-        joint_S[last], near_S[last] = right, near_right
+        boundary_S[last], near_S[last] = right, near_right
     return after
 
 
 @inner
-def _softness(dearest_S: Floats, near_S: Floats) -> float:
-    """What `smooth` multiplies in the softened cost."""
-    softness = 0.0
-    for stage in range(dearest_S.size):
-        softness += dearest_S[stage] / dearest_S.size + 2.0 * near_S[stage]
-    return softness
+def _means(state: State) -> float:
+    """What `smooth` multiplies in the smoothed cost, in seconds."""
+    data_S, near_S, means = state.data_S, state.near_S, 0.0
+    for stage in range(data_S.size):
+        means += data_S[stage] / data_S.size + 2.0 * near_S[stage]
+    return means

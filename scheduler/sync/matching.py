@@ -1,8 +1,10 @@
 """Bottleneck perfect matching, and the shortest open path through all stages.
 
-Both are parts of the cost of Yuan et al. (arXiv 2206.01288, section 3.2): two neighbouring stages are joined by
-the matching of their devices whose slowest link is fastest, and the stages are ordered along the open path
+Both are parts of the cost of Yuan et al. (arXiv 2206.01288, section 3.2): the devices of two neighbouring stages are
+matched so that the slowest of their links is as fast as possible, and the stages are ordered along the open path
 (travelling salesman without return) that costs least.
+
+Shapes: cost_RR has the seconds between the R devices of two stages, cost_SS those between any two of S stages.
 """
 
 import numpy as np
@@ -15,20 +17,20 @@ EXACT_STAGES = 14  # up to here the stage order is exact: 14 * 14 * 2**14 steps 
 
 @compiled
 def bottleneck_matching(cost_RR: Floats, limit: float, partner_R: Ints) -> float:
-    """The least possible maximum over a perfect matching's edges; `partner_R[column]` becomes its row.
+    """The least possible maximum over a perfect matching's edges; writes the row of each column to `partner_R`.
 
-    Returns inf as soon as the value is known to exceed `limit`.
+    Returns inf as soon as the value is known to exceed `limit`; `partner_R` is then not complete.
     """
     return matching_above(cost_RR, _lower_bound(cost_RR), limit, partner_R)
 
 
 @inner
 def matching_above(cost_RR: Floats, bound: float, limit: float, partner_R: Ints) -> float:
-    """`bottleneck_matching`, where it is known to cost at least `bound`: each row's and column's cheapest entry.
+    """As `bottleneck_matching`, with its lower bound known: the largest of all rows' and columns' least entries.
 
-    Each row that is not matched at the current
-    threshold grows an alternating tree by its cheapest edge (Dijkstra with max for +), so that the threshold
-    rises exactly as far as Hall's condition demands. O(R^3), in practice near O(R^2).
+    Each row that is not matched at the current threshold grows an alternating tree by its cheapest edge (Dijkstra with
+    max in place of +), so that the threshold rises exactly as far as Hall's condition demands. O(R^3), in practice
+    near O(R^2).
     """
     size = cost_RR.shape[0]
     value = bound
@@ -40,7 +42,7 @@ def matching_above(cost_RR: Floats, bound: float, limit: float, partner_R: Ints)
     column_of_row = np.empty(size, np.int64)
     for i in range(size):
         row_of[i] = column_of_row[i] = -1
-    for row in range(size):  # whatever fits the lower bound, greedily
+    for row in range(size):  # greedily match what fits the lower bound
         for column in range(size):
             if row_of[column] < 0 and cost_RR[row, column] <= value:
                 row_of[column] = row
@@ -82,7 +84,7 @@ def matching_above(cost_RR: Floats, bound: float, limit: float, partner_R: Ints)
 
 @inner
 def _lower_bound(cost_RR: Floats) -> float:
-    """No perfect matching is cheaper than the dearest of all rows' and columns' cheapest entries."""
+    """The largest of all rows' and columns' least entries: no perfect matching costs less."""
     size = cost_RR.shape[0]
     bound = 0.0
     for i in range(size):
@@ -95,9 +97,9 @@ def _lower_bound(cost_RR: Floats) -> float:
 
 
 @compiled
-def held_karp(edge_SS: Floats) -> Ints:
+def held_karp(cost_SS: Floats) -> Ints:
     """The cheapest open path through all stages, exactly (Held and Karp 1962): stages in order."""
-    count = edge_SS.shape[0]
+    count = cost_SS.shape[0]
     full = 1 << count
     best = np.full((full, count), np.inf)
     before = np.full((full, count), -1, np.int64)
@@ -111,7 +113,7 @@ def held_karp(edge_SS: Floats) -> Ints:
             for following in range(count):
                 if not visited >> following & 1:
                     there = visited | 1 << following
-                    cost = here + edge_SS[last, following]
+                    cost = here + cost_SS[last, following]
                     if cost < best[there, following]:
                         best[there, following] = cost
                         before[there, following] = last
@@ -125,8 +127,8 @@ def held_karp(edge_SS: Floats) -> Ints:
 
 
 @compiled
-def improved_path(edge_SS: Floats, order_S: Ints) -> Ints:
-    """2-opt and Or-opt on an open path until neither helps; for more stages than Held-Karp can order."""
+def improved_path(cost_SS: Floats, order_S: Ints) -> Ints:
+    """An open path improved by 2-opt and Or-opt until neither helps, for more stages than Held-Karp can order."""
     order = order_S.copy()
     count = order.size
     better = True
@@ -136,14 +138,14 @@ def improved_path(edge_SS: Floats, order_S: Ints) -> Ints:
             for last in range(first + 1, count):
                 gain = 0.0  # of reversing order[first..last]
                 if first > 0:
-                    gain += edge_SS[order[first - 1], order[first]] - edge_SS[order[first - 1], order[last]]
+                    gain += cost_SS[order[first - 1], order[first]] - cost_SS[order[first - 1], order[last]]
                 if last < count - 1:
-                    gain += edge_SS[order[last], order[last + 1]] - edge_SS[order[first], order[last + 1]]
+                    gain += cost_SS[order[last], order[last + 1]] - cost_SS[order[first], order[last + 1]]
                 if gain > 1e-12:
                     order[first : last + 1] = order[first : last + 1][::-1].copy()
                     better = True
         for source in range(count):
-            moved = _best_insertion(edge_SS, order, source)
+            moved = _best_insertion(cost_SS, order, source)
             if moved >= 0:
                 stage = order[source]
                 rest = np.concatenate((order[:source], order[source + 1 :]))
@@ -153,34 +155,34 @@ def improved_path(edge_SS: Floats, order_S: Ints) -> Ints:
 
 
 @inner
-def _best_insertion(edge_SS: Floats, order: Ints, source: int) -> int:
-    """Where the stage at `source` would sit best among the others; -1 if it sits there already."""
+def _best_insertion(cost_SS: Floats, order: Ints, source: int) -> int:
+    """The best position among the others for the stage at `source`; -1 if it is there already."""
     count = order.size
     stage = order[source]
     rest = np.concatenate((order[:source], order[source + 1 :]))
-    best, place = _insertion_cost(edge_SS, rest, source, stage) - 1e-12, -1
+    best, place = _insertion_cost(cost_SS, rest, source, stage) - 1e-12, -1
     for position in range(count):
-        cost = _insertion_cost(edge_SS, rest, position, stage)
+        cost = _insertion_cost(cost_SS, rest, position, stage)
         if cost < best:
             best, place = cost, position
     return place
 
 
 @inner
-def _insertion_cost(edge_SS: Floats, rest: Ints, position: int, stage: int) -> float:
-    """What inserting `stage` before rest[position] adds to the path."""
+def _insertion_cost(cost_SS: Floats, rest: Ints, position: int, stage: int) -> float:
+    """How much inserting `stage` before rest[position] adds to the path's cost."""
     added = 0.0
     if position > 0:
-        added += edge_SS[rest[position - 1], stage]
+        added += cost_SS[rest[position - 1], stage]
     if position < rest.size:
-        added += edge_SS[stage, rest[position]]
+        added += cost_SS[stage, rest[position]]
     if 0 < position < rest.size:
-        added -= edge_SS[rest[position - 1], rest[position]]
+        added -= cost_SS[rest[position - 1], rest[position]]
     return added
 
 
-def stage_order(edge_SS: Floats, start_S: Ints) -> Ints:
+def stage_order(cost_SS: Floats, start_S: Ints) -> Ints:
     """The cheapest order of the stages: exact up to EXACT_STAGES, else improved from `start_S`."""
-    if edge_SS.shape[0] <= EXACT_STAGES:
-        return held_karp(edge_SS)
-    return improved_path(edge_SS, start_S)
+    if cost_SS.shape[0] <= EXACT_STAGES:
+        return held_karp(cost_SS)
+    return improved_path(cost_SS, start_S)

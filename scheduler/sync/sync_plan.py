@@ -1,26 +1,28 @@
-"""A plan, and how one is made for the synchronous objective: solvers by name, hand layouts beside them, a reason.
+"""The plan for the objective `sync`: least communication of a synchronous step, in which all gradients are exact.
 
-    plan = sync_plan(topology, solver="genetic", seed=0, budget=Budget(seconds=5, clock=time.monotonic))
+    plan = sync_plan(topology, solver="genetic", seed=0, budget=SearchBudget(seconds=5, clock=time.monotonic))
 
-A plan is far cheaper to verify than to find: `cost.cost_of_pipelines` on `plan.pipelines` gives its cost.
+A plan is far cheaper to verify than to find: `layout_cost.cost_of_pipelines` gives the cost of its pipelines.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from decentral.core import rng as chance
 from decentral.core.errors import UserError
 from decentral.scheduler.shared.arrays import Ints
+from decentral.scheduler.shared.plan import Plan
 from decentral.scheduler.shared.search_budget import SearchBudget
-from decentral.scheduler.shared.topology import Topology, Workload
+from decentral.scheduler.shared.topology import Topology, Workload, regions_of
 from decentral.scheduler.sync import annealing, degrees, evolve, exact, gcma, layouts
-from decentral.scheduler.sync.layout_cost import Layout, Problem, cost_of_pipelines, layout, problem
+from decentral.scheduler.sync.layout_cost import Layout, Problem, best_layout, problem_of
 
 Solver = Callable[[Problem, Ints, SearchBudget, np.random.Generator], Ints]
+"""(problem, region_N, budget, rng) -> slots, as in layout_cost.py"""
 
 SYNC_SOLVERS: dict[str, Solver] = {
     "genetic": evolve.search,
@@ -28,63 +30,45 @@ SYNC_SOLVERS: dict[str, Solver] = {
     "gcma": gcma.search,
     "exact": exact.search,
 }
-HAND_DRAWS = 5  # a hand layout depends on which region comes first: the best of these draws stands for it
+HAND_DRAWS = 5  # a hand layout depends on which region comes first, so the best of some draws counts
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Who holds what, what it costs, why, and the digest of the topology that it was made for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncPlan(Plan):
+    """Which peers form the stages and pipelines of a synchronous step, and what its communication costs."""
 
-    objective: str
-    solver: str
-    seed: int
-    seconds: float
-    cost: dict[str, float] | None = None
-    throughput: dict[str, float] | None = None
-    stages: list[list[str]] | None = None
-    pipelines: list[list[str]] | None = None
-    spans: dict[str, list[int]] | None = None
-    micro_batches: dict[str, Any] | None = None
-    routes: list[dict[str, Any]] | None = None
-    gossip: dict[str, Any] | None = None
-    baselines: dict[str, float] = field(default_factory=dict)
-    reason: str = ""
-    digest: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields that this objective has, in a fixed order."""
-        everything = asdict(self)
-        return {one.name: everything[one.name] for one in fields(self) if everything[one.name] is not None}
+    objective: ClassVar[str] = "sync"
+    cost: dict[str, float]  # seconds: total, data_parallel, pipeline
+    stages: list[list[str]]  # peer ids
+    pipelines: list[list[str]]
 
 
-def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) -> Plan:
-    """The plan of least communication for a synchronous step. Raises UserError.
+def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) -> SyncPlan:
+    """The plan of least communication for a synchronous step.
 
-    The budget's seconds are for all of it, but for compiling (or loading what was compiled).
+    The budget's seconds are for all of it except compiling (or loading what was compiled). Raises UserError for an
+    unknown solver, and for a swarm that is too small for its workload or too large for the exact solver.
     """
-    work = topology.workload or Workload(stages=None, replicas=None)
+    workload = topology.workload or Workload(stages=None, replicas=None)
     region_N = regions_of(topology)
     _compile(solver)
     start = begin = budget.clock()
     tried: dict[str, float] = {}
-    if work.stages is None or work.replicas is None:
-        work, tried = degrees.choose(topology, region_N, work, seed, budget.part(0.4))
+    if workload.stages is None or workload.replicas is None:
+        workload, tried = degrees.choose(topology, region_N, workload, seed, budget.part(0.4))
         budget, begin = budget.part(0.6), budget.clock()
-    task, digest = problem(topology, work), topology.digest()
+    problem, digest = problem_of(topology, workload), topology.digest()
     between = budget.clock()
-    baselines = hand_costs(task, region_N, seed)
+    baselines = hand_costs(problem, region_N, seed)
     used = budget.clock() - begin
-    used += 2 * (budget.clock() - between) / (len(layouts.HAND) * HAND_DRAWS)  # what is found is laid out and checked
-    slots = _solve(task, region_N, solver, seed, budget.less(used))
-    found = layout(task, slots)
-    claimed, realised = found.cost, cost_of_pipelines(task, found.stages_SR)
-    assert abs(claimed.total - realised.total) < 1e-6, "pipelines must cost what the plan claims"
-    return Plan(
-        objective="sync",
+    used += 2 * (budget.clock() - between) / (len(layouts.HAND) * HAND_DRAWS)  # for laying out the result
+    slots = _solve(problem, region_N, solver, seed, budget.less(used))
+    found = best_layout(problem, slots)
+    return SyncPlan(
         solver=solver,
         seed=seed,
         seconds=round(budget.clock() - start, 3),
-        cost={"total": claimed.total, "data_parallel": claimed.data_parallel, "pipeline": claimed.pipeline},
+        cost={"total": found.cost.total} | asdict(found.cost),
         stages=_named(topology, found.stages_SR),
         pipelines=_named(topology, found.stages_SR.T),
         baselines=baselines | tried,
@@ -93,38 +77,32 @@ def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) 
     )
 
 
-def regions_of(topology: Topology) -> Ints:
-    """The number of each peer's region, in order of first appearance."""
-    number = {name: i for i, name in enumerate(dict.fromkeys(topology.regions))}
-    return np.array([number[region] for region in topology.regions])
-
-
-def hand_costs(task: Problem, region_N: Ints, seed: int) -> dict[str, float]:
-    """What the layouts cost that a person would draw: each the best of a few draws."""
+def hand_costs(problem: Problem, region_N: Ints, seed: int) -> dict[str, float]:
+    """What the layouts that a person would draw cost, in seconds; each is the best of HAND_DRAWS draws."""
     costs = {}
     for name in layouts.HAND:
         rng = chance.arrays(seed, "hand", name)
-        draws = [layouts.STARTS[name](region_N, task.stages, task.replicas, rng) for _ in range(HAND_DRAWS)]
-        costs[name] = min(layout(task, slots).cost.total for slots in draws)
+        draws = [layouts.STARTS[name](region_N, problem.stages, problem.replicas, rng) for _ in range(HAND_DRAWS)]
+        costs[name] = min(best_layout(problem, slots).cost.total for slots in draws)
     return costs
 
 
 def _compile(solver: str) -> None:
-    """Compiles what the solver runs, or loads it from disk, by a swarm of eight."""
+    """Compiles what the solver runs, or loads it from disk, by solving for eight peers."""
     same = 1.0 - np.eye(8)
     _solve(Problem(same, same, 2, 4), np.zeros(8, np.int64), solver, 0, SearchBudget(rounds=1))
 
 
-def _solve(task: Problem, region_N: Ints, solver: str, seed: int, budget: SearchBudget) -> Ints:
+def _solve(problem: Problem, region_N: Ints, solver: str, seed: int, budget: SearchBudget) -> Ints:
     rng = chance.arrays(seed, "plan", solver)
     if solver in layouts.HAND:
-        return layouts.STARTS[solver](region_N, task.stages, task.replicas, rng)
+        return layouts.STARTS[solver](region_N, problem.stages, problem.replicas, rng)
     if solver not in SYNC_SOLVERS:
         known = ", ".join([*SYNC_SOLVERS, *layouts.HAND])
         raise UserError(f"--solver {solver} is not one for --objective sync; there are: {known}")
-    if solver == "gcma" and task.stages * task.replicas != len(task):
-        raise UserError(f"--solver gcma uses every peer: stages * replicas must be {len(task)}; use genetic")
-    return SYNC_SOLVERS[solver](task, region_N, budget, rng)
+    if solver == "gcma" and problem.stages * problem.replicas != problem.peers:
+        raise UserError(f"--solver gcma uses every peer: stages * replicas must be {problem.peers}; use genetic")
+    return SYNC_SOLVERS[solver](problem, region_N, budget, rng)
 
 
 def _named(topology: Topology, rows: Ints) -> list[list[str]]:
@@ -132,7 +110,7 @@ def _named(topology: Topology, rows: Ints) -> list[list[str]]:
 
 
 def _reason(topology: Topology, found: Layout, baselines: dict[str, float], solver: str) -> str:
-    """One paragraph of plain words: what it costs, what the parts are, and how it compares."""
+    """One paragraph of plain words: what the layout costs, in which parts, and how it compares."""
     best = min(baselines, key=lambda name: baselines[name])
     gain = 1 - found.cost.total / baselines[best] if baselines[best] > 0 else 0.0
     word = "below" if gain > 0 else "above"

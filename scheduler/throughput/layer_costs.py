@@ -1,4 +1,4 @@
-"""What a model's layers cost: FLOPs and bytes per token and layer, and what a span takes of a device's memory.
+"""What a model's layers cost: FLOPs and bytes per token and layer, and how much device memory a span takes.
 
     bytes of a span = parameters * 36 + micro-batch tokens * 34 * width * blocks + logits
 
@@ -6,6 +6,9 @@
 of int8 and 4-bit values (3; rounded up for the codec's scales). 34 bytes per channel and token are a block's
 activations in 16 bits without the attention matrix (Korthikanti et al., arXiv 2205.05198, equation 2; the attention
 kernel here never writes that matrix).
+
+Shapes: N peers, L layers. A span is the layers [first, last) that a peer holds; spans_N2 has one for each peer, and
+(0, 0) for a peer without layers.
 """
 
 from dataclasses import dataclass
@@ -19,22 +22,22 @@ from decentral.scheduler.shared.topology import Topology
 
 STATE_BYTES = 36.0  # per parameter
 SNAPSHOT_BYTES = 1.5  # per parameter: what one exchange moves in one direction
-ROUND_S = 600.0  # in which any two holders of a layer exchange it once
-MOST_PLANNED_SEQUENCES = 64  # in a micro-batch; beyond this a device gains nothing
+ROUND_S = 600.0  # any two holders of a layer exchange it once in this time
+MOST_PLANNED_SEQUENCES = 64  # a larger micro-batch makes no device faster
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCosts:
-    """L layers and N peers, for the asynchronous swarm's throughput."""
+    """What the layers cost each peer, for the asynchronous swarm's throughput."""
 
-    seconds_NL: Floats  # a peer's time per token in a layer, forward and backward
+    seconds_NL: Floats  # a peer's seconds per token in a layer, forward and backward
     state_L: Floats  # bytes of a layer's state
     activation_L: Floats  # bytes of a layer's activations per sequence
     snapshot_L: Floats  # bytes per second that gossip of a layer puts on each direction between two holders
     memory_N: Floats  # bytes
     link_NN: Floats  # bytes/s, the lesser of both directions
-    hidden_bytes: float  # of one token between two layers, one way
-    holders: int  # of each layer, at least
+    hidden_bytes: float  # bytes of one token between two layers, one way
+    holders: int  # the least number of peers that must hold each layer
 
     @property
     def peers(self) -> int:
@@ -53,22 +56,23 @@ class LayerCosts:
         return bool(self.bytes_of(first, last, 1) <= self.memory_N[peer])
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
+        """Bytes that layers [first, last) take with a micro-batch of so many sequences."""
         return float(self.state_L[first:last].sum() + sequences * self.activation_L[first:last].sum())
 
     def reach(self, peer: int, first: int) -> int:
-        """The last layer boundary that a span of this peer from `first` can have; `first` if it fits nothing."""
+        """Where the longest span from `first` that fits this peer ends; `first` if no layer fits."""
         last = first
         while last < self.layers and self.fits(peer, first, last + 1):
             last += 1
         return last
 
     def sequences(self, peer: int, first: int, last: int) -> int:
-        """The largest micro-batch of this span that fits the peer, up to MOST_SEQUENCES."""
-        room = self.memory_N[peer] - self.state_L[first:last].sum()
-        return int(min(MOST_PLANNED_SEQUENCES, max(1, room // max(1.0, self.activation_L[first:last].sum()))))
+        """The largest micro-batch of this span that fits the peer, up to MOST_PLANNED_SEQUENCES."""
+        free_bytes = self.memory_N[peer] - self.state_L[first:last].sum()
+        return int(min(MOST_PLANNED_SEQUENCES, max(1, free_bytes // max(1.0, self.activation_L[first:last].sum()))))
 
     def valid(self, spans_N2: Ints) -> bool:
-        """Whether every span fits its peer and every layer has its holders."""
+        """Whether every span fits its peer and every layer has enough holders."""
         held = np.zeros(self.layers, np.int64)
         for peer, (first, last) in enumerate(spans_N2):
             if first < last and not self.fits(peer, first, last):
@@ -77,8 +81,8 @@ class LayerCosts:
         return bool((held >= self.holders).all())
 
 
-def of(topology: Topology, config: Config, holders: int = 1) -> LayerCosts:
-    """The work of this run's model on these peers. Raises UserError if they cannot hold it."""
+def of_model(topology: Topology, config: Config, holders: int = 1) -> LayerCosts:
+    """What this run's model costs these peers. Raises UserError if they cannot hold it, or were not measured."""
     flops_L, parameters_L = _layers(config)
     if not (topology.flops > 0).all() or not (topology.memory_bytes > 0).all():
         bad = topology.ids[int(np.argmin(np.minimum(topology.flops, topology.memory_bytes)))]
@@ -88,23 +92,23 @@ def of(topology: Topology, config: Config, holders: int = 1) -> LayerCosts:
     activation_L[0] = 2.0 * model.d_model * model.context
     activation_L[-1] = 6.0 * model.vocabulary * model.context  # logits and their gradient
     state_L = STATE_BYTES * parameters_L
-    link = np.minimum(topology.bandwidth, topology.bandwidth.T)
-    work = LayerCosts(
+    link_NN = np.minimum(topology.bandwidth, topology.bandwidth.T)
+    costs = LayerCosts(
         seconds_NL=flops_L / topology.flops[:, None],
         state_L=state_L,
         activation_L=activation_L,
         snapshot_L=SNAPSHOT_BYTES * parameters_L / ROUND_S,
         memory_N=topology.memory_bytes,
-        link_NN=np.where(np.isinf(link), 0.0, link),
+        link_NN=np.where(np.isinf(link_NN), 0.0, link_NN),
         hidden_bytes=2.0 * model.d_model,
         holders=holders,
     )
-    _check_memory(work, topology)
-    return work
+    _check_memory(costs)
+    return costs
 
 
 def flops_per_token(config: Config) -> float:
-    """Of training this run's model, all layers: turns a measured rate of tokens into one of FLOPs."""
+    """FLOPs for training all layers on one token: it turns a measured rate of tokens into one of FLOPs."""
     return float(_layers(config)[0].sum())
 
 
@@ -116,21 +120,22 @@ def _layers(config: Config) -> tuple[Floats, Floats]:
     parameters_L = np.array(model.layer_parameters, dtype=np.float64)
     flops_L = 2 * parameters_L
     flops_L[0] = 2 * model.d_model  # a table is read, not multiplied
-    flops_L[1:-1] += 2 * model.context * model.d_model  # causal attention: half of scores and half of values
+    flops_L[1:-1] += 2 * model.context * model.d_model  # causal attention computes half of the scores and values
     return 3 * flops_L, parameters_L
 
 
-def _check_memory(work: LayerCosts, topology: Topology) -> None:
-    need = work.holders * float(work.state_L.sum())
-    have = float(work.memory_N.sum())
+def _check_memory(costs: LayerCosts) -> None:
+    """Raises UserError if the peers cannot hold every layer often enough, or none can hold the largest layer."""
+    need = costs.holders * float(costs.state_L.sum())
+    have = float(costs.memory_N.sum())
     if have < need:
         raise UserError(
-            f"topology: {work.holders} holder(s) of every layer need {need / 1e9:.1f} GB of memory; the whole pool "
+            f"topology: {costs.holders} holder(s) of every layer need {need / 1e9:.1f} GB of memory; the whole pool "
             f"has {have / 1e9:.1f} GB: add peers, or plan a smaller model"
         )
-    largest = float((work.state_L + work.activation_L).max())
-    if work.memory_N.max() < largest:
+    largest = float((costs.state_L + costs.activation_L).max())
+    if costs.memory_N.max() < largest:
         raise UserError(
             f"topology: the largest layer needs {largest / 1e9:.1f} GB; the largest device has "
-            f"{work.memory_N.max() / 1e9:.1f} GB: plan a narrower model"
+            f"{costs.memory_N.max() / 1e9:.1f} GB: plan a narrower model"
         )

@@ -1,164 +1,208 @@
 """Tokens per second through given spans, and the routes that carry them: a maximum flow with compute and links.
 
-A token is computed in layer x by some holder of x, then goes on in the same peer or moves to another holder of
-x + 1; so spans may overlap, and a route may leave or enter a span anywhere (Helix, arXiv 2406.01566, generalised
-from whole spans to parts). As a linear programme (HiGHS):
+A token is computed in layer x by some holder of x, then stays in that peer or moves to another holder of x + 1. So
+spans may overlap, and a route may leave or enter a span anywhere (Helix, arXiv 2406.01566, generalised from whole
+spans to parts of them). As a linear programme (HiGHS):
 
     y_jx   tokens/s that peer j computes in layer x
     k_jx   tokens/s that stay in j from layer x - 1 to x
     m_ijx  tokens/s that move from i, after layer x - 1, to j for layer x
     y_jx = k_jx + sum_i m_ijx  (x > 0);   y_j,x-1 = k_jx + sum_i m_jix;   maximise sum_j y_j0
-    sum_x seconds_jx * y_jx <= 1                                           every second has one second
+    sum_x seconds_jx * y_jx <= 1                                           a peer computes all the time at most
     hidden * sum_x (m_ijx + m_jix) <= link_ij - gossip_ij                  forward one way, gradients back
+
+Shapes: N peers, L layers, Y, K and M variables of each kind.
 """
 
 import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from decentral.scheduler.shared.arrays import Floats, Ints
+from decentral.scheduler.shared.arrays import Flags, Floats, Ints
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 
-Holds = NDArray[np.bool_]
 FLOWS_REMEMBERED = 1024
-NEAREST = 8  # of a peer's links between two layers that many peers hold
+NEAREST = 8  # links that a peer keeps between two layers that many peers hold
+LINK_UNIT = 1e6  # bytes/s; it brings the links' constraints near 1
+
+Transfer = tuple[int, int, int, float]
+"""(from, to, layer entered, tokens/s)"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaxFlow:
-    """What the spans carry. `idle_N`: the share of time without work; `price_L`: worth of more compute there."""
+    """The greatest flow through some spans."""
 
     tokens_per_s: float
-    computed_NL: Floats  # y
-    moves: tuple[tuple[int, int, int, float], ...]  # (from, to, layer entered, tokens/s)
-    idle_N: Floats
-    price_L: Floats
+    computed_NL: Floats  # y: tokens/s that each peer computes in each layer
+    transfers: tuple[Transfer, ...]  # m, where it is not 0
+    idle_N: Floats  # the share of each peer's time without costs
+    price_L: Floats  # what more computing in this layer would be worth, relative to its holders' speed
 
 
-def maximum(work: LayerCosts, spans_N2: Ints) -> MaxFlow:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Variables:
+    """The linear programme's columns: all y, then all k, then all m."""
+
+    holds_NL: Flags
+    peer_Y: Ints
+    layer_Y: Ints
+    peer_K: Ints
+    layer_K: Ints  # the layer entered
+    sender_M: Ints
+    receiver_M: Ints
+    layer_M: Ints  # the layer entered
+
+    @property
+    def y(self) -> Ints:
+        return np.arange(len(self.peer_Y))
+
+    @property
+    def k(self) -> Ints:
+        return len(self.peer_Y) + np.arange(len(self.peer_K))
+
+    @property
+    def m(self) -> Ints:
+        return len(self.peer_Y) + len(self.peer_K) + np.arange(len(self.sender_M))
+
+    @property
+    def count(self) -> int:
+        return len(self.peer_Y) + len(self.peer_K) + len(self.sender_M)
+
+
+def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
     """The greatest throughput of these spans."""
-    holds_NL = held(work, spans_N2)
-    peer_y, layer_y = np.nonzero(holds_NL)
-    stays = holds_NL[:, 1:] & holds_NL[:, :-1]
-    peer_k, layer_k = np.nonzero(stays)
-    layer_k = layer_k + 1
-    sender, receiver, layer_m = _transfers(work, holds_NL)
-    size_y, size_k, size_m = len(peer_y), len(peer_k), len(sender)
-    count = size_y + size_k + size_m
-    y, k, m = np.arange(size_y), size_y + np.arange(size_k), size_y + size_k + np.arange(size_m)
-    peers, layers = holds_NL.shape
-    inflow, outflow = layer_y > 0, layer_y < layers - 1
-    row_in = np.full((peers, layers), -1)
-    row_in[peer_y[inflow], layer_y[inflow]] = np.arange(inflow.sum())
-    row_out = np.full((peers, layers), -1)  # by the layer that was computed
-    row_out[peer_y[outflow], layer_y[outflow]] = inflow.sum() + np.arange(outflow.sum())
-    rows = [row_in[peer_y[inflow], layer_y[inflow]], row_in[peer_k, layer_k], row_in[receiver, layer_m]]
-    rows += [row_out[peer_y[outflow], layer_y[outflow]], row_out[peer_k, layer_k - 1], row_out[sender, layer_m - 1]]
-    columns = [y[inflow], k, m, y[outflow], k, m]
-    signs = [1.0, -1.0, -1.0, 1.0, -1.0, -1.0]
-    values = [np.full(len(part), sign) for part, sign in zip(columns, signs, strict=True)]
-    balance = _matrix(values, rows, columns, int(inflow.sum() + outflow.sum()), count)
-    low, high = np.minimum(sender, receiver), np.maximum(sender, receiver)
-    pairs, row_of = np.unique(low * peers + high, return_inverse=True)
-    limit = link_left(work, holds_NL)[pairs // peers, pairs % peers] if size_m else np.zeros(0)
-    scale = work.compute_bound()  # so that all numbers are near 1
-    seconds = work.seconds_NL[peer_y, layer_y] * scale
-    limits = _matrix(
-        [seconds, np.full(size_m, work.hidden_bytes * scale / 1e6)], [peer_y, peers + row_of], [y, m],
-        peers + len(pairs), count,
-    )  # fmt: skip
-    value = np.zeros(count)
-    value[y[layer_y == 0]] = -1.0
-    found = linprog(
-        value, limits, np.concatenate((np.ones(peers), limit / 1e6)), balance, np.zeros(balance.shape[0]),
-        method="highs",
-    )  # fmt: skip
+    holds_NL = held(costs, spans_N2)
+    flow = _variables(costs, holds_NL)
+    scale = costs.compute_bound()  # so that all numbers are near 1
+    balance, (use, limits) = _balance(flow), _capacities(costs, flow, scale)
+    value = np.zeros(flow.count)
+    value[flow.y[flow.layer_Y == 0]] = -1.0
+    found = linprog(value, use, limits, balance, np.zeros(balance.shape[0]), method="highs")
     assert found.status == 0, found.message
-    computed = np.zeros((peers, layers))
-    computed[peer_y, layer_y] = found.x[y] * scale
-    moved = found.x[m] * scale
-    carried = [
-        (int(sender[i]), int(receiver[i]), int(layer_m[i]), float(moved[i])) for i in np.flatnonzero(moved > 1e-9)
-    ]
+    computed_NL = np.zeros(holds_NL.shape)
+    computed_NL[flow.peer_Y, flow.layer_Y] = found.x[flow.y] * scale
+    moved = found.x[flow.m] * scale
     return MaxFlow(
         tokens_per_s=-float(found.fun) * scale,
-        computed_NL=computed,
-        moves=tuple(carried),
-        idle_N=1 - (computed * work.seconds_NL).sum(axis=1),
-        price_L=_prices(found.ineqlin.marginals[:peers], holds_NL, work.seconds_NL),
+        computed_NL=computed_NL,
+        transfers=tuple(
+            (int(flow.sender_M[i]), int(flow.receiver_M[i]), int(flow.layer_M[i]), float(moved[i]))
+            for i in np.flatnonzero(moved > 1e-9)
+        ),
+        idle_N=1 - (computed_NL * costs.seconds_NL).sum(axis=1),
+        price_L=_prices(found.ineqlin.marginals[: costs.peers], holds_NL, costs.seconds_NL),
     )
+
+
+def _variables(costs: LayerCosts, holds_NL: Flags) -> _Variables:
+    """Every variable that the spans and links allow."""
+    peer_Y, layer_Y = np.nonzero(holds_NL)
+    peer_K, layer_K = np.nonzero(holds_NL[:, 1:] & holds_NL[:, :-1])
+    return _Variables(holds_NL, peer_Y, layer_Y, peer_K, layer_K + 1, *_transfers(costs, holds_NL))
+
+
+def _balance(flow: _Variables) -> coo_matrix:
+    """What a peer computes in a layer enters it there, and leaves it after the layer: one row for each."""
+    enters, leaves = flow.layer_Y > 0, flow.layer_Y < flow.holds_NL.shape[1] - 1
+    row_in = np.full(flow.holds_NL.shape, -1)
+    row_in[flow.peer_Y[enters], flow.layer_Y[enters]] = np.arange(enters.sum())
+    row_out = np.full(flow.holds_NL.shape, -1)  # by the layer that was computed
+    row_out[flow.peer_Y[leaves], flow.layer_Y[leaves]] = enters.sum() + np.arange(leaves.sum())
+    rows = [
+        row_in[flow.peer_Y[enters], flow.layer_Y[enters]],
+        row_in[flow.peer_K, flow.layer_K],
+        row_in[flow.receiver_M, flow.layer_M],
+        row_out[flow.peer_Y[leaves], flow.layer_Y[leaves]],
+        row_out[flow.peer_K, flow.layer_K - 1],
+        row_out[flow.sender_M, flow.layer_M - 1],
+    ]
+    columns = [flow.y[enters], flow.k, flow.m, flow.y[leaves], flow.k, flow.m]
+    signs = [1.0, -1.0, -1.0, 1.0, -1.0, -1.0]
+    values = [np.full(len(part), sign) for part, sign in zip(columns, signs, strict=True)]
+    return _matrix(values, rows, columns, int(enters.sum() + leaves.sum()), flow.count)
+
+
+def _capacities(costs: LayerCosts, flow: _Variables, scale: float) -> tuple[coo_matrix, Floats]:
+    """The use of each peer's time (the first N rows) and of each link, and their limits."""
+    peers = costs.peers
+    low, high = np.minimum(flow.sender_M, flow.receiver_M), np.maximum(flow.sender_M, flow.receiver_M)
+    pairs, row_of = np.unique(low * peers + high, return_inverse=True)
+    limit = link_left(costs, flow.holds_NL)[pairs // peers, pairs % peers] if len(low) else np.zeros(0)
+    seconds = costs.seconds_NL[flow.peer_Y, flow.layer_Y] * scale
+    load = np.full(len(low), costs.hidden_bytes * scale / LINK_UNIT)
+    use = _matrix([seconds, load], [flow.peer_Y, peers + row_of], [flow.y, flow.m], peers + len(pairs), flow.count)
+    return use, np.concatenate((np.ones(peers), limit / LINK_UNIT))
 
 
 @dataclass(slots=True)
 class FlowSolver:
-    """The flows of one task's spans. A search of a small swarm comes back to the same spans again and again."""
+    """Remembers the flows of spans, because the search of a small swarm returns to the same spans again and again."""
 
-    work: LayerCosts
+    costs: LayerCosts
     _known: dict[bytes, MaxFlow] = field(default_factory=dict)
 
     def maximum(self, spans_N2: Ints) -> MaxFlow:
-        """As the function of that name."""
+        """As the function `maximum`."""
         key = spans_N2.tobytes()
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= FLOWS_REMEMBERED:
                 self._known.clear()
-            found = self._known[key] = maximum(self.work, spans_N2)
+            found = self._known[key] = maximum(self.costs, spans_N2)
         return found
 
 
-def held(work: LayerCosts, spans_N2: Ints) -> Holds:
-    """Which peer holds which layer, N x L."""
-    layer = np.arange(work.layers)
-    holds: Holds = (spans_N2[:, :1] <= layer) & (layer < spans_N2[:, 1:])
+def held(costs: LayerCosts, spans_N2: Ints) -> Flags:
+    """Which peer holds which layer: N x L."""
+    layer = np.arange(costs.layers)
+    holds: Flags = (spans_N2[:, :1] <= layer) & (layer < spans_N2[:, 1:])
     return holds
 
 
-def link_left(work: LayerCosts, holds_NL: Holds) -> Floats:
-    """Bytes/s between two peers, one way, that gossip of their common layers leaves."""
+def link_left(costs: LayerCosts, holds_NL: Flags) -> Floats:
+    """Bytes/s between any two peers, one way, that gossip of their common layers leaves free: N x N."""
     holds = holds_NL.astype(np.float64)
-    left: Floats = np.maximum(0.0, work.link_NN - (holds * work.snapshot_L) @ holds.T)
+    left: Floats = np.maximum(0.0, costs.link_NN - (holds * costs.snapshot_L) @ holds.T)
     return left
 
 
-def routes(
-    work: LayerCosts, spans_N2: Ints, flow: MaxFlow, most: int = 256
-) -> list[tuple[float, list[tuple[int, int, int]]]]:
-    """The flow as routes: (share of all tokens, [(peer, first, last), ...]), widest first.
+def routes(flow: MaxFlow, most: int = 256) -> list[tuple[float, list[tuple[int, int, int]]]]:
+    """The flow as routes: (share of all tokens, [(peer, first, last), ...]), the largest share first.
 
-    Each step takes the widest way on; what is left after `most` routes is under one token in a thousand.
+    Each step takes the widest route that is left, until less than a thousandth of the tokens is left or `most` routes
+    are found.
     """
     computed = flow.computed_NL.copy()
-    moves = {(i, x, j): rate for i, j, x, rate in flow.moves}
+    transfers = {(i, x, j): rate for i, j, x, rate in flow.transfers}
     found: list[tuple[float, list[tuple[int, int, int]]]] = []
     left = flow.tokens_per_s
     while left > 1e-3 * flow.tokens_per_s and len(found) < most:
-        path, width = _widest(computed, moves, work.layers)
+        path, width = _widest(computed, transfers)
         if width <= 1e-9 * flow.tokens_per_s:
             break
         for layer, peer in enumerate(path):
             computed[peer, layer] -= width
             if layer and path[layer - 1] != peer:
-                moves[path[layer - 1], layer, peer] -= width
-        cuts = [0, *(x for x in range(1, work.layers) if path[x] != path[x - 1]), work.layers]
+                transfers[path[layer - 1], layer, peer] -= width
+        cuts = [0, *(x for x in range(1, len(path)) if path[x] != path[x - 1]), len(path)]
         hops = [(path[first], first, last) for first, last in itertools.pairwise(cuts)]
         found.append((width / flow.tokens_per_s, hops))
         left -= width
     return sorted(found, key=lambda route: -route[0])
 
 
-def _widest(computed: Floats, moves: dict[tuple[int, int, int], float], layers: int) -> tuple[list[int], float]:
-    """One route whose narrowest part is widest (dynamic programme over the layers)."""
-    peers = len(computed)
-    stay = _stays(computed, moves, layers)
+def _widest(computed: Floats, transfers: dict[tuple[int, int, int], float]) -> tuple[list[int], float]:
+    """The route whose narrowest part is widest (dynamic programme over the layers): each layer's peer, and tokens/s."""
+    peers, layers = computed.shape
+    stay = _stays(computed, transfers)
     width = computed[:, 0].copy()
     before = np.full((layers, peers), -1)
     by_layer: dict[int, list[tuple[int, int, float]]] = {}
-    for (i, x, j), rate in moves.items():
+    for (i, x, j), rate in transfers.items():
         by_layer.setdefault(x, []).append((i, j, rate))
     for x in range(1, layers):
         after = np.minimum(width, stay[x])
@@ -174,25 +218,25 @@ def _widest(computed: Floats, moves: dict[tuple[int, int, int], float], layers: 
     return path[::-1], float(width[peer])
 
 
-def _stays(computed: Floats, moves: dict[tuple[int, int, int], float], layers: int) -> Floats:
-    """Tokens/s that stay in a peer between two layers: what it computed less what it sent away."""
-    stay = np.zeros((layers, len(computed)))
+def _stays(computed: Floats, transfers: dict[tuple[int, int, int], float]) -> Floats:
+    """Tokens/s that stay in a peer between two layers, L x N: what it computed less what it sent away."""
+    stay = np.zeros(computed.T.shape)
     stay[1:] = computed[:, :-1].T
-    for (i, x, _), rate in moves.items():
+    for (i, x, _), rate in transfers.items():
         stay[x, i] -= rate
     return np.maximum(0.0, stay)
 
 
-def _transfers(work: LayerCosts, holds_NL: Holds) -> tuple[Ints, Ints, Ints]:
+def _transfers(costs: LayerCosts, holds_NL: Flags) -> tuple[Ints, Ints, Ints]:
     """Every (sender, receiver, layer entered) that the spans and links allow.
 
-    Where a layer has many holders, each sender and each receiver keeps its NEAREST by link only: the programme stays
-    small, and what it finds is still a flow that the swarm can carry.
+    Where a layer has many holders, each sender and each receiver keeps only its NEAREST fastest links: the programme
+    stays small, and what it finds is still a flow that the swarm can carry.
     """
     parts = []
-    for layer in range(1, work.layers):
+    for layer in range(1, costs.layers):
         senders, receivers = np.flatnonzero(holds_NL[:, layer - 1]), np.flatnonzero(holds_NL[:, layer])
-        links = work.link_NN[np.ix_(senders, receivers)]
+        links = costs.link_NN[np.ix_(senders, receivers)]
         keep = links > 0
         if min(keep.shape) > NEAREST:
             keep &= _largest(links) | _largest(links.T).T
@@ -202,8 +246,8 @@ def _transfers(work: LayerCosts, holds_NL: Holds) -> tuple[Ints, Ints, Ints]:
     return together[0], together[1], together[2]
 
 
-def _largest(links: Floats) -> Holds:
-    """The NEAREST largest of each row; among equal links a different choice in each row."""
+def _largest(links: Floats) -> Flags:
+    """Marks the NEAREST largest of each row; among equal links it chooses differently in each row."""
     rows, columns = links.shape
     turn = (np.arange(columns)[None, :] - np.arange(rows)[:, None]) % columns
     order = np.lexsort((turn, -links), axis=1)[:, :NEAREST]
@@ -217,8 +261,8 @@ def _matrix(values: list[Floats], rows: list[Ints], columns: list[Ints], height:
     return coo_matrix((np.concatenate(values), place), shape=(height, width)).tocsr()
 
 
-def _prices(marginal_N: Floats, holds_NL: Holds, seconds_NL: Floats) -> Floats:
-    """What a layer's holders would give for more time, relative to their speed: high where a layer is scarce."""
+def _prices(marginal_N: Floats, holds_NL: Flags, seconds_NL: Floats) -> Floats:
+    """What more time of a layer's holders is worth, relative to their speed: high where a layer is scarce."""
     worth = np.maximum(0.0, -marginal_N)[:, None] / (1 / seconds_NL.sum(axis=1))[:, None]
     count = np.maximum(1, holds_NL.sum(axis=0))
     price: Floats = (worth * holds_NL).sum(axis=0) / count

@@ -1,8 +1,8 @@
 """The best spans, proven, for small swarms: one mixed-integer programme (HiGHS).
 
-flow.py's linear programme with every peer able to hold every layer, and a binary choice of one span (or none) per
-peer: a layer is computed only where it is held. Gossip takes its part of a link for each layer that both ends hold;
-a link that gossip overloads carries no tokens, as in flow.py.
+It is the linear programme of max_flow.py with every peer able to hold every layer, and a binary choice of one span (or
+none) per peer: a layer is computed only where it is held. Gossip takes its part of a link for each layer that both ends
+hold; a link that gossip overloads carries no tokens, as in max_flow.py.
 """
 
 from collections.abc import Iterator
@@ -15,45 +15,51 @@ from decentral.scheduler.shared.arrays import Floats, Ints
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 
 
-def options(work: LayerCosts) -> int:
-    """How many spans all peers could hold, together: the number of binary choices."""
-    return sum(1 for _ in _choices(work))
+def options(costs: LayerCosts) -> int:
+    """How many spans all peers together could hold: the number of binary choices."""
+    return sum(1 for _ in _choices(costs))
 
 
-def best_spans(work: LayerCosts, seconds: float = 600.0) -> Ints | None:
-    """Spans N x 2 of the greatest throughput; None if no choice gives every layer its holders in that time."""
-    model = _Model(work)
+def best_spans(costs: LayerCosts, seconds: float = 600.0) -> Ints | None:
+    """Spans (N x 2) of the greatest throughput, or the best found in that time, which is at most 600 s.
+
+    Returns None if no choice that gives every layer enough holders was found.
+    """
+    model = _Model(costs)
     limits = {"time_limit": min(seconds, 600.0), "mip_rel_gap": 1e-7}
     found = milp(model.value, integrality=model.integer, bounds=model.bounds, constraints=model.rules(), options=limits)
     if found.x is None:
         return None
-    spans = np.zeros((work.peers, 2), np.int64)
+    spans = np.zeros((costs.peers, 2), np.int64)
     for number, (peer, first, last) in enumerate(model.choices):
         if found.x[number] > 0.5:
             spans[peer] = first, last
     return spans
 
 
-def _choices(work: LayerCosts) -> Iterator[tuple[int, int, int]]:
-    for peer in range(work.peers):
-        for first in range(work.layers):
-            for last in range(first + 1, work.reach(peer, first) + 1):
+def _choices(costs: LayerCosts) -> Iterator[tuple[int, int, int]]:
+    for peer in range(costs.peers):
+        for first in range(costs.layers):
+            for last in range(first + 1, costs.reach(peer, first) + 1):
                 yield peer, first, last
 
 
 class _Model:
-    """Columns: z (choices), y and k (peer, layer), m (from, to, layer), b (pair, layer both hold), v (pair is full)."""
+    """The columns are z (choices), y and k (peer, layer), m (from, to, layer), b (pair, layer), and v (pair).
 
-    def __init__(self, work: LayerCosts) -> None:
-        self.work = work
-        peers, layers = work.peers, work.layers
-        self.choices = list(_choices(work))
-        self.pairs = [(i, j) for i in range(peers) for j in range(i + 1, peers) if work.link_NN[i, j] > 0]
+    b is 1 where both peers of a pair hold the layer, v is 1 where gossip leaves nothing of the pair's link.
+    """
+
+    def __init__(self, costs: LayerCosts) -> None:
+        self.costs = costs
+        peers, layers = costs.peers, costs.layers
+        self.choices = list(_choices(costs))
+        self.pairs = [(i, j) for i in range(peers) for j in range(i + 1, peers) if costs.link_NN[i, j] > 0]
         sizes = [len(self.choices), peers * layers, peers * layers, peers * peers * layers]
         sizes += [len(self.pairs) * layers, len(self.pairs)]
         self.at = np.concatenate(([0], np.cumsum(sizes)))
         self.count = int(self.at[-1])
-        self.scale = work.compute_bound()
+        self.scale = costs.compute_bound()
         self.value = np.zeros(self.count)
         self.value[[self.y(peer, 0) for peer in range(peers)]] = -1.0
         self.integer = np.zeros(self.count)
@@ -63,28 +69,28 @@ class _Model:
         self._rows: list[tuple[dict[int, float], float, float]] = []
 
     def y(self, peer: int, layer: int) -> int:
-        return int(self.at[1]) + peer * self.work.layers + layer
+        return int(self.at[1]) + peer * self.costs.layers + layer
 
     def k(self, peer: int, layer: int) -> int:
-        return int(self.at[2]) + peer * self.work.layers + layer
+        return int(self.at[2]) + peer * self.costs.layers + layer
 
     def m(self, i: int, j: int, layer: int) -> int:
-        return int(self.at[3]) + (i * self.work.peers + j) * self.work.layers + layer
+        return int(self.at[3]) + (i * self.costs.peers + j) * self.costs.layers + layer
 
     def _upper(self) -> Floats:
-        """All tokens at most the bound; nothing stays into or moves into layer 0; no missing link carries any."""
+        """Upper bounds: all tokens together; 0 for entering layer 0, and for pairs of peers without a link."""
         upper = np.ones(self.count)
         linked = set(self.pairs)
-        for i in range(self.work.peers):
+        for i in range(self.costs.peers):
             upper[self.k(i, 0)] = 0
-            for j in range(self.work.peers):
+            for j in range(self.costs.peers):
                 upper[self.m(i, j, 0)] = 0
                 if (min(i, j), max(i, j)) not in linked:
-                    upper[[self.m(i, j, x) for x in range(self.work.layers)]] = 0
+                    upper[[self.m(i, j, x) for x in range(self.costs.layers)]] = 0
         return upper
 
     def rules(self) -> LinearConstraint:
-        """Every constraint, as sparse rows between two limits."""
+        """Every constraint as a sparse row between two limits."""
         self._spans()
         self._tokens()
         self._links()
@@ -98,44 +104,46 @@ class _Model:
         self._rows.append((terms, low, high))
 
     def _holding(self, peer: int, layer: int, sign: float) -> dict[int, float]:
-        """The choices of this peer that hold the layer."""
+        """The peer's choices that hold the layer, each with the factor `sign`."""
         return {n: sign for n, (p, first, last) in enumerate(self.choices) if p == peer and first <= layer < last}
 
     def _spans(self) -> None:
-        work = self.work
-        for peer in range(work.peers):
+        """Each peer has one span at most, and each layer enough holders."""
+        costs = self.costs
+        for peer in range(costs.peers):
             self._add({n: 1.0 for n, choice in enumerate(self.choices) if choice[0] == peer}, 0, 1)
-        for layer in range(work.layers):
-            everyone = {n: 1.0 for n, (_, first, last) in enumerate(self.choices) if first <= layer < last}
-            self._add(everyone, work.holders, np.inf)
+        for layer in range(costs.layers):
+            holding = {n: 1.0 for n, (_, first, last) in enumerate(self.choices) if first <= layer < last}
+            self._add(holding, costs.holders, np.inf)
 
     def _tokens(self) -> None:
-        work = self.work
-        for j in range(work.peers):
-            seconds = {self.y(j, x): float(work.seconds_NL[j, x] * self.scale) for x in range(work.layers)}
+        """Peers compute only layers that they hold, within their time, and tokens are conserved."""
+        costs = self.costs
+        for j in range(costs.peers):
+            seconds = {self.y(j, x): float(costs.seconds_NL[j, x] * self.scale) for x in range(costs.layers)}
             self._add(seconds, 0, 1)
-            for x in range(work.layers):
+            for x in range(costs.layers):
                 self._add({self.y(j, x): seconds[self.y(j, x)], **self._holding(j, x, -1.0)}, -np.inf, 0)
                 if x > 0:
-                    arrives = {self.m(i, j, x): -1.0 for i in range(work.peers) if i != j}
-                    leaves = {self.m(j, i, x): -1.0 for i in range(work.peers) if i != j}
+                    arrives = {self.m(i, j, x): -1.0 for i in range(costs.peers) if i != j}
+                    leaves = {self.m(j, i, x): -1.0 for i in range(costs.peers) if i != j}
                     self._add({self.y(j, x): 1.0, self.k(j, x): -1.0, **arrives}, 0, 0)
                     self._add({self.y(j, x - 1): 1.0, self.k(j, x): -1.0, **leaves}, 0, 0)
 
     def _links(self) -> None:
-        """hidden * moved + gossip <= link, or nothing moves (v = 1)."""
-        work = self.work
+        """On each link hidden * moved + gossip <= rate, or nothing moves (v = 1)."""
+        costs = self.costs
         for number, (i, j) in enumerate(self.pairs):
             full = int(self.at[5]) + number
-            link = float(work.link_NN[i, j])
-            moved = {self.m(a, b, x): work.hidden_bytes * self.scale / link
-                     for a, b in ((i, j), (j, i)) for x in range(1, work.layers)}  # fmt: skip
+            link = float(costs.link_NN[i, j])
+            moved = {self.m(a, b, x): costs.hidden_bytes * self.scale / link
+                     for a, b in ((i, j), (j, i)) for x in range(1, costs.layers)}  # fmt: skip
             gossip = {}
-            for x in range(work.layers):
-                both = int(self.at[4]) + number * work.layers + x
-                gossip[both] = float(work.snapshot_L[x]) / link
+            for x in range(costs.layers):
+                both = int(self.at[4]) + number * costs.layers + x
+                gossip[both] = float(costs.snapshot_L[x]) / link
                 held = {both: -1.0, **self._holding(i, x, 1.0), **self._holding(j, x, 1.0)}
                 self._add(held, -np.inf, 1)
-            excess = float(work.snapshot_L.sum()) / link
+            excess = float(costs.snapshot_L.sum()) / link
             self._add({**moved, **gossip, full: -excess}, -np.inf, 1)
             self._add({**moved, full: 1.0}, -np.inf, 1)

@@ -1,17 +1,20 @@
-"""Whom to pull from, and how often: the probabilities that mix fastest per second under the links' capacities.
+"""How often a peer pulls from each partner: the probabilities that mix fastest under the links' capacities.
 
-A peer that pulls from j is busy for seconds_ij = delay + bytes / bandwidth, and can give gossip `LINK_SHARE` of its
+Peer i that pulls from j is busy for seconds_ij = delay + bytes / bandwidth, and can give gossip `LINK_SHARE` of its
 time. With rates r_ij (exchanges per second, symmetric) the expected mixing of a layer's holders is the flow
 d/dt phi = -gamma L(r) phi, whose slowest part decays with the second eigenvalue of the Laplacian L(r). So
 
     maximise lambda_2(L(r))  over r >= 0  with  sum_j r_ij seconds_ij <= LINK_SHARE  for every i
 
-(fastest mixing Markov process: Sun, Boyd, Xiao, Diaconis, SIAM Review 2006). It is concave: every unit vector v
-orthogonal to one gives lambda_2 <= sum r_ij (v_i - v_j)^2, a linear cut, whose slope (v_i - v_j)^2 says which pair's
-exchanges help most. Two searches use it, both anytime: `ascended` multiplies each pair's share of time by what it
-helps over what it takes (exponentiated gradient; any swarm), and `fastest` repeats a linear programme over the cuts
-found so far, which closes in on the optimum (Kelley; up to 32 peers). Where spans differ, each layer's holders give
-their own cuts, and the slowest layer counts.
+(fastest mixing Markov process: Sun, Boyd, Xiao, Diaconis, SIAM Review 2006). The objective is concave: every unit
+vector v orthogonal to the vector of ones gives lambda_2 <= sum r_ij (v_i - v_j)^2, a linear cut, whose slope
+(v_i - v_j)^2 says which pair's exchanges help most. Two anytime searches use it: `ascended` multiplies each pair's
+share of time by what it helps over what it takes (exponentiated gradient; any swarm), and `fastest` repeats a linear
+programme over the cuts found so far, which closes in on the optimum (Kelley; up to 32 peers). Where spans differ, each
+layer's holders give their own cuts, and the slowest layer counts.
+
+Shapes: N peers, L layers. Everywhere `seconds` (inf where two peers share no layer) and `rate` (per second) are N x N,
+and a group is the numbers of the peers that hold the same layer.
 """
 
 from collections.abc import Sequence
@@ -19,21 +22,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from decentral.scheduler.shared.arrays import Floats
+from decentral.scheduler.shared.arrays import Flags, Floats, Ints
 from decentral.scheduler.shared.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.shared.topology import Topology
 
-LINK_SHARE = 0.5  # of the time in which a peer's link may carry gossip
-MOST_EXACT = 32  # peers, for the linear programme
-CUTS = 4  # per round and group of holders
-SLOW = 6  # eigenvectors whose slopes are mixed
+LINK_SHARE = 0.5  # the share of its time for which a peer's link may carry gossip
+MOST_EXACT = 32  # peers for which the linear programme is solved
+CUTS = 4  # for each round and group of holders
+SLOW = 6  # eigenvectors of a group whose slopes are mixed
 STEPS = 20  # of the ascent in one round
-ASCENT_ROUNDS = 40  # of either search, at most
-Holds = NDArray[np.bool_]
-Group = NDArray[np.int64]
+ASCENT_ROUNDS = 40  # the most of either search
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +46,7 @@ class Partners:
     bandwidth_per_s: float
 
     def to_json(self, ids: Sequence[str]) -> dict[str, Any]:
+        """The partners of each peer with their probabilities, and mixing of the plan and of the simple rules."""
         weights = {
             ids[i]: {ids[int(j)]: round(float(row[j]), 5) for j in np.flatnonzero(row > 1e-4)}
             for i, row in enumerate(self.weight_NN)
@@ -54,10 +55,10 @@ class Partners:
         return {"weights": weights, "mixing_per_s": mixing}
 
 
-def partners(topology: Topology, holds_NL: Holds, snapshot_L: Floats, budget: SearchBudget) -> Partners:
-    """Probabilities for these holders; `snapshot_L`: bytes that one exchange of a layer moves.
+def partners(topology: Topology, holds_NL: Flags, snapshot_L: Floats, budget: SearchBudget) -> Partners:
+    """Pulling probabilities for these holders. `snapshot_L`: bytes that one exchange of a layer moves.
 
-    Never slower than the better of the two simple rules, however small the budget.
+    They never mix more slowly than the better of the two simple rules, however small the budget.
     """
     common = holds_NL.astype(float) * snapshot_L @ holds_NL.T.astype(float)
     np.fill_diagonal(common, 0.0)
@@ -82,7 +83,7 @@ def partners(topology: Topology, holds_NL: Holds, snapshot_L: Floats, budget: Se
     return Partners(weight, value, mixing["uniform"], mixing["bandwidth"])
 
 
-def ascended(seconds: Floats, groups: Sequence[Group], start: Floats, budget: SearchBudget) -> Floats:
+def ascended(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: SearchBudget) -> Floats:
     """Rates at least as fast as `start`, by ascent: lambda_2 over the busiest peer's time, pair by pair."""
     cost = np.where(np.isfinite(seconds), seconds, 0.0)
     share = 0.9 * start * cost + 0.1 * scaled(np.where(cost > 0, 1.0, 0.0), seconds) * cost
@@ -108,8 +109,8 @@ def ascended(seconds: Floats, groups: Sequence[Group], start: Floats, budget: Se
     return best
 
 
-def fastest(seconds: Floats, groups: Sequence[Group], start: Floats, budget: SearchBudget) -> Floats:
-    """Rates at least as fast as `start`, in the end the fastest (within 2%), by cutting planes."""
+def fastest(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: SearchBudget) -> Floats:
+    """Rates at least as fast as `start`, and with enough budget within 2% of the fastest, by cutting planes."""
     i, j = np.nonzero(np.triu(np.isfinite(seconds), 1))
     peers, pairs = len(seconds), len(i)
     busy = np.zeros((peers, pairs + 1))
@@ -140,25 +141,26 @@ def fastest(seconds: Floats, groups: Sequence[Group], start: Floats, budget: Sea
 
 
 def scaled(weight: Floats, seconds: Floats) -> Floats:
-    """Symmetric rates in proportion to `weight`, as fast as the busiest peer's time allows."""
+    """Symmetric rates in proportion to `weight` (N x N), as fast as the busiest peer's time allows."""
     weight = np.maximum(weight, weight.T)
     busy = np.where(weight > 0, weight * np.where(np.isfinite(seconds), seconds, 0.0), 0.0).sum(axis=1).max()
     rate: Floats = weight * (LINK_SHARE / busy) if busy > 0 else weight * 0.0
     return rate
 
 
-def slowest(rate: Floats, groups: Sequence[Group]) -> float:
-    """The least lambda_2, per second, over the groups of holders; inf-free: 0 where there is nobody to mix with."""
+def slowest(rate: Floats, groups: Sequence[Ints]) -> float:
+    """The least lambda_2, per second, over the groups of holders; 0 without any group."""
     return min((float(np.linalg.eigvalsh(_laplacian(rate, group))[1]) for group in groups), default=0.0)
 
 
-def _laplacian(rate: Floats, group: Group) -> Floats:
+def _laplacian(rate: Floats, group: Ints) -> Floats:
     part = rate[np.ix_(group, group)]
     laplacian: Floats = np.diag(part.sum(axis=1)) - part
     return laplacian
 
 
-def _slow_vectors(rate: Floats, groups: Sequence[Group]) -> list[Floats]:
+def _slow_vectors(rate: Floats, groups: Sequence[Ints]) -> list[Floats]:
+    """The CUTS slowest eigenvectors of each group, 0 for peers outside it."""
     vectors = []
     for group in groups:
         _, columns = np.linalg.eigh(_laplacian(rate, group))
@@ -169,8 +171,8 @@ def _slow_vectors(rate: Floats, groups: Sequence[Group]) -> list[Floats]:
     return vectors
 
 
-def _slope(rate: Floats, groups: Sequence[Group]) -> tuple[float, Floats]:
-    """The slowest lambda_2, and its slope by pair, mixed from the slowest few vectors of all groups."""
+def _slope(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:
+    """The slowest lambda_2, and its slope for each pair, mixed from the slowest few vectors of all groups."""
     values, vectors = [], []
     for group in groups:
         eigen, columns = np.linalg.eigh(_laplacian(rate, group))
@@ -189,7 +191,7 @@ def _slope(rate: Floats, groups: Sequence[Group]) -> tuple[float, Floats]:
     return least, slope
 
 
-def _distinct_groups(holds_NL: Holds) -> list[Group]:
+def _distinct_groups(holds_NL: Flags) -> list[Ints]:
     """The different sets of at least two holders that a layer has."""
     groups = {tuple(np.flatnonzero(column)) for column in holds_NL.T}
     return [np.array(group) for group in sorted(groups) if len(group) > 1]

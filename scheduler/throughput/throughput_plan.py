@@ -1,10 +1,11 @@
-"""The plan of greatest throughput for the asynchronous swarm: spans, routes, micro-batches, gossip partners.
+"""The plan for the objective `throughput` of an asynchronous swarm: spans, routes, micro-batches, gossip partners.
 
-Reports an upper bound beside it (all devices computing all the time, no links), so that a user sees what the
-network and the memory cost, and the flow through equal spans placed at random.
+Two figures stand beside the plan's own: an upper bound (all devices compute all the time, and links cost nothing), so
+that a user sees what the network and the memory cost, and the flow through equal spans placed at random.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,68 +13,81 @@ from decentral.core import rng as chance
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.scheduler.shared.arrays import Ints
+from decentral.scheduler.shared.plan import Plan
 from decentral.scheduler.shared.search_budget import SearchBudget
-from decentral.scheduler.shared.topology import Topology
-from decentral.scheduler.sync.sync_plan import Plan, regions_of
+from decentral.scheduler.shared.topology import Topology, regions_of
 from decentral.scheduler.throughput import layer_costs, max_flow, milp, partner_weights, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 
 RANDOM_DRAWS = 5
-GOSSIP_SHARE = 0.2  # of the seconds, for the partners
+GOSSIP_SHARE = 0.2  # of the seconds for the search of partners
 THROUGHPUT_SOLVERS = ("genetic", "exact", "flow", "random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputPlan(Plan):
+    """Which layers each peer holds, and how tokens and snapshots travel between them."""
+
+    objective: ClassVar[str] = "throughput"
+    throughput: dict[str, float]  # tokens_per_s, and the upper bound for it
+    spans: dict[str, list[int]]  # peer id -> layers [first, last)
+    micro_batches: dict[str, int]  # peer id -> sequences
+    routes: list[dict[str, Any]]  # share of the tokens, and hops: [peer id, first, last]
+    gossip: dict[str, Any]  # as partner_weights.Partners.to_json
 
 
 def throughput_plan(
     topology: Topology, config: Config, solver: str, seed: int, budget: SearchBudget, holders: int = 1
-) -> Plan:
-    """Raises UserError if the swarm cannot hold the model, or the solver is unknown.
+) -> ThroughputPlan:
+    """The plan of greatest throughput for this run's model, with at least `holders` peers for each layer.
 
-    The budget's seconds are for all of it.
+    The budget's seconds are for all of it. Raises UserError if the swarm cannot hold the model, or if the solver is
+    unknown.
     """
     start = budget.clock()
-    task = layer_costs.of(topology, config, holders)
-    baseline = random_throughput(task, seed)
+    costs = layer_costs.of_model(topology, config, holders)
+    baseline = random_throughput(costs, seed)
     rest = budget.less(budget.clock() - start)
-    chosen = solved(task, regions_of(topology), solver, seed, rest.part(1 - GOSSIP_SHARE))
-    if not task.valid(chosen):
+    chosen = _solve(costs, regions_of(topology), solver, seed, rest.part(1 - GOSSIP_SHARE))
+    if not costs.valid(chosen):
         raise UserError(f"--holders {holders}: no spans found that give every layer its holders; add memory or peers")
-    found = max_flow.maximum(task, chosen)
-    bound = task.compute_bound()
+    found = max_flow.maximum(costs, chosen)
+    bound = costs.compute_bound()
     share = rest.part(GOSSIP_SHARE).silent()
     share = share.less(max(0.0, budget.clock() - start + share.seconds - budget.seconds))
     partners = partner_weights.partners(
-        topology, max_flow.held(task, chosen), task.snapshot_L * layer_costs.ROUND_S, share
+        topology, max_flow.held(costs, chosen), costs.snapshot_L * layer_costs.ROUND_S, share
     )
-    return Plan(
-        objective="throughput",
+    return ThroughputPlan(
         solver=solver,
         seed=seed,
         seconds=round(budget.clock() - start, 3),
         throughput={"tokens_per_s": found.tokens_per_s, "bound": bound},
         spans={name: [int(a), int(b)] for name, (a, b) in zip(topology.ids, chosen, strict=True) if a < b},
-        micro_batches=_micro_batches(topology, task, chosen),
-        routes=_routes(topology, task, chosen, found),
+        micro_batches=_micro_batches(topology, costs, chosen),
+        routes=_routes(topology, found),
         gossip=partners.to_json(topology.ids),
         baselines={"equal spans, random placement": baseline},
-        reason=_reason(task, chosen, found, baseline),
+        reason=_reason(costs, chosen, found, baseline),
         digest=topology.digest(),
     )
 
 
-def solved(task: LayerCosts, region_N: Ints, solver: str, seed: int, budget: SearchBudget) -> Ints:
+def _solve(costs: LayerCosts, region_N: Ints, solver: str, seed: int, budget: SearchBudget) -> Ints:
     """The spans that the solver of this name chooses."""
     rng = chance.arrays(seed, "spans", solver)
     match solver:
         case "genetic":
-            return span_search.search(task, region_N, budget, rng)
-        case "flow":  # the best of the hand-drawn chains, judged by its flow
-            ways = [span_search.chains(task, groups, rng) for groups in span_search.groupings(task, region_N)]
-            ways = [way for way in ways if task.valid(way)] or [span_search.repaired(task, span_search.fill(task, rng))]
-            return max(ways, key=lambda way: max_flow.maximum(task, way).tokens_per_s)
+            return span_search.search(costs, region_N, budget, rng)
+        case "flow":  # the hand-drawn chains with the greatest flow
+            chains = [span_search.chains(costs, groups, rng) for groups in span_search.groupings(costs, region_N)]
+            valid = [spans for spans in chains if costs.valid(spans)]
+            valid = valid or [span_search.repaired(costs, span_search.fill(costs, rng))]
+            return max(valid, key=lambda spans: max_flow.maximum(costs, spans).tokens_per_s)
         case "random":
-            return span_search.equal_random(task, rng)
+            return span_search.equal_random(costs, rng)
         case "exact":
-            exact = milp.best_spans(task, budget.seconds) if milp.options(task) <= 2_000 else None
+            exact = milp.best_spans(costs, budget.seconds) if milp.options(costs) <= 2_000 else None
             if exact is None:
                 raise UserError("--solver exact takes up to about 6 peers and 8 layers; use --solver genetic")
             return exact
@@ -82,38 +96,38 @@ def solved(task: LayerCosts, region_N: Ints, solver: str, seed: int, budget: Sea
     )
 
 
-def random_throughput(task: LayerCosts, seed: int) -> float:
-    """The best of RANDOM_DRAWS flows through equal spans placed at random, tokens/s."""
+def random_throughput(costs: LayerCosts, seed: int) -> float:
+    """Tokens/s through equal spans placed at random, the best of RANDOM_DRAWS draws."""
     rng = chance.arrays(seed, "equal spans")
-    return max(max_flow.maximum(task, span_search.equal_random(task, rng)).tokens_per_s for _ in range(RANDOM_DRAWS))
+    return max(max_flow.maximum(costs, span_search.equal_random(costs, rng)).tokens_per_s for _ in range(RANDOM_DRAWS))
 
 
-def _micro_batches(topology: Topology, task: LayerCosts, chosen: Ints) -> dict[str, Any]:
-    """Sequences in each peer's micro-batch: as many as its memory leaves room for."""
+def _micro_batches(topology: Topology, costs: LayerCosts, chosen: Ints) -> dict[str, int]:
+    """Sequences in each peer's micro-batch: as many as fit into its memory beside its layers."""
     named = zip(topology.ids, chosen, strict=True)
-    return {name: task.sequences(i, int(a), int(b)) for i, (name, (a, b)) in enumerate(named) if a < b}
+    return {name: costs.sequences(i, int(a), int(b)) for i, (name, (a, b)) in enumerate(named) if a < b}
 
 
-def _routes(topology: Topology, task: LayerCosts, chosen: Ints, found: max_flow.MaxFlow) -> list[dict[str, Any]]:
+def _routes(topology: Topology, found: max_flow.MaxFlow) -> list[dict[str, Any]]:
     return [
         {"share": round(share, 6), "hops": [[topology.ids[peer], first, last] for peer, first, last in hops]}
-        for share, hops in max_flow.routes(task, chosen, found)
+        for share, hops in max_flow.routes(found)
     ]
 
 
-def _reason(task: LayerCosts, chosen: Ints, found: max_flow.MaxFlow, baseline: float) -> str:
-    """Why it is not more: idle devices, by the links or by the layers that they hold."""
-    bound = task.compute_bound()
-    whole = int(((chosen[:, 1] - chosen[:, 0]) == task.layers).sum())
-    speed = 1 / task.seconds_NL.sum(axis=1)
+def _reason(costs: LayerCosts, chosen: Ints, found: max_flow.MaxFlow, baseline: float) -> str:
+    """One paragraph of plain words: what the plan reaches, and how much computing waits for links or layers."""
+    bound = costs.compute_bound()
+    whole = int(((chosen[:, 1] - chosen[:, 0]) == costs.layers).sum())
+    speed = 1 / costs.seconds_NL.sum(axis=1)
     idle = max(0.0, float((found.idle_N * speed).sum() / speed.sum()))
-    shape = "every peer holds the whole model, so the swarm is purely data-parallel" if whole == task.peers else (
-        f"{whole} of {task.peers} peers hold the whole model" if whole else "no peer holds the whole model"
+    shape = "every peer holds the whole model, so the swarm is purely data-parallel" if whole == costs.peers else (
+        f"{whole} of {costs.peers} peers hold the whole model" if whole else "no peer holds the whole model"
     )  # fmt: skip
     times = f", {found.tokens_per_s / baseline:.2f} times what equal spans placed at random reach" if baseline else ""
     return (
         f"{found.tokens_per_s:.4g} tokens/s, {found.tokens_per_s / bound:.1%} of what all devices could compute with "
         f"free links{times}. {shape[0].upper()}{shape[1:]}. {idle:.1%} of the swarm's computing power waits for "
         f"links or for layers that it does not hold. Each layer has at least "
-        f"{int(np.min(max_flow.held(task, chosen).sum(axis=0)))} holder(s)."
+        f"{int(np.min(max_flow.held(costs, chosen).sum(axis=0)))} holder(s)."
     )

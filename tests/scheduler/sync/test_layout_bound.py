@@ -1,4 +1,4 @@
-"""The proof that no layout is cheaper: it must find each optimum, never claim more, and say when it did not end."""
+"""The proof that no layout is cheaper: it finds each optimum, never claims more, and says when it was cut short."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from decentral.scheduler.shared import topology
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.shared.topology import Workload
 from decentral.scheduler.sync import exact
-from decentral.scheduler.sync.layout_cost import Problem, layout, problem
+from decentral.scheduler.sync.layout_cost import Problem, best_layout, problem_of
 
 SHAPES = [(4, 3, 5), (3, 3, 9), (3, 4, 4), (6, 2, 4), (2, 5, 3), (5, 2, 6), (1, 5, 2), (5, 2, 1)]
 WHOLE = SearchBudget(rounds=1e9)
@@ -30,37 +30,37 @@ def few_kinds(seed: int, stages: int, replicas: int, kinds: int) -> Problem:
     return Problem(data, pipe, stages, replicas)
 
 
-def optimum(task: Problem) -> float:
-    slots = exact.search(task, np.zeros(len(task), np.int64), SearchBudget(rounds=1), np.random.default_rng(0))
-    return layout(task, slots).cost.total
+def optimum(problem: Problem) -> float:
+    slots = exact.search(problem, np.zeros(problem.peers, np.int64), SearchBudget(rounds=1), np.random.default_rng(0))
+    return best_layout(problem, slots).cost.total
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_below_any_cut_above_the_optimum_the_optimum_is_found_and_at_it_nothing(shape: tuple[int, int, int]) -> None:
     for seed in [*range(6), 63]:
-        task = few_kinds(seed, *shape)
-        best = optimum(task)
+        problem = few_kinds(seed, *shape)
+        best = optimum(problem)
         for cut in (best + 1e-4, best * 1.1, np.inf):
-            found = layout_bound.below(task, cut, WHOLE)
+            found = layout_bound.below(problem, cut, WHOLE)
             assert found.proven
             assert found.slots is not None
-            assert sorted(found.slots) == list(range(len(task)))
+            assert sorted(found.slots) == list(range(problem.peers))
             assert found.cost == pytest.approx(best, abs=1e-8)
-            assert layout(task, found.slots).cost.total == pytest.approx(best, abs=1e-8)
-        nothing = layout_bound.below(task, best, WHOLE)
+            assert best_layout(problem, found.slots).cost.total == pytest.approx(best, abs=1e-8)
+        nothing = layout_bound.below(problem, best, WHOLE)
         assert nothing.proven
         assert nothing.slots is None
 
 
 def test_a_search_cut_off_proves_nothing() -> None:
-    task = few_kinds(0, 4, 3, 5)
-    assert not layout_bound.below(task, optimum(task), SearchBudget(rounds=1)).proven
+    problem = few_kinds(0, 4, 3, 5)
+    assert not layout_bound.below(problem, optimum(problem), SearchBudget(rounds=1)).proven
 
 
 def test_the_published_optimum_of_four_regions_is_one() -> None:
     swarm = topology.load("four-regions")
     assert swarm.workload is not None
-    verdict = layout_bound.below(problem(swarm, swarm.workload), 34.8020, WHOLE)
+    verdict = layout_bound.below(problem_of(swarm, swarm.workload), 34.8020, WHOLE)
     assert verdict.proven
     assert verdict.slots is None
 
@@ -68,7 +68,7 @@ def test_the_published_optimum_of_four_regions_is_one() -> None:
 def test_swarms_that_it_cannot_enumerate_are_refused() -> None:
     spot = topology.load("ten-cities")
     with pytest.raises(UserError, match="peers to spare"):
-        layout_bound.below(problem(spot, Workload(4, 2)), 1.0, WHOLE)
+        layout_bound.below(problem_of(spot, Workload(4, 2)), 1.0, WHOLE)
     noisy = np.random.default_rng(0).random((64, 64))
     with pytest.raises(UserError, match="few kinds"):
         layout_bound.below(Problem(noisy + noisy.T, noisy + noisy.T, 8, 8), 1.0, WHOLE)

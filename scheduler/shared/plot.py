@@ -1,4 +1,4 @@
-"""Drawings: regions, links and pipelines like a map; and cost against seconds. Needs the `plot` extra (matplotlib)."""
+"""Drawings of plans as maps, and of cost against seconds. They need the `plot` extra (matplotlib)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,35 +7,42 @@ import numpy as np
 
 from decentral.core.errors import UserError
 from decentral.scheduler.shared.arrays import Floats
-from decentral.scheduler.shared.topology import Topology
-from decentral.scheduler.sync.sync_plan import Plan, regions_of
+from decentral.scheduler.shared.topology import Topology, regions_of
+
+MOST_PATHS = 12
+MOST_NAMES = 24
 
 
-def map_of(topology: Topology, plan: Plan, path: str) -> None:
-    """Regions placed so that near ones are near, links by their rate, and up to 12 pipelines or routes over them."""
+def map_of(topology: Topology, title: str, paths: Sequence[Sequence[str]], file: str) -> None:
+    """Draws regions so that near ones are near, and over them the first of these paths of peer ids.
+
+    Raises UserError without matplotlib.
+    """
     pyplot = _pyplot()
     names = list(dict.fromkeys(topology.regions))
-    place = _places(topology, len(names))
+    position = _positions(topology, len(names))
     figure, axes = pyplot.subplots(figsize=(9, 7))
     region_of = dict(zip(topology.ids, (names.index(region) for region in topology.regions), strict=True))
-    for number, route in enumerate(_routes(plan)[:12]):
+    for number, path in enumerate(paths[:MOST_PATHS]):
         shift = 0.012 * np.array([np.cos(number), np.sin(number)])
-        points = np.array([place[region_of[peer]] + shift for peer in route])
+        points = np.array([position[region_of[peer]] + shift for peer in path])
         axes.plot(points[:, 0], points[:, 1], "-", alpha=0.7, linewidth=1.5, color=pyplot.cm.tab20(number % 20))
     sizes = np.bincount(regions_of(topology))
-    axes.scatter(place[:, 0], place[:, 1], s=60 + 20 * sizes, color="#dde", edgecolor="#335", zorder=3)
-    for name, point, size in zip(names, place, sizes, strict=True):
-        if len(names) <= 24:
+    axes.scatter(position[:, 0], position[:, 1], s=60 + 20 * sizes, color="#dde", edgecolor="#335", zorder=3)
+    for name, point, size in zip(names, position, sizes, strict=True):
+        if len(names) <= MOST_NAMES:
             axes.annotate(f"{name}\n{size}", point, ha="center", va="center", fontsize=8, zorder=4)
-    what = plan.cost["total"] if plan.cost else (plan.throughput or {}).get("tokens_per_s", 0.0)
-    axes.set_title(f"{plan.objective}, {plan.solver}: {what:.5g} {'s' if plan.cost else 'tokens/s'}")
+    axes.set_title(title)
     axes.set_axis_off()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    figure.savefig(file, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
 
 
-def comparison(records: Mapping[str, Sequence[tuple[float, float]]], path: str) -> None:
-    """Best cost so far against seconds, a line per solver; a hand layout is a level line."""
+def comparison(records: Mapping[str, Sequence[tuple[float, float]]], file: str) -> None:
+    """Draws the best cost so far against seconds, a line per solver; a hand layout is a level line.
+
+    Raises UserError without matplotlib.
+    """
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5))
     end = max(record[-1][0] for record in records.values()) or 1.0
@@ -45,7 +52,7 @@ def comparison(records: Mapping[str, Sequence[tuple[float, float]]], path: str) 
     axes.set_xlabel("seconds")
     axes.set_ylabel("cost, s per step")
     axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    figure.savefig(file, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
 
 
@@ -60,14 +67,8 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _routes(plan: Plan) -> list[list[str]]:
-    if plan.pipelines is not None:
-        return plan.pipelines
-    return [[hop[0] for hop in route["hops"]] for route in plan.routes or []]
-
-
-def _places(topology: Topology, count: int) -> Floats:
-    """Coordinates for which distances resemble delays (classical scaling); a ring where delays say nothing."""
+def _positions(topology: Topology, count: int) -> Floats:
+    """Coordinates whose distances resemble the delays (classical scaling); a ring where all delays are equal."""
     region = regions_of(topology)
     first = np.array([int(np.argmax(region == number)) for number in range(count)])
     delay = topology.delay_s[np.ix_(first, first)]
