@@ -92,7 +92,7 @@ Open = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]
 """comm/wire/identity.py's Signer.open."""
 
 
-async def look(
+async def lookup(
     directory: Directory, run: RunId, shards: int, now: float, opened: Open = identity.open_sealed
 ) -> dict[PeerId, PeerRecord]:
     """All of a run's peers that the DHT knows; what is no valid record is left out."""

@@ -87,7 +87,7 @@ class Roster:
         """Something worth telling has changed."""
         self._renew_at = min(self._renew_at, now)
 
-    def look_soon(self, now: Seconds) -> None:
+    def refresh_soon(self, now: Seconds) -> None:
         """Somebody whom we do not know has asked us something: a newcomer, unless nobody knows everybody here."""
         if self.limits.shards > 1:
             return

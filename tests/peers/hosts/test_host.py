@@ -110,7 +110,7 @@ class Swarm:
         return running
 
     def all_have_exchanged(self, times: int) -> bool:
-        return all(host.node.exchanges["done"] >= times for host in self.hosts.values())
+        return all(host.node.traffic.exchanges["done"] >= times for host in self.hosts.values())
 
     def play(self, story: Coroutine[Any, Any, None]) -> None:
         """Tells the story; whatever comes of it, no compute thread is left."""
@@ -152,7 +152,7 @@ def test_three_peers_train_and_exchange(swarm_of: Callable[[str], Swarm], algori
     for host in swarm.hosts.values():
         assert host.node.progress.loss is not None
         assert 0 < host.node.progress.loss < 6
-        assert host.node.received_bytes > 0
+        assert host.node.traffic.received_bytes > 0
     assert swarm.spread() < 0.5
 
 
@@ -182,10 +182,10 @@ def test_a_peer_that_is_unplugged_does_not_stop_the_others(swarm_of: Callable[[s
         gone, left = swarm.identities["C"].peer, [swarm.hosts[name].node for name in "AB"]
         swarm.network.unplug(gone)
         await swarm.until(lambda: not any(gone in node.roster.live for node in left))
-        before = [(node.exchanges["done"], node.progress.step) for node in left]
+        before = [(node.traffic.exchanges["done"], node.progress.step) for node in left]
         await swarm.until(
             lambda: all(
-                node.exchanges["done"] > done and node.progress.step > step + 20
+                node.traffic.exchanges["done"] > done and node.progress.step > step + 20
                 for node, (done, step) in zip(left, before, strict=True)
             )
         )

@@ -444,8 +444,8 @@ def test_a_partner_that_never_answers_is_dropped_and_training_goes_on() -> None:
             ask = played.asks.pop(0)
             played.deliver(AskFailed(ask.tag, ask.to, "unreachable", 0.1))
     assert played.known.peer not in played.node.roster.live
-    assert played.node.exchanges["failed"] >= 2
-    assert played.node.exchanges["solo"] >= 2
+    assert played.node.traffic.exchanges["failed"] >= 2
+    assert played.node.traffic.exchanges["solo"] >= 2
 
 
 @pytest.mark.parametrize(
