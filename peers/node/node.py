@@ -255,7 +255,7 @@ class Node:
         return self.answers.asked(event, now)
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        # An answer that waits for its peer's device, or for all devices behind it, may be late though the peer is there.
+        # An answer that waits for its peer's device, or for the devices behind it, may be late though the peer is alive.
         late = event.tag.waits_for_work and isinstance(event, AskFailed) and event.reason == Reason.DEADLINE
         effects = [] if late else self.roster.handle(event, now)
         if isinstance(event, Answered):

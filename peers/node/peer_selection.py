@@ -1,8 +1,8 @@
 """Peer selection: which peers each machine asks, how long it waits for them, and how often it exchanges.
 
 The roster says who holds what and who trains, the meter what the links carry. Exchanges (comm/gossip/snapshots.py,
-GossipView), rounds (comm/rounds/round.py, RoundView), moves and newcomers see no more of the swarm than this. Routes have
-their own view of it, peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
+GossipView), rounds (comm/rounds/round.py, RoundView), moves and newcomers see no more of the swarm than this. Routes
+have their own view of it, peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
 """
 
 from collections.abc import Callable, Sequence

@@ -85,7 +85,7 @@ class RoutePlanner:
         self.routes.onward.prior = routing_weights.solve(cuts, speeds, own)
 
     def _speeds(self, own: routing_weights.Span) -> dict[routing_weights.Span, float]:
-        """The sum of the speeds of all peers with the same fragments, ourselves included; tokens/s of the whole model."""
+        """Tokens/s of the whole model, summed over all peers with the same fragments, ourselves included."""
         setup = self.setup()
         found = {own: self.routes.workload.speed or setup.profile.tokens_per_s}
         for (first, last), speed in self.roster.holders.speeds.items():

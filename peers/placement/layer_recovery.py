@@ -4,8 +4,8 @@ All peers that know the same roster rank the same candidates. A candidate's span
 lost layers, and gives up only layers that others hold. After a random back-off the first candidate moves
 (peers/placement/span_move.py); every TURN_S later one more may, in case those before it could not.
 
-The state comes from a peer that retains one. Where none does, the layers wait for their holder, which may come back with
-its checkpoint: newly initialised weights, once they train, would be taken for the newer ones. Only after
+The state comes from a peer that retains one. Where none does, the layers wait for their holder, which may come back
+with its checkpoint: newly initialised weights, once they train, would be taken for the newer ones. Only after
 INITIALISE_AFTER_S the layers start from initial weights.
 """
 

@@ -11,8 +11,8 @@ compute,
 (Hall's theorem with capacities). A peer's span is an interval, so the peers that hold nothing of S are those that lie
 within one gap of S, and the best gaps are found by a walk over the fragments (Dinkelbach's iteration for the ratio).
 
-A peer that has chosen announces its span in the DHT and reads the records once more: of two peers that chose at the same
-time the later one yields.
+A peer that has chosen announces its span in the DHT and reads the records once more: of two peers that chose at the
+same time the later one yields.
 """
 
 import bisect

@@ -64,12 +64,12 @@ class Swarm:
                 fragments=compute.fragments,
                 state_layouts=compute.state_layouts(),
                 layers=compute.model_layers,
-                profile=Profile("cpu", self.room(compute).memory_bytes, 1e9, 1e4),
+                profile=Profile("cpu", self.memory_budget(compute).memory_bytes, 1e9, 1e4),
                 addresses=(),
                 contacts=tuple(self.identities[contact].peer for contact in contacts),
                 stop_after=stop_after,
                 routes=self.routes(own.peer, compute),
-                room=self.room(compute),
+                memory_budget=self.memory_budget(compute),
             )
         )
         lines = journal.Journal(setup.folder / "journal.jsonl", clock())
@@ -82,7 +82,7 @@ class Swarm:
         held = compute.fragments
         return stage.StageConfig(RUN, peer, held[0].first, held[-1].last, compute.cuts, 4, 8, 1, compute.layout)
 
-    def room(self, compute: Compute) -> MemoryBudget:
+    def memory_budget(self, compute: Compute) -> MemoryBudget:
         """For two of the three fragments."""
         needs = memory.needs(compute.setup.config)
         return MemoryBudget(needs, max(needs.of(0, 2), needs.of(1, 3)), compute.layouts())
@@ -321,9 +321,13 @@ def test_the_others_go_on_without_a_holder_that_is_gone(swarm_of: Callable[[str]
     assert not [line for name in "AB" for line in swarm.journal(name, "error")]
 
 
-def move(swarm: Swarm, name: str, goal: range) -> None:
+def move(swarm: Swarm, name: str, target: range) -> None:
     host = swarm.hosts[name]
-    host._carry_all(host.node.move(goal, "test", host.now()))
+    node = host.node
+    assert node.span_manager is not None
+    assert node.span_changes is not None
+    effects = node.span_manager.span_move.begin(target, "test", host.now())
+    host._carry_all(node.span_changes.carry_out(effects, host.now()))
 
 
 def moved(swarm: Swarm, name: str) -> list[str]:

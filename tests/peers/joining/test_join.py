@@ -1,4 +1,4 @@
-"""A newcomer's start: from several donors, piece by piece, whatever becomes of some of them."""
+"""A newcomer fetches its state from several donors, piece by piece, and some of them may fail."""
 
 from collections.abc import Sequence
 from random import Random
@@ -12,15 +12,13 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
 from decentral.core.machine import Effect, Log, Woke
+from decentral.peers.joining.donor import MOST_SERVED, SERVED_S, Donor
 from decentral.peers.joining.fetch import DONORS, PIECE_BYTES
 from decentral.peers.joining.join import (
     GIVE_UP_S,
     HOLDER_LOOKS,
     JOIN_RETRY_S,
     MOST_PATIENT,
-    MOST_SERVED,
-    SERVED_S,
-    Donor,
     Join,
     JoinPhase,
     JoinTag,
@@ -167,7 +165,7 @@ def test_donors_behind_our_checkpoint_teach_us_nothing() -> None:
     new.know_the_roster()
     new.answer(new.next_of(A), step=90)
     assert new.starts == [Start(newcomer=False)]
-    assert new.join.state is JoinPhase.DONE
+    assert new.join.phase is JoinPhase.DONE
 
 
 def test_a_checkpoint_that_is_behind_catches_up_and_is_no_newcomer() -> None:
@@ -287,14 +285,14 @@ def test_a_layer_whose_last_holder_has_gone_does_not_hold_up_the_others() -> Non
     new.live, new.join.contacts, new.asks = [A], (), []
     for _ in range(HOLDER_LOOKS):
         new.wake(JOIN_RETRY_S)
-        assert new.join.state is JoinPhase.FETCHING  # its record may only be late
+        assert new.join.phase is JoinPhase.FETCHING  # the record may only be late
     new.wake(JOIN_RETRY_S)
     (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
     assert [index for index, _, _ in imported.blobs] == [0]
 
 
 def b_is_gone(new: Newcomer) -> None:
-    """And A gives all that it has."""
+    """All questions to B fail, and A answers all of its own."""
     while new.asks:
         ask = new.asks.pop()
         new.fail(ask) if ask.to == B else new.answer(ask)
@@ -324,10 +322,10 @@ def test_half_a_fragment_whose_only_donor_is_gone_is_given_up_in_the_end() -> No
     assert [index for index, _, _ in imported.blobs] == [0]
 
 
-def test_what_nobody_holds_is_taken_from_whoever_keeps_it() -> None:
+def test_what_nobody_holds_is_taken_from_a_peer_that_retains_it() -> None:
     new = Newcomer()
     new.join.holds = lambda peer, fragment: fragment.index == 0
-    new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.join.newest_retained = lambda index: (40, (B,)) if index == 1 else (-1, ())
     new.know_the_roster()
     assert {ask.to for ask in new.asks if of_fragment(ask) == 1} == {B}
     assert {ask.envelope.message.kept for ask in new.asks if of_fragment(ask) == 1} == {True}  # type: ignore[union-attr]
@@ -335,10 +333,10 @@ def test_what_nobody_holds_is_taken_from_whoever_keeps_it() -> None:
 
 
 @pytest.mark.parametrize(("own_step", "taken"), [(39, [0, 1]), (40, [0])])
-def test_a_kept_state_is_taken_only_if_it_is_newer_than_our_checkpoint(own_step: int, taken: list[int]) -> None:
+def test_a_retained_state_is_taken_only_if_it_is_newer_than_our_checkpoint(own_step: int, taken: list[int]) -> None:
     new = Newcomer(restored=True, own_step=own_step)
     new.join.holds = lambda peer, fragment: fragment.index == 0
-    new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.join.newest_retained = lambda index: (40, (B,)) if index == 1 else (-1, ())
     new.know_the_roster()
     assert [index for index, _, _ in new.finish().blobs] == taken
 

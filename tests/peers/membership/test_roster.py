@@ -264,5 +264,5 @@ def test_a_record_under_the_wrong_shard_is_forged(sharded: Roster) -> None:
 def test_a_stranger_s_question_makes_nobody_look_where_nobody_knows_everybody(sharded: Roster) -> None:
     sharded.handle(Woke(), NOW)
     before = sharded.wake_at
-    sharded.look_soon(NOW + 1)
+    sharded.refresh_soon(NOW + 1)
     assert sharded.wake_at == before

@@ -1,4 +1,4 @@
-"""Whom of the swarm each machine asks."""
+"""Which peers of the swarm each machine asks."""
 
 from collections import Counter
 from random import Random
@@ -84,8 +84,8 @@ def test_a_newcomer_asks_those_who_train_or_whoever_is_there(own: Identity) -> N
 
 def test_of_what_is_kept_the_newest_counts(own: Identity) -> None:
     swarm = Swarm(own).meet(A, kept=((1, 5),)).meet(B, kept=((1, 7), (0, 9))).meet(C, kept=((1, 7),))
-    assert swarm.asks.newest_kept(1) == (7, [B, C])
-    assert Swarm(own).meet(A).asks.newest_kept(1) == (NEVER, [])
+    assert swarm.asks.newest_retained(1) == (7, [B, C])
+    assert Swarm(own).meet(A).asks.newest_retained(1) == (NEVER, [])
 
 
 def test_a_round_may_have_begun_with_peers_that_no_record_tells_of(own: Identity) -> None:

@@ -6,7 +6,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.placement.layer_recovery import (
-    LOST_S,
+    INITIALISE_AFTER_S,
     RECOVERY_BACKOFF_S,
     TURN_S,
     LayerRecovery,
@@ -39,7 +39,7 @@ class Looking:
         while self.now < end:
             self.now += 0.5
             looks = {
-                name: one.look(self.swarm, (), self.now, lambda index: self.kept) for name, one in self.covers.items()
+                name: one.span_to_take(self.swarm, (), self.now, lambda index: self.kept) for name, one in self.covers.items()
             }
             found = {name: goal for name, goal in looks.items() if goal is not None}
         return found
@@ -59,22 +59,22 @@ def test_the_next_one_has_its_turn_where_the_first_does_not_come() -> None:
 def test_who_is_on_its_way_is_waited_for() -> None:
     one = LayerRecovery(PeerId("A"), NEEDS, Random(0))
     for second in range(100):
-        assert one.look(SWARM, [range(3, 4)], float(second), lambda index: True) is None
+        assert one.span_to_take(SWARM, [range(3, 4)], float(second), lambda index: True) is None
 
 
 def test_initial_weights_are_for_what_stays_lost() -> None:
     looking = Looking(SWARM, kept=False)
-    assert looking.pass_time(LOST_S) == {}
+    assert looking.pass_time(INITIALISE_AFTER_S) == {}
     assert looking.pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(2, 4), True)}
 
 
 def test_a_layer_that_comes_back_in_time_is_not_taken() -> None:
     looking = Looking(SWARM, kept=False)
-    looking.pass_time(LOST_S - 1)
+    looking.pass_time(INITIALISE_AFTER_S - 1)
     full = SWARM | members(D=(range(2, 4), 2))
     for name, one in looking.covers.items():
-        assert one.look(full, (), looking.now, lambda index: False) is None, name
-    assert looking.pass_time(LOST_S - 1) == {}
+        assert one.span_to_take(full, (), looking.now, lambda index: False) is None, name
+    assert looking.pass_time(INITIALISE_AFTER_S - 1) == {}
 
 
 def test_nobody_leaves_a_layer_that_only_it_holds() -> None:
