@@ -39,9 +39,9 @@ from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
 
-FAREWELL_S = 5.0  # for telling others that we leave
+FAREWELL_S = 5.0  # time to tell others that we leave
 REFUSED_S = 10.0  # between two checks whether something was refused
-FINISH_S = 120.0  # for the compute thread's last step and checkpoint
+FINISH_S = 120.0  # time for the compute thread's last step and checkpoint
 
 
 class Computing(Protocol):

@@ -26,7 +26,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 MOST_SERVED = 8  # newcomers at a time: eight that are done soon are donors themselves
-SERVED_S = 5.0  # after its last request, when a newcomer's place goes to another one
+SERVED_S = 5.0  # time after its last request until a newcomer's place goes to another one
 EXPORT_KEPT_S = 5.0  # any longer, and newcomers would start too far behind the swarm
 
 ExportName = tuple[int, bool]
@@ -35,7 +35,7 @@ ExportName = tuple[int, bool]
 
 @dataclass(slots=True)
 class Export:
-    step: int  # of the retained state, or the donor's when it was encoded
+    step: int  # learning-rate step of this state
     layout: Layout
     blob: bytes
     expires_at: Seconds
@@ -47,7 +47,7 @@ class Donor:
     """Answers every StateRequest with a piece, at once or when the compute thread has encoded it, or with a refusal."""
 
     run: RunId
-    fragments: Sequence[Fragment]  # that this peer holds
+    fragments: Sequence[Fragment]  # fragments that this peer holds
     retained: RetainedStates = ()  # states on the disk of fragments that this peer has given up
     exact: bool = False  # whether an export of an earlier step than the present one is useless (synchronous runs)
     exports: dict[ExportName, Export] = field(default_factory=dict)
@@ -105,6 +105,3 @@ class Donor:
 
 def _refuse(request: int, reason: Reason) -> Reply:
     return Reply(request, Envelope(Refused(reason)))
-
-
-__all__ = ["Donor"]

@@ -25,7 +25,7 @@ from decentral.core.units import MiB, Seconds
 PIECE_BYTES = 1 * MiB
 DONORS = 4  # asked at a time
 IN_FLIGHT = 2  # pieces asked of one donor at a time
-FAILURES = 2  # after which a donor is left out
+FAILURES = 2  # failed requests until a donor is left out
 PIECE_DEADLINE_S = 30.0
 
 
@@ -42,7 +42,7 @@ class Incoming:
     requested: set[int] = field(default_factory=set)  # offsets
     had_holder: bool = False  # when donors were last chosen
     missed_looks: int = 0  # times in a row that it had no holder any more
-    step: int = 0  # of the newest piece
+    step: int = 0  # learning-rate step of the newest piece
     version: bytes = b""
     refetched_for: int = 0  # the step of another fragment, for which this one was fetched again
     _from: int = 0  # all pieces before this offset are here or requested
@@ -228,6 +228,3 @@ class Fetch:
     def _not_now(self, donor: PeerId) -> list[Effect]:
         self.donors = [peer for peer in self.donors if peer != donor]
         return self.ask()
-
-
-__all__ = ["Fetch", "FetchTag", "Incoming"]

@@ -20,7 +20,7 @@ from decentral.core.machine import Effect, Woke, log
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 
-ROSTER_S = 4.0  # at most, to wait for the roster
+ROSTER_S = 4.0  # longest wait for the roster
 JOIN_RETRY_S = 2.0
 MOST_PATIENT = 2  # how many JOIN_RETRY_S longer a newcomer waits between two tries, where all donors are busy
 GIVE_UP_S = 12.0  # without a donor that answers, after which a newcomer starts from what it has
@@ -43,7 +43,7 @@ class JoinTag(FetchTag):
 class Join:
     run: RunId
     fragments: Sequence[Fragment]
-    layouts: Sequence[Layout]  # of the fragments' states
+    layouts: Sequence[Layout]  # sections of each fragment's state
     contacts: tuple[PeerId, ...]  # peers that have answered our Hello
     own_step: int  # learning-rate step of our checkpoint; 0 without one
     restored: bool  # whether there is a checkpoint
@@ -179,6 +179,3 @@ class Join:
     def _finish(self, source: str) -> list[Effect]:
         self.phase, self.wake_at, self.imported = JoinPhase.DONE, None, source == "swarm"
         return [Start(newcomer=source == "swarm" and not self.restored)]
-
-
-__all__ = ["Join", "JoinPhase", "JoinTag"]

@@ -34,9 +34,9 @@ class Profile:
     """What this peer was measured to be. Only the region's name is declared and not measured."""
 
     device: Label
-    memory_bytes: Count  # for the model
+    memory_bytes: Count  # memory for the model
     flops: Positive  # FLOP/s of a matrix product in the training dtype
-    tokens_per_s: Positive  # of the whole model of the run, throttling included
+    tokens_per_s: Positive  # speed on the run's whole model, throttling included
     down: Positive = 0.0  # bytes/s, typical of its links; 0: not measured yet
     up: Positive = 0.0
     latency_s: Positive = 0.0
@@ -55,7 +55,7 @@ class PeerRecord:
     step: Count
     lr_step: Count
     tokens: Count
-    round: Count = 0  # of all-reduce
+    round: Count = 0  # number of the all-reduce round
     phase: PeerPhase = "joining"
     kept: Annotated[RetainedStates, Field(max_length=256)] = ()  # fragment and step of each state that it retains
 

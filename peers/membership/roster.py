@@ -28,7 +28,7 @@ from decentral.peers.membership.records import PeerRecord
 
 REFRESH_SOON_S = 0.5  # until the next lookup after an unknown peer has asked us something
 PEERS_PER_REFRESH_S = 25  # a large swarm is looked up less often, as a lookup costs in proportion to its size
-EXPIRY_STEP_S = 1e-3  # by which each record of ours expires later than the one before
+EXPIRY_STEP_S = 1e-3  # each record of ours expires so much later than the one before
 FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotten
 DEAD_AFTER = 2  # unanswered questions in a row
 SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)

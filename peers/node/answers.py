@@ -9,32 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.rounds.round import Rounds
+from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import (
-    MAX_PROBE_BYTES,
-    CollectRequest,
-    CommitDecision,
-    CommitQuery,
-    Done,
-    ForwardRequest,
-    ForwardStatusQuery,
-    Hello,
-    LeaseRequest,
-    Message,
-    Offer,
-    Ping,
-    Pong,
-    Probe,
-    Probed,
-    Pull,
-    Push,
-    Refused,
-    RoundQuery,
-    StateRequest,
-    Swap,
-    SwapCommit,
-    Welcome,
-)
+from decentral.comm.wire.messages import MAX_PROBE_BYTES, Message, Refused
 from decentral.comm.wire.transport import Asked, Reply
 from decentral.core.jobs import RetainedExported, StateExported
 from decentral.core.machine import Effect
@@ -48,9 +25,15 @@ from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import SpanMove
 
-EXCHANGE_QUESTIONS = (Pull, Swap, SwapCommit, Push)
-ROUTE_QUESTIONS = (ForwardRequest, Offer, ForwardStatusQuery, CommitDecision, CommitQuery)
-ROUND_QUESTIONS = (RoundQuery, CollectRequest)
+EXCHANGE_QUESTIONS = (messages.Pull, messages.Swap, messages.SwapCommit, messages.Push)
+ROUTE_QUESTIONS = (
+    messages.ForwardRequest,
+    messages.Offer,
+    messages.ForwardStatusQuery,
+    messages.CommitDecision,
+    messages.CommitQuery,
+)
+ROUND_QUESTIONS = (messages.RoundQuery, messages.CollectRequest)
 NO_FRAGMENT = -1
 BLOB_BYTES_PER_PARAMETER = 8  # no algorithm's snapshot is larger
 
@@ -66,15 +49,13 @@ class Answers:
     donor: Donor
     gossip: FragmentExchanges
     rounds: Rounds | None
-    span_move: SpanMove | None = None  # of a peer that may change its layers
+    span_move: SpanMove | None = None  # None: this peer never changes its layers
     waiting: dict[int, int] = field(default_factory=dict)  # the fragment of each open request, or NO_FRAGMENT
 
     def __post_init__(self) -> None:
-        self.handlers.register(self._hello, Hello)
-        self.handlers.register(self._ping, Ping)
-        self.handlers.register(self._probe, Probe)
-        self.handlers.register(self._lease, LeaseRequest)
-        self.handlers.register(self._state, StateRequest)
+        self.handlers.register(self._any_run, messages.Hello, messages.Ping, messages.Probe)
+        self.handlers.register(self._lease, messages.LeaseRequest)
+        self.handlers.register(self._state, messages.StateRequest)
         self.handlers.register(self._exchange, *EXCHANGE_QUESTIONS)
 
     def asked(self, event: Asked, now: Seconds) -> list[Effect]:
@@ -105,45 +86,42 @@ class Answers:
         """The largest blob, in bytes, that may come with this question; 0 if it carries none."""
         setup = self.setup()
         match message:
-            case Probe():
+            case messages.Probe():
                 return MAX_PROBE_BYTES
-            case Swap(offered) | Push(offered):
+            case messages.Swap(offered) | messages.Push(offered):
                 held = {fragment.index: fragment.parameters for fragment in setup.fragments}
                 known = offered.fragment in held
                 return held[offered.fragment] * BLOB_BYTES_PER_PARAMETER + 1024 if known else 0
-            case ForwardRequest() if setup.routes:
+            case messages.ForwardRequest() if setup.routes:
                 return setup.routes.size(message)
         return 0
 
-    # One method for each kind of question
-
-    def _hello(self, event: Asked, now: Seconds) -> list[Effect]:
-        message, setup = event.envelope.message, self.setup()
-        assert isinstance(message, Hello)
-        welcome = Welcome(setup.run, setup.config.canonical())
-        return [_reply(event, welcome if message.run in ("", setup.run) else self._other_run(message.run))]
-
-    def _ping(self, event: Asked, now: Seconds) -> list[Effect]:
-        assert isinstance(event.envelope.message, Ping)
-        return [_reply(event, Pong(event.envelope.message.nonce))]
-
-    def _probe(self, event: Asked, now: Seconds) -> list[Effect]:
-        assert isinstance(event.envelope.message, Probe)
-        download = zeros(event.envelope.message.download_bytes)
-        return [Reply(event.request, Envelope(Probed(len(event.envelope.blob)), download))]
+    def _any_run(self, event: Asked, now: Seconds) -> list[Effect]:
+        """Answers the questions that peers of any run, or of none, may ask."""
+        match event.envelope.message:
+            case messages.Hello(run) if run in ("", self.setup().run):
+                return [_reply(event, messages.Welcome(self.setup().run, self.setup().config.canonical()))]
+            case messages.Hello(run):
+                return [_reply(event, self._other_run(run))]
+            case messages.Ping(nonce):
+                return [_reply(event, messages.Pong(nonce))]
+            case messages.Probe(download_bytes):
+                probed = messages.Probed(len(event.envelope.blob))
+                return [Reply(event.request, Envelope(probed, zeros(download_bytes)))]
+        raise AssertionError(f"nothing registers {event.envelope.message!r} here")
 
     def _lease(self, event: Asked, now: Seconds) -> list[Effect]:
         message, setup = event.envelope.message, self.setup()
-        assert isinstance(message, LeaseRequest)
+        assert isinstance(message, messages.LeaseRequest)
         if message.run != setup.run or not self.trains():
             return [_reply(event, Refused(Reason.UNEXPECTED))]
         if self.span_move:
             return self.span_move.handle(event, now)
-        return [_reply(event, Done() if setup.holds(message.fragment) else Refused(Reason.FRAGMENT))]
+        return [_reply(event, messages.Done() if setup.holds(message.fragment) else Refused(Reason.FRAGMENT))]
 
     def _state(self, event: Asked, now: Seconds) -> list[Effect]:
         message = event.envelope.message
-        assert isinstance(message, StateRequest)
+        assert isinstance(message, messages.StateRequest)
         fallen_behind = self.rounds is not None and self.rounds.behind != ""
         if not self.trains() and (self.setup().restored_step is None or fallen_behind):
             return [_reply(event, Refused(Reason.NOT_READY))]
@@ -154,7 +132,7 @@ class Answers:
     def _exchange(self, event: Asked, now: Seconds) -> list[Effect]:
         message = event.envelope.message
         assert isinstance(message, EXCHANGE_QUESTIONS)
-        index = message.offered.fragment if isinstance(message, Swap | Push) else message.fragment
+        index = message.offered.fragment if isinstance(message, messages.Swap | messages.Push) else message.fragment
         refusal = self.gossip.refusal(message, index)
         if refusal:
             return [_reply(event, refusal)]
@@ -172,15 +150,14 @@ class Answers:
 
 def _run_of(message: Message) -> str | None:
     """The run that a question is about; None for messages that this peer answers, or refuses, whatever their run is."""
-    if isinstance(message, Swap | Push):
+    if isinstance(message, messages.Swap | messages.Push):
         return message.offered.run
-    if isinstance(message, (StateRequest, Pull, SwapCommit, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)):
+    if isinstance(
+        message, (messages.StateRequest, messages.Pull, messages.SwapCommit, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)
+    ):
         return message.run
     return None
 
 
 def _reply(event: Asked, message: Message) -> Reply:
     return Reply(event.request, Envelope(message))
-
-
-__all__ = ["ROUND_QUESTIONS", "ROUTE_QUESTIONS", "Answers"]

@@ -32,6 +32,3 @@ class Handlers:
         """Gives the event to the handler of `subject`. An event that nobody handles has no effects."""
         handler = self.find(subject)
         return handler(event, now) if handler else []
-
-
-__all__ = ["Handler", "Handlers"]

@@ -24,26 +24,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Found, Reply
-from decentral.core import rng
-from decentral.core.jobs import (
-    Absorbed,
-    BackwardDone,
-    Evaluated,
-    ExecutionFailed,
-    ForwardDone,
-    JobFailed,
-    Merged,
-    RetainedExported,
-    RoundClosed,
-    Saved,
-    Sealed,
-    SpanChanged,
-    Started,
-    StateExported,
-    StateImported,
-    Stepped,
-    WindowClosed,
-)
+from decentral.core import jobs, rng
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -95,9 +76,9 @@ class Node:
     own_record: OwnRecord = field(init=False)
     answers: Answers = field(init=False)
     route_planner: RoutePlanner | None = None  # None: this peer takes part in no routes
-    rounds: Rounds | None = None  # in a synchronous run
-    span_manager: SpanManager | None = None  # of a peer that may change its layers
-    span_changes: SpanChanges | None = None  # of a peer that may change its layers
+    rounds: Rounds | None = None  # None: the run is not synchronous
+    span_manager: SpanManager | None = None  # None: this peer never changes its layers
+    span_changes: SpanChanges | None = None  # None: likewise
 
     # The machines, and what each of them handles
 
@@ -111,10 +92,10 @@ class Node:
         self._make_membership(chance)
         self.join = self._new_join(setup.restored_step or 0, setup.restored_step is not None, chance)
         self.donor = Donor(setup.run, setup.fragments, setup.retained, exact=run.synchronous)
-        self.handlers.register(self._to_join, JoinTag, StateImported)
-        self.handlers.register(self._started, Started)
+        self.handlers.register(self._to_join, JoinTag, jobs.StateImported)
+        self.handlers.register(self._started, jobs.Started)
         self.gossip = FragmentExchanges(self._present_setup, self.selection, chance)
-        self.handlers.register(self._to_exchange, ExchangeTag, WindowClosed, Merged, Absorbed)
+        self.handlers.register(self._to_exchange, ExchangeTag, jobs.WindowClosed, jobs.Merged, jobs.Absorbed)
         assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
         if setup.routes:
             self._make_routes()
@@ -130,7 +111,7 @@ class Node:
             self.gossip,
             self.rounds,
         )
-        self.handlers.register(self.answers.exported, StateExported, RetainedExported)
+        self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
         if self.route_planner and setup.memory_budget and not setup.whole and not run.synchronous:
             self._make_spans(self.route_planner)
 
@@ -143,8 +124,8 @@ class Node:
         self.progress = TrainingProgress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
         self.selection = PeerSelection(self._present_setup, self.roster, self.meter, self.progress, chance)
         self.prober = Prober(self.meter, chance, None)
-        self.handlers.register(self._stepped, Stepped)
-        self.handlers.register(self.progress.handle, Evaluated, Saved, JobFailed)
+        self.handlers.register(self._stepped, jobs.Stepped)
+        self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.JobFailed)
         self.handlers.register(self._to_prober, ProbeTag)
 
     def _make_routes(self) -> None:
@@ -152,11 +133,11 @@ class Node:
         self.route_planner = RoutePlanner(self._present_setup, self.roster)
         routes = self.route_planner.routes
         self.handlers.register(routes.handle, RouteTag, *ROUTE_QUESTIONS)
-        self.handlers.register(routes.handle, ForwardDone, BackwardDone, ExecutionFailed, Sealed)
+        self.handlers.register(routes.handle, jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Sealed)
         if setup.config.synchronous:
             self.rounds = Rounds(routes, self.selection, setup.restored_step or 0, versions=dict(setup.versions))
             self.route_planner.rounds = self.rounds
-            self.handlers.register(self.rounds.handle, RoundTag, RoundClosed, *ROUND_QUESTIONS)
+            self.handlers.register(self.rounds.handle, RoundTag, jobs.RoundClosed, *ROUND_QUESTIONS)
 
     def _make_spans(self, route_planner: RoutePlanner) -> None:
         self.span_manager = SpanManager(self._present_setup, self.selection, route_planner, self.own_record, self.donor)
@@ -165,7 +146,7 @@ class Node:
             span_move, self.selection, route_planner, self.donor, self.gossip, self.answers, self._replace_setup
         )
         self.handlers.register(span_move.handle, MoveTag, LeaseTag)
-        self.handlers.register(self.span_changes.changed, SpanChanged)
+        self.handlers.register(self.span_changes.changed, jobs.SpanChanged)
         self.handlers.register(self.span_manager.swarm_plans.handle, PlansEvaluated)
 
     def _new_join(self, step: int, restored: bool, chance: Random) -> Join:
@@ -210,7 +191,7 @@ class Node:
         return self.handle(Woke(), now)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
-        """What has to be done after this event, in this order."""
+        """The effects of this event, in the order in which a host has to carry them out."""
         if self.phase is NodePhase.LEFT:
             return self._handle_after_leaving(event, now)
         effects = self.handlers.handle(event, event, now)
@@ -255,7 +236,7 @@ class Node:
         return self.answers.asked(event, now)
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        # An answer that waits for its peer's device, or for the devices behind it, may be late though the peer is alive.
+        # An answer that waits for its peer's device, or for those behind it, may be late though the peer is alive.
         late = event.tag.waits_for_work and isinstance(event, AskFailed) and event.reason == Reason.DEADLINE
         effects = [] if late else self.roster.handle(event, now)
         if isinstance(event, Answered):
@@ -274,7 +255,7 @@ class Node:
             return effects  # the number of the round is the learning-rate step
         return effects + self.progress.follow(entry.record.lr_step for entry in self.roster.live.values())
 
-    def _started(self, event: Started, now: Seconds) -> list[Effect]:
+    def _started(self, event: jobs.Started, now: Seconds) -> list[Effect]:
         self.phase = NodePhase.TRAINING
         if self.progress.joined_at is None:
             self.progress.begin(now, event.step, fetched=bool(self.join.used))
@@ -294,7 +275,7 @@ class Node:
         routes.active = self.rounds is None
         return lines + self._review_routes_and_span(self.route_planner, now) + routes.handle(Woke(), now)
 
-    def _stepped(self, event: Stepped, now: Seconds) -> list[Effect]:
+    def _stepped(self, event: jobs.Stepped, now: Seconds) -> list[Effect]:
         routed = self.routes.handle(event, now) if self.routes else []
         routed += self.rounds.handle(event, now) if self.rounds else []
         return self.progress.handle(event, now) + routed
@@ -306,10 +287,10 @@ class Node:
         return self.prober.handle(event, now, self.selection.live())
 
     def _to_exchange(
-        self, event: Answered | AskFailed | WindowClosed | Merged | Absorbed, now: Seconds
+        self, event: Answered | AskFailed | jobs.WindowClosed | jobs.Merged | jobs.Absorbed, now: Seconds
     ) -> list[Effect]:
         tag = event.tag if isinstance(event, Answered | AskFailed) else event
-        assert isinstance(tag, ExchangeTag | WindowClosed | Merged | Absorbed)
+        assert isinstance(tag, ExchangeTag | jobs.WindowClosed | jobs.Merged | jobs.Absorbed)
         return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
 
     def _advance_round(self, rounds: Rounds, now: Seconds) -> list[Effect]:
@@ -334,10 +315,10 @@ class Node:
         return self.span_manager.review(now) if self.span_manager and now >= self.span_manager.wake_at else []
 
     def _handle_after_leaving(self, event: object, now: Seconds) -> list[Effect]:
-        """What still comes in while the last checkpoint is written."""
+        """Handles the events that still come in while the last checkpoint is written."""
         if isinstance(event, Asked):
             return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
-        return self.progress.handle(event, now) if isinstance(event, Saved) else []
+        return self.progress.handle(event, now) if isinstance(event, jobs.Saved) else []
 
     # What the machines read
 
@@ -355,6 +336,3 @@ class Node:
 
 def _is_due(wake_at: Seconds | None, now: Seconds) -> bool:
     return wake_at is not None and now >= wake_at
-
-
-__all__ = ["Node", "NodePhase"]

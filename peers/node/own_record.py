@@ -66,6 +66,3 @@ class OwnRecord:
     def _measured(self, setup: NodeSetup) -> float:
         """Tokens/s in training, from the progress of a peer that trains alone, else from its part in routes."""
         return self.progress.tokens_per_s if setup.whole else self.routes.workload.speed if self.routes else 0.0
-
-
-__all__ = ["OwnRecord"]

@@ -119,6 +119,3 @@ class PeerSelection:
 
     def live(self) -> list[PeerId]:
         return sorted(self.roster.live)
-
-
-__all__ = ["NEVER", "PeerSelection"]

@@ -39,7 +39,7 @@ class TrainingProgress:
     tokens_per_s: float = 0.0
     busy_s: float = 0.0
     micro_batches: int = 0
-    _steps: list[Stepped] = field(default_factory=list)  # since the last line
+    _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
     _line_at: Seconds = 0.0
     _eval_at: Seconds | None = None
     _save_at: Seconds | None = None

@@ -104,6 +104,3 @@ class RoutePlanner:
                 self._fragments.clear()
             found = self._fragments[first, last] = range(held.begin, held.end)
         return found
-
-
-__all__ = ["RoutePlanner"]

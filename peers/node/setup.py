@@ -23,8 +23,8 @@ class NodeSetup:
     run: RunId
     own: Signer
     fragments: Sequence[Fragment]  # the span of this peer
-    state_layouts: Sequence[Layout]  # what newcomers get of each fragment
-    layers: int  # in the whole model
+    state_layouts: Sequence[Layout]  # sections of each held fragment's state, as newcomers get it
+    layers: int  # number of layers of the whole model
     profile: Profile
     addresses: tuple[str, ...]
     contacts: tuple[PeerId, ...] = ()  # peers that have answered already
@@ -37,7 +37,7 @@ class NodeSetup:
 
     @property
     def whole(self) -> bool:
-        """Whether this peer holds the whole model, and so trains by itself. No move changes that."""
+        """Whether this peer holds the whole model, so that it can train by itself. No move changes that."""
         return (self.fragments[0].first, self.fragments[-1].last) == (0, self.layers)
 
     @property
@@ -66,6 +66,3 @@ class NodeSetup:
         stage = replace(stage, first=fragments[0].first, last=fragments[-1].last, capacity=capacity)
         layouts = budget.layouts[held.start : held.stop]
         return replace(self, fragments=fragments, state_layouts=layouts, routes=stage)
-
-
-__all__ = ["NodeSetup"]

@@ -71,6 +71,3 @@ class SpanChanges:
             self.selection.progress.save_soon(now)
         self.route_planner.solve(always=True)
         return self.route_planner.routes.handle(Woke(), now)
-
-
-__all__ = ["SpanChanges"]

@@ -112,6 +112,3 @@ class SpanManager:
 
 def _member(held: range, profile: Profile) -> TrainingPeer:
     return TrainingPeer(held, profile.memory_bytes, profile.tokens_per_s, min(profile.down, profile.up))
-
-
-__all__ = ["SpanManager"]

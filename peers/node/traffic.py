@@ -39,6 +39,3 @@ class TrafficCounter:
 
     def line(self) -> Log:
         return log("traffic", sent_bytes=self.sent_bytes, received_bytes=self.received_bytes)
-
-
-__all__ = ["TrafficCounter"]

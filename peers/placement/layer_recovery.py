@@ -27,8 +27,8 @@ class TrainingPeer:
     """A peer that trains, as its record describes it."""
 
     held: range  # fragments
-    memory_bytes: int  # for the model
-    tokens_per_s: float  # of the whole model
+    memory_bytes: int  # memory for the model
+    tokens_per_s: float  # speed, if it computed the whole model
     rate: float = 0.0  # bytes/s, the lesser of up and down; 0: not measured yet
 
 

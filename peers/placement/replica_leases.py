@@ -31,7 +31,9 @@ class LeaseOverTag(Tag):
 class GrantedLeases:
     """The leases that this peer has granted to others."""
 
-    until: dict[int, dict[PeerId, Seconds]] = field(default_factory=dict)  # by fragment, then by who relies on it
+    until: dict[int, dict[PeerId, Seconds]] = field(
+        default_factory=dict
+    )  # by fragment, then by the peer that relies on it
 
     def grant(self, fragment: int, peer: PeerId, now: Seconds) -> None:
         self.until.setdefault(fragment, {})[peer] = now + LEASE_S
@@ -51,7 +53,7 @@ class GrantedLeases:
 class LeaseRequests:
     """The leases that this peer has asked for, for the move under way."""
 
-    number: int = 0  # of the present round of requests
+    number: int = 0  # number of the present round of requests
     unanswered: int = 0
     granted: dict[int, list[PeerId]] = field(default_factory=dict)  # by fragment
 
@@ -63,6 +65,3 @@ class LeaseRequests:
         self.unanswered -= 1
         if granted_by is not None:
             self.granted[fragment].append(granted_by)
-
-
-__all__ = ["LEASE_S", "GrantedLeases", "LeaseOverTag", "LeaseRequests", "LeaseTag"]

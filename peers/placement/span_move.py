@@ -30,9 +30,9 @@ from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 from decentral.peers.placement.replica_leases import GrantedLeases, LeaseOverTag, LeaseRequests, LeaseTag
 
 MOVE_RETRY_S = 2.0
-FETCH_STALLED_S = 20.0  # without a new piece, after which the move fails
+FETCH_STALLED_S = 20.0  # time without a new piece after which the move fails
 LEASE_REQUEST_S = 5.0  # deadline of a lease request
-DRAIN_MOST_S = 30.0  # for the stage executions under way
+DRAIN_MOST_S = 30.0  # longest wait for the stage executions under way
 SPARE_REQUESTS = 4  # lease requests for a layer beyond the leases that it needs
 
 
@@ -115,7 +115,7 @@ class SpanMove:
     fetch: Fetch = field(init=False)
     granted: GrantedLeases = field(default_factory=GrantedLeases)
     requests: LeaseRequests = field(default_factory=LeaseRequests)
-    rest_until: Seconds = 0.0  # after a move that failed
+    rest_until: Seconds = 0.0  # end of the pause after a move that failed
     _began_at: Seconds = 0.0
     _drain_until: Seconds = 0.0
 
@@ -305,7 +305,7 @@ class SpanMove:
         return Fetch(self.run, MoveTag, self.chance, lambda peer, fragment: peer in self._donors(fragment.index))
 
     def _incoming(self, index: int) -> Incoming | None:
-        """What to fetch for a fragment; None if no other peer has it, or none has a newer state than our disk."""
+        """An empty Incoming for a fragment; None if no other peer has it, or none has a newer state than our disk."""
         fragment, layout = self.budget.needs.fragments[index], self.budget.layouts[index]
         held = bool(self.view.holders(index))
         return Incoming(fragment, layout, not held) if held or self.view.retainers(index) else None
@@ -318,6 +318,3 @@ class SpanMove:
 
 def _reply(request: int, message: Message) -> Reply:
     return Reply(request, Envelope(message))
-
-
-__all__ = ["Drained", "HoldSpan", "MemoryBudget", "MovePhase", "SpanMove", "SpanView"]

@@ -18,9 +18,9 @@ from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.throughput.layer_costs import ROUND_S, SNAPSHOT_BYTES, LayerCosts
 
 HORIZON_S = 600.0  # within which a plan has to pay, its moves included
-SEARCH_ROUNDS = 100_000  # of a search, divided by peers and by fragments squared: about a second ...
-LEAST_ROUNDS = 10  # ... and more in a large swarm
-DRAIN_COST_S = 5.0  # of a mover's computing that a move costs
+SEARCH_ROUNDS = 100_000  # rounds of a search, times peers and fragments squared: about a second
+LEAST_ROUNDS = 10  # least rounds of a search, which takes longer in a large swarm
+DRAIN_COST_S = 5.0  # computing that a move costs its peer
 MOST_PLANNED = 1024  # peers times fragments; a larger swarm makes no plans
 UNMEASURED_LINK = 12.5e6  # bytes/s of a link that was not measured yet, as in scheduler/shared/topology.py
 
@@ -34,8 +34,8 @@ class PlanTask:
 
     needs: MemoryNeeds
     members: tuple[tuple[PeerId, TrainingPeer], ...]  # in the order of their ids
-    hidden_bytes: float  # of a token's hidden state between two layers
-    holders: int  # that each fragment should have
+    hidden_bytes: float  # size of a token's hidden state between two layers
+    holders: int  # number of holders that each fragment should have
 
     def digest(self) -> bytes:
         """Names the topology that a plan is made for: all measurements, rounded to two digits."""
@@ -60,10 +60,10 @@ class PlansEvaluated:
 
     number: int
     topology: bytes
-    stay_tokens: float  # if all peers stay where they are
-    proposed: tuple[float, ...]  # with each proposal; 0 for one that is impossible
+    stay_tokens: float  # tokens if all peers stay where they are
+    proposed: tuple[float, ...]  # tokens with each proposal; 0 for one that is impossible
     found: Spans = ()  # the plan that the search has found
-    found_tokens: float = 0.0  # with that plan
+    found_tokens: float = 0.0  # tokens with that plan
     moved: int = 0  # peers that have to move for that plan
 
 
@@ -183,15 +183,3 @@ def _placed(task: PlanTask, old: Ints, spans: Spans) -> Ints:
 def _round(value: float) -> float:
     """Two digits: measurements are no better."""
     return float(f"{value:.1e}")
-
-
-__all__ = [
-    "HORIZON_S",
-    "Spans",
-    "PlanTask",
-    "EvaluatePlans",
-    "PlansEvaluated",
-    "reachable",
-    "evaluate_plans",
-    "work_of",
-]

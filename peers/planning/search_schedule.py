@@ -13,11 +13,11 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.peers.placement.layer_recovery import TrainingPeer
 
-NEWCOMER_PAUSE_S = 20.0  # after a peer came: it chose its span for the swarm's good, and its speed has to be measured
-PLAN_PAUSE_S = 3.0  # after another change, since speeds are averages; again while the swarm goes on changing ...
+NEWCOMER_PAUSE_S = 20.0  # pause after a peer came, which chose its span well and whose speed has to be measured
+PLAN_PAUSE_S = 3.0  # pause after another change, as speeds are averages; again while the swarm goes on changing ...
 MOST_PAUSE_S = 8.0  # ... up to this long after the first change
 PLAN_BACKOFF_S = 6.0  # upper bound of the random back-off after the pause
-REPLAN_REST_S = 30.0  # after a plan was adopted, before changes of speeds alone lead to a search
+REPLAN_REST_S = 30.0  # pause after a plan was adopted, before changes of speeds alone lead to a search
 CHANGED_TIMES = 1.5  # a speed or a memory this many times larger or smaller is a change
 STEADY_TIMES = 1.1  # between two reviews; above that the change still goes on
 
@@ -82,6 +82,3 @@ def _differ(one: TrainingPeer, other: TrainingPeer, times: float) -> bool:
     """Whether its speed or its memory is larger or smaller by this factor."""
     pairs = [(one.tokens_per_s, other.tokens_per_s), (one.memory_bytes, other.memory_bytes)]
     return any(not 1 / times < (a + 1e-9) / (b + 1e-9) < times for a, b in pairs)
-
-
-__all__ = ["SearchSchedule"]

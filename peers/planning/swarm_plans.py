@@ -41,11 +41,11 @@ from decentral.peers.planning.search_schedule import SearchSchedule
 from decentral.scheduler.shared.margin import adopts
 
 MOST_PLANNED_SPANS = 4096
-MOST_PLANS = 8  # that are evaluated at a time: the latest ones
-PLAN_S = HORIZON_S  # after its proposal all peers drop a plan at the same time
+MOST_PLANS = 8  # the latest plans, which are evaluated at a time
+PLAN_S = HORIZON_S  # age at which all peers drop a plan
 PLAN_LOOKUP_S = 4.0  # between two lookups of others' plans
 FIRST_MOVE_WAIT_S = 6.0  # before the first move: meanwhile an equal plan may turn up that all adopt instead
-TIES_S = 10.0  # of equal plans those of an earlier interval go first, as some peers have moved for them
+TIES_S = 10.0  # interval of proposal: equal plans of an earlier one go first, as some peers have moved for them
 PLAN_RETRY_S = 3.0  # between two tries to move
 MEASUREMENT_NOISE = 0.03  # relative, on top of the margin of a plan whose figures are exact
 
@@ -58,10 +58,10 @@ class SwarmPlan:
     """A proposal which peer should hold which fragments."""
 
     run: Run
-    time: UnixTime  # of the proposal
-    topology: Digest  # of what the proposer knew of the swarm
-    tokens_per_s: Figure  # that the proposer expects, moves included
-    moves: Count  # peers that have to move for it
+    time: UnixTime  # when it was proposed
+    topology: Digest  # digest of the proposer's measurements
+    tokens_per_s: Figure  # expected by the proposer, moves included
+    moves: Count  # number of peers that have to move for it
     reason: PlanReason
     spans: Annotated[tuple[tuple[Peer, Index, Index], ...], Field(max_length=MOST_PLANNED_SPANS)]  # [begin, end)
 
@@ -102,7 +102,7 @@ class SwarmPlans:
     run: RunId
     own: Signer
     needs: MemoryNeeds
-    hidden_bytes: float  # of a token's hidden state between two layers
+    hidden_bytes: float  # size of a token's hidden state between two layers
     holders: int  # other holders that a fragment keeps when a peer gives it up
     seed: int
     chance: Random
@@ -113,8 +113,8 @@ class SwarmPlans:
     _known: dict[PeerId, tuple[SwarmPlan, Seconds]] = field(default_factory=dict)  # latest plan and expiry by proposer
     _has_new: bool = False  # whether some known plan has not been evaluated yet
     _evaluation: Evaluation | None = None
-    _number: int = 0  # of the last evaluation
-    _change: str = ""  # that led to the last search
+    _number: int = 0  # number of the last evaluation
+    _change: str = ""  # what led to the last search
 
     def __post_init__(self) -> None:
         self.search = SearchSchedule(self.chance)
@@ -248,6 +248,3 @@ def _order(plan: SwarmPlan) -> tuple[float, int, str]:
 def _is_better(stay: float, proposed: float) -> bool:
     """Compares seconds per token, as the margin does. A swarm that trains is better than one that does not."""
     return proposed > 0 and (stay <= 0 or adopts((1 - MEASUREMENT_NOISE) / stay, 1 / proposed))
-
-
-__all__ = ["SwarmPlan", "SwarmPlans", "is_sound", "key_of", "pack", "unpack"]

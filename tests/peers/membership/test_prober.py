@@ -8,7 +8,7 @@ from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
-from decentral.peers.membership.prober import PROBE_EVERY_S, PROBE_BYTES, PROBED_PEERS, Prober, ProbeTag
+from decentral.peers.membership.prober import PROBE_BYTES, PROBE_EVERY_S, PROBED_PEERS, Prober, ProbeTag
 
 A, B = PeerId("A"), PeerId("B")
 

@@ -39,7 +39,8 @@ class Looking:
         while self.now < end:
             self.now += 0.5
             looks = {
-                name: one.span_to_take(self.swarm, (), self.now, lambda index: self.kept) for name, one in self.covers.items()
+                name: one.span_to_take(self.swarm, (), self.now, lambda index: self.kept)
+                for name, one in self.covers.items()
             }
             found = {name: goal for name, goal in looks.items() if goal is not None}
         return found

@@ -316,3 +316,9 @@ def test_a_peer_that_does_not_hold_a_fragment_grants_no_lease() -> None:
     assert swarm.effects[PeerId("A")] == [Reply(1, Envelope(Refused("fragment")))]
     swarm.tell("A", Asked(2, PeerId("B"), Envelope(LeaseRequest(RUN, 1))))
     assert swarm.effects[PeerId("A")][-1] == Reply(2, Envelope(Done()))
+
+
+def test_a_move_that_skips_a_phase_is_a_broken_invariant() -> None:
+    swarm = Swarm(A=range(0, 2), B=range(0, 2))
+    with pytest.raises(AssertionError, match="cannot go from IDLE to DRAINING"):
+        swarm["A"]._enter(MovePhase.DRAINING)
