@@ -41,7 +41,7 @@ class Incoming:
     here: int = 0  # bytes of the pieces
     requested: set[int] = field(default_factory=set)  # offsets
     had_holder: bool = False  # when donors were last chosen
-    missed_looks: int = 0  # times in a row that it had no holder any more
+    holder_misses: int = 0  # times in a row that it had no holder any more
     step: int = 0  # learning-rate step of the newest piece
     version: bytes = b""
     refetched_for: int = 0  # the step of another fragment, for which this one was fetched again

@@ -24,7 +24,7 @@ ROSTER_S = 4.0  # longest wait for the roster
 JOIN_RETRY_S = 2.0
 MOST_PATIENT = 2  # how many JOIN_RETRY_S longer a newcomer waits between two tries, where all donors are busy
 GIVE_UP_S = 12.0  # without a donor that answers, after which a newcomer starts from what it has
-HOLDER_LOOKS = 5  # tries to find a fragment's holder again whose record has expired: after a pause all records have
+HOLDER_RETRIES = 5  # tries to find a fragment's holder again whose record has expired: after a pause all records have
 
 
 class JoinPhase(Enum):
@@ -146,10 +146,10 @@ class Join:
         """
         for index, one in list(self.fetch.incoming.items()):
             if any(self._can_donate(peer, one.fragment) for peer in known):
-                one.had_holder, one.missed_looks = True, 0
+                one.had_holder, one.holder_misses = True, 0
                 continue
-            one.missed_looks += one.had_holder
-            waits = one.had_holder and one.missed_looks <= HOLDER_LOOKS and not self.restored
+            one.holder_misses += one.had_holder
+            waits = one.had_holder and one.holder_misses <= HOLDER_RETRIES and not self.restored
             if not one.complete() and not waits:
                 del self.fetch.incoming[index]
 

@@ -109,8 +109,8 @@ class PeerSelection:
         entry = self.roster.live.get(peer)
         if entry is None:
             return self.setup().whole
-        covers = entry.record.first <= fragment.first and fragment.last <= entry.record.last
-        return covers and (self.setup().whole or entry.record.phase == "training")
+        holds = entry.record.first <= fragment.first and fragment.last <= entry.record.last
+        return holds and (self.setup().whole or entry.record.phase == "training")
 
     def donors(self) -> list[PeerId]:
         """The peers that a newcomer may ask: those that train, or all while nobody trains."""

@@ -78,8 +78,8 @@ def _hops(spans: Sequence[Span]) -> tuple[Ints, Ints, Ints]:
 
 
 def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> RoutingWeights:
-    """The routing weights of a peer with the span `own`: how far to carry what enters at each layer, and to
-    whom.
+    """The routing weights of a peer with the span `own`: how far to carry what enters at each layer,
+    and which peers come next.
 
     `speed`: tokens/s of the whole model, by span. The weights are empty if nothing can flow from the first layer to the
     last, or if there are too many different spans.
@@ -125,8 +125,8 @@ def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, 
     balance = coo_matrix((values, (rows, columns)), shape=(inner, count)) if inner else None
     within = np.array(speeds) / sum(speeds)
     cost = np.where(a == 0, -1.0, 0.0) + HOP_COST
-    kept = (balance.tocsr(), np.zeros(inner)) if balance is not None else (None, None)
-    found = linprog(cost, work.tocsr(), within, *kept, method="highs")
+    conserved = (balance.tocsr(), np.zeros(inner)) if balance is not None else (None, None)
+    found = linprog(cost, work.tocsr(), within, *conserved, method="highs")
     assert found.status == 0, found.message
     rates: Floats = np.maximum(0.0, found.x)
     return rates

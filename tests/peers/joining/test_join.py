@@ -16,7 +16,7 @@ from decentral.peers.joining.donor import MOST_SERVED, SERVED_S, Donor
 from decentral.peers.joining.fetch import DONORS, PIECE_BYTES
 from decentral.peers.joining.join import (
     GIVE_UP_S,
-    HOLDER_LOOKS,
+    HOLDER_RETRIES,
     JOIN_RETRY_S,
     MOST_PATIENT,
     Join,
@@ -28,7 +28,7 @@ RUN = RunId("gpt-3fa2c1")
 A, B = PeerId("A"), PeerId("B")
 MANY = tuple(PeerId(f"donor{number:02d}") for number in range(30))
 FRAGMENTS = (Fragment(0, 0, 1, 400_000), Fragment(1, 1, 2, 400_000))
-SIZE = 3 * PIECE_BYTES - 1000  # of each fragment's state: three pieces
+SIZE = 3 * PIECE_BYTES - 1000  # bytes of each fragment's state: three pieces
 LAYOUT = (Section("theta", "fp32", SIZE // 4, SIZE),)
 OTHER = (Section("phi", "fp32", SIZE // 4, SIZE),)
 
@@ -39,7 +39,7 @@ def of_fragment(ask: Ask) -> int:
 
 
 class Newcomer:
-    """A Join with its donors, who answer when a test says so."""
+    """A Join with its donors, which answer when a test says so."""
 
     def __init__(self, donors: Sequence[PeerId] = (A, B), own_step: int = 0, restored: bool = False) -> None:
         self.join = Join(RUN, FRAGMENTS, [LAYOUT] * len(FRAGMENTS), tuple(donors), own_step, restored, Random(0))
@@ -150,7 +150,7 @@ def test_a_donor_that_sends_bad_pieces_is_left_out(flaw: dict[str, object]) -> N
     assert new.join.used == {B}
 
 
-def test_donors_who_disagree_on_the_layout_are_not_mixed() -> None:
+def test_donors_that_disagree_on_the_layout_are_not_mixed() -> None:
     new = Newcomer()
     new.know_the_roster()
     for _ in range(2):
@@ -283,7 +283,7 @@ def test_a_layer_whose_last_holder_has_gone_does_not_hold_up_the_others() -> Non
     for _ in range(3):
         new.answer(new.next_of(A))
     new.live, new.join.contacts, new.asks = [A], (), []
-    for _ in range(HOLDER_LOOKS):
+    for _ in range(HOLDER_RETRIES):
         new.wake(JOIN_RETRY_S)
         assert new.join.phase is JoinPhase.FETCHING  # the record may only be late
     new.wake(JOIN_RETRY_S)
@@ -341,7 +341,7 @@ def test_a_retained_state_is_taken_only_if_it_is_newer_than_our_checkpoint(own_s
     assert [index for index, _, _ in new.finish().blobs] == taken
 
 
-def test_only_those_are_asked_who_hold_something_of_ours() -> None:
+def test_only_peers_that_hold_something_of_ours_are_asked() -> None:
     new = Newcomer(donors=MANY)
     new.join.holds = lambda peer, fragment: peer == MANY[-1]
     new.know_the_roster()
@@ -363,10 +363,10 @@ def test_a_holder_whose_record_comes_back_is_waited_for() -> None:
 def test_a_donor_serves_so_many_newcomers_at_a_time_and_the_next_when_one_is_done() -> None:
     donor = Donor(RUN, FRAGMENTS)
     pull = StateRequest(RUN, 0, 0, PIECE_BYTES)
-    told = [donor.asked(number, PeerId(f"N{number}"), pull, 0, 0.0) for number in range(MOST_SERVED + 1)]
-    (refusal,) = told[-1]
+    answers = [donor.asked(number, PeerId(f"N{number}"), pull, 0, 0.0) for number in range(MOST_SERVED + 1)]
+    (refusal,) = answers[-1]
     assert isinstance(refusal, Reply)
     assert refusal.envelope.message == Refused("busy")
-    assert not any(isinstance(effect, Reply) for effects in told[:-1] for effect in effects)
-    assert donor.asked(50, PeerId("N0"), pull, 0, 4.0) == []  # those that are served go on
+    assert not any(isinstance(effect, Reply) for effects in answers[:-1] for effect in effects)
+    assert donor.asked(50, PeerId("N0"), pull, 0, 4.0) == []  # a newcomer that is served already goes on
     assert donor.asked(51, PeerId("late"), pull, 0, SERVED_S + 1.0) == []

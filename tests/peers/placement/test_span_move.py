@@ -148,7 +148,7 @@ def test_two_holders_never_give_up_the_last_two_copies(first: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_moves_are_wanted_in_whatever_order_every_layer_keeps_its_holders(seed: int) -> None:
+def test_every_layer_keeps_a_holder_whatever_moves_begin_in_whatever_order(seed: int) -> None:
     rng = Random(seed)
     swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(1, 3), D=range(2, 4), E=range(2, 4))
     moved = 0
@@ -176,7 +176,7 @@ def test_the_last_holder_stays() -> None:
     assert swarm["A"].held == range(0, 2)
 
 
-def test_more_holders_are_kept_where_more_are_asked_for() -> None:
+def test_a_layer_keeps_as_many_holders_as_the_run_asks_for() -> None:
     swarm = Swarm(2, A=range(0, 2), B=range(0, 2), C=range(1, 3))
     swarm.begin("A", range(1, 3))
     swarm.deliver_all()

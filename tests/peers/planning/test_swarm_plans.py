@@ -1,4 +1,4 @@
-"""Plans without a leader: proposed after a change, judged by everybody, the same one followed by all."""
+"""After a change plans are proposed without a leader, judged by every peer, and one of them is followed by all."""
 
 from dataclasses import replace
 
@@ -207,7 +207,7 @@ def test_only_the_latest_plan_of_each_proposer_is_evaluated_and_only_so_many() -
     (asked,) = judge.hears(many, 100.0)
     assert len(asked.proposals) == MOST_PLANS
     judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 1.0, (1.0,) * MOST_PLANS), 101.0)
-    assert judge.hears(many, 110.0) == []  # nothing new
+    assert judge.hears(many, 110.0) == []  # no plan is new
     last = max(many)
     (asked,) = judge.hears(many | {last: plan(time=100.0, reason="again")}, 120.0)
     evaluation = judge.plans._evaluation
@@ -258,7 +258,7 @@ def test_a_move_that_failed_is_tried_again_and_given_up_in_the_end() -> None:
     assert plans.adopted is None
 
 
-# What a proposal is worth
+# The worth of a proposal
 
 
 def worth(members: dict[PeerId, TrainingPeer], **spans: tuple[int, int]) -> float:
