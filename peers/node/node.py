@@ -42,7 +42,6 @@ from decentral.peers.node.peer_selection import PeerSelection
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
-from decentral.peers.node.span_changes import SpanChanges
 from decentral.peers.node.span_manager import SpanManager
 from decentral.peers.node.traffic import TrafficCounter
 from decentral.peers.placement.replica_leases import LeaseTag
@@ -78,7 +77,6 @@ class Node:
     route_planner: RoutePlanner | None = None  # None: this peer takes part in no routes
     rounds: Rounds | None = None  # None: the run is not synchronous
     span_manager: SpanManager | None = None  # None: this peer never changes its layers
-    span_changes: SpanChanges | None = None  # None: likewise
 
     # The machines, and what each of them handles
 
@@ -102,15 +100,8 @@ class Node:
         self.own_record = OwnRecord(
             self._present_setup, self.meter, self.progress, self.donor, self.gossip, self.routes
         )
-        self.answers = Answers(
-            self._present_setup,
-            lambda: self.phase is NodePhase.TRAINING,
-            self.handlers,
-            self.progress,
-            self.donor,
-            self.gossip,
-            self.rounds,
-        )
+        machines = (self.progress, self.donor, self.gossip, self.rounds)
+        self.answers = Answers(self._present_setup, self._is_training, self.handlers, *machines)
         self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
         if self.route_planner and setup.memory_budget and not setup.whole and not run.synchronous:
             self._make_spans(self.route_planner)
@@ -126,7 +117,7 @@ class Node:
         self.prober = Prober(self.meter, chance, None)
         self.handlers.register(self._stepped, jobs.Stepped)
         self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.JobFailed)
-        self.handlers.register(self._to_prober, ProbeTag)
+        self.handlers.register(lambda event, now: self.prober.handle(event, now, self.selection.live()), ProbeTag)
 
     def _make_routes(self) -> None:
         setup = self.setup
@@ -140,29 +131,17 @@ class Node:
             self.handlers.register(self.rounds.handle, RoundTag, jobs.RoundClosed, *ROUND_QUESTIONS)
 
     def _make_spans(self, route_planner: RoutePlanner) -> None:
-        self.span_manager = SpanManager(self._present_setup, self.selection, route_planner, self.own_record, self.donor)
-        span_move = self.answers.span_move = self.span_manager.span_move
-        self.span_changes = SpanChanges(
-            span_move, self.selection, route_planner, self.donor, self.gossip, self.answers, self._replace_setup
-        )
-        self.handlers.register(span_move.handle, MoveTag, LeaseTag)
-        self.handlers.register(self.span_changes.changed, jobs.SpanChanged)
-        self.handlers.register(self.span_manager.swarm_plans.handle, PlansEvaluated)
+        machines = (self.own_record, self.donor, self.gossip, self.answers)
+        spans = SpanManager(self._present_setup, self.selection, route_planner, *machines, self._replace_setup)
+        self.span_manager, self.answers.span_move = spans, spans.span_move
+        self.handlers.register(spans.span_move.handle, MoveTag, LeaseTag)
+        self.handlers.register(spans.changed, jobs.SpanChanged)
+        self.handlers.register(spans.swarm_plans.handle, PlansEvaluated)
 
     def _new_join(self, step: int, restored: bool, chance: Random) -> Join:
-        setup = self.setup
-        return Join(
-            setup.run,
-            setup.fragments,
-            setup.state_layouts,
-            setup.contacts,
-            step,
-            restored,
-            chance,
-            self.selection.donates,
-            self.selection.newest_retained,
-            exact=setup.config.synchronous,
-        )
+        setup, view = self.setup, (self.selection.donates, self.selection.newest_retained)
+        needed = (setup.run, setup.fragments, setup.state_layouts, setup.contacts)
+        return Join(*needed, step, restored, chance, *view, exact=setup.config.synchronous)
 
     # What a host calls
 
@@ -195,8 +174,8 @@ class Node:
         if self.phase is NodePhase.LEFT:
             return self._handle_after_leaving(event, now)
         effects = self.handlers.handle(event, event, now)
-        if self.span_changes:
-            effects = self.span_changes.carry_out(effects, now)
+        if self.span_manager:
+            effects = self.span_manager.carry_out(effects, now)
         if self.rounds:
             effects += self._advance_round(self.rounds, now)
         for effect in effects:
@@ -217,7 +196,7 @@ class Node:
         if _is_due(self.join.wake_at, now):
             effects += self._to_join(event, now)
         if _is_due(self.prober.wake_at, now):
-            effects += self._to_prober(event, now)
+            effects += self.prober.handle(event, now, self.selection.live())
         effects += self.progress.handle(event, now)
         effects += self.gossip.woke(event, now)
         if self.route_planner:
@@ -283,9 +262,6 @@ class Node:
     def _to_join(self, event: object, now: Seconds) -> list[Effect]:
         return self.join.handle(event, now, self.selection.donors())
 
-    def _to_prober(self, event: object, now: Seconds) -> list[Effect]:
-        return self.prober.handle(event, now, self.selection.live())
-
     def _to_exchange(
         self, event: Answered | AskFailed | jobs.WindowClosed | jobs.Merged | jobs.Absorbed, now: Seconds
     ) -> list[Effect]:
@@ -320,7 +296,7 @@ class Node:
             return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
         return self.progress.handle(event, now) if isinstance(event, jobs.Saved) else []
 
-    # What the machines read
+    # What the machines ask the node
 
     def _present_setup(self) -> NodeSetup:
         return self.setup
@@ -329,9 +305,11 @@ class Node:
         self.setup = self.setup.holding(held)
         return self.setup
 
+    def _is_training(self) -> bool:
+        return self.phase is NodePhase.TRAINING
+
     def _compose_record(self, now: Seconds, leaving: bool) -> PeerRecord:
-        training = self.phase is NodePhase.TRAINING
-        return self.own_record.compose("leaving" if leaving else "training" if training else "joining", now)
+        return self.own_record.compose("leaving" if leaving else "training" if self._is_training() else "joining", now)
 
 
 def _is_due(wake_at: Seconds | None, now: Seconds) -> bool:

@@ -3,24 +3,31 @@
 Lost layers come first (peers/placement/layer_recovery.py), then the span that the adopted plan gives this peer
 (peers/planning/swarm_plans.py). Either way it is one move (peers/placement/span_move.py), and no other begins before
 that one is over and its pause has passed. The three machines see the same swarm: whole fragments, by the records of the
-peers that train. What a move changes in the node's other machines is in span_changes.py.
+peers that train.
+
+A move is carried out in the node's other machines as well. While it drains, routes take no new executions. Just before
+the compute thread changes the layers, exchanges and questions about those that are given up end; after it, routes,
+exchanges, donor and record go by the new span.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentral.core import rng
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect
+from decentral.core.jobs import ChangeSpan, SpanChanged
+from decentral.core.machine import Effect, Woke
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.records import Profile
+from decentral.peers.node.answers import Answers
+from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from decentral.peers.node.own_record import OwnRecord
 from decentral.peers.node.peer_selection import NEVER, PeerSelection
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.layer_recovery import LayerRecovery, TrainingPeer
-from decentral.peers.placement.span_move import MovePhase, SpanMove
+from decentral.peers.placement.span_move import Drained, HoldSpan, MovePhase, SpanMove
 from decentral.peers.planning.swarm_plans import SwarmPlans
 
 SPAN_REVIEW_S = 2.0  # between two reviews of the swarm
@@ -34,6 +41,9 @@ class SpanManager:
     route_planner: RoutePlanner
     own_record: OwnRecord
     donor: Donor
+    gossip: FragmentExchanges
+    answers: Answers
+    replace_setup: Callable[[range], NodeSetup]  # makes these fragments the node's span
     span_move: SpanMove = field(init=False)
     layer_recovery: LayerRecovery = field(init=False)
     swarm_plans: SwarmPlans = field(init=False)
@@ -43,18 +53,11 @@ class SpanManager:
         setup = self.setup()
         run, own, budget = setup.config, setup.own, setup.memory_budget
         assert budget is not None
-        chance = rng.stream(run.seed, "moves", own.peer)
-        self.span_move = SpanMove(setup.run, own.peer, budget, self, chance, run.routes.holders, setup.held)
-        self.layer_recovery = LayerRecovery(own.peer, budget.needs, rng.stream(run.seed, "cover", own.peer))
-        self.swarm_plans = SwarmPlans(
-            setup.run,
-            own,
-            budget.needs,
-            WIRE_BYTES[run.routes.wire] * run.model.d_model,
-            run.routes.holders,
-            run.seed,
-            rng.stream(run.seed, "plans", own.peer),
-        )
+        chances = [rng.stream(run.seed, name, own.peer) for name in ("moves", "cover", "plans")]
+        replicas, hidden_bytes = run.routes.holders, WIRE_BYTES[run.routes.wire] * run.model.d_model
+        self.span_move = SpanMove(setup.run, own.peer, budget, self, chances[0], replicas, setup.held)
+        self.layer_recovery = LayerRecovery(own.peer, budget.needs, chances[1])
+        self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, hidden_bytes, replicas, run.seed, chances[2])
 
     def review(self, now: Seconds) -> list[Effect]:
         """Begins a move if this peer should hold other layers: lost ones in its turn, or those of the adopted plan."""
@@ -71,6 +74,51 @@ class SpanManager:
             return effects + move.begin(lost[0], "lost", now, may_initialise=lost[1])
         target = plans.due_move(move.held, now)
         return effects if target is None else effects + move.begin(target, "plan", now)
+
+    # Moves in the other machines
+
+    def changed(self, event: SpanChanged, now: Seconds) -> list[Effect]:
+        """The compute thread has changed the layers, or could not."""
+        if event.accepted:
+            self.donor.retained = event.kept
+        return self.span_move.handle(event, now)
+
+    def carry_out(self, effects: list[Effect], now: Seconds) -> list[Effect]:
+        """The same effects, with what the move's own effects lead to in their place."""
+        routes, move = self.route_planner.routes, self.span_move
+        done: list[Effect] = []
+        for effect in effects:
+            match effect:
+                case HoldSpan(fragments):
+                    done += self._hold(fragments, now)
+                case ChangeSpan():
+                    done += [*self._give_up(move.lost), effect]
+                case _:
+                    done.append(effect)
+        if move.drains and not routes.draining:
+            routes.drain()
+            done += routes.handle(Woke(), now)
+        if move.phase is MovePhase.DRAINING and routes.idle:
+            done += self.carry_out(move.handle(Drained(), now), now)
+        return done
+
+    def _give_up(self, lost: Sequence[int]) -> list[Effect]:
+        self.donor.fragments = [cut for cut in self.setup().fragments if cut.index not in lost]
+        self.gossip.drop(lost)
+        return self.answers.refuse_about(lost)
+
+    def _hold(self, held: range, now: Seconds) -> list[Effect]:
+        """These fragments are the span of this peer from now on."""
+        before, setup = self.setup(), self.replace_setup(held)
+        assert setup.routes is not None
+        self.donor.fragments = setup.fragments
+        self.route_planner.routes.hold(setup.routes)
+        self.gossip.add(setup.fragments, now)
+        if list(setup.fragments) != list(before.fragments):
+            self.selection.roster.renew_soon(now)
+            self.selection.progress.save_soon(now)
+        self.route_planner.solve(always=True)
+        return self.route_planner.routes.handle(Woke(), now)
 
     # SpanView: what moves ask about the swarm
 

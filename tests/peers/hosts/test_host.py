@@ -323,11 +323,10 @@ def test_the_others_go_on_without_a_holder_that_is_gone(swarm_of: Callable[[str]
 
 def move(swarm: Swarm, name: str, target: range) -> None:
     host = swarm.hosts[name]
-    node = host.node
-    assert node.span_manager is not None
-    assert node.span_changes is not None
-    effects = node.span_manager.span_move.begin(target, "test", host.now())
-    host._carry_all(node.span_changes.carry_out(effects, host.now()))
+    spans = host.node.span_manager
+    assert spans is not None
+    effects = spans.span_move.begin(target, "test", host.now())
+    host._carry_all(spans.carry_out(effects, host.now()))
 
 
 def moved(swarm: Swarm, name: str) -> list[str]:
