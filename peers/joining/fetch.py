@@ -23,7 +23,7 @@ from decentral.core.synthetic import joined
 from decentral.core.units import MiB, Seconds
 
 PIECE_BYTES = 1 * MiB
-DONORS = 4  # asked at a time
+DONORS = 4  # number of donors at a time
 IN_FLIGHT = 2  # pieces asked of one donor at a time
 FAILURES = 2  # failed requests until a donor is left out
 PIECE_DEADLINE_S = 30.0
@@ -94,12 +94,12 @@ class FetchTag(Tag):
 
 @dataclass(slots=True)
 class Fetch:
-    """`holds(peer, fragment)`: whether the peer can be asked for it. `tag`: the class of the questions' tags."""
+    """Requests the pieces of all incoming fragments from a few donors, until everything is here."""
 
     run: RunId
-    tag: type[FetchTag]
+    tag: type[FetchTag]  # class of the requests' tags
     chance: Random
-    holds: Callable[[PeerId, Fragment], bool]
+    holds: Callable[[PeerId, Fragment], bool]  # whether a peer can be asked for a fragment
     exact: bool = False  # whether all pieces of a fragment have to be of one version
     incoming: dict[int, Incoming] = field(default_factory=dict)
     donors: list[PeerId] = field(default_factory=list)
