@@ -110,7 +110,7 @@ class Swarm:
             profile=Profile("emulated", self.half, 1e9, self.tokens / self.seconds),
             addresses=(),
             routes=place,
-            room=MemoryBudget(self.needs, self.half, compute.layouts()),
+            memory_budget=MemoryBudget(self.needs, self.half, compute.layouts()),
         )
         now = clock()
         journal, book = Journal(folder / "journal.jsonl", now), AddressBook(folder / "peers.json")

@@ -79,7 +79,7 @@ async def choose_place(wish: Wish, needs: memory_needs.MemoryNeeds, directory: D
     chosen, claimed_at = None, float("inf")
     key = records.key_of(wish.name, own.peer, shards)
     for _ in range(CLAIM_ROUNDS):
-        found = await records.look(directory, wish.name, shards, clock.now(), own.open)
+        found = await records.lookup(directory, wish.name, shards, clock.now(), own.open)
         others = _holders(needs, found, own.peer, claimed_at)
         typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
         choice = span_choice.choose(needs.fragments, others, typical, reach)

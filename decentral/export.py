@@ -91,7 +91,7 @@ async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]
 async def look(swarm: Visit) -> dict[PeerId, PeerRecord]:
     """The peers that train, by the DHT. Raises UserError if there are none."""
     for _ in range(EXPORT_LOOKS):
-        found = await records.look(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
+        found = await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
         live = {holder: record for holder, record in found.items() if record.phase == "training"}
         if live and all(contact in live for contact in swarm.contacts):
             return live
@@ -132,7 +132,7 @@ async def _of_holder(
 async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Incoming) -> bytes:
     """Piece by piece, as a newcomer does. Raises AskError or ProtocolError."""
     while not incoming.complete():
-        offset = incoming.wanted()
+        offset = incoming.next_offset()
         assert offset is not None
         question = StateRequest(run, incoming.fragment.index, offset, PIECE_BYTES)
         answer = await transport.ask(holder, Envelope(question), PIECE_DEADLINE_S, MAX_CHUNK_BYTES)

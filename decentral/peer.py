@@ -146,8 +146,8 @@ async def prepare(
         restored_step=compute.lr_step if restored else None,
         stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
         routes=stage_config(wish, _model(compute), compute.fragments, placed.capacity),
-        room=MemoryBudget(memory.needs(run), placed.memory_bytes, compute.layouts()),
-        kept=compute.kept.kept(cut.index for cut in compute.cuts),
+        memory_budget=MemoryBudget(memory.needs(run), placed.memory_bytes, compute.layouts()),
+        retained=compute.kept.kept(cut.index for cut in compute.cuts),
         versions=compute.versions,
     )
     now = clock()

@@ -95,9 +95,9 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
         "tokens/s": f"{progress.tokens_per_s:,.0f}",
         "busy": "-" if busy is None else f"{busy:.0%}",
         "peers": f"{len(node.roster.live)}",
-        "exchanges": "/".join(str(node.exchanges[outcome]) for outcome in ("done", "solo", "failed")),
-        "sent": readable_bytes(node.sent_bytes),
-        "received": readable_bytes(node.received_bytes),
+        "exchanges": "/".join(str(node.traffic.exchanges[outcome]) for outcome in ("done", "solo", "failed")),
+        "sent": readable_bytes(node.traffic.sent_bytes),
+        "received": readable_bytes(node.traffic.received_bytes),
     }
 
 

@@ -130,8 +130,8 @@ class RouteAudit:
         quiet_since = max(self.troubled_at, self._changed_at)
         followed: list[tuple[SimulatedPeer, SwarmPlan]] = []
         for member in living:
-            spans = member.host.node.spans if member.training and member.host is not None else None
-            plan = spans.plans.adopted if spans else None
+            spans = member.host.node.span_manager if member.training and member.host is not None else None
+            plan = spans.swarm_plans.adopted if spans else None
             known, since = self._plans.get(member.peer, (None, now))
             if known is None or known != plan:
                 self._plans[member.peer] = plan, now

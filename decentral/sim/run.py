@@ -237,8 +237,8 @@ class RunStatistics:
         nodes = [member.host.node for member in swarm.members if member.host is not None]
         report.tokens = sum(self.tokens.values())
         report.tokens_per_s = round(report.tokens / scenario.seconds, 1)
-        report.sent_bytes = sum(node.sent_bytes for node in nodes)
-        report.received_bytes = sum(node.received_bytes for node in nodes)
+        report.sent_bytes = sum(node.traffic.sent_bytes for node in nodes)
+        report.received_bytes = sum(node.traffic.received_bytes for node in nodes)
         report.exchanges, report.failures = dict(self.exchanges), dict(self.failures)
         report.exchange_s = round(self.seconds / max(1, self.exchanges["done"]), 4)
         if swarm.shape.memory:
@@ -265,9 +265,9 @@ class RunStatistics:
             "tokens": self.tokens[peer],
             "tokens_per_s": round(self.tokens[peer] / since, 1) if since > 0 else 0.0,
             "busy_fraction": round(min(1.0, self.busy_s[peer] / since), 4) if since > 0 else 0.0,
-            "sent_bytes": node.sent_bytes if node else 0,
-            "received_bytes": node.received_bytes if node else 0,
-            "exchanges": dict(node.exchanges) if node else {},
+            "sent_bytes": node.traffic.sent_bytes if node else 0,
+            "received_bytes": node.traffic.received_bytes if node else 0,
+            "exchanges": dict(node.traffic.exchanges) if node else {},
         }
 
     def _recoveries(self, faults: Sequence[Fault]) -> dict[str, Seconds | None]:

@@ -352,8 +352,8 @@ class SimulatedSwarm:
             contacts=contacts,
             restored_step=restored,
             routes=routes,
-            room=MemoryBudget(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
-            kept=training.kept if isinstance(training, SurrogateWorkload) else (),
+            memory_budget=MemoryBudget(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
+            retained=training.kept if isinstance(training, SurrogateWorkload) else (),
         )
 
     def _keep(self, member: SimulatedPeer, keep_disk: bool) -> None:

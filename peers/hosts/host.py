@@ -1,7 +1,8 @@
 """Drives a node in the real world: an event loop, a transport, a directory, a compute thread, a journal.
 
-Everything that happens becomes one event for the node, one at a time, in this loop's thread; each effect that the
-node returns is carried out here. The compute thread talks to the loop through a queue and `call_soon_threadsafe`.
+Everything that happens becomes an event for the node, one at a time, in the loop's thread, and each effect that the
+node returns is carried out here. The compute thread gets jobs through a queue, and reports outcomes with
+`call_soon_threadsafe`.
 """
 
 import asyncio
@@ -38,19 +39,19 @@ from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
 
-FAREWELL_S = 5.0  # for telling others that we leave
-REFUSED_S = 10.0  # how often to look whether something was refused
-FINISH_S = 120.0  # for the compute thread's last step and checkpoint
+FAREWELL_S = 5.0  # time to tell others that we leave
+REFUSED_S = 10.0  # between two checks whether something was refused
+FINISH_S = 120.0  # time for the compute thread's last step and checkpoint
 
 
 class Computing(Protocol):
-    """train/compute.py's Compute, as far as a host knows it."""
+    """What a host needs of train/compute.py's Compute."""
 
     def run(self, inbox: "queue.SimpleQueue[jobs.Job]", report: Callable[[jobs.Outcome], None]) -> None: ...
 
 
 def clock() -> Callable[[], Seconds]:
-    """Unix time that never jumps: the wall clock once, the monotonic one from then on."""
+    """A clock of unix time that never jumps: it reads the wall clock once, and the monotonic clock from then on."""
     offset = time.time() - time.monotonic()
     return lambda: time.monotonic() + offset
 
@@ -73,7 +74,7 @@ class Host:
     _thread: threading.Thread = field(init=False)
 
     async def run(self) -> str:
-        """Trains until something stops it; gives the reason. The checkpoint is written and others are told."""
+        """Trains until something stops it, writes a checkpoint, tells the others, and gives the reason."""
         loop = asyncio.get_running_loop()
         self._stopped = loop.create_future()
         self._thread = threading.Thread(target=self._compute, args=(loop,), name="compute", daemon=True)
@@ -86,7 +87,7 @@ class Host:
         return reason
 
     def stop(self, reason: str) -> None:
-        """Save and leave. For signal handlers and the view, in the loop's thread."""
+        """Makes `run` save and leave. For signal handlers and the view; to be called in the loop's thread."""
         if not self._stopped.done():
             self._stopped.set_result(reason)
 
@@ -116,8 +117,8 @@ class Host:
 
         try:
             self.compute.run(self._inbox, report)
-        except Exception as error:  # a bug, or a device that is gone: the peer stops, with its reason
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        except Exception as error:  # a bug, or a device that is gone: the peer stops with this reason
+            with suppress(RuntimeError):  # the loop is closed, so there is nobody to report to
                 report(jobs.JobFailed("training", f"{type(error).__name__}: {error}"))
 
     # Effects
@@ -145,15 +146,15 @@ class Host:
                 self.transport.learn(peer, addresses)
                 self.book.learn(peer, addresses)
             case EvaluatePlans():
-                self._spawn(self._weigh(effect))
+                self._spawn(self._evaluate(effect))
             case Stop(reason):
                 self.stop(reason)
             case _:
-                assert isinstance(effect, jobs.Job), f"no one carries out {effect!r}"
+                assert isinstance(effect, jobs.Job), f"no host carries out {effect!r}"
                 self._inbox.put(effect)
 
     def _arm(self) -> None:
-        """One timer, for the node's next wish."""
+        """Sets the one timer to the time at which the node wants to be woken."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -177,8 +178,8 @@ class Host:
         moved = (answer.seconds, answer.sent_bytes, answer.received_bytes)
         self._deliver(Answered(ask.tag, ask.to, answer.envelope, *moved))
 
-    async def _weigh(self, asked: EvaluatePlans) -> None:
-        """Beside the loop: it may take seconds."""
+    async def _evaluate(self, asked: EvaluatePlans) -> None:
+        """Evaluates plans in a thread of their own, as it may take seconds."""
         self._deliver(await asyncio.to_thread(evaluate_plans, asked))
 
     async def _announce(self, record: Announce) -> None:
@@ -188,7 +189,7 @@ class Host:
         self._deliver(Found(key, await self.directory.fetch(key)))
 
     async def _report_refusals(self) -> None:
-        """What other peers sent that was no question, or no record, of ours: counted, and in the journal."""
+        """Writes to the journal how many invalid questions and records came from other peers, by reason."""
         known: dict[str, int] = {}
         while True:
             await asyncio.sleep(REFUSED_S)
@@ -207,7 +208,7 @@ class Host:
         if farewell:
             await asyncio.wait(farewell, timeout=FAREWELL_S)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, FINISH_S)
-        await asyncio.sleep(0)  # lets the thread's last reports in
+        await asyncio.sleep(0)  # so that the thread's last reports are delivered
         for task in list(self._tasks):
             task.cancel()
         self.journal.write("stopped", reason=reason)

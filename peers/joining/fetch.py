@@ -1,8 +1,8 @@
-"""Fragments' state from several peers at once, piece by piece: for a newcomer, and for a peer that takes over layers.
+"""Fetches fragments' state from several peers at once, piece by piece, for a newcomer or for a peer that moves.
 
-Each piece carries its digest. A donor that fails twice is left out; its pieces go to the others, and what is already
-here stays. Pieces of one fragment may come from several donors: replicas differ by little, and the numbers of a piece
-stand for themselves (no block of a codec crosses a piece).
+Each piece carries its digest. A donor that fails twice is left out; its pieces are asked of the others, and those that
+are here already stay. Pieces of one fragment may come from several donors, since replicas differ by little and a piece
+can be decoded by itself (no block of a codec crosses a piece).
 """
 
 from collections import Counter
@@ -23,52 +23,52 @@ from decentral.core.synthetic import joined
 from decentral.core.units import MiB, Seconds
 
 PIECE_BYTES = 1 * MiB
-DONORS = 4  # asked at a time; the others are spared
+DONORS = 4  # number of donors at a time
 IN_FLIGHT = 2  # pieces asked of one donor at a time
-FAILURES = 2  # then a donor is left out
+FAILURES = 2  # failed requests until a donor is left out
 PIECE_DEADLINE_S = 30.0
 
 
 @dataclass(slots=True)
 class Incoming:
-    """One fragment's state, as far as it is here. `kept`: from a checkpoint that somebody keeps, not from a holder."""
+    """One fragment's state, as far as it is here. `retained`: fetched from a peer's disk instead of from a holder."""
 
     fragment: Fragment
-    layout: Layout  # what a donor's state of it has to look like
-    kept: bool = False
-    total: int | None = None
-    pieces: dict[int, bytes] = field(default_factory=dict)
-    here: int = 0  # bytes of them
-    asked: set[int] = field(default_factory=set)
-    held: bool = False  # by somebody, when we looked
-    looks: int = 0  # in which nobody held it any more
-    step: int = 0  # of the newest piece
+    layout: Layout  # the sections that a donor's state must have
+    retained: bool = False
+    total: int | None = None  # bytes; None until the first piece is here
+    pieces: dict[int, bytes] = field(default_factory=dict)  # by offset
+    here: int = 0  # bytes of the pieces
+    requested: set[int] = field(default_factory=set)  # offsets
+    had_holder: bool = False  # when donors were last chosen
+    holder_misses: int = 0  # times in a row that it had no holder any more
+    step: int = 0  # learning-rate step of the newest piece
     version: bytes = b""
-    outdone: int = 0  # the step of another fragment for which this one was fetched again
-    _from: int = 0  # all before it is here or asked for
+    refetched_for: int = 0  # the step of another fragment, for which this one was fetched again
+    _from: int = 0  # all pieces before this offset are here or requested
 
-    def wanted(self) -> int | None:
-        """An offset that is neither here nor asked for. The first piece tells how many there are."""
+    def next_offset(self) -> int | None:
+        """An offset that is neither here nor requested. Before the first piece is here, 0 is the only one known."""
         end = 1 if self.total is None else self.total
-        while self._from < end and (self._from in self.pieces or self._from in self.asked):
+        while self._from < end and (self._from in self.pieces or self._from in self.requested):
             self._from += PIECE_BYTES
         return self._from if self._from < end else None
 
-    def let_go(self, offset: int) -> None:
-        """It is no longer asked for: here now, or to be asked for again."""
-        self.asked.discard(offset)
+    def request_over(self, offset: int) -> None:
+        """The request for this offset is over: the piece is here, or has to be requested again."""
+        self.requested.discard(offset)
         self._from = min(self._from, offset)
 
     def complete(self) -> bool:
         return self.here == self.total
 
     def forget(self) -> None:
-        """All that is here."""
+        """Discards the pieces that are here."""
         self.pieces.clear()
         self.here = self._from = 0
 
     def take(self, chunk: StateChunk, blob: bytes) -> None:
-        """Raises ProtocolError for a piece that does not fit what is here."""
+        """Adds a piece. Raises ProtocolError if it does not fit the fragment or its digest."""
         if blobs.digest(blob) != chunk.digest:
             raise ProtocolError(Reason.DIGEST, "a piece of state")
         if chunk.layout != self.layout or chunk.total != sum(section.size for section in self.layout):
@@ -94,24 +94,24 @@ class FetchTag(Tag):
 
 @dataclass(slots=True)
 class Fetch:
-    """`holds(peer, fragment)`: whom to ask for what. `tag`: the kind of the questions' tags."""
+    """Requests the pieces of all incoming fragments from a few donors, until everything is here."""
 
     run: RunId
-    tag: type[FetchTag]
+    tag: type[FetchTag]  # class of the requests' tags
     chance: Random
-    holds: Callable[[PeerId, Fragment], bool]
-    exact: bool = False  # a fragment's pieces have to be of one version
+    holds: Callable[[PeerId, Fragment], bool]  # whether a peer can be asked for a fragment
+    exact: bool = False  # whether all pieces of a fragment have to be of one version
     incoming: dict[int, Incoming] = field(default_factory=dict)
     donors: list[PeerId] = field(default_factory=list)
-    used: set[PeerId] = field(default_factory=set)
-    step: int = 0  # the newest learning-rate step of those who gave
-    last_piece: Seconds = 0.0
-    busy: int = 0  # times that a donor had no time for us
+    used: set[PeerId] = field(default_factory=set)  # donors that gave a piece
+    step: int = 0  # the newest learning-rate step of those donors
+    last_piece_at: Seconds = 0.0
+    busy: int = 0  # times that a donor served others and refused us
     failures: Counter[PeerId] = field(default_factory=Counter)
     _in_flight: Counter[PeerId] = field(default_factory=Counter)
 
     def begin(self, incoming: Iterable[Incoming], now: Seconds) -> None:
-        self.incoming, self.last_piece = {one.fragment.index: one for one in incoming}, now
+        self.incoming, self.last_piece_at = {one.fragment.index: one for one in incoming}, now
 
     @property
     def complete(self) -> bool:
@@ -121,9 +121,9 @@ class Fetch:
         return tuple((index, one.layout, one.blob()) for index, one in sorted(self.incoming.items()))
 
     def choose(self, known: Sequence[PeerId]) -> None:
-        """Some of these become donors; those that are, stay."""
+        """Makes some of these peers donors. Those that are donors already stay."""
         willing = [peer for peer in known if self.failures[peer] < FAILURES]
-        if willing and self._only_failed_ones_hold_some(known):
+        if willing and self._some_have_failed_holders_only(known):
             self.failures.clear()
             willing = list(known)
         kept = [peer for peer in self.donors if peer in willing]
@@ -132,7 +132,7 @@ class Fetch:
         self.donors += self._holders_of_the_rest(willing)
 
     def _holders_of_the_rest(self, willing: Sequence[PeerId]) -> list[PeerId]:
-        """One more donor for each fragment that is not here yet, and that none of the donors holds."""
+        """One more donor for each incomplete fragment that none of the donors holds."""
         found: list[PeerId] = []
         for one in self.incoming.values():
             holders = [peer for peer in willing if self.holds(peer, one.fragment)]
@@ -141,16 +141,16 @@ class Fetch:
         return found
 
     def fetch_again(self) -> bool:
-        """Fragments of an earlier step than others, once: those who hold them may have taken that step by now."""
+        """Discards fragments of an earlier step than others, once for each step: their holders may have caught up."""
         newest = max((one.step for one in self.incoming.values()), default=0)
-        old = [one for one in self.incoming.values() if one.step < newest and one.outdone < newest]
+        old = [one for one in self.incoming.values() if one.step < newest and one.refetched_for < newest]
         for one in old:
-            one.outdone = newest
+            one.refetched_for = newest
             one.forget()
         return bool(old)
 
-    def _only_failed_ones_hold_some(self, known: Sequence[PeerId]) -> bool:
-        """Whether all that hold some fragment have been left out: then they are asked again."""
+    def _some_have_failed_holders_only(self, known: Sequence[PeerId]) -> bool:
+        """Whether all holders of some missing fragment have been left out: then they are asked again."""
         return any(
             all(self.failures[peer] >= FAILURES for peer in known if self.holds(peer, one.fragment))
             for one in self._missing()
@@ -161,10 +161,10 @@ class Fetch:
         return [one for one in self.incoming.values() if not one.complete()]
 
     def ask(self) -> list[Effect]:
-        """Gives each donor, in turn, pieces to send."""
+        """Requests pieces of each donor in turn."""
         effects: list[Effect] = []
-        if all(one.wanted() is None for one in self.incoming.values()):
-            return effects  # all is here, or on its way
+        if all(one.next_offset() is None for one in self.incoming.values()):
+            return effects  # everything is here or requested
         for _ in range(IN_FLIGHT):
             for position, donor in enumerate(self.donors):
                 if self._in_flight[donor] < IN_FLIGHT:
@@ -172,13 +172,13 @@ class Fetch:
         return effects
 
     def handle(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        """What came of a question of ours; more questions."""
+        """Takes the answer to a request, and gives the next requests."""
         assert isinstance(event.tag, FetchTag)
         index, offset = event.tag.fragment, event.tag.offset
         incoming = self.incoming.get(index)
         if incoming is None:
-            return []  # given up meanwhile
-        incoming.let_go(offset)
+            return []  # this fragment is not fetched any more
+        incoming.request_over(offset)
         if isinstance(event, AskFailed):
             return self._failed(event.peer, event.reason)
         message = event.envelope.message
@@ -188,34 +188,34 @@ class Fetch:
             incoming.forget()
         if self.exact and (message.step < incoming.step or (incoming.pieces and message.version != incoming.version)):
             self._in_flight[event.peer] -= 1
-            return self._not_now(event.peer)  # it will soon have the step that others have already
+            return self._not_now(event.peer)  # it will soon take the step that others have taken
         try:
             incoming.take(message, event.envelope.blob)
         except ProtocolError as error:
             return self._failed(event.peer, error.reason)
         self._in_flight[event.peer] -= 1
-        self.last_piece, self.step = now, max(self.step, message.step)
+        self.last_piece_at, self.step = now, max(self.step, message.step)
         self.used.add(event.peer)
         return [] if self.complete else self.ask()
 
     def _ask_one(self, donor: PeerId, position: int) -> list[Effect]:
-        """Different donors start at different fragments."""
+        """The next request for this donor. Donors in different positions begin with different fragments."""
         held = [one for _, one in sorted(self.incoming.items()) if self.holds(donor, one.fragment)]
         count = len(held)
         order = [held[(position + shift) % count] for shift in range(count)]
         for incoming in order:
-            offset = incoming.wanted()
+            offset = incoming.next_offset()
             if offset is not None:
-                incoming.asked.add(offset)
+                incoming.requested.add(offset)
                 self._in_flight[donor] += 1
                 index = incoming.fragment.index
-                question = Envelope(StateRequest(self.run, index, offset, PIECE_BYTES, incoming.kept))
+                question = Envelope(StateRequest(self.run, index, offset, PIECE_BYTES, incoming.retained))
                 return [Ask(self.tag(index, offset), donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)]
         return []
 
     def _failed(self, donor: PeerId, reason: str) -> list[Effect]:
         self._in_flight[donor] -= 1
-        if reason == Reason.BUSY:  # it has enough newcomers: others are asked, and it perhaps later
+        if reason == Reason.BUSY:  # it serves enough newcomers: others are asked instead
             self.busy += 1
             return self._not_now(donor)
         self.failures[donor] += 1
@@ -228,6 +228,3 @@ class Fetch:
     def _not_now(self, donor: PeerId) -> list[Effect]:
         self.donors = [peer for peer in self.donors if peer != donor]
         return self.ask()
-
-
-__all__ = ["Fetch", "FetchTag", "Incoming"]

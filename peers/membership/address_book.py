@@ -1,6 +1,6 @@
-"""Where we last met the others: kept in the state folder, so that a swarm that died finds itself again.
+"""The last known addresses of other peers, in the state folder, so that a swarm that has stopped finds itself again.
 
-Addresses are hints. Whoever answers at one still has to prove by its key that it is the peer it should be.
+Addresses are hints: a peer that answers at one still has to prove by its key who it is.
 """
 
 import json
@@ -9,17 +9,17 @@ from pathlib import Path
 
 from decentral.core.ids import PeerId
 
-ADDRESSES_KEPT = 64  # peers; enough to find some of a swarm
+ADDRESSES_KEPT = 64  # peers: enough to find some of a swarm
 
 
 @dataclass(slots=True)
 class AddressBook:
     path: Path
-    known: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # the latest last
+    known: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # in the order in which they were learned
 
     @classmethod
     def load(cls, path: Path) -> "AddressBook":
-        """What is in the file; nothing if there is none, or it is damaged: it holds hints only."""
+        """The book in this file. It is empty if there is no file, or a damaged one, as it holds hints only."""
         book = cls(path)
         try:
             entries = json.loads(path.read_text())

@@ -1,8 +1,7 @@
-"""Who holds which layer, kept up to date record by record: a look costs the same however many peers there are.
+"""Which peers hold which layer, kept up to date record by record: a query costs the same in a swarm of any size.
 
-Of a layer's holders a peer asks a few only, its neighbours: as many as it can know well, and others than its
-neighbours' neighbours are (rendezvous hashing, Thaler and Ravishankar 1998). So work spreads over all holders though
-nobody measures more than NEIGHBOURS of them.
+A peer asks only a few of a layer's holders, its neighbours, so that it can measure each of them well. Different peers
+have different neighbours (rendezvous hashing, Thaler and Ravishankar 1998), so work spreads over all holders.
 """
 
 import bisect
@@ -14,24 +13,24 @@ from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.peers.membership.records import PeerRecord
 
-NEIGHBOURS = 24  # of a layer's holders
+NEIGHBOURS = 24  # holders of a layer that a peer knows
 
 
 @dataclass(slots=True)
 class Holders:
-    """Of a model with so many layers, as `own` sees it. Who is not training holds nothing."""
+    """The holders of a model with so many layers, as `own` sees them. A peer that is not training holds nothing."""
 
     own: PeerId
     layers: int
-    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens/s of all with the same layers
-    changes: int = 0  # so far, of who holds what and how fast it is
-    _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # layers, tokens/s
-    _alike: dict[tuple[int, int], list[tuple[int, PeerId]]] = field(default_factory=dict)  # with the same, by distance
-    _near: dict[int, list[PeerId]] = field(default_factory=dict)  # what was asked for since something changed
+    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens/s of all peers with the same layers
+    changes: int = 0  # how often a span or a speed has changed so far
+    _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # layers [first, last), tokens/s
+    _alike: dict[tuple[int, int], list[tuple[int, PeerId]]] = field(default_factory=dict)  # by layers, then distance
+    _near: dict[int, list[PeerId]] = field(default_factory=dict)  # answers since the last change, by layer
 
     @property
     def count(self) -> int:
-        """Peers that hold something."""
+        """The number of peers that hold something."""
         return len(self._places)
 
     def put(self, peer: PeerId, record: PeerRecord) -> None:
@@ -66,11 +65,11 @@ class Holders:
         self._near.clear()
 
     def place(self, peer: PeerId) -> tuple[int, int, float]:
-        """Layers [first, last) of one that holds some, and its tokens/s."""
+        """The layers [first, last) that a peer holds, and its tokens/s; (0, 0, 0.0) if it holds none."""
         return self._places.get(peer, (0, 0, 0.0))
 
     def near(self, layer: int) -> Sequence[PeerId]:
-        """Up to NEIGHBOURS holders of the layer, in the order of their ids."""
+        """Up to NEIGHBOURS holders of the layer, the nearest by hash, in the order of their ids."""
         if layer not in self._near:
             spans = [held[:NEIGHBOURS] for (first, last), held in self._alike.items() if first <= layer < last]
             self._near[layer] = sorted(peer for _, peer in sorted(chain.from_iterable(spans))[:NEIGHBOURS])

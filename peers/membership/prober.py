@@ -1,6 +1,6 @@
-"""Measures links: latency by small questions, bandwidth by a megabyte each way, to a few peers at first.
+"""Measures the links to a few peers: latency with small questions, bandwidth with a megabyte each way.
 
-From then on every exchange measures (comm/wire/meter.py), so a probe is repeated only for links that carry nothing.
+Later every exchange measures its link (comm/wire/meter.py), so a probe is repeated only while too few are measured.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from decentral.core.units import MiB, Seconds
 
 PROBED_PEERS = 3
 PROBE_BYTES = 1 * MiB
-AGAIN_S = 300.0
-DEADLINE_S = 20.0
+PROBE_EVERY_S = 300.0
+PROBE_DEADLINE_S = 20.0
 
 
 @lru_cache(maxsize=4)
 def zeros(size: int) -> bytes:
-    """One block for all who send it: a size asked for is bounded by MAX_PROBE_BYTES."""
+    """A block of zeros, cached; no peer can ask for more than MAX_PROBE_BYTES."""
     return bytes(size)
 
 
@@ -47,7 +47,7 @@ class Prober:
     def handle(self, event: object, now: Seconds, peers: Sequence[PeerId]) -> list[Effect]:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
-                self.wake_at = now + AGAIN_S
+                self.wake_at = now + PROBE_EVERY_S
                 self._choose(peers)
                 return self._next()
             case Answered(tag=ProbeTag()) | AskFailed(tag=ProbeTag()):
@@ -57,7 +57,7 @@ class Prober:
         return []
 
     def _choose(self, peers: Sequence[PeerId]) -> None:
-        """As many as there are links missing: PROBED_PEERS with a known uplink say enough of ours."""
+        """Queues probes until PROBED_PEERS links have a known uplink, which is enough to know ours."""
         links = self.meter.links
         new = [peer for peer in sorted(peers) if peer not in links or not links[peer].up]
         missing = PROBED_PEERS - sum(1 for link in links.values() if link.up)
@@ -65,7 +65,7 @@ class Prober:
         self._queue = [(peer, what) for peer in chosen for what in self._unknown(peer)]
 
     def _unknown(self, peer: PeerId) -> list[str]:
-        """What a donor has sent us says how fast its link is: a megabyte that need not be sent again."""
+        """The probes of a peer. There is no download from a peer whose downlink is known, such as a donor."""
         link = self.meter.links.get(peer)
         return ["ping", "ping", "down", "up"] if link is None or not link.down else ["ping", "ping", "up"]
 
@@ -73,7 +73,7 @@ class Prober:
         if not self._queue:
             return []
         peer, what = self._queue.pop(0)
-        return [Ask(ProbeTag(what), peer, self._question(what), DEADLINE_S, PROBE_BYTES)]
+        return [Ask(ProbeTag(what), peer, self._question(what), PROBE_DEADLINE_S, PROBE_BYTES)]
 
     def _question(self, what: str) -> Envelope:
         if what == "ping":

@@ -1,4 +1,4 @@
-"""What a peer says of itself in the DHT: its profile, its span, its progress, its addresses.
+"""A peer's record in the DHT: its profile, its span, its progress, its addresses.
 
 A record's body is msgpack inside a seal (comm/wire/identity.py). Every field has a bound; a body that breaks one is
 counted and ignored.
@@ -31,12 +31,12 @@ Addresses = Annotated[tuple[Annotated[str, Strict(), Field(max_length=256)], ...
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What this peer was measured to be: nothing here is merely declared, but the region's name."""
+    """What this peer was measured to be. Only the region's name is declared and not measured."""
 
     device: Label
-    memory_bytes: Count
+    memory_bytes: Count  # memory for the model
     flops: Positive  # FLOP/s of a matrix product in the training dtype
-    tokens_per_s: Positive  # on the run's model, throttling included
+    tokens_per_s: Positive  # speed on the run's whole model, throttling included
     down: Positive = 0.0  # bytes/s, typical of its links; 0: not measured yet
     up: Positive = 0.0
     latency_s: Positive = 0.0
@@ -55,15 +55,15 @@ class PeerRecord:
     step: Count
     lr_step: Count
     tokens: Count
-    round: Count = 0  # of allreduce
+    round: Count = 0  # number of the all-reduce round
     phase: PeerPhase = "joining"
-    kept: Annotated[RetainedStates, Field(max_length=256)] = ()  # states of fragments that it does not hold any more
+    kept: Annotated[RetainedStates, Field(max_length=256)] = ()  # fragment and step of each state that it retains
 
 
 _PEER = TypeAdapter(PeerRecord)
 _NAMES = [field.name for field in dataclasses.fields(PeerRecord)]
 _PROFILE_NAMES = [field.name for field in dataclasses.fields(Profile)]
-SMALL_BYTES = 2048  # records that are kept when they were read: several thousand of them are a few megabytes
+SMALL_BYTES = 2048  # larger records are not cached: several thousand of this size are a few megabytes
 
 
 def pack(record: PeerRecord) -> bytes:
@@ -78,13 +78,13 @@ def _plain(profile: Profile) -> dict[str, Any]:
 
 @cache
 def keys(run: RunId, shards: int) -> tuple[str, ...]:
-    """Where the records of a run are in the DHT."""
+    """The keys of a run's records in the DHT."""
     return (f"{run}/peers",) if shards == 1 else tuple(f"{run}/peers/{shard}" for shard in range(shards))
 
 
 @cache
 def key_of(run: RunId, peer: PeerId, shards: int) -> str:
-    """Where this peer's record is."""
+    """The key of this peer's record."""
     return keys(run, shards)[rng.seed_of(0, "shard", peer) % shards]
 
 
@@ -92,10 +92,10 @@ Open = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]
 """comm/wire/identity.py's Signer.open."""
 
 
-async def look(
+async def lookup(
     directory: Directory, run: RunId, shards: int, now: float, opened: Open = identity.open_sealed
 ) -> dict[PeerId, PeerRecord]:
-    """All of a run's peers that the DHT knows; what is no valid record is left out."""
+    """The records of all of a run's peers in the DHT, except those that leave. Invalid records are left out."""
     found = {}
     for key in keys(run, shards):
         for subkey, value in (await directory.fetch(key)).items():
@@ -116,7 +116,7 @@ def unpack(body: bytes) -> PeerRecord:
 
 @lru_cache(maxsize=1 << 14)
 def _unpack_again(body: bytes) -> PeerRecord:
-    """A record is frozen, so whoever reads the same bytes may have the same one."""
+    """A record is frozen, so simulated peers that read the same bytes may share it."""
     return _unpack(body)
 
 
@@ -125,11 +125,11 @@ def _unpack(body: bytes) -> PeerRecord:
 
 
 def checked(adapter: TypeAdapter[T], body: bytes) -> T:
-    """What a signed msgpack body says, every field in its bounds. Raises ProtocolError."""
+    """The value in a msgpack body, every field within its bounds. Raises ProtocolError if it is anything else."""
     try:
         fields: Any = msgpack.unpackb(body, use_list=False, strict_map_key=True)
         return adapter.validate_python(fields)
     except ValidationError as error:
         raise ProtocolError(Reason.FIELDS, f"{error.error_count()} wrong") from None
-    except Exception as error:  # msgpack raises a dozen kinds for garbage
+    except Exception as error:  # msgpack raises many kinds of errors for garbage
         raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None

@@ -1,11 +1,11 @@
-"""Who is alive: peers' signed records in the DHT, and what our own questions find out.
+"""Which peers are alive: their signed records in the DHT, and whether they answer our questions.
 
-A record expires a minute after its peer stops renewing it. That is slow for a crash, so a peer that does not answer
+A record expires a minute after its peer stops renewing it. That is slow for a crash, so a peer that fails to answer
 twice in a row is dropped at once, and comes back with its next record. A peer that leaves says so in its last one.
 
-All records are under one key, which is as large as the swarm. Where that is too large, `swarm.shards` spreads them
-over several: each look then goes to our own shard and to one more, drawn anew, so that everybody knows a changing
-sample of the swarm, and what a peer does costs the same however many there are.
+All records are under one key, whose size grows with the swarm. Where that is too large, `swarm.shards` spreads them
+over several keys: each lookup then reads our own shard and one more, drawn at random. So each peer knows a changing
+sample of the swarm, and its costs do not grow with the number of peers.
 """
 
 from collections import Counter
@@ -26,17 +26,17 @@ from decentral.peers.membership import records
 from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.records import PeerRecord
 
-SOON_S = 0.5
-PEERS_PER_REFRESH_S = 25  # a large swarm looks less often: its record is as large as it
-EXPIRY_STEP_S = 1e-3
-FORGET_TTLS = 10  # lifetimes of a record
+REFRESH_SOON_S = 0.5  # until the next lookup after an unknown peer has asked us something
+PEERS_PER_REFRESH_S = 25  # a large swarm is looked up less often, as a lookup costs in proportion to its size
+EXPIRY_STEP_S = 1e-3  # each record of ours expires so much later than the one before
+FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotten
 DEAD_AFTER = 2  # unanswered questions in a row
 SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
 
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """Effect: the transport may want to know where a peer listens."""
+    """Effect: tell the transport where a peer listens."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -45,7 +45,7 @@ class Learn:
 @dataclass(slots=True)
 class RosterEntry:
     record: PeerRecord
-    expires: float
+    expires: float  # unix seconds
     failures: int = 0  # unanswered questions in a row
 
 
@@ -58,13 +58,13 @@ class Roster:
     chance: Random
     holders: Holders
     live: dict[PeerId, RosterEntry] = field(default_factory=dict)
-    refused: Counter[str] = field(default_factory=Counter)
-    _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time are of the dead peer
-    _known: dict[PeerId, bytes] = field(default_factory=dict)  # the record that we read last, to read none twice
-    _expires: Seconds = 0.0  # of our last record: the directory keeps the one that expires later
+    refused: Counter[str] = field(default_factory=Counter)  # records, by reason
+    _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time say nothing of a dropped peer
+    _known: dict[PeerId, bytes] = field(default_factory=dict)  # each peer's last record, so that none is read twice
+    _expires: Seconds = 0.0  # when our last record does; a directory keeps the record that expires later
     _renew_at: Seconds = 0.0
     _refresh_at: Seconds = 0.0
-    _expiry_at: Seconds | None = None  # when to look for expired records; together, not one by one
+    _expiry_at: Seconds | None = None  # when to drop all expired records together
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -84,14 +84,14 @@ class Roster:
         return []
 
     def renew_soon(self, now: Seconds) -> None:
-        """Something worth telling has changed."""
+        """Renews our record at the next chance, because something in it has changed."""
         self._renew_at = min(self._renew_at, now)
 
-    def look_soon(self, now: Seconds) -> None:
-        """Somebody whom we do not know has asked us something: a newcomer, unless nobody knows everybody here."""
+    def refresh_soon(self, now: Seconds) -> None:
+        """Looks up records soon, because an unknown peer has asked us something, and is probably a newcomer."""
         if self.limits.shards > 1:
-            return
-        self._refresh_at = min(self._refresh_at, now + SOON_S)
+            return  # with shards nobody knows all peers
+        self._refresh_at = min(self._refresh_at, now + REFRESH_SOON_S)
 
     def leave(self, now: Seconds) -> list[Effect]:
         return [self._announce(now, leaving=True)]
@@ -113,11 +113,11 @@ class Roster:
             return []
         self._refresh_at = now + max(self.limits.refresh_s, len(self.live) / PEERS_PER_REFRESH_S)
         own = records.key_of(self.run, self.own.peer, self.limits.shards)
-        looks = (
+        lookups = (
             [own] if self.limits.shards == 1 else [own, self.chance.choice(records.keys(self.run, self.limits.shards))]
         )
         self._forget(now)
-        return [Lookup(key) for key in dict.fromkeys(looks)]
+        return [Lookup(key) for key in dict.fromkeys(lookups)]
 
     def _expire(self, now: Seconds) -> list[Effect]:
         if self._expiry_at is None or now < self._expiry_at:
@@ -150,7 +150,7 @@ class Roster:
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time)
             return self._drop(peer, "left", now) if peer in self.live else []
         if record.time <= self._dropped.get(peer, 0.0):
-            return []  # written before it went silent
+            return []  # the record was written before the peer was dropped
         known = self.live.get(peer)
         if known is not None and known.record.time >= record.time:
             return []
@@ -174,7 +174,7 @@ class Roster:
         return self._drop(peer, Reason.SILENT, now)
 
     def _forget(self, now: Seconds) -> None:
-        """What a record says of long ago is of no use: peers that come and go must not fill our memory."""
+        """Forgets peers of long ago, so that peers that come and go do not fill our memory."""
         if len(self._known) > 2 * self.limits.max_peers:
             self._known.clear()
         if len(self._dropped) > self.limits.max_peers:

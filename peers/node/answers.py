@@ -1,154 +1,141 @@
-"""What others ask: which machine answers, or why nobody does. Every question gets one answer, sooner or later.
+"""What other peers ask: each question gets one answer, sooner or later, or a refusal with its reason.
 
-Some answers take time: a snapshot that is not there yet, a state that the compute thread encodes, a micro-batch. So the
-questions that wait are known, and are refused when we leave, or give up the layers that they are about.
+Some answers take time: a snapshot that is not there yet, a state that the compute thread encodes, a micro-batch. The
+questions that wait are therefore known; they are refused when this peer leaves, or when it gives up the fragment that
+they are about.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.rounds.round import Rounds
-from decentral.comm.routes.router import Router
+from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import (
-    MAX_PROBE_BYTES,
-    CollectRequest,
-    CommitDecision,
-    CommitQuery,
-    Done,
-    ForwardRequest,
-    ForwardStatusQuery,
-    Hello,
-    LeaseRequest,
-    Message,
-    Offer,
-    Ping,
-    Pong,
-    Probe,
-    Probed,
-    Pull,
-    Push,
-    Refused,
-    RoundQuery,
-    StateRequest,
-    Swap,
-    SwapCommit,
-    Welcome,
-)
+from decentral.comm.wire.messages import MAX_PROBE_BYTES, Message, Refused
 from decentral.comm.wire.transport import Asked, Reply
 from decentral.core.algorithms import algorithm
 from decentral.core.jobs import RetainedExported, StateExported
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
-from decentral.peers.joining.join import Donor
+from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.prober import zeros
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
+from decentral.peers.node.handlers import Handlers
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import SpanMove
 
-OF_NONE = -1
+EXCHANGE_QUESTIONS = (messages.Pull, messages.Swap, messages.SwapCommit, messages.Push)
+ROUTE_QUESTIONS = (
+    messages.ForwardRequest,
+    messages.Offer,
+    messages.ForwardStatusQuery,
+    messages.CommitDecision,
+    messages.CommitQuery,
+)
+ROUND_QUESTIONS = (messages.RoundQuery, messages.CollectRequest)
+NO_FRAGMENT = -1
 BLOB_SLACK_BYTES = 1024  # in a snapshot besides its bytes per parameter: parts of blocks, single numbers
 
 
 @dataclass(slots=True)
 class Answers:
-    """The machines that answer; those that this peer does without are None."""
+    """Answers what no other machine is registered for in `handlers`, and gives the rest to those that are."""
 
-    setup: Callable[[], NodeSetup]  # as it is now
+    setup: Callable[[], NodeSetup]  # the present one
+    trains: Callable[[], bool]  # whether this peer trains; else it is joining
+    handlers: Handlers
     progress: TrainingProgress
     donor: Donor
     gossip: FragmentExchanges
-    routes: Router | None
     rounds: Rounds | None
-    moves: SpanMove | None
-    waiting: dict[int, int] = field(default_factory=dict)  # by request: of which fragment it is, or OF_NONE
+    span_move: SpanMove | None = None  # None: this peer never changes its layers
+    waiting: dict[int, int] = field(default_factory=dict)  # the fragment of each open request, or NO_FRAGMENT
 
-    def asked(self, event: Asked, training: bool, now: Seconds) -> list[Effect]:
-        """`training`: or else joining."""
-        self.waiting[event.request] = OF_NONE
-        setup = self.setup()
-        match event.envelope.message:
-            case Hello(run):
-                wanted = run in ("", setup.run)
-                answer = Welcome(setup.run, setup.config.canonical())
-                return [_reply(event, answer if wanted else self._other_run(run))]
-            case Ping(nonce):
-                return [_reply(event, Pong(nonce))]
-            case Probe(download_bytes):
-                probed = Probed(len(event.envelope.blob))
-                return [Reply(event.request, Envelope(probed, zeros(download_bytes)))]
-            case LeaseRequest(run=run, fragment=index) if run == setup.run and training:
-                if self.moves:
-                    return self.moves.handle(event, now)
-                return [_reply(event, Done() if setup.holds(index) else Refused(Reason.FRAGMENT))]
-            case StateRequest(run=run) as pull if run == setup.run:
-                fallen_out = self.rounds is not None and self.rounds.behind != ""
-                if not training and (setup.restored_step is None or fallen_out):
-                    return [_reply(event, Refused(Reason.NOT_READY))]
-                if self.rounds:
-                    self.rounds.pin(event.sender, now)
-                return self.donor.asked(event.request, event.sender, pull, self._state_step, now)
-            case Pull(run=run, fragment=index) | SwapCommit(run=run, fragment=index):
-                return self._gossip(event, run, index, now)
-            case Swap(offered) | Push(offered):
-                return self._gossip(event, offered.run, offered.fragment, now)
-            case (
-                ForwardRequest(run=run)
-                | Offer(run=run)
-                | ForwardStatusQuery(run=run)
-                | CommitDecision(run=run)
-                | CommitQuery(run=run)
-            ) if run == setup.run and self.routes:
-                return self.routes.handle(event, now)
-            case RoundQuery(run=run) | CollectRequest(run=run) if run == setup.run and self.rounds:
-                return self.rounds.handle(event, now)
-            case (
-                StateRequest(run=run)
-                | ForwardRequest(run=run)
-                | Offer(run=run)
-                | ForwardStatusQuery(run=run)
-                | CommitDecision(run=run)
-                | CommitQuery(run=run)
-                | RoundQuery(run=run)
-                | CollectRequest(run=run)
-            ) if run != setup.run:
-                return [_reply(event, self._other_run(run))]
-        return [_reply(event, Refused(Reason.UNEXPECTED))]
+    def __post_init__(self) -> None:
+        self.handlers.register(self._any_run, messages.Hello, messages.Ping, messages.Probe)
+        self.handlers.register(self._lease, messages.LeaseRequest)
+        self.handlers.register(self._state, messages.StateRequest)
+        self.handlers.register(self._exchange, *EXCHANGE_QUESTIONS)
+
+    def asked(self, event: Asked, now: Seconds) -> list[Effect]:
+        self.waiting[event.request] = NO_FRAGMENT
+        run = _run_of(event.envelope.message)
+        if run is not None and run != self.setup().run:
+            return [_reply(event, self._other_run(run))]
+        handler = self.handlers.find(event.envelope.message)
+        return handler(event, now) if handler else [_reply(event, Refused(Reason.UNEXPECTED))]
+
+    def replied(self, request: int) -> None:
+        self.waiting.pop(request, None)
 
     def exported(self, event: StateExported | RetainedExported, now: Seconds) -> list[Effect]:
-        """A state that newcomers wait for."""
+        """The compute thread has encoded a state that newcomers wait for."""
         version = self.rounds.versions.get(event.fragment, bytes(16)) if self.rounds else bytes(16)
         return self.donor.exported(event, self._state_step, now, version)
 
-    def part_with(self, lost: Sequence[int]) -> list[Effect]:
-        """Whoever waits for something of these fragments is told that it does not come."""
-        asked = [request for request, index in self.waiting.items() if index in lost]
-        return [Reply(request, Envelope(Refused(Reason.FRAGMENT))) for request in asked]
+    def refuse_about(self, lost: Sequence[int]) -> list[Effect]:
+        """Refuses the open questions about these fragments, which this peer gives up."""
+        open_requests = [request for request, index in self.waiting.items() if index in lost]
+        return [Reply(request, Envelope(Refused(Reason.FRAGMENT))) for request in open_requests]
 
     def leave(self) -> list[Effect]:
         return [Reply(request, Envelope(Refused(Reason.LEAVING))) for request in sorted(self.waiting)]
 
     def blob_bound(self, message: Message) -> int:
-        """How large a blob may come with a question; everything else carries none."""
+        """The largest blob, in bytes, that may come with this question; 0 if it carries none."""
         setup = self.setup()
         match message:
-            case Probe():
+            case messages.Probe():
                 return MAX_PROBE_BYTES
-            case Swap(offered) | Push(offered):
+            case messages.Swap(offered) | messages.Push(offered):
                 held = {fragment.index: fragment.parameters for fragment in setup.fragments}
                 known = offered.fragment in held
                 snapshot_bytes = algorithm(setup.config.gossip.algorithm).snapshot_bytes
                 return int(held[offered.fragment] * snapshot_bytes) + BLOB_SLACK_BYTES if known else 0
-            case ForwardRequest() if setup.routes:
+            case messages.ForwardRequest() if setup.routes:
                 return setup.routes.size(message)
         return 0
 
-    def _gossip(self, event: Asked, run: str, index: int, now: Seconds) -> list[Effect]:
-        if run != self.setup().run:
-            return [_reply(event, self._other_run(run))]
-        refusal = self.gossip.refusal(event.envelope.message, index)
+    def _any_run(self, event: Asked, now: Seconds) -> list[Effect]:
+        """Answers the questions that peers of any run, or of none, may ask."""
+        match event.envelope.message:
+            case messages.Hello(run) if run in ("", self.setup().run):
+                return [_reply(event, messages.Welcome(self.setup().run, self.setup().config.canonical()))]
+            case messages.Hello(run):
+                return [_reply(event, self._other_run(run))]
+            case messages.Ping(nonce):
+                return [_reply(event, messages.Pong(nonce))]
+            case messages.Probe(download_bytes):
+                probed = messages.Probed(len(event.envelope.blob))
+                return [Reply(event.request, Envelope(probed, zeros(download_bytes)))]
+        raise AssertionError(f"nothing registers {event.envelope.message!r} here")
+
+    def _lease(self, event: Asked, now: Seconds) -> list[Effect]:
+        message, setup = event.envelope.message, self.setup()
+        assert isinstance(message, messages.LeaseRequest)
+        if message.run != setup.run or not self.trains():
+            return [_reply(event, Refused(Reason.UNEXPECTED))]
+        if self.span_move:
+            return self.span_move.handle(event, now)
+        return [_reply(event, messages.Done() if setup.holds(message.fragment) else Refused(Reason.FRAGMENT))]
+
+    def _state(self, event: Asked, now: Seconds) -> list[Effect]:
+        message = event.envelope.message
+        assert isinstance(message, messages.StateRequest)
+        fallen_behind = self.rounds is not None and self.rounds.behind != ""
+        if not self.trains() and (self.setup().restored_step is None or fallen_behind):
+            return [_reply(event, Refused(Reason.NOT_READY))]
+        if self.rounds:
+            self.rounds.pin(event.sender, now)
+        return self.donor.asked(event.request, event.sender, message, self._state_step, now)
+
+    def _exchange(self, event: Asked, now: Seconds) -> list[Effect]:
+        message = event.envelope.message
+        assert isinstance(message, EXCHANGE_QUESTIONS)
+        index = message.offered.fragment if isinstance(message, messages.Swap | messages.Push) else message.fragment
+        refusal = self.gossip.refusal(message, index)
         if refusal:
             return [_reply(event, refusal)]
         self.waiting[event.request] = index
@@ -156,15 +143,23 @@ class Answers:
 
     @property
     def _state_step(self) -> int:
-        """Of which step our weights are, for newcomers."""
+        """The learning-rate step of our weights, for newcomers."""
         return self.rounds.number if self.rounds and self.rounds.now_in else self.progress.lr_step
 
     def _other_run(self, run: str) -> Refused:
         return Refused(Reason.RUN, f"this peer is in {self.setup().run}, not in {run}"[:200])
 
 
+def _run_of(message: Message) -> str | None:
+    """The run that a question is about; None for messages that this peer answers, or refuses, whatever their run is."""
+    if isinstance(message, messages.Swap | messages.Push):
+        return message.offered.run
+    if isinstance(
+        message, (messages.StateRequest, messages.Pull, messages.SwapCommit, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)
+    ):
+        return message.run
+    return None
+
+
 def _reply(event: Asked, message: Message) -> Reply:
     return Reply(event.request, Envelope(message))
-
-
-__all__ = ["Answers"]

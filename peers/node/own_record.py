@@ -1,7 +1,7 @@
-"""What we say of ourselves: our record in the DHT, with the profile as it is measured by now.
+"""What a peer tells of itself: its record in the DHT, with the profile as it is measured by now.
 
-A profile is measured before a peer joins. From then on its links are known from what they carried, and its speed from
-what it trained; others plan and route by both, so a record is renewed when the speed has changed much.
+The profile is first measured before a peer joins. From then on its links are known from what they carried, and its
+speed from what it trained. Others plan and route by both, so the record is renewed when the speed has changed much.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from decentral.comm.routes.router import Router
 from decentral.comm.wire.meter import Meter
 from decentral.core.units import Seconds
-from decentral.peers.joining.join import Donor
+from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from decentral.peers.node.progress import TrainingProgress
@@ -19,24 +19,24 @@ from decentral.peers.node.setup import NodeSetup
 
 @dataclass(slots=True)
 class OwnRecord:
-    setup: Callable[[], NodeSetup]  # as it is now
+    setup: Callable[[], NodeSetup]  # the present one
     meter: Meter
     progress: TrainingProgress
     donor: Donor
     gossip: FragmentExchanges
     routes: Router | None
-    told: Profile | None = None  # what our last record says; None: there was none yet
+    published: Profile | None = None  # in our last record; None: there was none yet
 
     @property
     def outdated(self) -> bool:
-        """Whether our routes have found another speed than others were told."""
+        """Whether the speed that our routes have measured differs much from the one in our last record."""
         speed = self.routes.workload.speed if self.routes else 0.0
-        told = self.told.tokens_per_s if self.told else 0.0
-        return speed != 0 and not 0.8 < told / speed < 1.25
+        published = self.published.tokens_per_s if self.published else 0.0
+        return speed != 0 and not 0.8 < published / speed < 1.25
 
     def compose(self, phase: PeerPhase, now: Seconds) -> PeerRecord:
         setup, progress, profile = self.setup(), self.progress, self.profile()
-        self.told = profile
+        self.published = profile
         return PeerRecord(
             run=setup.run,
             time=now,
@@ -49,11 +49,11 @@ class OwnRecord:
             tokens=progress.tokens,
             round=self.gossip.round,
             phase=phase,
-            kept=self.donor.kept,
+            kept=self.donor.retained,
         )
 
     def profile(self) -> Profile:
-        """As measured by now."""
+        """The present profile, as measured by now."""
         setup = self.setup()
         return replace(
             setup.profile,
@@ -64,8 +64,5 @@ class OwnRecord:
         )
 
     def _measured(self, setup: NodeSetup) -> float:
-        """Tokens/s in training: of a peer that trains alone from its progress, else from its part in routes."""
+        """Tokens/s in training, from the progress of a peer that trains alone, else from its part in routes."""
         return self.progress.tokens_per_s if setup.whole else self.routes.workload.speed if self.routes else 0.0
-
-
-__all__ = ["OwnRecord"]

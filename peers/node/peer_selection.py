@@ -1,8 +1,8 @@
-"""Peer selection: which peers each machine asks, and how long and how often.
+"""Peer selection: which peers each machine asks, how long it waits for them, and how often it exchanges.
 
-The roster says who holds what and who trains, the meter what the links carry. Exchanges (GossipView in
-core/algorithms.py), rounds, moves and newcomers see no more of the swarm than this; routes have a view of their own,
-peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
+The roster says who holds what and who trains, the meter what the links carry. Exchanges (core/algorithms.py,
+GossipView), rounds (comm/rounds/round.py, RoundView), moves and newcomers see no more of the swarm than this. Routes
+have their own view of it, peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ from decentral.peers.membership.roster import Roster
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 
-NEVER = -1  # a step
+NEVER = -1  # the step of a state that nobody has
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 
 
 @dataclass(slots=True)
 class PeerSelection:
-    setup: Callable[[], NodeSetup]  # as it is now
+    setup: Callable[[], NodeSetup]  # the present one
     roster: Roster
     meter: Meter
     progress: TrainingProgress
     chance: Random
 
-    # For exchanges: GossipView in core/algorithms.py
+    # GossipView
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """The peers to exchange with: drawn by the bandwidth of their links, so that each has a chance."""
@@ -39,13 +39,14 @@ class PeerSelection:
         return holders if count is None else self._draw(holders, min(count, len(holders)))
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """How long `size` bytes from there may take."""
+        """How long `size` bytes from that peer may take."""
         return self.meter.deadline_s(peer, size)
 
     def period_s(self, size: int) -> Seconds:
-        """Between two windows of a fragment whose snapshots have `size` bytes.
+        """Seconds between two windows of a fragment whose snapshots have `size` bytes.
 
-        Whole windows, as many as all fragments take at our share of the link (Streaming DiLoCo's P).
+        It is a whole number of windows, as many as all fragments take at our share of the link (P in Streaming
+        DiLoCo, arXiv 2501.18512).
         """
         setup = self.setup()
         gossip = setup.config.gossip
@@ -71,20 +72,20 @@ class PeerSelection:
             drawn += self.chance.choices(left, [weights[peer] for peer in left])
         return drawn
 
-    # For rounds: comm/rounds.View
+    # RoundView
 
     def acquaintances(self) -> Sequence[PeerId]:
-        """Who may be in the run already."""
+        """The peers that may be in the run already."""
         return sorted({*self.roster.live, *self.setup().contacts})
 
     def trainers(self) -> Sequence[PeerId]:
-        """Who trains, as far as we know."""
+        """The peers that train, as far as we know."""
         return sorted(peer for peer, entry in self.roster.live.items() if entry.record.phase == "training")
 
-    # For moves and newcomers: peers/node/span_manager.py, peers/joining/join.py
+    # For moves and newcomers
 
     def holders(self, fragment: int) -> list[PeerId]:
-        """Who else holds it, and trains."""
+        """The other peers that hold the fragment and train."""
         cut = self.setup().cut(fragment)
         return sorted(
             peer
@@ -92,27 +93,27 @@ class PeerSelection:
             if entry.record.phase == "training" and entry.record.first <= cut.first and cut.last <= entry.record.last
         )
 
-    def newest_kept(self, fragment: int) -> tuple[int, list[PeerId]]:
-        """Of what others keep: the learning-rate step, or NEVER, and who keeps it."""
+    def newest_retained(self, fragment: int) -> tuple[int, list[PeerId]]:
+        """The learning-rate step of the newest state that others retain, or NEVER, and the peers that retain it."""
         found = {peer: dict(entry.record.kept).get(fragment, NEVER) for peer, entry in sorted(self.roster.live.items())}
         newest = max(found.values(), default=NEVER)
         return newest, [peer for peer, step in found.items() if step == newest > NEVER]
 
     def donates(self, peer: PeerId, fragment: Fragment) -> bool:
-        """By its record. Where all hold everything, whoever answers may be asked, and says if it is not ready."""
+        """Whether a newcomer may ask this peer for the fragment, by its record.
+
+        Where all peers hold everything, any may be asked: it refuses if it is not ready.
+        """
         entry = self.roster.live.get(peer)
         if entry is None:
             return self.setup().whole
-        covers = entry.record.first <= fragment.first and fragment.last <= entry.record.last
-        return covers and (self.setup().whole or entry.record.phase == "training")
+        holds = entry.record.first <= fragment.first and fragment.last <= entry.record.last
+        return holds and (self.setup().whole or entry.record.phase == "training")
 
     def donors(self) -> list[PeerId]:
-        """Whom a newcomer may ask: those who train, or whoever is there while nobody says so."""
+        """The peers that a newcomer may ask: those that train, or all while nobody trains."""
         training = [peer for peer, entry in self.roster.live.items() if entry.record.phase == "training"]
         return sorted(training) or self.live()
 
     def live(self) -> list[PeerId]:
         return sorted(self.roster.live)
-
-
-__all__ = ["NEVER", "PeerSelection"]

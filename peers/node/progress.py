@@ -1,4 +1,4 @@
-"""How far we are: step lines, the swarm's learning-rate clock, evaluations, checkpoints, and when to stop.
+"""How far training is: step lines, the swarm's learning-rate clock, evaluations, checkpoints, and when to stop.
 
 The learning-rate step follows the fastest half of the swarm: each peer takes the upper median of what the live peers
 advertise, where that is ahead of its own. So a slow peer does not train at a warm-up rate while the others decay, and
@@ -13,13 +13,13 @@ from decentral.core.jobs import Evaluate, Evaluated, Job, JobFailed, Save, Saved
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.units import Amount, Seconds
 
-LINE_S = 1.0  # one `step` line for about this much time
-RATE_S = 10.0  # tokens/s is over about this long
+LINE_S = 1.0  # between two `step` lines
+RATE_S = 10.0  # time constant of the average of tokens/s
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Effect: save and leave."""
+    """Effect: save a checkpoint and leave the swarm."""
 
     reason: str
 
@@ -29,17 +29,17 @@ class TrainingProgress:
     train: TrainConfig
     limits: SwarmConfig
     stop_after: Amount | None
-    evaluates: bool = True  # a peer that holds a part of the model cannot, by itself
+    evaluates: bool = True  # a peer that holds a part of the model cannot evaluate by itself
     joined_at: Seconds | None = None
     step: int = 0
     lr_step: int = 0
-    tokens: int = 0  # of this process since it joined
+    tokens: int = 0  # trained by this process since it joined
     loss: float | None = None
     held_out: float | None = None
     tokens_per_s: float = 0.0
     busy_s: float = 0.0
     micro_batches: int = 0
-    _line: list[Stepped] = field(default_factory=list)
+    _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
     _line_at: Seconds = 0.0
     _eval_at: Seconds | None = None
     _save_at: Seconds | None = None
@@ -52,7 +52,7 @@ class TrainingProgress:
         self._save_at = now if fetched else now + self.limits.checkpoint_every_s
 
     def save_soon(self, now: Seconds) -> None:
-        """The disk has something else than what we hold now."""
+        """Saves at the next chance: the checkpoint on the disk is of another span than the present one."""
         self._save_at = now
 
     @property
@@ -81,14 +81,14 @@ class TrainingProgress:
     def follow(self, lr_steps: Iterable[int]) -> list[Job]:
         """Catches up with the upper median of the live peers' learning-rate steps."""
         known = sorted([*lr_steps, self.lr_step])
-        goal = known[len(known) // 2]
-        return [SetClock(goal)] if goal > self.lr_step else []
+        median = known[len(known) // 2]
+        return [SetClock(median)] if median > self.lr_step else []
 
     def flush(self, now: Seconds) -> list[Effect]:
-        """The line of what was trained since the last one."""
-        if not self._line:
+        """The journal line about the steps since the last one."""
+        if not self._steps:
             return []
-        steps, self._line = self._line, []
+        steps, self._steps = self._steps, []
         tokens, seconds = sum(step.tokens for step in steps), sum(step.seconds for step in steps)
         self._rate(tokens, now)
         return [
@@ -104,7 +104,7 @@ class TrainingProgress:
         ]
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
-        self._line.append(step)
+        self._steps.append(step)
         self.step, self.lr_step = step.step, step.lr_step
         self.tokens += step.tokens
         self.busy_s += step.seconds
@@ -125,7 +125,7 @@ class TrainingProgress:
     def _due(self, now: Seconds) -> list[Effect]:
         effects: list[Effect] = []
         if self._eval_at is not None and now >= self._eval_at:
-            self._eval_at = None  # until the outcome is here
+            self._eval_at = None  # until its outcome has come
             effects.append(Evaluate())
         if self._save_at is not None and now >= self._save_at:
             self._save_at = None

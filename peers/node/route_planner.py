@@ -1,8 +1,9 @@
 """Where routes should run: keeps the flow that they follow up to date, and shows them the swarm.
 
-Routes (comm/routes/router.py) carry micro-batches; this is what they go by: the prior from the flow (peers/planning/routing_weights.py), how fast
-others usually are, and who holds which layer (comm/onward.View). The flow is solved anew when the speeds in the roster
-have changed enough, and looked at every FLOWS_S at most: a large swarm's less often, as one peer changes little of it.
+Routes (comm/routes/router.py) carry micro-batches. They go by the routing weights that follow from a flow through the
+swarm (peers/planning/routing_weights.py), by the usual speed of the others, and by who holds which layer
+(comm/routes/forwarding.py, RouteView). The flow is solved again when the speeds in the roster have changed enough. That
+is checked every FLOW_CHECK_S, and less often in a large swarm, where one peer changes little.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,95 +18,89 @@ from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_choice import holder_of
 from decentral.peers.planning import routing_weights
 
-FLOWS_S = 2.0  # how often to look whether the flow through the swarm has changed
-MOST_SPANS = 4096  # that are remembered
+FLOW_CHECK_S = 2.0  # between two checks whether the speeds in the swarm have changed
+MAX_SPANS_KEPT = 4096  # spans of layers whose fragments are remembered
 
 
 @dataclass(slots=True)
 class RoutePlanner:
-    setup: Callable[[], NodeSetup]  # as it is now, with the terms of routes
+    setup: Callable[[], NodeSetup]  # the present one, with a stage config
     roster: Roster
     routes: Router = field(init=False)
-    rounds: Rounds | None = None  # of a synchronous run: routes stay among the members
-    routed: bool = field(init=False)
-    _look_at: Seconds = 0.0
-    _seen: tuple[int, str] = (0, "")  # changes of the roster, our own speed
-    _known: dict[routing_weights.Span, float] = field(default_factory=dict)  # speeds of the flow that we go by
-    _whole: dict[tuple[int, int], range] = field(default_factory=dict)  # the fragments in layers [first, last)
+    rounds: Rounds | None = None  # in a synchronous run, where routes stay among the round's members
+    routed: bool = field(init=False)  # whether our own micro-batches go along routes
+    _check_at: Seconds = 0.0
+    _seen: tuple[int, str] = (0, "")  # the count of the roster's changes and our own speed at the last check
+    _solved: dict[routing_weights.Span, float] = field(default_factory=dict)  # the speeds behind the present flow
+    _fragments: dict[tuple[int, int], range] = field(default_factory=dict)  # the fragments within layers [first, last)
 
     def __post_init__(self) -> None:
         setup = self.setup()
         assert setup.routes is not None
         self.routes = Router(setup.routes, self)
-        # Whether our micro-batches go along routes: those of a peer with the whole model do so in rounds only.
+        # A peer with the whole model computes its micro-batches alone, except in synchronous rounds.
         self.routed = not setup.whole or setup.config.synchronous
 
-    # What routes ask of the swarm: comm/onward.View
+    # RouteView: what routes ask about the swarm
 
     def successors(self, layer: int) -> Sequence[PeerId]:
-        """Who else holds this layer, and trains."""
+        """The other peers that hold this layer and train."""
         if self.rounds:
             return self.rounds.successors(layer)
         return self.roster.holders.near(layer)
 
     def place(self, peer: PeerId) -> tuple[int, int, float]:
-        """Which layers [first, last) one of them holds, and its tokens/s of the whole model."""
+        """The layers [first, last) that a peer holds, and its speed in tokens/s of the whole model."""
         return self.roster.holders.place(peer)
 
     # The flow
 
     @property
     def wake_at(self) -> Seconds | None:
-        return self._look_at if self.routes.active and self.routed else None
+        return self._check_at if self.routes.active and self.routed else None
 
-    def due(self, now: Seconds) -> bool:
-        """Whether it is time to look, of a peer that trains."""
-        return self.routed and now >= self._look_at
+    def is_due(self, now: Seconds) -> bool:
+        """Whether a peer that trains should check the flow now."""
+        return self.routed and now >= self._check_at
 
-    def look(self, now: Seconds) -> None:
-        """Now and then: whether the roster or its speeds have changed."""
+    def refresh(self, now: Seconds) -> None:
+        """Takes over the speeds in the roster, and solves the flow again if they have changed enough."""
         holders = self.roster.holders
-        self._look_at = (
-            now
-            + FLOWS_S
-            + routing_weights.FLOW_PAUSE_S * max(0, self.routes.onward.prior.size - routing_weights.SOLVED_AT_ONCE)
-        )
+        beyond = max(0, self.routes.onward.prior.size - routing_weights.SOLVED_AT_ONCE)
+        self._check_at = now + FLOW_CHECK_S + routing_weights.FLOW_PAUSE_S * beyond
         self.routes.workload.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
         self.solve()
 
-    def solve(self, anew: bool = False) -> None:
-        """Where routes should run, if enough has changed since; `anew`: whatever has."""
+    def solve(self, always: bool = False) -> None:
+        """Solves the flow if enough has changed since the last time; `always`: in any case."""
         cuts, held = self.routes.stage.cuts, self.setup().held
         own = held.start, held.stop
         seen = self.roster.holders.changes, f"{self.routes.workload.speed:.1e}"
-        if seen == self._seen and not anew:
+        if seen == self._seen and not always:
             return
         self._seen, speeds = seen, self._speeds(own)
-        if not anew and not routing_weights.changed(self._known, speeds):
+        if not always and not routing_weights.changed(self._solved, speeds):
             return
-        self._known = speeds
+        self._solved = speeds
         self.routes.onward.prior = routing_weights.solve(cuts, speeds, own)
 
     def _speeds(self, own: routing_weights.Span) -> dict[routing_weights.Span, float]:
-        """How fast all are that hold the same fragments, ourselves included; tokens/s of the whole model."""
+        """Tokens/s of the whole model, summed over all peers with the same fragments, ourselves included."""
         setup = self.setup()
         found = {own: self.routes.workload.speed or setup.profile.tokens_per_s}
         for (first, last), speed in self.roster.holders.speeds.items():
-            by_itself = (first, last) == (0, setup.layers) and not self.rounds
+            trains_alone = (first, last) == (0, setup.layers) and not self.rounds
             span = self.whole_fragments(first, last)
-            if span and not by_itself:
+            if span and not trains_alone:
                 found[span[0], span[-1] + 1] = found.get((span[0], span[-1] + 1), 0.0) + speed
         return routing_weights.rounded(found)
 
     def whole_fragments(self, first: int, last: int) -> range:
-        """Those that lie within layers [first, last)."""
-        found = self._whole.get((first, last))
+        """The numbers of the fragments that lie within layers [first, last)."""
+        found = self._fragments.get((first, last))
         if found is None:
             held = holder_of(self.setup().cuts, first, last, 0.0)
-            if len(self._whole) > MOST_SPANS:
-                self._whole.clear()
-            found = self._whole[first, last] = range(held.begin, held.end)
+            if len(self._fragments) > MAX_SPANS_KEPT:
+                self._fragments.clear()
+            found = self._fragments[first, last] = range(held.begin, held.end)
         return found
-
-
-__all__ = ["RoutePlanner"]

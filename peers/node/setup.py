@@ -1,7 +1,7 @@
 """Who a peer is and what it trains: all that its machines are told at their start.
 
-A Setup is a value. A move to other layers (peers/placement/span_move.py) puts another one in its place, and the node alone keeps it:
-the node's parts ask for it whenever they need it (`setup()`), so none of them can go by an old one.
+A NodeSetup is a value. A move to other layers (peers/placement/span_move.py) puts another one in its place. Only the
+node keeps it: the node's parts ask for it whenever they need it (`setup()`), so none of them can go by an old one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,27 +19,25 @@ from decentral.peers.placement.span_move import MemoryBudget
 
 @dataclass(frozen=True, slots=True)
 class NodeSetup:
-    """Who this peer is and what it trains."""
-
     config: Config
     run: RunId
     own: Signer
-    fragments: Sequence[Fragment]  # that this peer holds: its span
-    state_layouts: Sequence[Layout]  # what newcomers get of each
-    layers: int  # of the whole model
+    fragments: Sequence[Fragment]  # the span of this peer
+    state_layouts: Sequence[Layout]  # sections of each held fragment's state, as newcomers get it
+    layers: int  # number of layers of the whole model
     profile: Profile
     addresses: tuple[str, ...]
-    contacts: tuple[PeerId, ...] = ()  # peers that are known to be there
-    restored_step: int | None = None  # of our checkpoint
+    contacts: tuple[PeerId, ...] = ()  # peers that have answered already
+    restored_step: int | None = None  # the learning-rate step of our checkpoint; None: there is none
     stop_after: Amount | None = None
-    routes: StageConfig | None = None  # None: takes part in no routes
-    room: MemoryBudget | None = None  # None: never changes its layers
-    kept: RetainedStates = ()  # that the disk keeps of layers that were given up
-    versions: Mapping[int, bytes] = field(default_factory=dict)  # of our checkpoint's fragments, in a synchronous run
+    routes: StageConfig | None = None  # None: this peer takes part in no routes
+    memory_budget: MemoryBudget | None = None  # None: this peer never changes its layers
+    retained: RetainedStates = ()  # states on our disk of layers that were given up
+    versions: Mapping[int, bytes] = field(default_factory=dict)  # the checkpoint's, by fragment, if synchronous
 
     @property
     def whole(self) -> bool:
-        """Whether this peer holds the whole model, and so trains by itself. No move changes that (Room.fits)."""
+        """Whether this peer holds the whole model, so that it can train by itself. No move changes that."""
         return (self.fragments[0].first, self.fragments[-1].last) == (0, self.layers)
 
     @property
@@ -49,7 +47,7 @@ class NodeSetup:
 
     @property
     def cuts(self) -> Sequence[Fragment]:
-        """The fragments of the whole model: without routes everybody holds all of them."""
+        """The fragments of the whole model. Without routes every peer holds all of them."""
         return self.routes.cuts if self.routes else self.fragments
 
     def cut(self, index: int) -> Fragment:
@@ -59,15 +57,12 @@ class NodeSetup:
         return any(fragment.index == index for fragment in self.fragments)
 
     def holding(self, held: range) -> "NodeSetup":
-        """The same peer after a move to these fragments."""
-        room, stage = self.room, self.routes
-        assert room is not None
+        """The setup of the same peer after a move to these fragments."""
+        budget, stage = self.memory_budget, self.routes
+        assert budget is not None
         assert stage is not None
-        fragments = room.needs.fragments[held.start : held.stop]
-        capacity = room.needs.capacity(held.start, held.stop, room.memory_bytes)
+        fragments = budget.needs.fragments[held.start : held.stop]
+        capacity = budget.needs.capacity(held.start, held.stop, budget.memory_bytes)
         stage = replace(stage, first=fragments[0].first, last=fragments[-1].last, capacity=capacity)
-        layouts = room.layouts[held.start : held.stop]
+        layouts = budget.layouts[held.start : held.stop]
         return replace(self, fragments=fragments, state_layouts=layouts, routes=stage)
-
-
-__all__ = ["NodeSetup"]

@@ -1,114 +1,162 @@
-"""Which layers we hold and should hold: of a peer that holds a part of the model, and may move to another one.
+"""Which layers a peer holds and should hold, if it holds a part of the model and may move to another one.
 
-Lost layers come first (peers/placement/layer_recovery.py), then what the plan that we adopted wants (peers/planning/swarm_plans.py). Either way it is one
-move (peers/placement/span_move.py), and no other begins before that one is done, or its rest is over. The three machines see the same
-swarm: whole fragments, by the records of the peers that train. What a move does to the other machines is the node's.
+Lost layers come first (peers/placement/layer_recovery.py), then the span that the adopted plan gives this peer
+(peers/planning/swarm_plans.py). Either way it is one move (peers/placement/span_move.py), and no other begins before
+that one is over and its pause has passed. The three machines see the same swarm: whole fragments, by the records of the
+peers that train.
+
+A move is carried out in the node's other machines as well. While it drains, routes take no new executions. Just before
+the compute thread changes the layers, exchanges and questions about those that are given up end; after it, routes,
+exchanges, donor and record go by the new span.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentral.core import rng
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect
+from decentral.core.jobs import ChangeSpan, SpanChanged
+from decentral.core.machine import Effect, Woke
 from decentral.core.units import Seconds
-from decentral.peers.joining.join import Donor
+from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.records import Profile
+from decentral.peers.node.answers import Answers
+from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from decentral.peers.node.own_record import OwnRecord
 from decentral.peers.node.peer_selection import NEVER, PeerSelection
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.layer_recovery import LayerRecovery, TrainingPeer
-from decentral.peers.placement.span_move import MovePhase, SpanMove
+from decentral.peers.placement.span_move import Drained, HoldSpan, MovePhase, SpanMove
 from decentral.peers.planning.swarm_plans import SwarmPlans
 
-SPAN_LOOK_S = 2.0  # between two looks at the swarm
-WIRE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp32": 4.0}  # a number between two layers
+SPAN_REVIEW_S = 2.0  # between two reviews of the swarm
+WIRE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp32": 4.0}  # bytes of a number between two layers
 
 
 @dataclass(slots=True)
 class SpanManager:
-    setup: Callable[[], NodeSetup]  # as it is now, with room for moves
+    setup: Callable[[], NodeSetup]  # the present one, with a memory budget
     selection: PeerSelection
-    routing: RoutePlanner
-    advert: OwnRecord
+    route_planner: RoutePlanner
+    own_record: OwnRecord
     donor: Donor
-    moves: SpanMove = field(init=False)
-    cover: LayerRecovery = field(init=False)
-    plans: SwarmPlans = field(init=False)
-    wake_at: Seconds = 0.0  # of a peer that trains
+    gossip: FragmentExchanges
+    answers: Answers
+    replace_setup: Callable[[range], NodeSetup]  # makes these fragments the node's span
+    span_move: SpanMove = field(init=False)
+    layer_recovery: LayerRecovery = field(init=False)
+    swarm_plans: SwarmPlans = field(init=False)
+    wake_at: Seconds = 0.0  # when a peer that trains reviews the swarm next
 
     def __post_init__(self) -> None:
         setup = self.setup()
-        run, own, room = setup.config, setup.own, setup.room
-        assert room is not None
-        chance = rng.stream(run.seed, "moves", own.peer)
-        self.moves = SpanMove(setup.run, own.peer, room, self, chance, run.routes.holders, setup.held)
-        self.cover = LayerRecovery(own.peer, room.needs, rng.stream(run.seed, "cover", own.peer))
-        self.plans = SwarmPlans(
-            setup.run,
-            own,
-            room.needs,
-            WIRE_BYTES[run.routes.wire] * run.model.d_model,
-            run.routes.holders,
-            run.seed,
-            rng.stream(run.seed, "plans", own.peer),
-        )
+        run, own, budget = setup.config, setup.own, setup.memory_budget
+        assert budget is not None
+        chances = [rng.stream(run.seed, name, own.peer) for name in ("moves", "cover", "plans")]
+        replicas, hidden_bytes = run.routes.holders, WIRE_BYTES[run.routes.wire] * run.model.d_model
+        self.span_move = SpanMove(setup.run, own.peer, budget, self, chances[0], replicas, setup.held)
+        self.layer_recovery = LayerRecovery(own.peer, budget.needs, chances[1])
+        self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, hidden_bytes, replicas, run.seed, chances[2])
 
-    def look(self, now: Seconds) -> list[Effect]:
-        """Whether we should hold other layers: lost ones, if it is our turn, or those of the plan that we adopted."""
-        self.wake_at = now + SPAN_LOOK_S
-        members, coming = self._members()
-        effects = self.plans.look(members, now)
-        if self.moves.why == "plan" and self.plans.adopted is not None:
-            effects += self.moves.follow(self.plans.wanted(self.moves.held), now)
-        if self.moves.state is not MovePhase.SETTLED or now < self.moves.rest_until:
+    def review(self, now: Seconds) -> list[Effect]:
+        """Begins a move if this peer should hold other layers: lost ones in its turn, or those of the adopted plan."""
+        self.wake_at = now + SPAN_REVIEW_S
+        move, plans = self.span_move, self.swarm_plans
+        members, joining = self._members()
+        effects = plans.review(members, now)
+        if move.why == "plan" and plans.adopted is not None:
+            effects += move.redirect(plans.planned_span(move.held), now)
+        if move.phase is not MovePhase.IDLE or now < move.rest_until:
             return effects
-        lost = self.cover.look(members, coming, now, self._is_kept)
+        lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained)
         if lost is not None:
-            return effects + self.moves.begin(lost[0], "lost", now, alone=lost[1])
-        goal = self.plans.goal(self.moves.held, now)
-        return effects if goal is None else effects + self.moves.begin(goal, "plan", now)
+            return effects + move.begin(lost[0], "lost", now, may_initialise=lost[1])
+        target = plans.due_move(move.held, now)
+        return effects if target is None else effects + move.begin(target, "plan", now)
 
-    # What moves ask of the swarm: peers/move.View
+    # Moves in the other machines
+
+    def changed(self, event: SpanChanged, now: Seconds) -> list[Effect]:
+        """The compute thread has changed the layers, or could not."""
+        if event.accepted:
+            self.donor.retained = event.kept
+        return self.span_move.handle(event, now)
+
+    def carry_out(self, effects: list[Effect], now: Seconds) -> list[Effect]:
+        """The same effects, with what the move's own effects lead to in their place."""
+        routes, move = self.route_planner.routes, self.span_move
+        done: list[Effect] = []
+        for effect in effects:
+            match effect:
+                case HoldSpan(fragments):
+                    done += self._hold(fragments, now)
+                case ChangeSpan():
+                    done += [*self._give_up(move.lost), effect]
+                case _:
+                    done.append(effect)
+        if move.drains and not routes.draining:
+            routes.drain()
+            done += routes.handle(Woke(), now)
+        if move.phase is MovePhase.DRAINING and routes.idle:
+            done += self.carry_out(move.handle(Drained(), now), now)
+        return done
+
+    def _give_up(self, lost: Sequence[int]) -> list[Effect]:
+        self.donor.fragments = [cut for cut in self.setup().fragments if cut.index not in lost]
+        self.gossip.drop(lost)
+        return self.answers.refuse_about(lost)
+
+    def _hold(self, held: range, now: Seconds) -> list[Effect]:
+        """These fragments are the span of this peer from now on."""
+        before, setup = self.setup(), self.replace_setup(held)
+        assert setup.routes is not None
+        self.donor.fragments = setup.fragments
+        self.route_planner.routes.hold(setup.routes)
+        self.gossip.add(setup.fragments, now)
+        if list(setup.fragments) != list(before.fragments):
+            self.selection.roster.renew_soon(now)
+            self.selection.progress.save_soon(now)
+        self.route_planner.solve(always=True)
+        return self.route_planner.routes.handle(Woke(), now)
+
+    # SpanView: what moves ask about the swarm
 
     def holders(self, fragment: int) -> list[PeerId]:
-        """Who else holds it, and trains."""
+        """The other peers that hold the fragment and train."""
         return self.selection.holders(fragment)
 
-    def keepers(self, fragment: int) -> list[PeerId]:
-        """Who else keeps the newest state of it that anybody keeps, if that is newer than what we keep."""
-        step, peers = self.selection.newest_kept(fragment)
-        return peers if step > dict(self.donor.kept).get(fragment, NEVER) else []
+    def retainers(self, fragment: int) -> list[PeerId]:
+        """The other peers that retain its newest state, if that is newer than the one that we retain."""
+        step, peers = self.selection.newest_retained(fragment)
+        return peers if step > dict(self.donor.retained).get(fragment, NEVER) else []
 
-    def keeps(self, fragment: int) -> bool:
-        """Whether we keep a state of it ourselves."""
-        return fragment in dict(self.donor.kept)
+    def retains(self, fragment: int) -> bool:
+        """Whether we retain a state of it ourselves."""
+        return fragment in dict(self.donor.retained)
 
-    def _is_kept(self, fragment: int) -> bool:
-        return self.keeps(fragment) or bool(self.keepers(fragment))
+    def _is_retained(self, fragment: int) -> bool:
+        return self.retains(fragment) or bool(self.retainers(fragment))
 
     # The swarm
 
     def _members(self) -> tuple[dict[PeerId, TrainingPeer], list[range]]:
-        """Who trains, ourselves included; the spans of those who are joining.
+        """The peers that train, ourselves included, and the spans of the peers that are joining.
 
-        Of ourselves, too, what the record says: all have to judge a plan by the same figures, to follow the same one.
+        Our own figures, too, are those of our record: all peers have to judge a plan by the same ones, so that all
+        follow the same plan.
         """
         setup, live = self.setup(), self.selection.roster.live
-        whole = self.routing.whole_fragments
-        spans = {peer: whole(entry.record.first, entry.record.last) for peer, entry in live.items()}
+        fragments = self.route_planner.whole_fragments
+        spans = {peer: fragments(entry.record.first, entry.record.last) for peer, entry in live.items()}
         members = {
             peer: _member(spans[peer], entry.record.profile)
             for peer, entry in live.items()
             if entry.record.phase == "training"
         }
-        members[setup.own.peer] = _member(setup.held, self.advert.told or self.advert.profile())
+        members[setup.own.peer] = _member(setup.held, self.own_record.published or self.own_record.profile())
         return members, [span for peer, span in spans.items() if peer not in members]
 
 
 def _member(held: range, profile: Profile) -> TrainingPeer:
     return TrainingPeer(held, profile.memory_bytes, profile.tokens_per_s, min(profile.down, profile.up))
-
-
-__all__ = ["SpanManager"]

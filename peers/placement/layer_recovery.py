@@ -1,12 +1,12 @@
-"""Layers that nobody holds any more: who takes them over, and when.
+"""Layers that no peer holds any more: which peer takes them over, and when.
 
-All who know the same roster rank the same candidates: a span within the peer's memory that has the most of the lost
-layers, and gives up only what others hold. After a random back-off the first one moves (peers/placement/span_move.py); every TURN_S
-later the next one may, for the case that it could not.
+All peers that know the same roster rank the same candidates. A candidate's span fits its memory, has the most of the
+lost layers, and gives up only layers that others hold. After a random back-off the first candidate moves
+(peers/placement/span_move.py); every TURN_S later one more may, in case those before it could not.
 
-The state comes from whoever keeps one. Where nobody does, the holder is waited for: it may come back with its
-checkpoint, and initial weights, once they train, would be taken for the newer ones. So only after LOST_S the layers
-begin anew.
+The state comes from a peer that retains one. Where none does, the layers wait for their holder, which may come back
+with its checkpoint: newly initialised weights, once they train, would be taken for the newer ones. Only after
+INITIALISE_AFTER_S the layers start from initial weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,18 +17,18 @@ from decentral.core.ids import PeerId
 from decentral.core.memory_needs import MemoryNeeds, reach
 from decentral.core.units import Seconds
 
-RECOVERY_BACKOFF_S = 2.0  # at most
-TURN_S = 10.0
-LOST_S = 60.0
+RECOVERY_BACKOFF_S = 2.0  # upper bound of the random back-off
+TURN_S = 10.0  # between the turns of two candidates
+INITIALISE_AFTER_S = 60.0  # without a holder, for a layer whose state nobody retains
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPeer:
-    """A peer that trains: its fragments, its memory for the model, its speed in tokens/s of the whole model."""
+    """A peer that trains, as its record describes it."""
 
-    held: range
-    memory_bytes: int
-    tokens_per_s: float
+    held: range  # fragments
+    memory_bytes: int  # memory for the model
+    tokens_per_s: float  # speed, if it computed the whole model
     rate: float = 0.0  # bytes/s, the lesser of up and down; 0: not measured yet
 
 
@@ -37,24 +37,24 @@ class LayerRecovery:
     own: PeerId
     needs: MemoryNeeds
     chance: Random
-    _since: dict[int, Seconds] = field(default_factory=dict)  # lost fragments, and since when
-    _turns_at: Seconds | None = None  # from when on candidates have their turns
+    _lost_since: dict[int, Seconds] = field(default_factory=dict)  # by lost fragment
+    _turns_at: Seconds | None = None  # when the first candidate's turn begins
 
-    def look(
+    def span_to_take(
         self,
         members: Mapping[PeerId, TrainingPeer],
-        coming: Sequence[range],
+        joining: Sequence[range],
         now: Seconds,
-        known: Callable[[int], bool],
+        is_retained: Callable[[int], bool],
     ) -> tuple[range, bool] | None:
-        """The span that we should move to now, if any, and whether lost layers may begin with initial weights there.
+        """The span that this peer should move to now, if any, and whether lost layers in it may be initialised.
 
-        `coming`: spans of those who are joining. `known(fragment)`: whether somebody keeps a state of it.
+        `joining`: spans of the peers that are joining. `is_retained(fragment)`: whether some peer retains its state.
         """
-        spans = [*(member.held for member in members.values()), *coming]
+        spans = [*(member.held for member in members.values()), *joining]
         lost = [index for index in range(len(self.needs.fragments)) if not any(index in span for span in spans)]
-        self._since = {index: self._since.get(index, now) for index in lost}
-        ready = [index for index in lost if known(index) or now >= self._since[index] + LOST_S]
+        self._lost_since = {index: self._lost_since.get(index, now) for index in lost}
+        ready = [index for index in lost if is_retained(index) or now >= self._lost_since[index] + INITIALISE_AFTER_S]
         if not ready:
             self._turns_at = None
             return None
@@ -64,13 +64,13 @@ class LayerRecovery:
             return None
         turns = 1 + int((now - self._turns_at) / TURN_S)
         ours = [span for peer, span in ranked(self.needs, members, ready)[:turns] if peer == self.own]
-        return (ours[0], any(not known(index) for index in ready)) if ours else None
+        return (ours[0], any(not is_retained(index) for index in ready)) if ours else None
 
 
 def ranked(
     needs: MemoryNeeds, members: Mapping[PeerId, TrainingPeer], lost: Sequence[int]
 ) -> list[tuple[PeerId, range]]:
-    """Who could take lost fragments, and the span with which; the best first, equal ones by id."""
+    """The peers that could take lost fragments, each with its best span; the best first, equal ones by id."""
     holders = [sum(index in member.held for member in members.values()) for index in range(len(needs.fragments))]
     found = []
     for peer, member in members.items():
@@ -78,12 +78,12 @@ def ranked(
         options = []
         for begin in range(max(lost) + 1):
             end = furthest(begin)
-            span = range(begin, end if end - begin < len(holders) else end - 1)  # a part stays a part
-            covers = sum(index in span for index in lost)
+            span = range(begin, end if end - begin < len(holders) else end - 1)  # never the whole model
+            taken = sum(index in span for index in lost)
             given_up = [index for index in member.held if index not in span]
-            if covers and all(holders[index] > 1 for index in given_up):
-                options.append((-covers, len(given_up), begin, span))
+            if taken and all(holders[index] > 1 for index in given_up):
+                options.append((-taken, len(given_up), begin, span))
         if options:
-            covers, given_up_count, _, span = min(options, key=lambda one: one[:3])
-            found.append((covers, given_up_count, -member.tokens_per_s, peer, span))
+            taken, given_up_count, _, span = min(options, key=lambda one: one[:3])
+            found.append((taken, given_up_count, -member.tokens_per_s, peer, span))
     return [(peer, span) for _, _, _, peer, span in sorted(found, key=lambda one: one[:4])]

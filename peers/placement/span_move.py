@@ -1,15 +1,14 @@
 """A peer changes its layers while it trains, and no layer loses its last holder by that.
 
-    SETTLED --begin--> FETCHING --state here--> ASKING --promises--> DRAINING --no execution here--> SWITCHING --Moved-->
+    IDLE --begin--> FETCHING --state here--> LEASING --granted--> DRAINING --nothing under way--> SWITCHING --> IDLE
 
-The state of the layers to come is fetched while the old ones serve on. Layers that are given up have to stay with
-`holders` others, who promise it: a record may be old, a promise is not. Who has promised a layer does not give it up
-for PROMISE_S, or until the other one needs it no more. Of two that want to give up the same layer the lower id yields:
-it stays, and promises. Then no new executions are taken until those under way are done, and between two optimizer steps the
-compute thread changes the layers.
+The state of the new layers is fetched while the old ones serve on. For each layer that is given up, `replicas` other
+holders have to grant a replica lease (replica_leases.py). Of two peers that want to give up the same layer the lower id
+yields: it stays, and grants its lease. Then no new stage executions are taken until those under way are done, and the
+compute thread changes the layers between two optimizer steps.
 
-Whatever fails before that leaves the old span serving. The state of what was given up is kept on the disk
-(train/retained_state.py), for the case that its last holder is lost.
+Whatever fails before that leaves the old span serving. The state of what was given up is retained on the disk
+(train/retained_state.py), in case its last holder is lost.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,8 @@ from random import Random
 from typing import Protocol
 
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Done, LeaseRequest, Refused
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply, Tag
+from decentral.comm.wire.messages import Done, LeaseRequest, Message, Refused
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ChangeSpan, Layout, SpanChanged
 from decentral.core.machine import Effect, Woke, log
@@ -28,303 +27,294 @@ from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
+from decentral.peers.placement.replica_leases import GrantedLeases, LeaseOverTag, LeaseRequests, LeaseTag
 
 MOVE_RETRY_S = 2.0
-FETCH_STALLED_S = 20.0  # without a piece, after which the fetching is given up
-LEASE_REQUEST_S = 5.0  # deadline of the question
-DRAIN_MOST_S = 30.0  # for the executions under way
-LEASE_S = 90.0  # more than all that a move does after it was promised something
-ASKED = 4  # holders that are asked to stay, where so many are there
+FETCH_STALLED_S = 20.0  # time without a new piece after which the move fails
+LEASE_REQUEST_S = 5.0  # deadline of a lease request
+DRAIN_MOST_S = 30.0  # longest wait for the stage executions under way
+SPARE_REQUESTS = 4  # lease requests for a layer beyond the leases that it needs
 
 
 class MovePhase(Enum):
-    SETTLED = auto()
+    IDLE = auto()
     FETCHING = auto()
-    ASKING = auto()
+    LEASING = auto()
     DRAINING = auto()
     SWITCHING = auto()
 
 
+LEGAL = {
+    MovePhase.IDLE: {MovePhase.FETCHING},
+    MovePhase.FETCHING: {MovePhase.LEASING, MovePhase.IDLE},
+    MovePhase.LEASING: {MovePhase.DRAINING, MovePhase.IDLE},
+    MovePhase.DRAINING: {MovePhase.SWITCHING, MovePhase.IDLE},
+    MovePhase.SWITCHING: {MovePhase.IDLE},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What this peer's device takes. `layouts`: of each fragment's state, of the whole model."""
+    """What fits into this peer's device. `layouts`: the sections of each fragment's state, for the whole model."""
 
     needs: MemoryNeeds
     memory_bytes: int
     layouts: tuple[Layout, ...]
 
     def fits(self, begin: int, end: int) -> bool:
-        """Whoever has a part of the model never changes to the whole: it would have to train in another way."""
+        """A peer with a part of the model never moves to the whole model, which would train without routes."""
         return 0 < end - begin < len(self.needs.fragments) and self.needs.of(begin, end) <= self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class HoldSpan:
-    """Effect for the node: from now on this peer holds these fragments, and takes executions for them."""
+    """Effect for the node: from now on this peer holds these fragments, and takes stage executions for them."""
 
     fragments: range
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Event: no execution is here any more."""
+    """Event: no stage execution is under way at this peer any more."""
 
 
 class SpanView(Protocol):
     """What a move needs to know of the swarm; peers/node/span_manager.py has it from the roster."""
 
     def holders(self, fragment: int) -> Sequence[PeerId]:
-        """Who else holds this fragment, and trains."""
+        """The other peers that hold this fragment and train."""
         ...
 
-    def keepers(self, fragment: int) -> Sequence[PeerId]:
-        """Who else keeps the newest state of it, if that is newer than what we keep."""
+    def retainers(self, fragment: int) -> Sequence[PeerId]:
+        """The other peers that retain its newest state, if that is newer than the one that we retain."""
         ...
 
-    def keeps(self, fragment: int) -> bool:
-        """Whether we keep a state of it ourselves."""
+    def retains(self, fragment: int) -> bool:
+        """Whether we retain a state of it ourselves."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MoveTag(FetchTag):
-    """A question for the state of a layer to come."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseTag(Tag):
-    """LeaseRequest for a fragment that we want to give up. Answers to an earlier number `asked` tell nothing."""
-
-    fragment: int
-    asked: int
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseOverTag(Tag):
-    """LeaseRequest that sets a peer free again. Nobody waits for the answer."""
+    """StateRequest for a fragment of the new span."""
 
 
 @dataclass(slots=True)
 class SpanMove:
     run: RunId
     own: PeerId
-    room: MemoryBudget
+    budget: MemoryBudget
     view: SpanView
     chance: Random
-    wanted: int  # other holders that a layer must keep when we give it up
+    replicas: int  # other holders that a layer must keep when we give it up
     held: range  # fragments
-    state: MovePhase = MovePhase.SETTLED
-    goal: range = range(0)
+    phase: MovePhase = MovePhase.IDLE
+    target: range = range(0)
     why: str = ""
     wake_at: Seconds | None = None
     fetch: Fetch = field(init=False)
-    promised: dict[int, dict[PeerId, Seconds]] = field(default_factory=dict)  # by fragment: who relies on us, how long
-    rest_until: Seconds = 0.0  # after a move that failed
-    _began: Seconds = 0.0
-    _until: Seconds = 0.0  # then executions under way have kept us too long
-    _promises: dict[int, list[PeerId]] = field(default_factory=dict)  # by fragment: others that promised to stay
-    _waiting: int = 0  # questions whose answers are not here
-    _asked: int = 0  # the number of the present questions; answers to older ones say nothing
+    granted: GrantedLeases = field(default_factory=GrantedLeases)
+    requests: LeaseRequests = field(default_factory=LeaseRequests)
+    rest_until: Seconds = 0.0  # end of the pause after a move that failed
+    _began_at: Seconds = 0.0
+    _drain_until: Seconds = 0.0
 
     def __post_init__(self) -> None:
         self.fetch = self._new_fetch()
 
     @property
     def drains(self) -> bool:
-        """Whether no new executions should be taken."""
-        return self.state in (MovePhase.DRAINING, MovePhase.SWITCHING)
+        """Whether no new stage executions should be taken."""
+        return self.phase in (MovePhase.DRAINING, MovePhase.SWITCHING)
 
     @property
     def needed(self) -> int:
-        """Other holders of what we give up. A layer that nobody holds stops everything: for it one has to do."""
-        return 1 if self.why == "lost" else self.wanted
+        """Other holders that each given-up layer must keep. To recover a lost layer, which stops all, one is enough."""
+        return 1 if self.why == "lost" else self.replicas
 
     @property
     def lost(self) -> list[int]:
         """Fragments that the move under way gives up."""
-        return [] if self.state is MovePhase.SETTLED else [index for index in self.held if index not in self.goal]
+        return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
     @property
     def gained(self) -> list[int]:
-        return [] if self.state is MovePhase.SETTLED else [index for index in self.goal if index not in self.held]
+        """Fragments that the move under way adds."""
+        return [] if self.phase is MovePhase.IDLE else [index for index in self.target if index not in self.held]
 
-    def begin(self, goal: range, why: str, now: Seconds, alone: bool = False) -> list[Effect]:
-        """Sets out for these fragments, unless we are on our way or have arrived.
+    def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[Effect]:
+        """Begins a move to these fragments, unless one is under way or this peer holds them already.
 
-        `alone`: what nobody holds and nobody keeps is begun with its initial weights; else it ends the move.
+        `may_initialise`: a fragment that nobody holds or retains starts from its initial weights; else the move fails.
         """
-        if self.state is not MovePhase.SETTLED or goal == self.held:
+        if self.phase is not MovePhase.IDLE or target == self.held:
             return []
-        self.state, self.goal, self.why, self._began = MovePhase.FETCHING, goal, why, now
-        if not self.room.fits(goal.start, goal.stop):
+        self._enter(MovePhase.FETCHING)
+        self.target, self.why, self._began_at = target, why, now
+        if not self.budget.fits(target.start, target.stop):
             return self._fail(Reason.MEMORY, now)
-        if any(self._is_relied_on(index, now) for index in self.lost):
+        if any(self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost):
             return self._fail(Reason.PROMISED, now)
         if any(len(self.view.holders(index)) < self.needed for index in self.lost):
-            return self._fail(Reason.NEEDED, now)  # nothing need be fetched to know it
+            return self._fail(Reason.NEEDED, now)  # before anything is fetched in vain
         self.fetch = self._new_fetch()
         incoming = {index: self._incoming(index) for index in self.gained}
-        if not alone and any(one is None and not self.view.keeps(index) for index, one in incoming.items()):
+        if not may_initialise and any(one is None and not self.view.retains(index) for index, one in incoming.items()):
             return self._fail(Reason.DONORS, now)
         self.fetch.begin((one for one in incoming.values() if one is not None), now)
-        return self._look(now)
+        return self._review(now)
 
-    def follow(self, goal: range, now: Seconds) -> list[Effect]:
-        """Gives up a move to elsewhere, if there still is time for it."""
-        if self.state in (MovePhase.SETTLED, MovePhase.SWITCHING) or self.goal == goal:
+    def redirect(self, target: range, now: Seconds) -> list[Effect]:
+        """Gives up a move to another target, unless the compute thread changes the layers already."""
+        if self.phase in (MovePhase.IDLE, MovePhase.SWITCHING) or self.target == target:
             return []
         return self._fail(Reason.REPLANNED, now)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
-                return self._look(now)
-            case Answered(tag=MoveTag()) | AskFailed(tag=MoveTag()) if self.state is MovePhase.FETCHING:
+                return self._review(now)
+            case Answered(tag=MoveTag()) | AskFailed(tag=MoveTag()) if self.phase is MovePhase.FETCHING:
                 effects = self.fetch.handle(event, now)
-                return effects + self._look(now) if self.fetch.complete else effects
-            case Answered(tag=LeaseTag(index, asked), peer=peer, envelope=Envelope(message)):
-                return self._heard(index, asked, peer if isinstance(message, Done) else None, now)
-            case AskFailed(tag=LeaseTag(index, asked)):
-                return self._heard(index, asked, None, now)
+                return effects + self._review(now) if self.fetch.complete else effects
+            case Answered(tag=LeaseTag() as tag, peer=peer, envelope=Envelope(message)):
+                return self._lease_answered(tag, peer if isinstance(message, Done) else None, now)
+            case AskFailed(tag=LeaseTag() as tag):
+                return self._lease_answered(tag, None, now)
             case Asked(request, sender, Envelope(LeaseRequest(fragment=index, over=True))):
-                self.promised.get(index, {}).pop(sender, None)
-                return [Reply(request, Envelope(Done()))]
+                self.granted.end(index, sender)
+                return [_reply(request, Done())]
             case Asked(request, sender, Envelope(LeaseRequest(fragment=index))):
-                return self._asked_to_stay(request, sender, index, now)
-            case Drained() if self.state is MovePhase.DRAINING and self._left_alone():
+                return self._grant(request, sender, index, now)
+            case Drained() if self.phase is MovePhase.DRAINING and self._lessors_are_gone():
                 return self._fail(Reason.NEEDED, now)
-            case Drained() if self.state is MovePhase.DRAINING:
-                self.state, self.wake_at = MovePhase.SWITCHING, None
-                cuts = self.room.needs.fragments[self.goal.start : self.goal.stop]
+            case Drained() if self.phase is MovePhase.DRAINING:
+                self._enter(MovePhase.SWITCHING)
+                self.wake_at = None
+                cuts = self.budget.needs.fragments[self.target.start : self.target.stop]
                 return [ChangeSpan(cuts[0].first, cuts[-1].last, self.fetch.donated(), self.fetch.step)]
-            case SpanChanged(accepted, reason) if self.state is MovePhase.SWITCHING:
+            case SpanChanged(accepted, reason) if self.phase is MovePhase.SWITCHING:
                 return self._arrive(now) if accepted else self._fail(reason, now)
         return []
 
-    # On the way
+    # The move under way
 
-    def _look(self, now: Seconds) -> list[Effect]:
+    def _enter(self, phase: MovePhase) -> None:
+        assert phase in LEGAL[self.phase], f"a span move cannot go from {self.phase.name} to {phase.name}"
+        self.phase = phase
+
+    def _review(self, now: Seconds) -> list[Effect]:
         self.wake_at = now + MOVE_RETRY_S
-        if self.state is MovePhase.DRAINING and now >= self._until:
+        if self.phase is MovePhase.DRAINING and now >= self._drain_until:
             return self._fail(Reason.LEGS, now)
-        if self.state is MovePhase.DRAINING and self._left_alone():
-            return self._fail(Reason.NEEDED, now)  # we take no executions, and nobody else does
-        if self.state is not MovePhase.FETCHING:
+        if self.phase is MovePhase.DRAINING and self._lessors_are_gone():
+            return self._fail(Reason.NEEDED, now)  # while we drain, nobody else serves these layers
+        if self.phase is not MovePhase.FETCHING:
             return []
         if self.fetch.complete:
-            return self._ask_others_to_stay(now)
-        if now > self.fetch.last_piece + FETCH_STALLED_S:
+            return self._request_leases(now)
+        if now > self.fetch.last_piece_at + FETCH_STALLED_S:
             return self._fail(Reason.DONORS, now)
         self.fetch.choose(sorted({peer for index in self.fetch.incoming for peer in self._donors(index)}))
         if not self.fetch.donors:
             self.fetch.failures.clear()
         return self.fetch.ask()
 
-    def _ask_others_to_stay(self, now: Seconds) -> list[Effect]:
-        self.state, self._promises = MovePhase.ASKING, {index: [] for index in self.lost}
-        self._asked += 1
+    def _request_leases(self, now: Seconds) -> list[Effect]:
+        self._enter(MovePhase.LEASING)
+        self.requests.begin(self.lost)
         asks: list[Effect] = []
         for index in self.lost:
             holders = list(self.view.holders(index))
-            for peer in self.chance.sample(holders, min(ASKED + self.needed, len(holders))):
-                asks.append(
-                    Ask(LeaseTag(index, self._asked), peer, Envelope(LeaseRequest(self.run, index)), LEASE_REQUEST_S)
-                )
-        self._waiting = len(asks)
-        return asks or self._have_they_promised(now)
+            tag, question = LeaseTag(index, self.requests.number), Envelope(LeaseRequest(self.run, index))
+            asked = self.chance.sample(holders, min(SPARE_REQUESTS + self.needed, len(holders)))
+            asks += [Ask(tag, peer, question, LEASE_REQUEST_S) for peer in asked]
+        self.requests.unanswered = len(asks)
+        return asks or self._drain(now)
 
-    def _heard(self, index: int, asked: int, promised: PeerId | None, now: Seconds) -> list[Effect]:
-        if self.state is not MovePhase.ASKING or asked != self._asked:
+    def _lease_answered(self, tag: LeaseTag, granted_by: PeerId | None, now: Seconds) -> list[Effect]:
+        if self.phase is not MovePhase.LEASING or tag.number != self.requests.number:
             return []
-        self._waiting -= 1
-        if promised is not None:
-            self._promises[index].append(promised)
-        return [] if self._waiting else self._have_they_promised(now)
+        self.requests.answered(tag.fragment, granted_by)
+        return [] if self.requests.unanswered else self._drain(now)
 
-    def _have_they_promised(self, now: Seconds) -> list[Effect]:
-        if any(len(self._promises[index]) < self.needed for index in self.lost):
+    def _drain(self, now: Seconds) -> list[Effect]:
+        """Begins to drain, if enough leases were granted."""
+        if any(len(self.requests.granted[index]) < self.needed for index in self.lost):
             return self._fail(Reason.NEEDED, now)
-        self.state, self._until = MovePhase.DRAINING, now + DRAIN_MOST_S
+        self._enter(MovePhase.DRAINING)
+        self._drain_until = now + DRAIN_MOST_S
         self.wake_at = now + MOVE_RETRY_S
         return []
 
-    def _left_alone(self) -> bool:
-        """Whether of those who promised to stay so many are gone that what we give up has too few holders."""
+    def _lessors_are_gone(self) -> bool:
+        """Whether too few of the peers that granted a lease still hold what we give up."""
         held = {index: set(self.view.holders(index)) for index in self.lost}
-        return any(len(held[index].intersection(self._promises[index])) < self.needed for index in self.lost)
+        return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.lost)
 
     def _arrive(self, now: Seconds) -> list[Effect]:
         line = self._line("done", "", now)
-        self.held = self.goal
-        return [line, *self._settle()]
+        self.held = self.target
+        return [line, *self._end()]
 
     def _fail(self, reason: str, now: Seconds) -> list[Effect]:
         line = self._line("failed", reason, now)
         self.rest_until = now + MOVE_RETRY_S * (1 + self.chance.random())
-        return [line, *self._settle()]
+        return [line, *self._end()]
 
-    def _settle(self) -> list[Effect]:
-        """Those who promised something are free again; what was fetched is let go of."""
-        promises, self._promises = self._promises, {}
-        self.state, self.goal, self.wake_at = MovePhase.SETTLED, range(0), None
-        self.fetch = self._new_fetch()
-        free = [
+    def _end(self) -> list[Effect]:
+        """Gives the leases back, and forgets what was fetched."""
+        granted, self.requests.granted = self.requests.granted, {}
+        self._enter(MovePhase.IDLE)
+        self.target, self.wake_at, self.fetch = range(0), None, self._new_fetch()
+        over = [
             Ask(LeaseOverTag(), peer, Envelope(LeaseRequest(self.run, index, over=True)), LEASE_REQUEST_S)
-            for index, peers in promises.items()
+            for index, peers in granted.items()
             for peer in peers
         ]
-        return [HoldSpan(self.held), *free]
+        return [HoldSpan(self.held), *over]
 
     def _line(self, outcome: str, reason: str, now: Seconds) -> Effect:
-        cuts, goal = self.room.needs.fragments, self.goal
+        cuts, target = self.budget.needs.fragments, self.target
         return log(
             "move",
             outcome=outcome,
             reason=reason,
             why=self.why,
-            first=cuts[goal.start].first,
-            last=cuts[goal.stop - 1].last,
+            first=cuts[target.start].first,
+            last=cuts[target.stop - 1].last,
             donors=sorted(self.fetch.used),
-            seconds=round(now - self._began, 3),
+            seconds=round(now - self._began_at, 3),
         )
 
-    # What others want
-
-    def _asked_to_stay(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[Effect]:
-        """Promises, or says why not."""
+    def _grant(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[Effect]:
+        """Answers a lease request. If we are about to give up the same fragment, the lower of the two ids yields."""
         if index not in self.held:
-            return [Reply(request, Envelope(Refused(Reason.FRAGMENT)))]
+            return [_reply(request, Refused(Reason.FRAGMENT))]
         effects: list[Effect] = []
         if index in self.lost:
-            if self.state is MovePhase.SWITCHING or self.own > sender:
-                return [Reply(request, Envelope(Refused(Reason.MOVING)))]
+            if self.phase is MovePhase.SWITCHING or self.own > sender:
+                return [_reply(request, Refused(Reason.MOVING))]
             effects = self._fail(Reason.YIELDED, now)
-        self.promised.setdefault(index, {})[sender] = now + LEASE_S
-        return [*effects, Reply(request, Envelope(Done()))]
+        self.granted.grant(index, sender, now)
+        return [*effects, _reply(request, Done())]
 
-    def _is_relied_on(self, index: int, now: Seconds) -> bool:
-        """Whether somebody who still holds it was promised that we stay."""
-        holders = set(self.view.holders(index))
-        relying = {peer: until for peer, until in self.promised.pop(index, {}).items() if now < until}
-        if relying:
-            self.promised[index] = relying
-        return any(peer in holders for peer in relying)
-
-    # Helpers
+    # Donors
 
     def _new_fetch(self) -> Fetch:
         return Fetch(self.run, MoveTag, self.chance, lambda peer, fragment: peer in self._donors(fragment.index))
 
     def _incoming(self, index: int) -> Incoming | None:
-        """What to fetch; None if nobody else has it, or nothing newer than our disk."""
-        fragment, layout = self.room.needs.fragments[index], self.room.layouts[index]
+        """An empty Incoming for a fragment; None if no other peer has it, or none has a newer state than our disk."""
+        fragment, layout = self.budget.needs.fragments[index], self.budget.layouts[index]
         held = bool(self.view.holders(index))
-        return Incoming(fragment, layout, not held) if held or self.view.keepers(index) else None
+        return Incoming(fragment, layout, not held) if held or self.view.retainers(index) else None
 
     def _donors(self, index: int) -> Sequence[PeerId]:
-        """Of a fragment: who trains it, or, where we asked for what was kept, who keeps the newest."""
+        """The holders of a fragment, or the peers that retain its newest state if we fetch a retained one."""
         incoming = self.fetch.incoming.get(index)
-        return self.view.keepers(index) if incoming is not None and incoming.kept else self.view.holders(index)
+        return self.view.retainers(index) if incoming is not None and incoming.retained else self.view.holders(index)
 
 
-__all__ = ["Drained", "HoldSpan", "SpanMove", "MemoryBudget", "MovePhase", "SpanView"]
+def _reply(request: int, message: Message) -> Reply:
+    return Reply(request, Envelope(message))

@@ -1,15 +1,16 @@
-"""Where routes should run, as a flow: the prior for which peers a micro-batch visits, and how far each carries it.
+"""Where routes should run, as a flow: weights for which peers a micro-batch visits, and how far each carries it.
 
 Every peer solves this for itself from the roster, in which speeds are measured; equal rosters give equal flows. Peers
-with the same span count as one that is as fast as all of them, so a programme grows with the model, hardly with the
-swarm. As a linear programme (HiGHS) over hops (span i carries from cut a to cut b, cuts being where fragments meet):
+with the same span count as one that is as fast as all of them, so the program grows with the model and hardly with the
+swarm. It is a linear program (HiGHS) over hops (span i carries from cut a to cut b; cuts are where fragments meet):
 
     z_iab >= 0                                         micro-batches' tokens/s on that hop
-    sum_ia z_iab = sum_jc z_jbc          at each cut b between the ends
-    sum_ab z_iab share_ab <= speed_i                   every second has one second
+    sum_ia z_iab = sum_jc z_jbc                        at each cut b between the ends
+    sum_ab z_iab share_ab <= speed_i                   no span computes more than its peers can
     maximise sum_ib z_i0b - HOP_COST sum z             a hop must carry more than it costs
 
-Links are not in it: their delay costs a hop, and what they cannot carry shows in the times that routes measure.
+Links are not in it: each hop costs a little for their delay, and what they cannot carry shows in the times that routes
+measure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,13 +25,13 @@ from scipy.sparse import coo_matrix
 from decentral.comm.routes.pacing import RoutingWeights
 from decentral.core.jobs import Fragment
 
-HOP_COST = 0.01  # of the flow: so much throughput is given up for one hop less
-MOST_HOPS = 40_000  # variables, some seconds; a swarm of more different spans goes by measured times alone
-LEAST_RATE = 1e-6  # of all speed
+HOP_COST = 0.01  # the part of the flow that may be lost for one hop less
+MOST_HOPS = 40_000  # variables, some seconds; with more different spans routes go by measured times alone
+LEAST_RATE = 1e-6  # smaller rates, relative to the sum of all speeds, count as none
 SOLVED_AT_ONCE = 200  # variables of a small swarm's flow, which is solved whenever enough has changed
-FLOW_PAUSE_S = 2.0  # for each variable more, until a flow is solved anew: one peer changes little of it
-FLOWS_KEPT = 128  # flows: of simulated peers, many have just heard the same
-SPEED_CHANGED = 0.1  # of all speed: for less that changed a flow is not worth a new one
+FLOW_PAUSE_S = 2.0  # between two solutions for each variable beyond these: one peer changes little in a large swarm
+FLOWS_KEPT = 128  # solutions in the cache: many simulated peers know the same roster
+SPEED_CHANGED = 0.1  # the part of all speed that has to change before the flow is solved again
 Span = tuple[int, int]  # fragments [begin, end)
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int_]
@@ -38,22 +39,22 @@ Ints = NDArray[np.int_]
 
 @dataclass(frozen=True, slots=True)
 class SpanFlow:
-    """Of equal rosters the same: rates in parts of the sum of all speeds, by layers as a Prior has them."""
+    """A solution. Rates are parts of the sum of all speeds; places are layers, as in RoutingWeights."""
 
     hops: int  # variables
-    begun: float
+    begun: float  # the rate at which micro-batches begin
     ends: Mapping[Span, Mapping[int, Mapping[int, float]]]  # by span
     nexts: Mapping[int, Mapping[tuple[int, int], float]]
     spans: frozenset[tuple[int, int]]
 
 
 def rounded(speed: Mapping[Span, float]) -> dict[Span, float]:
-    """To three digits, in order: rosters that differ by rounding only give equal flows."""
+    """Speeds with three digits, in order, so that rosters that differ only by rounding give equal flows."""
     return {span: float(f"{one:.2e}") for span, one in sorted(speed.items())}
 
 
 def changed(before: Mapping[Span, float], now: Mapping[Span, float]) -> bool:
-    """Whether so much has that a new flow is worth its time."""
+    """Whether the speeds have changed enough to solve the flow again."""
     if not before or not now:
         return bool(before) != bool(now)
     differing = sum(abs(before.get(span, 0.0) - now.get(span, 0.0)) for span in {*before, *now})
@@ -61,9 +62,9 @@ def changed(before: Mapping[Span, float], now: Mapping[Span, float]) -> bool:
 
 
 def _hops(spans: Sequence[Span]) -> tuple[Ints, Ints, Ints]:
-    """(span's number, from, to) of each, between cuts at which some span begins or ends.
+    """(number of the span, from cut, to cut) of each hop, between cuts at which some span begins or ends.
 
-    A cut in between, which no span tells apart from its neighbours, is as good as turns between those two.
+    Any other cut could be replaced by taking turns between its two neighbours, so no hop needs it.
     """
     cuts = np.unique(np.array(spans))
     index, a, b = [], [], []
@@ -77,9 +78,11 @@ def _hops(spans: Sequence[Span]) -> tuple[Ints, Ints, Ints]:
 
 
 def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> RoutingWeights:
-    """How far a peer with the span `own` should carry what enters where, and to whom.
+    """The routing weights of a peer with the span `own`: how far to carry what enters at each layer,
+    and which peers come next.
 
-    Empty if nothing flows, or if there are too many different spans.
+    `speed`: tokens/s of the whole model, by span. The weights are empty if nothing can flow from the first layer to the
+    last, or if there are too many different spans.
     """
     total = sum(speed.values())
     flow = _flow(tuple(cuts), tuple(speed.items())) if total > 0 else None
@@ -90,7 +93,7 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> R
 
 @lru_cache(maxsize=FLOWS_KEPT)
 def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) -> SpanFlow | None:
-    """None if nothing can flow, or if there are too many different spans."""
+    """The solution; None if there is no hop, or if there are too many different spans."""
     spans = [span for span, _ in speeds]
     index, a, b = hops = _hops(spans)
     if not 0 < len(index) <= MOST_HOPS:
@@ -109,7 +112,7 @@ def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) ->
 
 
 def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, Ints, Ints]) -> Floats:
-    """z of each hop, in parts of the sum of all speeds."""
+    """z of each hop, as a part of the sum of all speeds."""
     whole = sum(cut.parameters for cut in cuts)
     before = np.concatenate(([0.0], np.cumsum([cut.parameters / whole for cut in cuts])))
     index, a, b = hops
@@ -122,8 +125,8 @@ def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, 
     balance = coo_matrix((values, (rows, columns)), shape=(inner, count)) if inner else None
     within = np.array(speeds) / sum(speeds)
     cost = np.where(a == 0, -1.0, 0.0) + HOP_COST
-    kept = (balance.tocsr(), np.zeros(inner)) if balance is not None else (None, None)
-    found = linprog(cost, work.tocsr(), within, *kept, method="highs")
+    conserved = (balance.tocsr(), np.zeros(inner)) if balance is not None else (None, None)
+    found = linprog(cost, work.tocsr(), within, *conserved, method="highs")
     assert found.status == 0, found.message
     rates: Floats = np.maximum(0.0, found.x)
     return rates

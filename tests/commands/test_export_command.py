@@ -16,7 +16,7 @@ from decentral.comm.wire.transport import Answer, AskError, Reply, Transport
 from decentral.core import jobs
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
-from decentral.peers.joining.join import Donor
+from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.state import Folder
 from decentral.train import replicas

@@ -180,7 +180,7 @@ def test_a_donor_that_dies_in_the_middle_of_a_transfer_stops_no_newcomer() -> No
 
 def _donors_of(member: SimulatedPeer) -> list[PeerId]:
     """Who is sending it a piece of state."""
-    if member.host is None or member.port is None or member.host.node.join.state is not JoinPhase.FETCHING:
+    if member.host is None or member.port is None or member.host.node.join.phase is not JoinPhase.FETCHING:
         return []
     return [question.target for question in member.port.asked if question.writing is not None]
 

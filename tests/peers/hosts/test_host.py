@@ -29,9 +29,9 @@ from decentral.train.compute import Compute, ComputeSetup
 MakeSetup = Callable[..., ComputeSetup]
 ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
 RUN = RunId("words-3fa2c1")
-FEW = config.RoutesConfig(holders=1)  # of three peers two cannot stay with every layer
-LOOKING_OFTEN = config.SwarmConfig(refresh_s=0.05)  # into the directory: in memory it costs nothing
-LIMIT_S = 60.0  # of a whole test: a deadline against hanging, not a measurement
+FEW = config.RoutesConfig(holders=1)  # with three peers not every layer can keep two other holders
+LOOKING_OFTEN = config.SwarmConfig(refresh_s=0.05)  # a lookup in a directory in memory costs nothing
+LIMIT_S = 60.0  # deadline of a whole test against hanging, not a measurement
 
 
 @pytest.fixture(scope="session")
@@ -64,12 +64,12 @@ class Swarm:
                 fragments=compute.fragments,
                 state_layouts=compute.state_layouts(),
                 layers=compute.model_layers,
-                profile=Profile("cpu", self.room(compute).memory_bytes, 1e9, 1e4),
+                profile=Profile("cpu", self.memory_budget(compute).memory_bytes, 1e9, 1e4),
                 addresses=(),
                 contacts=tuple(self.identities[contact].peer for contact in contacts),
                 stop_after=stop_after,
                 routes=self.routes(own.peer, compute),
-                room=self.room(compute),
+                memory_budget=self.memory_budget(compute),
             )
         )
         lines = journal.Journal(setup.folder / "journal.jsonl", clock())
@@ -82,8 +82,8 @@ class Swarm:
         held = compute.fragments
         return stage.StageConfig(RUN, peer, held[0].first, held[-1].last, compute.cuts, 4, 8, 1, compute.layout)
 
-    def room(self, compute: Compute) -> MemoryBudget:
-        """For two of the three fragments."""
+    def memory_budget(self, compute: Compute) -> MemoryBudget:
+        """Enough for two of the three fragments."""
         needs = memory.needs(compute.setup.config)
         return MemoryBudget(needs, max(needs.of(0, 2), needs.of(1, 3)), compute.layouts())
 
@@ -110,10 +110,10 @@ class Swarm:
         return running
 
     def all_have_exchanged(self, times: int) -> bool:
-        return all(host.node.exchanges["done"] >= times for host in self.hosts.values())
+        return all(host.node.traffic.exchanges["done"] >= times for host in self.hosts.values())
 
     def play(self, story: Coroutine[Any, Any, None]) -> None:
-        """Tells the story; whatever comes of it, no compute thread is left."""
+        """Runs the story; whatever comes of it, no compute thread is left."""
 
         async def limited() -> None:
             async with asyncio.timeout(LIMIT_S):
@@ -152,7 +152,7 @@ def test_three_peers_train_and_exchange(swarm_of: Callable[[str], Swarm], algori
     for host in swarm.hosts.values():
         assert host.node.progress.loss is not None
         assert 0 < host.node.progress.loss < 6
-        assert host.node.received_bytes > 0
+        assert host.node.traffic.received_bytes > 0
     assert swarm.spread() < 0.5
 
 
@@ -182,10 +182,10 @@ def test_a_peer_that_is_unplugged_does_not_stop_the_others(swarm_of: Callable[[s
         gone, left = swarm.identities["C"].peer, [swarm.hosts[name].node for name in "AB"]
         swarm.network.unplug(gone)
         await swarm.until(lambda: not any(gone in node.roster.live for node in left))
-        before = [(node.exchanges["done"], node.progress.step) for node in left]
+        before = [(node.traffic.exchanges["done"], node.progress.step) for node in left]
         await swarm.until(
             lambda: all(
-                node.exchanges["done"] > done and node.progress.step > step + 20
+                node.traffic.exchanges["done"] > done and node.progress.step > step + 20
                 for node, (done, step) in zip(left, before, strict=True)
             )
         )
@@ -240,7 +240,7 @@ def test_a_compute_thread_that_breaks_stops_the_peer_with_the_reason(swarm_of: C
 
 
 async def in_parts(swarm: Swarm, micro_batches: int) -> list["asyncio.Task[str]"]:
-    """Of embedding, block and head A has the first two, B the last two, C the last; all have taken steps."""
+    """A has the embedding and the block, B the block and the head, C the head; all have taken steps."""
     running = [await swarm.join("A", "", (0, 2))]
     running += [await swarm.join("B", "A", (1, 3)), await swarm.join("C", "A", (2, 3))]
     await swarm.until(lambda: all(host.node.progress.step > 0 for host in swarm.hosts.values()))
@@ -258,7 +258,7 @@ def completed(swarm: Swarm) -> int:
     return begun(swarm, "A")
 
 
-def test_three_peers_of_whom_none_holds_the_model_train_it(swarm_of: Callable[[str], Swarm]) -> None:
+def test_three_peers_train_a_model_that_none_of_them_holds(swarm_of: Callable[[str], Swarm]) -> None:
     swarm = swarm_of("pull")
 
     async def trained() -> None:
@@ -269,7 +269,7 @@ def test_three_peers_of_whom_none_holds_the_model_train_it(swarm_of: Callable[[s
 
     swarm.play(trained())
     losses = [line["loss"] for line in swarm.journal("A", "step")]
-    untrained = math.log(config.ModelConfig().vocabulary)  # a second may be all it takes: then there is one line
+    untrained = math.log(config.ModelConfig().vocabulary)  # the run may take only a second, and then there is one line
     assert mean(losses[-20:]) < untrained - 0.5
     journals = [journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"]
     found = audit.audit(journals, 3)
@@ -321,9 +321,12 @@ def test_the_others_go_on_without_a_holder_that_is_gone(swarm_of: Callable[[str]
     assert not [line for name in "AB" for line in swarm.journal(name, "error")]
 
 
-def move(swarm: Swarm, name: str, goal: range) -> None:
+def move(swarm: Swarm, name: str, target: range) -> None:
     host = swarm.hosts[name]
-    host._carry_all(host.node.move(goal, "test", host.now()))
+    spans = host.node.span_manager
+    assert spans is not None
+    effects = spans.span_move.begin(target, "test", host.now())
+    host._carry_all(spans.carry_out(effects, host.now()))
 
 
 def moved(swarm: Swarm, name: str) -> list[str]:
@@ -367,7 +370,9 @@ def test_the_last_holder_of_a_layer_stays_and_trains_on(swarm_of: Callable[[str]
     assert [line["reason"] for line in swarm.journal("A", "move")] == ["needed"]
 
 
-def test_a_layer_whose_last_holder_is_gone_is_taken_from_who_kept_it(swarm_of: Callable[[str], Swarm]) -> None:
+def test_a_layer_whose_last_holder_is_gone_is_taken_from_the_peer_that_retains_it(
+    swarm_of: Callable[[str], Swarm],
+) -> None:
     swarm = swarm_of("pull")
 
     async def lost() -> None:

@@ -1,4 +1,4 @@
-"""A newcomer's start: from several donors, piece by piece, whatever becomes of some of them."""
+"""A newcomer fetches its state from several donors, piece by piece, and some of them may fail."""
 
 from collections.abc import Sequence
 from random import Random
@@ -12,15 +12,13 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
 from decentral.core.machine import Effect, Log, Woke
+from decentral.peers.joining.donor import MOST_SERVED, SERVED_S, Donor
 from decentral.peers.joining.fetch import DONORS, PIECE_BYTES
 from decentral.peers.joining.join import (
     GIVE_UP_S,
-    HOLDER_LOOKS,
+    HOLDER_RETRIES,
     JOIN_RETRY_S,
     MOST_PATIENT,
-    MOST_SERVED,
-    SERVED_S,
-    Donor,
     Join,
     JoinPhase,
     JoinTag,
@@ -30,7 +28,7 @@ RUN = RunId("gpt-3fa2c1")
 A, B = PeerId("A"), PeerId("B")
 MANY = tuple(PeerId(f"donor{number:02d}") for number in range(30))
 FRAGMENTS = (Fragment(0, 0, 1, 400_000), Fragment(1, 1, 2, 400_000))
-SIZE = 3 * PIECE_BYTES - 1000  # of each fragment's state: three pieces
+SIZE = 3 * PIECE_BYTES - 1000  # bytes of each fragment's state: three pieces
 LAYOUT = (Section("theta", "fp32", SIZE // 4, SIZE),)
 OTHER = (Section("phi", "fp32", SIZE // 4, SIZE),)
 
@@ -41,7 +39,7 @@ def of_fragment(ask: Ask) -> int:
 
 
 class Newcomer:
-    """A Join with its donors, who answer when a test says so."""
+    """A Join with its donors, which answer when a test says so."""
 
     def __init__(self, donors: Sequence[PeerId] = (A, B), own_step: int = 0, restored: bool = False) -> None:
         self.join = Join(RUN, FRAGMENTS, [LAYOUT] * len(FRAGMENTS), tuple(donors), own_step, restored, Random(0))
@@ -152,7 +150,7 @@ def test_a_donor_that_sends_bad_pieces_is_left_out(flaw: dict[str, object]) -> N
     assert new.join.used == {B}
 
 
-def test_donors_who_disagree_on_the_layout_are_not_mixed() -> None:
+def test_donors_that_disagree_on_the_layout_are_not_mixed() -> None:
     new = Newcomer()
     new.know_the_roster()
     for _ in range(2):
@@ -167,7 +165,7 @@ def test_donors_behind_our_checkpoint_teach_us_nothing() -> None:
     new.know_the_roster()
     new.answer(new.next_of(A), step=90)
     assert new.starts == [Start(newcomer=False)]
-    assert new.join.state is JoinPhase.DONE
+    assert new.join.phase is JoinPhase.DONE
 
 
 def test_a_checkpoint_that_is_behind_catches_up_and_is_no_newcomer() -> None:
@@ -285,16 +283,16 @@ def test_a_layer_whose_last_holder_has_gone_does_not_hold_up_the_others() -> Non
     for _ in range(3):
         new.answer(new.next_of(A))
     new.live, new.join.contacts, new.asks = [A], (), []
-    for _ in range(HOLDER_LOOKS):
+    for _ in range(HOLDER_RETRIES):
         new.wake(JOIN_RETRY_S)
-        assert new.join.state is JoinPhase.FETCHING  # its record may only be late
+        assert new.join.phase is JoinPhase.FETCHING  # the record may only be late
     new.wake(JOIN_RETRY_S)
     (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
     assert [index for index, _, _ in imported.blobs] == [0]
 
 
 def b_is_gone(new: Newcomer) -> None:
-    """And A gives all that it has."""
+    """All questions to B fail, and A answers all of its own."""
     while new.asks:
         ask = new.asks.pop()
         new.fail(ask) if ask.to == B else new.answer(ask)
@@ -324,10 +322,10 @@ def test_half_a_fragment_whose_only_donor_is_gone_is_given_up_in_the_end() -> No
     assert [index for index, _, _ in imported.blobs] == [0]
 
 
-def test_what_nobody_holds_is_taken_from_whoever_keeps_it() -> None:
+def test_what_nobody_holds_is_taken_from_a_peer_that_retains_it() -> None:
     new = Newcomer()
     new.join.holds = lambda peer, fragment: fragment.index == 0
-    new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.join.newest_retained = lambda index: (40, (B,)) if index == 1 else (-1, ())
     new.know_the_roster()
     assert {ask.to for ask in new.asks if of_fragment(ask) == 1} == {B}
     assert {ask.envelope.message.kept for ask in new.asks if of_fragment(ask) == 1} == {True}  # type: ignore[union-attr]
@@ -335,15 +333,15 @@ def test_what_nobody_holds_is_taken_from_whoever_keeps_it() -> None:
 
 
 @pytest.mark.parametrize(("own_step", "taken"), [(39, [0, 1]), (40, [0])])
-def test_a_kept_state_is_taken_only_if_it_is_newer_than_our_checkpoint(own_step: int, taken: list[int]) -> None:
+def test_a_retained_state_is_taken_only_if_it_is_newer_than_our_checkpoint(own_step: int, taken: list[int]) -> None:
     new = Newcomer(restored=True, own_step=own_step)
     new.join.holds = lambda peer, fragment: fragment.index == 0
-    new.join.kept = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.join.newest_retained = lambda index: (40, (B,)) if index == 1 else (-1, ())
     new.know_the_roster()
     assert [index for index, _, _ in new.finish().blobs] == taken
 
 
-def test_only_those_are_asked_who_hold_something_of_ours() -> None:
+def test_only_peers_that_hold_something_of_ours_are_asked() -> None:
     new = Newcomer(donors=MANY)
     new.join.holds = lambda peer, fragment: peer == MANY[-1]
     new.know_the_roster()
@@ -365,10 +363,10 @@ def test_a_holder_whose_record_comes_back_is_waited_for() -> None:
 def test_a_donor_serves_so_many_newcomers_at_a_time_and_the_next_when_one_is_done() -> None:
     donor = Donor(RUN, FRAGMENTS)
     pull = StateRequest(RUN, 0, 0, PIECE_BYTES)
-    told = [donor.asked(number, PeerId(f"N{number}"), pull, 0, 0.0) for number in range(MOST_SERVED + 1)]
-    (refusal,) = told[-1]
+    answers = [donor.asked(number, PeerId(f"N{number}"), pull, 0, 0.0) for number in range(MOST_SERVED + 1)]
+    (refusal,) = answers[-1]
     assert isinstance(refusal, Reply)
     assert refusal.envelope.message == Refused("busy")
-    assert not any(isinstance(effect, Reply) for effects in told[:-1] for effect in effects)
-    assert donor.asked(50, PeerId("N0"), pull, 0, 4.0) == []  # those that are served go on
+    assert not any(isinstance(effect, Reply) for effects in answers[:-1] for effect in effects)
+    assert donor.asked(50, PeerId("N0"), pull, 0, 4.0) == []  # a newcomer that is served already goes on
     assert donor.asked(51, PeerId("late"), pull, 0, SERVED_S + 1.0) == []

@@ -1,4 +1,4 @@
-"""Who holds which layer: kept record by record, and of many holders each peer knows a few of its own."""
+"""Records tell which peers hold which layer, and of many holders each peer knows a few of its own."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def test_a_holder_is_found_at_each_of_its_layers_and_at_no_other() -> None:
     assert [list(holders.near(layer)) for layer in range(4)] == [[], ["A"], ["A"], []]
 
 
-def test_who_moves_stops_training_or_goes_is_found_where_it_is_now() -> None:
+def test_a_peer_that_moves_stops_training_or_goes_is_found_where_it_is_now() -> None:
     holders = crowd(3)
     holders.put(PeerId("P000"), record(2, 4))
     holders.put(PeerId("P001"), record(0, 2, phase="leaving"))

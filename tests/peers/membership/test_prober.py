@@ -8,7 +8,7 @@ from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
-from decentral.peers.membership.prober import AGAIN_S, PROBE_BYTES, PROBED_PEERS, Prober, ProbeTag
+from decentral.peers.membership.prober import PROBE_BYTES, PROBE_EVERY_S, PROBED_PEERS, Prober, ProbeTag
 
 A, B = PeerId("A"), PeerId("B")
 
@@ -75,4 +75,4 @@ def test_it_waits_until_it_is_time_and_then_for_a_while() -> None:
     probing = prober()
     assert probing.handle(Woke(), 9.9, [A]) == []
     probing.handle(Woke(), 10.0, [A])
-    assert probing.wake_at == 10.0 + AGAIN_S
+    assert probing.wake_at == 10.0 + PROBE_EVERY_S

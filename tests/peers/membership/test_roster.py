@@ -1,4 +1,4 @@
-"""Who is alive: by signed records, and by who answers."""
+"""Signed records and answers to questions tell which peers are alive."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -132,7 +132,7 @@ def test_a_renewal_does_not_forgive_a_silence(roster: Roster) -> None:
     assert left(unanswered(roster)) == ["silent"]
 
 
-def test_who_was_silent_comes_back_with_a_newer_record_only(roster: Roster) -> None:
+def test_a_silent_peer_comes_back_with_a_newer_record_only(roster: Roster) -> None:
     find(roster, sealed())
     unanswered(roster)
     unanswered(roster)
@@ -177,7 +177,7 @@ def test_a_bad_record_among_good_ones_costs_only_itself(roster: Roster) -> None:
     assert list(roster.live) == [other()]
 
 
-def test_records_of_another_key_are_not_looked_at(roster: Roster) -> None:
+def test_records_of_another_key_are_not_read(roster: Roster) -> None:
     assert roster.handle(Found(f"{RUN}/plan", {other(): sealed()}), NOW) == []
     assert not roster.live
 
@@ -201,11 +201,11 @@ def test_our_record_is_renewed_in_time_and_says_when_it_expires(roster: Roster) 
     assert len(announced(NOW + 22)) == 1
 
 
-def test_it_looks_for_others_every_four_seconds_and_less_often_in_a_large_swarm(roster: Roster) -> None:
-    def looks(now: float) -> bool:
+def test_it_looks_up_others_every_four_seconds_and_less_often_in_a_large_swarm(roster: Roster) -> None:
+    def looks_up(now: float) -> bool:
         return Lookup(KEY) in roster.handle(Woke(), now)
 
-    assert [looks(NOW + s) for s in (0, 3.9, 4, 7.9, 8)] == [True, False, True, False, True]
+    assert [looks_up(NOW + s) for s in (0, 3.9, 4, 7.9, 8)] == [True, False, True, False, True]
 
 
 def test_leaving_is_announced(roster: Roster) -> None:
@@ -215,7 +215,7 @@ def test_leaving_is_announced(roster: Roster) -> None:
     assert records.unpack(body).phase == "leaving"
 
 
-# Spread over several keys
+# Records under several keys
 
 
 def test_records_spread_evenly_over_the_shards() -> None:
@@ -236,10 +236,10 @@ def test_our_record_goes_to_our_own_shard(sharded: Roster) -> None:
     assert open_sealed(announced.key, sharded.own.peer, announced.value, NOW)[1] == NOW + TTL
 
 
-def test_a_look_goes_to_our_own_shard_and_to_one_more_and_in_time_to_all(sharded: Roster) -> None:
+def test_a_lookup_goes_to_our_own_shard_and_to_one_more_and_in_time_to_all(sharded: Roster) -> None:
     own, seen = records.key_of(RUN, sharded.own.peer, SHARDS), set[str]()
-    for look in range(60):
-        keys = [one.key for one in sharded.handle(Woke(), NOW + 4 * look) if isinstance(one, Lookup)]
+    for number in range(60):
+        keys = [one.key for one in sharded.handle(Woke(), NOW + 4 * number) if isinstance(one, Lookup)]
         assert own in keys
         assert len(keys) == len(set(keys)) <= 2
         seen |= set(keys)
@@ -261,8 +261,8 @@ def test_a_record_under_the_wrong_shard_is_forged(sharded: Roster) -> None:
     assert (dict(sharded.refused), dict(sharded.live)) == ({"signature": 1}, {})
 
 
-def test_a_stranger_s_question_makes_nobody_look_where_nobody_knows_everybody(sharded: Roster) -> None:
+def test_a_stranger_s_question_leads_to_no_lookup_where_nobody_knows_everybody(sharded: Roster) -> None:
     sharded.handle(Woke(), NOW)
     before = sharded.wake_at
-    sharded.look_soon(NOW + 1)
+    sharded.refresh_soon(NOW + 1)
     assert sharded.wake_at == before

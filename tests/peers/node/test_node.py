@@ -1,4 +1,4 @@
-"""Whatever others send, in whatever phase: a node never raises, and answers every question once."""
+"""A node never raises and answers every question once, whatever others send and in whatever phase it is."""
 
 import dataclasses
 from collections import Counter
@@ -49,7 +49,9 @@ BLOB = b"ABCDEFGH"
 PROFILE = Profile("cpu", 1 << 30, 1e9, 1e4)
 ALGORITHMS = ("pull", "symmetric", "push_sum", "allreduce", "synchronous")
 PHASES = ("joining", "training", "left")
-FEW = settings(max_examples=12, phases=[Stage.explicit, Stage.generate])  # a whole node each: shrinking takes minutes
+FEW = settings(
+    max_examples=12, phases=[Stage.explicit, Stage.generate]
+)  # each example is a whole node, so shrinking would take minutes
 STRANGER = PeerId("QmStranger")
 
 Algorithm = Literal["pull", "symmetric", "push_sum", "allreduce", "synchronous"]
@@ -92,7 +94,7 @@ class Played:
             self.carry(self.node.leave("interrupted", self.now))
 
     def join_a_swarm(self) -> None:
-        """Meets the known peer, of whom it gets no state, and trains: in a synchronous run with that peer."""
+        """Meets the known peer, gets no state from it, and trains; in a synchronous run it trains with that peer."""
         self.node.begin(self.now)
         if self.node.rounds:
             self.meet(self.known)
@@ -102,8 +104,8 @@ class Played:
             both = tuple(
                 sorted([RoundMember(self.known.peer, 0, 3), RoundMember(self.node.setup.own.peer, 0, 3)], key=str)
             )
-            standing = Envelope(messages.RoundStatus(RUN, 0, both))
-            self.deliver(Answered(FollowTag(), self.known.peer, standing, 0.1, 10, 20))
+            status = Envelope(messages.RoundStatus(RUN, 0, both))
+            self.deliver(Answered(FollowTag(), self.known.peer, status, 0.1, 10, 20))
         assert self.node.phase is NodePhase.TRAINING
 
     def meet(self, peer: Identity) -> None:
@@ -310,7 +312,7 @@ def test_a_held_pull_is_answered_when_its_patience_is_over() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["pull", "allreduce"])
-def test_those_whose_question_is_held_are_answered_when_we_leave(algorithm: Algorithm) -> None:
+def test_held_questions_are_answered_when_we_leave(algorithm: Algorithm) -> None:
     played = Played(algorithm, "training", window_s=1000.0)
     played.ask(1, STRANGER, Pull(RUN, 0, 0, 0.0, MAX_PATIENCE_S))
     played.carry(played.node.leave("interrupted", played.now))
@@ -412,7 +414,7 @@ def test_the_bound_of_a_blob_follows_the_fragment_and_only_some_messages_have_on
 # What a node does
 
 
-def test_it_announces_itself_and_looks_for_others_at_once() -> None:
+def test_it_announces_itself_and_looks_up_others_at_once() -> None:
     played = Played("pull", "joining")
     assert {type(effect) for effect in played.effects} >= {Announce, Lookup}
 
@@ -444,19 +446,19 @@ def test_a_partner_that_never_answers_is_dropped_and_training_goes_on() -> None:
             ask = played.asks.pop(0)
             played.deliver(AskFailed(ask.tag, ask.to, "unreachable", 0.1))
     assert played.known.peer not in played.node.roster.live
-    assert played.node.exchanges["failed"] >= 2
-    assert played.node.exchanges["solo"] >= 2
+    assert played.node.traffic.exchanges["failed"] >= 2
+    assert played.node.traffic.exchanges["solo"] >= 2
 
 
 @pytest.mark.parametrize(
     ("algorithm", "reason", "known"),
     [
         ("pull", "deadline", False),
-        ("symmetric", "deadline", True),  # its answer waits for the partner's device, which may be slow
+        ("symmetric", "deadline", True),  # the answer waits for the partner's device, which may be slow
         ("symmetric", "cut", False),
     ],
 )
-def test_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm, reason: str, known: bool) -> None:
+def test_a_peer_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm, reason: str, known: bool) -> None:
     played = Played(algorithm, "training")
     tag = SwapTag(0, 1) if algorithm == "symmetric" else PullTag(0, 1)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Whom of the swarm each machine asks."""
+"""Which peers of the swarm each machine asks."""
 
 from collections import Counter
 from random import Random
@@ -31,7 +31,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Identity:
 
 
 class Swarm:
-    """What a roster with these peers answers; `meet` adds one that holds layers [first, last)."""
+    """A peer selection and its roster; `meet` adds a peer that holds layers [first, last)."""
 
     def __init__(self, own: Identity, algorithm: Literal["pull", "symmetric", "allreduce"] = "pull") -> None:
         config = Config(gossip=GossipConfig(algorithm=algorithm, partners=2))
@@ -43,7 +43,7 @@ class Swarm:
         self.asks = PeerSelection(lambda: setup, roster, self.meter, progress, Random(0))
 
     def never(self, now: float, leaving: bool) -> PeerRecord:
-        raise AssertionError("nobody announces anything here")
+        raise AssertionError("no record is announced here")
 
     def meet(
         self, peer: PeerId, first: int = 0, last: int = 3, phase: PeerPhase = "training", kept: RetainedStates = ()
@@ -76,16 +76,16 @@ def test_allreduce_has_everybody_for_a_partner(own: Identity) -> None:
     assert Swarm(own, "allreduce").meet(B).meet(A).asks.partners(0, 0.0) == [A, B]
 
 
-def test_a_newcomer_asks_those_who_train_or_whoever_is_there(own: Identity) -> None:
+def test_a_newcomer_asks_peers_that_train_or_all_while_none_does(own: Identity) -> None:
     swarm = Swarm(own).meet(B, phase="joining").meet(A, phase="joining")
     assert swarm.asks.donors() == [A, B]
     assert swarm.meet(C).asks.donors() == [C]
 
 
-def test_of_what_is_kept_the_newest_counts(own: Identity) -> None:
+def test_the_newest_retained_state_counts(own: Identity) -> None:
     swarm = Swarm(own).meet(A, kept=((1, 5),)).meet(B, kept=((1, 7), (0, 9))).meet(C, kept=((1, 7),))
-    assert swarm.asks.newest_kept(1) == (7, [B, C])
-    assert Swarm(own).meet(A).asks.newest_kept(1) == (NEVER, [])
+    assert swarm.asks.newest_retained(1) == (7, [B, C])
+    assert Swarm(own).meet(A).asks.newest_retained(1) == (NEVER, [])
 
 
 def test_a_round_may_have_begun_with_peers_that_no_record_tells_of(own: Identity) -> None:

@@ -26,7 +26,7 @@ def stops(effects: list[Effect]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "goal"),
+    ("own", "others", "followed"),
     [
         (10, [], None),
         (10, [5, 8], None),
@@ -35,9 +35,11 @@ def stops(effects: list[Effect]) -> list[str]:
         (50, [20, 30, 40], None),
     ],
 )
-def test_the_clock_follows_the_upper_median_where_it_is_ahead(own: int, others: list[int], goal: int | None) -> None:
+def test_the_clock_follows_the_upper_median_where_it_is_ahead(
+    own: int, others: list[int], followed: int | None
+) -> None:
     progress = training(lr_step=own)
-    assert progress.follow(others) == ([SetClock(goal)] if goal else [])
+    assert progress.follow(others) == ([SetClock(followed)] if followed else [])
 
 
 def test_one_liar_moves_nobody() -> None:
@@ -70,7 +72,7 @@ def test_without_a_limit_it_goes_on() -> None:
 def test_it_evaluates_at_once_and_then_every_so_often() -> None:
     progress = training()
     assert progress.handle(Woke(), 100.0) == [Evaluate()]
-    assert progress.handle(Woke(), 101.0) == []  # under way
+    assert progress.handle(Woke(), 101.0) == []  # the evaluation is under way
     (line,) = progress.handle(Evaluated(640, 2.5, 0.3), 102.0)
     assert isinstance(line, Log)
     assert (line.event, line.fields["loss"]) == ("eval", 2.5)

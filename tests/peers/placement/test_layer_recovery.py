@@ -1,4 +1,4 @@
-"""Layers whose holders are gone: one peer takes them, and all agree who."""
+"""One peer takes the layers whose holders are gone, and all peers agree which one."""
 
 from random import Random
 
@@ -6,7 +6,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.placement.layer_recovery import (
-    LOST_S,
+    INITIALISE_AFTER_S,
     RECOVERY_BACKOFF_S,
     TURN_S,
     LayerRecovery,
@@ -19,69 +19,70 @@ NEEDS = MemoryNeeds(CUTS, (10,) * 4, (0,) * 4, (0,) * 4)
 
 
 def members(**held: tuple[range, int]) -> dict[PeerId, TrainingPeer]:
-    """Of each: fragments, and for how many its memory is."""
-    return {PeerId(name): TrainingPeer(span, 10 * room, 1.0) for name, (span, room) in held.items()}
+    """Peers by name, each with its fragments and with memory for so many."""
+    return {PeerId(name): TrainingPeer(span, 10 * fitting, 1.0) for name, (span, fitting) in held.items()}
 
 
-SWARM = members(A=(range(0, 2), 2), B=(range(0, 2), 2), C=(range(1, 3), 2))  # 3 is lost
+SWARM = members(A=(range(0, 2), 2), B=(range(0, 2), 2), C=(range(1, 3), 2))  # fragment 3 is lost
 
 
-class Looking:
-    """Every peer of a swarm looks for itself."""
+class RecoveringSwarm:
+    """The layer recovery of every peer of a swarm."""
 
-    def __init__(self, swarm: dict[PeerId, TrainingPeer], kept: bool = True) -> None:
-        self.swarm, self.kept, self.now = swarm, kept, 0.0
-        self.covers = {name: LayerRecovery(name, NEEDS, Random(name)) for name in swarm}
+    def __init__(self, swarm: dict[PeerId, TrainingPeer], retained: bool = True) -> None:
+        self.swarm, self.retained, self.now = swarm, retained, 0.0
+        self.recoveries = {name: LayerRecovery(name, NEEDS, Random(name)) for name in swarm}
 
     def pass_time(self, seconds: float) -> dict[PeerId, tuple[range, bool]]:
-        """Who would move where, at the end of this time."""
+        """The moves that peers would begin at the end of this time."""
         end, found = self.now + seconds, {}
         while self.now < end:
             self.now += 0.5
-            looks = {
-                name: one.look(self.swarm, (), self.now, lambda index: self.kept) for name, one in self.covers.items()
+            spans = {
+                name: one.span_to_take(self.swarm, (), self.now, lambda index: self.retained)
+                for name, one in self.recoveries.items()
             }
-            found = {name: goal for name, goal in looks.items() if goal is not None}
+            found = {name: span for name, span in spans.items() if span is not None}
         return found
 
 
 def test_one_takes_a_lost_layer_and_gives_up_only_what_others_hold() -> None:
-    looking = Looking(SWARM)
-    assert looking.pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(2, 4), False)}
+    swarm = RecoveringSwarm(SWARM)
+    assert swarm.pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(2, 4), False)}
 
 
 def test_the_next_one_has_its_turn_where_the_first_does_not_come() -> None:
-    looking = Looking(SWARM)
-    looking.pass_time(RECOVERY_BACKOFF_S)
-    assert set(looking.pass_time(TURN_S)) == {"A", "C"}
+    swarm = RecoveringSwarm(SWARM)
+    swarm.pass_time(RECOVERY_BACKOFF_S)
+    assert set(swarm.pass_time(TURN_S)) == {"A", "C"}
 
 
-def test_who_is_on_its_way_is_waited_for() -> None:
+def test_a_holder_that_is_joining_is_waited_for() -> None:
     one = LayerRecovery(PeerId("A"), NEEDS, Random(0))
     for second in range(100):
-        assert one.look(SWARM, [range(3, 4)], float(second), lambda index: True) is None
+        assert one.span_to_take(SWARM, [range(3, 4)], float(second), lambda index: True) is None
 
 
-def test_initial_weights_are_for_what_stays_lost() -> None:
-    looking = Looking(SWARM, kept=False)
-    assert looking.pass_time(LOST_S) == {}
-    assert looking.pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(2, 4), True)}
+def test_layers_that_stay_lost_begin_with_initial_weights() -> None:
+    swarm = RecoveringSwarm(SWARM, retained=False)
+    assert swarm.pass_time(INITIALISE_AFTER_S) == {}
+    assert swarm.pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(2, 4), True)}
 
 
 def test_a_layer_that_comes_back_in_time_is_not_taken() -> None:
-    looking = Looking(SWARM, kept=False)
-    looking.pass_time(LOST_S - 1)
+    swarm = RecoveringSwarm(SWARM, retained=False)
+    swarm.pass_time(INITIALISE_AFTER_S - 1)
     full = SWARM | members(D=(range(2, 4), 2))
-    for name, one in looking.covers.items():
-        assert one.look(full, (), looking.now, lambda index: False) is None, name
-    assert looking.pass_time(LOST_S - 1) == {}
+    for name, one in swarm.recoveries.items():
+        assert one.span_to_take(full, (), swarm.now, lambda index: False) is None, name
+    assert swarm.pass_time(INITIALISE_AFTER_S - 1) == {}
 
 
 def test_nobody_leaves_a_layer_that_only_it_holds() -> None:
     assert ranked(NEEDS, members(A=(range(0, 2), 2), C=(range(2, 3), 1)), [3]) == []
 
 
-def test_whoever_has_room_beside_what_it_holds_comes_first() -> None:
+def test_a_peer_with_memory_to_spare_comes_first() -> None:
     swarm = members(A=(range(0, 2), 2), B=(range(1, 3), 3), C=(range(0, 2), 2))
     assert ranked(NEEDS, swarm, [3])[0] == ("B", range(1, 4))
 

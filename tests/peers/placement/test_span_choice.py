@@ -1,4 +1,4 @@
-"""Which layers a newcomer takes: what nobody holds first, then what carries the most tokens."""
+"""A newcomer takes layers that nobody holds first, then those that let the swarm train the most tokens."""
 
 import itertools
 from collections.abc import Callable
@@ -83,22 +83,24 @@ def solved(fragments: list[Fragment], held: list[Holder], own: Holder) -> Routin
 @given(held=holders)
 def test_the_routes_flow_carries_what_the_cuts_let_through_but_for_the_cost_of_hops(held: list[Holder]) -> None:
     bound = span_choice.flow(SIX, held)
-    prior = solved(SIX, held, held[0])
-    assert bound * 0.9 - 1e-9 <= prior.tokens_per_s <= bound * (1 + 1e-6) + 1e-9
+    weights = solved(SIX, held, held[0])
+    assert bound * 0.9 - 1e-9 <= weights.tokens_per_s <= bound * (1 + 1e-6) + 1e-9
 
 
 def test_what_enters_a_peer_leaves_it_by_the_flow() -> None:
     held = [Holder(0, 4, 1.0), Holder(2, 6, 1.0)]
-    prior = solved(SIX, held, held[0])
-    assert prior.tokens_per_s == pytest.approx(2.0)
-    assert sum(prior.ends[0].values()) == pytest.approx(1.0)
-    assert sum(end * rate for end, rate in prior.ends[0].items()) == pytest.approx(3.0)  # half of the layers
-    for end, rate in prior.ends[0].items():
-        assert prior.rate(end, (2, 6, 1.0)) == pytest.approx(rate)
-        assert prior.rate(end, (0, 4, 1.0)) == 0.0
+    weights = solved(SIX, held, held[0])
+    assert weights.tokens_per_s == pytest.approx(2.0)
+    assert sum(weights.ends[0].values()) == pytest.approx(1.0)
+    assert sum(end * rate for end, rate in weights.ends[0].items()) == pytest.approx(
+        3.0
+    )  # on average half of the layers
+    for end, rate in weights.ends[0].items():
+        assert weights.rate(end, (2, 6, 1.0)) == pytest.approx(rate)
+        assert weights.rate(end, (0, 4, 1.0)) == 0.0
 
 
-def test_a_swarm_too_large_to_solve_goes_without_a_prior() -> None:
+def test_a_swarm_too_large_to_solve_goes_without_routing_weights() -> None:
     fragments = [Fragment(i, i, i + 1, 1) for i in range(64)]
     held = [Holder(i, 64, 1.0) for i in range(64)]
     assert solved(fragments, held, held[0]) == RoutingWeights()
@@ -106,11 +108,13 @@ def test_a_swarm_too_large_to_solve_goes_without_a_prior() -> None:
 
 def test_peers_with_the_same_span_share_its_flow_by_their_speeds_even_one_that_came_since() -> None:
     held = [Holder(0, 3, 4.0), Holder(3, 6, 1.0), Holder(3, 6, 3.0)]
-    prior = solved(SIX, held, held[0])
-    assert prior.rate(3, (3, 6, 1.0)) * 2 == pytest.approx(prior.rate(3, (3, 6, 2.0)))
-    assert prior.rate(3, (3, 6, 4.0)) == pytest.approx(prior.ends[0][3])
-    assert prior.rate(3, (2, 5, 4.0)) == pytest.approx(prior.ends[0][3])  # nobody held that when it was solved
-    assert prior.rate(3, (0, 3, 4.0)) == 0.0
+    weights = solved(SIX, held, held[0])
+    assert weights.rate(3, (3, 6, 1.0)) * 2 == pytest.approx(weights.rate(3, (3, 6, 2.0)))
+    assert weights.rate(3, (3, 6, 4.0)) == pytest.approx(weights.ends[0][3])
+    assert weights.rate(3, (2, 5, 4.0)) == pytest.approx(
+        weights.ends[0][3]
+    )  # no peer held these layers when the flow was solved
+    assert weights.rate(3, (0, 3, 4.0)) == 0.0
 
 
 def test_a_flow_is_worth_a_new_one_when_a_twentieth_of_all_speed_has_changed() -> None:

@@ -1,4 +1,4 @@
-"""A peer changes its layers: fetched first, promised by others, drained, switched. What fails changes nothing."""
+"""A peer changes its layers: it fetches, gets replica leases, drains, switches. A move that fails changes nothing."""
 
 from collections.abc import Sequence
 from random import Random
@@ -14,10 +14,10 @@ from decentral.core.jobs import ChangeSpan, Fragment, Section, SpanChanged
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.joining.fetch import FAILURES
+from decentral.peers.placement.replica_leases import LEASE_S
 from decentral.peers.placement.span_move import (
     DRAIN_MOST_S,
     FETCH_STALLED_S,
-    LEASE_S,
     MOVE_RETRY_S,
     Drained,
     HoldSpan,
@@ -28,23 +28,23 @@ from decentral.peers.placement.span_move import (
 
 RUN = RunId("gpt-3fa2c1")
 CUTS = tuple(Fragment(index, 2 * index, 2 * index + 2, 100) for index in range(4))
-ROOM = MemoryBudget(MemoryNeeds(CUTS, (10,) * 4, (0,) * 4, (0,) * 4), 20, ((Section("phi", "fp32", 25, 100),),) * 4)
+BUDGET = MemoryBudget(MemoryNeeds(CUTS, (10,) * 4, (0,) * 4, (0,) * 4), 20, ((Section("phi", "fp32", 25, 100),),) * 4)
 STATE = bytes(100)
 
 
 class Swarm:
-    """Peers that hold fragments, and what they say to each other; a test carries it where it wants."""
+    """Peers that hold fragments, and their open questions, which a test delivers in the order it likes."""
 
-    def __init__(self, wanted: int = 1, **held: range) -> None:
+    def __init__(self, replicas: int = 1, **held: range) -> None:
         self.now = 100.0
         self.spans = {PeerId(name): span for name, span in held.items()}
         self.peers = {
-            name: SpanMove(RUN, name, ROOM, Seen(self, name), Random(0), wanted, span)
+            name: SpanMove(RUN, name, BUDGET, Seen(self, name), Random(0), replicas, span)
             for name, span in self.spans.items()
         }
         self.asks: list[tuple[PeerId, Ask]] = []
         self.effects: dict[PeerId, list[Effect]] = {name: [] for name in self.peers}
-        self.kept: dict[int, list[PeerId]] = {}
+        self.retained: dict[int, list[PeerId]] = {}
 
     def __getitem__(self, name: str) -> SpanMove:
         return self.peers[PeerId(name)]
@@ -54,8 +54,8 @@ class Swarm:
         self.effects[name] += [effect for effect in effects if not isinstance(effect, Ask)]
         self.spans[name] = self.peers[name].held
 
-    def begin(self, name: str, goal: range, **how: bool) -> None:
-        self.carry(PeerId(name), self[name].begin(goal, "test", self.now, **how))
+    def begin(self, name: str, target: range, **how: bool) -> None:
+        self.carry(PeerId(name), self[name].begin(target, "test", self.now, **how))
 
     def tell(self, name: str, event: object) -> None:
         self.carry(PeerId(name), self[name].handle(event, self.now))
@@ -68,7 +68,7 @@ class Swarm:
         """The question arrives, and so does its answer."""
         message = ask.envelope.message
         if isinstance(message, StateRequest):
-            chunk = StateChunk(RUN, message.fragment, 0, 100, 7, ROOM.layouts[0], blobs.digest(STATE))
+            chunk = StateChunk(RUN, message.fragment, 0, 100, 7, BUDGET.layouts[0], blobs.digest(STATE))
             answer = Envelope(chunk, STATE)
         else:
             self.tell(ask.to, Asked(1, asker, ask.envelope))
@@ -82,7 +82,7 @@ class Swarm:
             self.deliver(*self.asks.pop(0))
 
     def job(self, name: str) -> ChangeSpan:
-        """What the compute thread is given when no execution is there any more."""
+        """The job for the compute thread when no stage execution is under way any more."""
         assert self[name].drains
         self.tell(name, Drained())
         job = self.effects[PeerId(name)].pop()
@@ -99,7 +99,7 @@ class Swarm:
 
 
 class Seen:
-    """What a peer knows of the others: here, the truth."""
+    """What a peer knows of the others, which here is always true."""
 
     def __init__(self, swarm: Swarm, own: PeerId) -> None:
         self.swarm, self.own = swarm, own
@@ -107,21 +107,21 @@ class Seen:
     def holders(self, fragment: int) -> list[PeerId]:
         return [name for name, span in self.swarm.spans.items() if name != self.own and fragment in span]
 
-    def keepers(self, fragment: int) -> list[PeerId]:
-        return [name for name in self.swarm.kept.get(fragment, []) if not self.keeps(fragment)]
+    def retainers(self, fragment: int) -> list[PeerId]:
+        return [name for name in self.swarm.retained.get(fragment, []) if not self.retains(fragment)]
 
-    def keeps(self, fragment: int) -> bool:
-        return self.own in self.swarm.kept.get(fragment, [])
+    def retains(self, fragment: int) -> bool:
+        return self.own in self.swarm.retained.get(fragment, [])
 
 
-def test_what_comes_is_fetched_before_others_are_asked_to_stay_and_both_before_the_switch() -> None:
+def test_the_new_layers_are_fetched_before_leases_are_asked_for_and_both_before_the_switch() -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(2, 4))
     swarm.begin("B", range(1, 3))
     assert [(ask.to, type(ask.envelope.message)) for _, ask in swarm.asks] == [("C", StateRequest)]
     swarm.deliver(*swarm.asks.pop())
     assert [(ask.to, ask.envelope.message) for _, ask in swarm.asks] == [("A", LeaseRequest(RUN, 0))]
     swarm.deliver_all()
-    assert swarm.job("B") == ChangeSpan(2, 6, ((2, ROOM.layouts[2], STATE),), 7)
+    assert swarm.job("B") == ChangeSpan(2, 6, ((2, BUDGET.layouts[2], STATE),), 7)
     assert swarm["B"].held == range(0, 2)
     swarm.tell("B", SpanChanged(True))
     assert swarm["B"].held == range(1, 3)
@@ -136,7 +136,7 @@ def test_two_holders_never_give_up_the_last_two_copies(first: str) -> None:
     for name in (first, second):
         swarm.begin(name, range(2, 4))
     swarm.deliver_all()
-    assert swarm["B"].drains  # the higher id goes, whoever began
+    assert swarm["B"].drains  # the one with the higher id moves, whichever began
     assert swarm.said("A") in ([("failed", "yielded")], [("failed", "needed")])
     swarm.begin("A", range(2, 4))
     assert swarm.said("A")[-1] == ("failed", "promised")
@@ -148,7 +148,7 @@ def test_two_holders_never_give_up_the_last_two_copies(first: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_moves_are_wanted_in_whatever_order_every_layer_keeps_its_holders(seed: int) -> None:
+def test_every_layer_keeps_a_holder_whatever_moves_begin_in_whatever_order(seed: int) -> None:
     rng = Random(seed)
     swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(1, 3), D=range(2, 4), E=range(2, 4))
     moved = 0
@@ -176,7 +176,7 @@ def test_the_last_holder_stays() -> None:
     assert swarm["A"].held == range(0, 2)
 
 
-def test_more_holders_are_kept_where_more_are_asked_for() -> None:
+def test_a_layer_keeps_as_many_holders_as_the_run_asks_for() -> None:
     swarm = Swarm(2, A=range(0, 2), B=range(0, 2), C=range(1, 3))
     swarm.begin("A", range(1, 3))
     swarm.deliver_all()
@@ -189,7 +189,7 @@ def test_for_lost_layers_one_other_holder_of_what_is_given_up_has_to_do() -> Non
     swarm.deliver_all()
     swarm.wake("A", 1.0)
     assert ("failed", "needed") not in swarm.said("A")
-    assert swarm["A"].state is not MovePhase.SETTLED or swarm["A"].held == range(1, 3)
+    assert swarm["A"].phase is not MovePhase.IDLE or swarm["A"].held == range(1, 3)
 
 
 def test_a_donor_that_dies_leaves_the_old_span_serving() -> None:
@@ -201,7 +201,7 @@ def test_a_donor_that_dies_leaves_the_old_span_serving() -> None:
             swarm.tell(asker, AskFailed(ask.tag, ask.to, "unreachable", 0.1))
         swarm.wake("B", MOVE_RETRY_S)
     assert swarm.said("B") == [("failed", "donors")]
-    assert swarm["B"].state is MovePhase.SETTLED
+    assert swarm["B"].phase is MovePhase.IDLE
     assert MOVE_RETRY_S * 20 > FETCH_STALLED_S
     assert FAILURES < 20
 
@@ -233,7 +233,7 @@ def test_executions_that_do_not_end_keep_us_where_we_are() -> None:
 
 
 @pytest.mark.parametrize("drained", [True, False])
-def test_who_waits_for_its_executions_goes_on_serving_when_those_who_promised_to_stay_have_died(drained: bool) -> None:
+def test_a_draining_peer_goes_on_serving_when_the_holders_that_granted_leases_have_died(drained: bool) -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(2, 4))
     swarm.begin("B", range(1, 3))
     swarm.deliver_all()
@@ -248,18 +248,18 @@ def test_who_waits_for_its_executions_goes_on_serving_when_those_who_promised_to
     assert not swarm["B"].drains
 
 
-def test_what_nobody_holds_or_keeps_is_begun_only_on_request() -> None:
+def test_what_nobody_holds_or_retains_is_initialised_only_on_request() -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2))
     swarm.begin("B", range(1, 3))
     assert swarm.said("B") == [("failed", "donors")]
-    swarm.begin("B", range(1, 3), alone=True)
+    swarm.begin("B", range(1, 3), may_initialise=True)
     swarm.deliver_all()
     assert swarm.job("B").blobs == ()
 
 
-def test_what_nobody_holds_but_somebody_keeps_comes_from_there() -> None:
+def test_what_nobody_holds_but_somebody_retains_comes_from_there() -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2))
-    swarm.kept[2] = [PeerId("A")]
+    swarm.retained[2] = [PeerId("A")]
     swarm.begin("B", range(1, 3))
     (_, ask) = swarm.asks[0]
     assert (ask.to, ask.envelope.message) == ("A", StateRequest(RUN, 2, 0, 1 << 20, kept=True))
@@ -267,52 +267,58 @@ def test_what_nobody_holds_but_somebody_keeps_comes_from_there() -> None:
     assert [index for index, _, _ in swarm.job("B").blobs] == [2]
 
 
-def test_what_only_our_own_disk_keeps_needs_no_donor() -> None:
+def test_what_only_our_own_disk_retains_needs_no_donor() -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2))
-    swarm.kept[2] = [PeerId("B")]
+    swarm.retained[2] = [PeerId("B")]
     swarm.begin("B", range(1, 3))
     swarm.deliver_all()
     assert swarm.job("B").blobs == ()
 
 
-def test_who_promised_is_free_when_the_move_is_over() -> None:
+def test_leases_are_given_back_when_the_move_is_over() -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(2, 4), D=range(0, 2))
     swarm.begin("B", range(1, 3))
     swarm.deliver_all()
-    assert swarm["A"].promised == {0: {"B": swarm.now + LEASE_S}}
+    assert swarm["A"].granted.until == {0: {"B": swarm.now + LEASE_S}}
     swarm.arrive("B")
     swarm.deliver_all()
-    assert swarm["A"].promised == {0: {}}
+    assert swarm["A"].granted.until == {0: {}}
 
 
-def test_a_move_under_way_gives_way_to_a_new_goal_but_not_in_the_last_moment() -> None:
+def test_a_move_under_way_is_given_up_for_a_new_target_but_not_while_it_switches() -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(2, 4))
     swarm.begin("B", range(1, 3))
     swarm.deliver_all()
-    swarm.carry(PeerId("B"), swarm["B"].follow(range(1, 3), swarm.now))
+    swarm.carry(PeerId("B"), swarm["B"].redirect(range(1, 3), swarm.now))
     assert swarm["B"].drains
-    swarm.carry(PeerId("B"), swarm["B"].follow(range(0, 2), swarm.now))
+    swarm.carry(PeerId("B"), swarm["B"].redirect(range(0, 2), swarm.now))
     assert swarm.said("B") == [("failed", "replanned")]
     swarm.begin("B", range(1, 3))
     swarm.deliver_all()
     swarm.job("B")
-    assert swarm["B"].follow(range(0, 2), swarm.now) == []
+    assert swarm["B"].redirect(range(0, 2), swarm.now) == []
 
 
-def test_a_promise_ends_with_its_time() -> None:
+def test_a_lease_ends_with_its_time() -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(0, 2))
     swarm.tell("A", Asked(1, PeerId("B"), Envelope(LeaseRequest(RUN, 0))))
-    swarm.begin("A", range(1, 3), alone=True)
+    swarm.begin("A", range(1, 3), may_initialise=True)
     assert swarm.said("A") == [("failed", "promised")]
     swarm.now += LEASE_S
-    swarm.begin("A", range(1, 3), alone=True)
+    swarm.begin("A", range(1, 3), may_initialise=True)
     swarm.deliver_all()
     assert swarm["A"].drains
 
 
-def test_who_does_not_hold_a_fragment_promises_nothing() -> None:
+def test_a_peer_that_does_not_hold_a_fragment_grants_no_lease() -> None:
     swarm = Swarm(A=range(0, 2))
     swarm.tell("A", Asked(1, PeerId("B"), Envelope(LeaseRequest(RUN, 3))))
     assert swarm.effects[PeerId("A")] == [Reply(1, Envelope(Refused("fragment")))]
     swarm.tell("A", Asked(2, PeerId("B"), Envelope(LeaseRequest(RUN, 1))))
     assert swarm.effects[PeerId("A")][-1] == Reply(2, Envelope(Done()))
+
+
+def test_a_move_that_skips_a_phase_is_a_broken_invariant() -> None:
+    swarm = Swarm(A=range(0, 2), B=range(0, 2))
+    with pytest.raises(AssertionError, match="cannot go from IDLE to DRAINING"):
+        swarm["A"]._enter(MovePhase.DRAINING)

@@ -1,4 +1,4 @@
-"""Plans without a leader: proposed after a change, judged by everybody, the same one followed by all."""
+"""After a change plans are proposed without a leader, judged by every peer, and one of them is followed by all."""
 
 from dataclasses import replace
 
@@ -23,13 +23,11 @@ from decentral.peers.planning.plan_evaluation import (
     reachable,
     work_of,
 )
+from decentral.peers.planning.search_schedule import PLAN_BACKOFF_S, PLAN_PAUSE_S, REPLAN_REST_S
 from decentral.peers.planning.swarm_plans import (
+    FIRST_MOVE_WAIT_S,
     MOST_PLANS,
-    PLAN_BACKOFF_S,
-    PLAN_PAUSE_S,
     PLAN_RETRY_S,
-    REST_S,
-    WAIT_S,
     SwarmPlan,
     SwarmPlans,
     is_sound,
@@ -47,12 +45,12 @@ NEEDS = MemoryNeeds(CUTS, (10,) * 4, (0,) * 4, (0,) * 4)
 
 
 def swarm(**held: tuple[int, int, float]) -> dict[PeerId, TrainingPeer]:
-    """Of each: fragments [begin, end), and its speed. All have room for two."""
+    """Peers by name, each with fragments [begin, end) and a speed. The memory of each takes two fragments."""
     return {PeerId(name): TrainingPeer(range(a, b), 20, speed, 1e8) for name, (a, b, speed) in held.items()}
 
 
 EVEN = swarm(A=(0, 2, 100.0), B=(0, 2, 100.0), C=(2, 4, 100.0), D=(2, 4, 100.0))
-SLOWER = {**EVEN, **swarm(A=(0, 2, 20.0))}  # 120 tokens/s at the begin, 200 at the end; 160 can be had everywhere
+SLOWER = {**EVEN, **swarm(A=(0, 2, 20.0))}  # 120 tokens/s in the first half, 200 in the second; 160 in both is possible
 
 
 def task(members: dict[PeerId, TrainingPeer], holders: int = 1) -> PlanTask:
@@ -65,7 +63,7 @@ def test_a_pool_too_small_for_the_wished_holders_is_planned_with_those_that_it_h
 
 
 class Together:
-    """Every peer's plans, a directory that all see, and moves that succeed at once."""
+    """The plans of every peer, a directory that all read, and moves that succeed at once."""
 
     def __init__(self, members: dict[PeerId, TrainingPeer]) -> None:
         self.members, self.now = dict(members), 100.0
@@ -96,15 +94,15 @@ class Together:
         while self.now < end:
             self.now += 1.0
             for name, plans in self.plans.items():
-                self.carry(name, plans.look(self.members, self.now))
-                goal = plans.goal(self.members[name].held, self.now)
-                if goal is not None and self.may_go(name, goal):
-                    self.members[name] = replace(self.members[name], held=goal)
+                self.carry(name, plans.review(self.members, self.now))
+                target = plans.due_move(self.members[name].held, self.now)
+                if target is not None and self.may_go(name, target):
+                    self.members[name] = replace(self.members[name], held=target)
                     self.moved += 1
 
-    def may_go(self, name: PeerId, goal: range) -> bool:
+    def may_go(self, name: PeerId, target: range) -> bool:
         others = [one.held for peer, one in self.members.items() if peer != name]
-        lost = [index for index in self.members[name].held if index not in goal]
+        lost = [index for index in self.members[name].held if index not in target]
         return all(any(index in span for span in others) for index in lost)
 
     def flow(self) -> float:
@@ -119,14 +117,14 @@ def test_a_peer_that_became_slower_leads_to_one_plan_that_all_follow() -> None:
     assert together.searches == 0
     together.members = dict(SLOWER)
     assert together.flow() == pytest.approx(240.0, rel=0.01)
-    together.pass_time(PLAN_PAUSE_S + PLAN_BACKOFF_S + WAIT_S + 5.0)
+    together.pass_time(PLAN_PAUSE_S + PLAN_BACKOFF_S + FIRST_MOVE_WAIT_S + 5.0)
     assert together.flow() == pytest.approx(320.0, rel=0.02)
     adopted = {plans.adopted.digest() for plans in together.plans.values() if plans.adopted}
     assert len(adopted) == 1
     assert all(line.event == "plan" for line in together.lines)
     together.pass_time(300.0)
     assert together.flow() == pytest.approx(320.0, rel=0.02)
-    assert together.moved <= 2  # A or B goes to the middle, and C or D
+    assert together.moved <= 2  # one of A and B goes to the middle, and one of C and D
 
 
 def test_a_peer_that_leaves_leads_to_a_plan() -> None:
@@ -145,10 +143,10 @@ def test_proposals_at_the_same_time_end_in_one_best_swarm() -> None:
     together.pass_time(10.0)
     together.members = dict(SLOWER)
     for plans in together.plans.values():
-        plans.look(together.members, together.now)
-        plans._search_at = together.now  # nobody has seen another's plan
-        weighed = plans._weigh(together.members, searches=True)
-        together.carry(plans.own.peer, plans.handle(evaluate_plans(weighed), together.now))
+        plans.review(together.members, together.now)
+        plans.search.at = together.now  # before any peer has seen another's plan
+        evaluation = plans._evaluate(together.members, searches=True)
+        together.carry(plans.own.peer, plans.handle(evaluate_plans(evaluation), together.now))
     assert len({plans.adopted.digest() for plans in together.plans.values() if plans.adopted}) > 1
     together.pass_time(30.0)
     assert together.flow() == pytest.approx(320.0, rel=0.02)
@@ -158,7 +156,7 @@ def test_proposals_at_the_same_time_end_in_one_best_swarm() -> None:
 
 
 class Judge:
-    """One peer's plans, which hears of others', and whose figures are given."""
+    """One peer's plans, which finds others' plans and evaluates them with figures that a test gives."""
 
     def __init__(self) -> None:
         self.plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
@@ -167,14 +165,14 @@ class Judge:
         key = key_of(RUN)
         values = {name: VirtualSigner(PeerId(name)).seal(key, pack(one), 2e9) for name, one in proposals.items()}
         self.plans.handle(Found(key, values), now)
-        return [effect for effect in self.plans.look(EVEN, now) if isinstance(effect, EvaluatePlans)]
+        return [effect for effect in self.plans.review(EVEN, now) if isinstance(effect, EvaluatePlans)]
 
     def judges(self, proposals: dict[str, SwarmPlan], figures: dict[str, float], now: float, stay: float = 1.0) -> None:
         """`figures`: tokens by the plans' reasons."""
         (asked,) = self.hears(proposals, now)
-        weighing = self.plans._weighing
-        assert weighing is not None
-        tokens = tuple(figures[plan.reason] for plan in weighing[1])
+        evaluation = self.plans._evaluation
+        assert evaluation is not None
+        tokens = tuple(figures[plan.reason] for plan in evaluation.plans)
         self.plans.handle(PlansEvaluated(asked.number, bytes(16), stay, tokens), now + 1.0)
 
 
@@ -203,18 +201,18 @@ def test_a_plan_that_is_no_better_than_staying_any_more_is_let_go() -> None:
     assert judge.plans.adopted is None
 
 
-def test_only_the_latest_plan_of_each_proposer_is_weighed_and_only_so_many() -> None:
+def test_only_the_latest_plan_of_each_proposer_is_evaluated_and_only_so_many() -> None:
     judge = Judge()
     many = {f"P{number:02}": plan(time=50.0 + number, reason=str(number)) for number in range(3 * MOST_PLANS)}
     (asked,) = judge.hears(many, 100.0)
     assert len(asked.proposals) == MOST_PLANS
     judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 1.0, (1.0,) * MOST_PLANS), 101.0)
-    assert judge.hears(many, 110.0) == []  # nothing new
+    assert judge.hears(many, 110.0) == []  # no plan is new
     last = max(many)
     (asked,) = judge.hears(many | {last: plan(time=100.0, reason="again")}, 120.0)
-    weighing = judge.plans._weighing
-    assert weighing is not None
-    assert {one.reason for one in weighing[1]} == {*map(str, range(2 * MOST_PLANS, 3 * MOST_PLANS - 1)), "again"}
+    evaluation = judge.plans._evaluation
+    assert evaluation is not None
+    assert {one.reason for one in evaluation.plans} == {*map(str, range(2 * MOST_PLANS, 3 * MOST_PLANS - 1)), "again"}
 
 
 def test_a_plan_of_a_time_to_come_is_left_out() -> None:
@@ -223,7 +221,7 @@ def test_a_plan_of_a_time_to_come_is_left_out() -> None:
 
 def test_a_plan_that_is_hardly_better_moves_nobody() -> None:
     plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
-    asked = plans._weigh(EVEN, searches=True)
+    asked = plans._evaluate(EVEN, searches=True)
     found = evaluate_plans(asked)
     spans: Spans = tuple((peer, one.held.start, one.held.stop) for peer, one in EVEN.items())
     better = replace(found, found=spans, found_tokens=1.01 * found.stay_tokens)
@@ -239,9 +237,9 @@ def test_changes_of_speeds_alone_lead_to_no_new_plan_for_a_while() -> None:
     searches = together.searches
     faster = together.members[PeerId("A")]
     together.members[PeerId("A")] = replace(faster, tokens_per_s=100.0)
-    together.pass_time(REST_S / 2)
+    together.pass_time(REPLAN_REST_S / 2)
     assert together.searches == searches
-    together.pass_time(REST_S)
+    together.pass_time(REPLAN_REST_S)
     assert together.searches > searches
 
 
@@ -252,15 +250,15 @@ def test_a_move_that_failed_is_tried_again_and_given_up_in_the_end() -> None:
     together.pass_time(PLAN_PAUSE_S + PLAN_BACKOFF_S + 5.0)
     plans = next(one for one in together.plans.values() if one.adopted)
     assert plans.adopted is not None
-    goal = next((range(a, b) for peer, a, b in plans.adopted.spans if peer == plans.own.peer), range(0))
-    elsewhere = range(0, 1) if goal != range(0, 1) else range(1, 2)
-    tries = sum(plans.goal(elsewhere, together.now + second) == goal for second in range(60))
+    target = next((range(a, b) for peer, a, b in plans.adopted.spans if peer == plans.own.peer), range(0))
+    elsewhere = range(0, 1) if target != range(0, 1) else range(1, 2)
+    tries = sum(plans.due_move(elsewhere, together.now + second) == target for second in range(60))
     assert 60 / (2 * PLAN_RETRY_S) <= tries <= 1 + 60 / PLAN_RETRY_S
-    plans.look(together.members, together.now + 1000.0)
+    plans.review(together.members, together.now + 1000.0)
     assert plans.adopted is None
 
 
-# What a proposal is worth
+# The worth of a proposal
 
 
 def worth(members: dict[PeerId, TrainingPeer], **spans: tuple[int, int]) -> float:
@@ -332,11 +330,11 @@ def test_what_is_no_plan_is_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("spans", [(("A", 0, 2), ("A", 2, 4)), (("A", 2, 2),), (("A", 0, 5),)])
-def test_spans_that_are_none_are_not_weighed(spans: Spans) -> None:
+def test_spans_that_are_none_are_not_evaluated(spans: Spans) -> None:
     assert not is_sound(spans, 4)
 
 
-def test_plans_that_are_forged_or_of_another_run_are_not_weighed() -> None:
+def test_plans_that_are_forged_or_of_another_run_are_not_evaluated() -> None:
     ours = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
     forger, key = VirtualSigner(PeerId("M")), key_of(RUN)
     values = {
@@ -345,15 +343,15 @@ def test_plans_that_are_forged_or_of_another_run_are_not_weighed() -> None:
         "N": b"garbage",
     }
     ours.handle(Found(key, values), 100.0)
-    assert not [effect for effect in ours.look(EVEN, 100.0) if isinstance(effect, EvaluatePlans)]
+    assert not [effect for effect in ours.review(EVEN, 100.0) if isinstance(effect, EvaluatePlans)]
     ours.handle(Found(key, {"M": forger.seal(key, pack(plan()), 2e9)}), 100.0)
-    assert [effect.proposals for effect in ours.look(EVEN, 100.0) if isinstance(effect, EvaluatePlans)] == [
+    assert [effect.proposals for effect in ours.review(EVEN, 100.0) if isinstance(effect, EvaluatePlans)] == [
         (plan().spans,)
     ]
 
 
 def test_an_answer_to_an_older_question_says_nothing() -> None:
     plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
-    plans._weigh(EVEN, searches=True)
+    plans._evaluate(EVEN, searches=True)
     assert plans.handle(PlansEvaluated(99, bytes(16), 1.0, ()), 100.0) == []
     assert plans.adopted is None

@@ -1,0 +1,107 @@
+"""The other side of a join: a donor's fragments, given to newcomers piece by piece.
+
+The compute thread encodes a fragment's state when a newcomer asks for it. The export is reused for EXPORT_KEPT_S, and
+MOST_SERVED newcomers at a time are served; the others are told that the donor is busy, and ask elsewhere or later.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from decentral.comm.wire import blobs
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
+from decentral.comm.wire.transport import Reply
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import (
+    ExportRetained,
+    ExportState,
+    Fragment,
+    Layout,
+    RetainedExported,
+    RetainedStates,
+    StateExported,
+)
+from decentral.core.machine import Effect
+from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
+
+MOST_SERVED = 8  # newcomers at a time: eight that are done soon are donors themselves
+SERVED_S = 5.0  # time after its last request until a newcomer's place goes to another one
+EXPORT_KEPT_S = 5.0  # any longer, and newcomers would start too far behind the swarm
+
+ExportName = tuple[int, bool]
+"""A fragment, and whether the export is its retained state on the disk (else it is its live state)."""
+
+
+@dataclass(slots=True)
+class Export:
+    step: int  # learning-rate step of this state
+    layout: Layout
+    blob: bytes
+    expires_at: Seconds
+    version: bytes = bytes(16)
+
+
+@dataclass(slots=True)
+class Donor:
+    """Answers every StateRequest with a piece, at once or when the compute thread has encoded it, or with a refusal."""
+
+    run: RunId
+    fragments: Sequence[Fragment]  # fragments that this peer holds
+    retained: RetainedStates = ()  # states on the disk of fragments that this peer has given up
+    exact: bool = False  # whether an export of an earlier step than the present one is useless (synchronous runs)
+    exports: dict[ExportName, Export] = field(default_factory=dict)
+    _waiting: dict[ExportName, list[tuple[int, StateRequest]]] = field(default_factory=dict)
+    _served: dict[PeerId, Seconds] = field(default_factory=dict)  # when each newcomer has last asked
+
+    def asked(self, request: int, sender: PeerId, pull: StateRequest, step: int, now: Seconds) -> list[Effect]:
+        """`step`: the learning-rate step of the live weights now."""
+        if not self._admits(sender, now):
+            return [_refuse(request, Reason.BUSY)]
+        held = (index for index, _ in self.retained) if pull.kept else (fragment.index for fragment in self.fragments)
+        if pull.fragment not in held:
+            return [_refuse(request, Reason.FRAGMENT)]
+        name = (pull.fragment, pull.kept)
+        export = self.exports.get(name)
+        outdated = self.exact and export is not None and not pull.kept and export.step != step
+        if export is not None and now < export.expires_at and not outdated:
+            return [self._piece(request, pull, export)]
+        self._waiting.setdefault(name, []).append((request, pull))
+        job = ExportRetained(pull.fragment) if pull.kept else ExportState(pull.fragment)
+        return [job] if len(self._waiting[name]) == 1 else []
+
+    def exported(
+        self, done: StateExported | RetainedExported, step: int, now: Seconds, version: bytes = bytes(16)
+    ) -> list[Effect]:
+        """The compute thread has encoded a state, or has none: then its layout is empty."""
+        name = (done.fragment, isinstance(done, RetainedExported))
+        waiting = self._waiting.pop(name, [])
+        if not done.layout:
+            return [_refuse(request, Reason.FRAGMENT) for request, _ in waiting]
+        own_step = done.step if isinstance(done, RetainedExported) else step
+        export = self.exports[name] = Export(own_step, done.layout, done.blob, now + EXPORT_KEPT_S, version)
+        return [self._piece(request, pull, export) for request, pull in waiting]
+
+    def forget_old(self, now: Seconds) -> None:
+        self.exports = {name: one for name, one in self.exports.items() if now < one.expires_at}
+
+    def _admits(self, newcomer: PeerId, now: Seconds) -> bool:
+        """Whether this newcomer is one of those that are served."""
+        if newcomer not in self._served and len(self._served) >= MOST_SERVED:
+            self._served = {peer: at for peer, at in self._served.items() if now < at + SERVED_S}
+        if newcomer not in self._served and len(self._served) >= MOST_SERVED:
+            return False
+        self._served[newcomer] = now
+        return True
+
+    def _piece(self, request: int, pull: StateRequest, export: Export) -> Reply:
+        piece = export.blob[pull.offset : pull.offset + pull.length]
+        if not piece:
+            return _refuse(request, Reason.OFFSET)
+        place = (self.run, pull.fragment, pull.offset, len(export.blob), export.step)
+        chunk = StateChunk(*place, export.layout, blobs.digest(piece), export.version)
+        return Reply(request, Envelope(chunk, piece))
+
+
+def _refuse(request: int, reason: Reason) -> Reply:
+    return Reply(request, Envelope(Refused(reason)))

@@ -1,0 +1,34 @@
+"""Which machine handles what: one table by class, for events, for the tags of answers, and for questions.
+
+A node registers a machine's handlers where it makes the machine, so that a new machine or a new message needs no change
+of those that are there. An answer is looked up by its tag, and a question by its message.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from decentral.core.machine import Effect
+from decentral.core.units import Seconds
+
+Handler = Callable[[Any, Seconds], list[Effect]]
+
+
+@dataclass(slots=True)
+class Handlers:
+    _by_class: dict[type, Handler] = field(default_factory=dict)
+
+    def register(self, handler: Handler, *classes: type) -> None:
+        """`handler` takes what belongs to these classes, or to classes that derive from them."""
+        for one in classes:
+            assert one not in self._by_class, f"{one.__name__} has a handler already"
+            self._by_class[one] = handler
+
+    def find(self, subject: object) -> Handler | None:
+        """The handler of the subject's class, or of the nearest base class that has one."""
+        return next((self._by_class[one] for one in type(subject).__mro__ if one in self._by_class), None)
+
+    def handle(self, subject: object, event: object, now: Seconds) -> list[Effect]:
+        """Gives the event to the handler of `subject`. An event that nobody handles has no effects."""
+        handler = self.find(subject)
+        return handler(event, now) if handler else []

@@ -1,0 +1,34 @@
+"""Bytes and exchanges are counted, and the journal gets the totals now and then."""
+
+from decentral.comm.gossip.tags import PullTag
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Ping, Pong
+from decentral.comm.wire.transport import Answered, Asked, Reply
+from decentral.core.ids import PeerId
+from decentral.core.machine import Log, log
+from decentral.peers.node.traffic import TRAFFIC_S, TrafficCounter
+
+A = PeerId("A")
+
+
+def test_blobs_of_questions_and_replies_and_all_bytes_of_answers_count() -> None:
+    traffic = TrafficCounter()
+    traffic.received(Asked(1, A, Envelope(Ping(0), bytes(5))))
+    traffic.received(Answered(PullTag(0, 1), A, Envelope(Pong(0)), 0.1, 10, 20))
+    traffic.emitted(Reply(1, Envelope(Pong(0), bytes(7))))
+    assert (traffic.sent_bytes, traffic.received_bytes) == (17, 25)
+
+
+def test_exchanges_are_counted_by_their_outcome() -> None:
+    traffic = TrafficCounter()
+    for outcome in ("done", "failed", "done"):
+        traffic.emitted(log("exchange", outcome=outcome))
+    traffic.emitted(log("eval", outcome="done"))
+    assert traffic.exchanges == {"done": 2, "failed": 1}
+
+
+def test_the_totals_are_written_every_few_seconds() -> None:
+    traffic = TrafficCounter(sent_bytes=3)
+    assert traffic.lines(100.0) == [Log("traffic", {"sent_bytes": 3, "received_bytes": 0})]
+    assert traffic.lines(100.0 + TRAFFIC_S - 1) == []
+    assert len(traffic.lines(100.0 + TRAFFIC_S)) == 1
