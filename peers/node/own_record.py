@@ -30,7 +30,7 @@ class OwnRecord:
     @property
     def outdated(self) -> bool:
         """Whether our routes have found another speed than others were told."""
-        speed = self.routes.workload.speed if self.routes else 0.0
+        speed = self.routes.load.speed if self.routes else 0.0
         told = self.told.tokens_per_s if self.told else 0.0
         return speed != 0 and not 0.8 < told / speed < 1.25
 
@@ -65,7 +65,7 @@ class OwnRecord:
 
     def _measured(self, setup: NodeSetup) -> float:
         """Tokens/s in training: of a peer that trains alone from its progress, else from its part in routes."""
-        return self.progress.tokens_per_s if setup.whole else self.routes.workload.speed if self.routes else 0.0
+        return self.progress.tokens_per_s if setup.whole else self.routes.load.speed if self.routes else 0.0
 
 
 __all__ = ["OwnRecord"]

@@ -1,14 +1,17 @@
 """Where routes should run: keeps the flow that they follow up to date, and shows them the swarm.
 
-Routes (comm/routes/router.py) carry micro-batches; this is what they go by: the prior from the flow (peers/planning/routing_weights.py), how fast
-others usually are, and who holds which layer (comm/onward.View). The flow is solved anew when the speeds in the roster
+Routes (comm/routes/router.py) carry micro-batches; this is what they go by: routing weights from the flow
+(peers/planning/routing_weights.py), how fast others usually are, and who holds which layer (RouteView in
+comm/routes/forwarding.py). The flow is solved anew when the speeds in the roster
 have changed enough, and looked at every FLOWS_S at most: a large swarm's less often, as one peer changes little of it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from decentral.comm.rounds.contributions import ContributionRecord
 from decentral.comm.rounds.round import Rounds
+from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.router import Router
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
@@ -36,20 +39,20 @@ class RoutePlanner:
     def __post_init__(self) -> None:
         setup = self.setup()
         assert setup.routes is not None
-        self.routes = Router(setup.routes, self)
+        stage = setup.routes
+        own = GradientLedger(stage.micro_batches_per_step, stage.slots)
+        self.routes = Router(stage, self, ContributionRecord() if stage.synchronous else own)
         # Whether our micro-batches go along routes: those of a peer with the whole model do so in rounds only.
         self.routed = not setup.whole or setup.config.synchronous
 
-    # What routes ask of the swarm: comm/onward.View
+    # What routes ask of the swarm: RouteView
 
     def successors(self, layer: int) -> Sequence[PeerId]:
-        """Who else holds this layer, and trains."""
         if self.rounds:
             return self.rounds.successors(layer)
         return self.roster.holders.near(layer)
 
-    def place(self, peer: PeerId) -> tuple[int, int, float]:
-        """Which layers [first, last) one of them holds, and its tokens/s of the whole model."""
+    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         return self.roster.holders.place(peer)
 
     # The flow
@@ -68,28 +71,29 @@ class RoutePlanner:
         self._look_at = (
             now
             + FLOWS_S
-            + routing_weights.FLOW_PAUSE_S * max(0, self.routes.onward.prior.size - routing_weights.SOLVED_AT_ONCE)
+            + routing_weights.FLOW_PAUSE_S
+            * max(0, self.routes.forwarding.weights.size - routing_weights.SOLVED_AT_ONCE)
         )
-        self.routes.workload.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
+        self.routes.load.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
         self.solve()
 
     def solve(self, anew: bool = False) -> None:
         """Where routes should run, if enough has changed since; `anew`: whatever has."""
         cuts, held = self.routes.stage.cuts, self.setup().held
         own = held.start, held.stop
-        seen = self.roster.holders.changes, f"{self.routes.workload.speed:.1e}"
+        seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}"
         if seen == self._seen and not anew:
             return
         self._seen, speeds = seen, self._speeds(own)
         if not anew and not routing_weights.changed(self._known, speeds):
             return
         self._known = speeds
-        self.routes.onward.prior = routing_weights.solve(cuts, speeds, own)
+        self.routes.forwarding.weights = routing_weights.solve(cuts, speeds, own)
 
     def _speeds(self, own: routing_weights.Span) -> dict[routing_weights.Span, float]:
         """How fast all are that hold the same fragments, ourselves included; tokens/s of the whole model."""
         setup = self.setup()
-        found = {own: self.routes.workload.speed or setup.profile.tokens_per_s}
+        found = {own: self.routes.load.speed or setup.profile.tokens_per_s}
         for (first, last), speed in self.roster.holders.speeds.items():
             by_itself = (first, last) == (0, setup.layers) and not self.rounds
             span = self.whole_fragments(first, last)

@@ -46,7 +46,7 @@ def world_of(computes: dict[str, Compute], at_least: int) -> World:
         speed[held[0].index, held[-1].index + 1] = 1.0
     for name, peer in world.peers.items():
         held = computes[name].fragments
-        peer.routes.onward.prior = routing_weights.solve(first.cuts, speed, (held[0].index, held[-1].index + 1))
+        peer.routes.forwarding.weights = routing_weights.solve(first.cuts, speed, (held[0].index, held[-1].index + 1))
     return world
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import CommitDecision
@@ -122,7 +123,7 @@ class World:
         peer = PeerId(name)
         of_swarm = RUN, peer, first, last, self.cuts, 64
         stage = StageConfig(*of_swarm, capacity, at_least, layouts, activations, slots if overlap else 1, overlap)
-        routes = Router(stage, View(self, peer))
+        routes = Router(stage, View(self, peer), GradientLedger(at_least, stage.slots))
         device = device or Device(end=self.cuts[-1].last)
         self.peers[peer] = Peer(peer, routes, device, seconds)
         return self.peers[peer]
@@ -251,7 +252,7 @@ class View:
             if name != self.own and peer.routes.stage.first <= layer < peer.routes.stage.last
         ]
 
-    def place(self, peer: PeerId) -> tuple[int, int, float]:
+    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         stage = self.world.peers[peer].routes.stage
         return stage.first, stage.last, 1.0
 

@@ -7,10 +7,11 @@ from random import Random
 import pytest
 
 from decentral import audit
-from decentral.comm.routes.load import MOST_HELD
+from decentral.comm.routes.admission import MOST_HELD
+from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S, RoutingWeights
 from decentral.comm.routes.router import Router
-from decentral.comm.routes.stage import ExecutionState
+from decentral.comm.routes.execution import ExecutionState
 from decentral.comm.routes.tags import ForwardTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
@@ -46,7 +47,7 @@ def result(world: World) -> audit.CountAudit:
 def settled_down(world: World) -> None:
     """No new micro-batches; what is under way ends, and all is told."""
     for peer in world.peers.values():
-        peer.routes.quota = 0
+        peer.routes.own.quota = 0
     world.run(200.0)
 
 
@@ -79,7 +80,7 @@ def test_origin_peers_that_hand_on_to_each_other_do_not_wait_for_each_other() ->
     world = World(CUTS)
     for name, first, last in (("A", 0, 3), ("B", 0, 3), ("C", 3, 4)):
         peer = world.add(name, first, last, overlap=False)
-        peer.routes.onward.prior = RoutingWeights(ends={0: {2: 1.0}, 2: {3: 1.0}})
+        peer.routes.forwarding.weights = RoutingWeights(ends={0: {2: 1.0}, 2: {3: 1.0}})
     world.start()
     completed = [0]
     for _ in range(20):
@@ -198,7 +199,7 @@ def test_a_hop_that_the_route_left_aside_is_told_so_when_it_asks() -> None:
     world.add("C", 2, 4)
     world.start()
     world.run(5.0)
-    (number,) = list(origin.routes._settled._routes)[-1:]
+    (number,) = list(origin.routes.commits._log._routes)[-1:]
     execution = ExecutionId("A", number, 2)
     for asker, answer in (("C", CommitDecision(RUN, (execution,), ())), ("D", CommitDecision(RUN, (), (execution,)))):
         effects = origin.routes.handle(Asked(9, PeerId(asker), Envelope(CommitQuery(RUN, (execution,)))), world.now)
@@ -476,7 +477,9 @@ def test_who_does_not_know_of_an_execution_any_more_says_so_and_another_gets_it(
     world.run(5.0)
     origin, restarted = world.peers[PeerId("A")].routes, world.peers[PeerId("C")]
     assert restarted.routes.executions
-    restarted.routes, restarted.device = Router(restarted.routes.stage, restarted.routes.view, True), Device(end=4)
+    old = restarted.routes
+    restarted.routes, restarted.device = Router(old.stage, old.forwarding.view, GradientLedger(1)), Device(end=4)
+    restarted.routes.active = True
     world.forget_what_was_for("C")
     before = origin.completed
     world.run(HOP_DEADLINE_FLOOR_S + 20.0)
@@ -502,17 +505,19 @@ def test_a_question_that_took_so_long_that_its_execution_is_counted_is_refused()
 def test_a_origin_peer_keeps_room_for_executions_that_enter_behind_its_first_layer_and_for_its_own() -> None:
     world = World(CUTS)
     origin = world.add("A", 0, 3, capacity=16).routes
-    ours = [origin._new_execution(ExecutionId("A", number, 0), 3, 0.0, PeerId("A")) for number in range(14)]
-    for execution in ours:
-        execution.own = True
-    assert not origin._has_room(0)
-    assert origin._has_room(1)
-    for execution in ours[10:]:
+    origin.active, origin.own.quota = True, 0
+    for _ in range(14):
+        origin.own._new(3, 0.0)
+    assert not origin.admission.has_memory(0)
+    assert origin.admission.has_memory(1)
+    for execution in list(origin.executions.values())[10:]:
         origin.executions.pop(execution.token)
     origin.window.size = 16
-    others = [origin._new_execution(ExecutionId("B", number, 1), 3, 0.0, PeerId("B")) for number in range(2)]
-    assert origin._has_room(0)
-    assert not origin._has_room(1)  # what is left is wanted for micro-batches that only it can begin
+    for number in range(2):
+        request = ForwardRequest(RUN, "B", number, 1, 1, 5.0, 20.0, layout(1, 1))
+        origin.handle(Asked(number, PeerId("B"), Envelope(request, bytes(20))), 0.0)
+    assert origin.admission.has_memory(0)
+    assert not origin.admission.has_memory(1)  # what is left is wanted for micro-batches that only it can begin
     origin.window.size = 10
-    assert origin._has_room(1)
-    assert len(others) == 2
+    assert origin.admission.has_memory(1)
+    assert len(origin.executions) == 12

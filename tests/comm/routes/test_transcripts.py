@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from decentral.comm.rounds.contributions import ContributionRecord
+from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import messages
@@ -62,7 +64,7 @@ class Peers:
     def successors(self, layer: int) -> Sequence[PeerId]:
         return [peer for peer, (first, last) in self.spans.items() if peer != "M" and first <= layer < last]
 
-    def place(self, peer: PeerId) -> tuple[int, int, float]:
+    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         return *self.spans[peer], 1.0
 
 
@@ -101,8 +103,9 @@ def router_of(setting: str) -> Router:
     )
     rounds = "rounds" in said
     stage = StageConfig(*own, capacity, step, layout, (), slots, said.get("overlap") == "on", rounds)
-    routes = Router(stage, Peers(spans))
-    routes.active, routes.quota = not rounds, int(said["quota"]) if "quota" in said else None
+    ledger = ContributionRecord() if rounds else GradientLedger(step, slots)
+    routes = Router(stage, Peers(spans), ledger)
+    routes.active, routes.own.quota = not rounds, int(said["quota"]) if "quota" in said else None
     return routes
 
 
