@@ -7,7 +7,7 @@ the same (comm/routes/forwarding.py). The peers before it see nothing of that bu
 time for an execution, because the peer in between is gone, computes it once and sends the same gradient again.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from decentral.comm.routes.admission import Admission
 from decentral.comm.routes.commits import CommitProtocol

@@ -59,7 +59,7 @@ def batches(compute: Compute, count: int) -> list[tuple[Tensor, Tensor]]:
 def carried(world: World, micro_batches: int) -> None:
     """Exactly so many are started, and come back."""
     origin = world.peers[PeerId("A")].routes
-    origin.quota = micro_batches
+    origin.own.quota = micro_batches
     world.start()
     world.run(5.0 + micro_batches)
     assert origin.completed == micro_batches
@@ -103,7 +103,8 @@ def test_a_run_over_three_unequal_spans_loses_what_one_process_loses(setup_of: M
     spans = {"A": (0, 1), "B": (1, 4), "C": (4, 5)}
     parts = {name: Compute(with_span(setup_of(name), span)) for name, span in spans.items()}
     world = world_of(parts, at_least=1)
-    world.peers[PeerId("A")].routes.window.most = world.peers[PeerId("A")].routes.window.size = 1
+    window = world.peers[PeerId("A")].routes.window
+    window.max_size = window.size = 1
     carried(world, 60)
     whole = Compute(with_span(setup_of("A"), None))
     for _ in range(60):

@@ -8,10 +8,10 @@ import pytest
 
 from decentral import audit
 from decentral.comm.routes.admission import MOST_HELD
+from decentral.comm.routes.execution import ExecutionState
 from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S, RoutingWeights
 from decentral.comm.routes.router import Router
-from decentral.comm.routes.execution import ExecutionState
 from decentral.comm.routes.tags import ForwardTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (

@@ -86,7 +86,7 @@ def play(setting: str, expected: list[str]) -> list[str]:
     scene, played = Scene(router_of(setting)), list[str]()
     for line in (line for line in expected if not line.startswith("->")):
         written, event = line.partition(" -> ")[0].split(" ", 1)
-        effects = [shown for effect in happen(event, float(written), scene) for shown in [spoken_effect(effect, scene)]]
+        effects = [spoken_effect(effect, scene) for effect in happen(event, float(written), scene)]
         played += [f"{written} {event} -> {effects[0]}" if effects else f"{written} {event}"]
         played += [f"-> {effect}" for effect in effects[1:]]
     return played
@@ -95,7 +95,7 @@ def play(setting: str, expected: list[str]) -> list[str]:
 def router_of(setting: str) -> Router:
     named, *options = setting.split("; ")
     spans = {PeerId(one.split()[0]): span(one.split()[1]) for one in named.split(", ")}
-    said: dict[str, str] = dict(option.split() for option in options)  # type: ignore[misc]
+    said: dict[str, str] = dict(option.split() for option in options)
     cuts = tuple(cuts_of([100] * max(last for _, last in spans.values())))
     own = RUN, PeerId("M"), *spans[PeerId("M")], cuts, 64
     capacity, step, slots = (
@@ -151,8 +151,8 @@ def event_of(text: str, scene: Scene) -> object:
         case ["forwarded", token]:
             return jobs.ForwardDone(int(token), 0, 1, 8, layout(0, 1), bytes(20))
         case ["backed", token, *_] as words:
-            number = int(words[3]) if "as" in words else 0
-            return jobs.BackwardDone(int(token), 8, 1.0, layout(0, 1)[:1], bytes(16), number)
+            drawn = int(words[3]) if "as" in words else 0
+            return jobs.BackwardDone(int(token), 8, 1.0, layout(0, 1)[:1], bytes(16), drawn)
         case ["failed", token, reason]:
             return jobs.ExecutionFailed(int(token), reason)
         case ["sealed", slot, "with", *tokens]:
