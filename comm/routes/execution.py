@@ -4,8 +4,8 @@
     FORWARD  ->  AWAY      ->  BACKWARD  ------------> ENDED       our own
     FORWARD  ------------------------------> HELD  ->  ENDED       at the last stage, where both passes are one job
 
-Each change of state goes through StageExecution.move, which raises InvalidTransition on a move that is not in MOVES, and
-tells the execution's last events. What is needed only while the next peers have the micro-batch is in `next_hop`.
+Each change of state goes through StageExecution.move, which raises InvalidTransition on a move that is not in MOVES,
+and tells the execution's last events. What is needed only while other peers have the micro-batch is in `next_hop`.
 """
 
 import math
@@ -96,9 +96,9 @@ class StageExecution:
 
     def story(self) -> str:
         """The last events of this execution, the oldest first."""
-        events = ", ".join(f"{what} {to.name if isinstance(to, ExecutionState) else to}" for what, to in self.events)
+        told = (f"{what}: {to.name}" if isinstance(to, ExecutionState) else f"{what} {to}" for what, to in self.events)
         name = f"{self.id.origin}/{self.id.number}@{self.id.first}"
-        return f"{name} (token {self.token}, in {self.state.name}): {events or 'nothing has happened yet'}"
+        return f"{name} (token {self.token}, in {self.state.name}): {'; '.join(told) or 'nothing has happened yet'}"
 
     @property
     def sent(self) -> NextHop:

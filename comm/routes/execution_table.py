@@ -29,8 +29,6 @@ from decentral.core.jobs import Backward, Forget, Forward
 from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
 
-COUNTED_KEPT = 4096  # executions of others that are known to have been counted
-
 
 @dataclass(slots=True)
 class ExecutionTable:
@@ -85,12 +83,13 @@ class ExecutionTable:
         return self.jobs.dispatch(self._older_than_pending() if self.step_waits else None)
 
     def _older_than_pending(self) -> Callable[[int], bool]:
-        """Which forward passes may begin while gradients wait for a step: those of micro-batches that are older than one
-        that is between its passes here.
+        """Which forward passes may begin while gradients wait for a step: those of micro-batches that are older than
+        one that is between its passes here.
 
-        They make the step wait longer, but not for ever: new micro-batches are younger. If all were kept back, two peers
-        that each wait for a micro-batch whose forward pass the other one keeps back would wait until they give both up.
-        The oldest of all is never kept back by one that is kept back itself (wait-die: Rosenkrantz, Stearns, Lewis 1978).
+        They make the step wait longer, but not for ever: new micro-batches are younger. If all were kept back, two
+        peers that each wait for a micro-batch whose forward pass the other one keeps back would wait until they give
+        both up. The oldest of all is never kept back by one that is kept back itself (wait-die: Rosenkrantz, Stearns,
+        Lewis 1978).
         """
         waiting = self.jobs.waiting
         pending = [
@@ -156,11 +155,6 @@ class ExecutionTable:
     def end(self, execution: StageExecution, cause: str) -> None:
         execution.move(ENDED, cause)
         self.by_token.pop(execution.token)
-
-    def remember_counted(self, id: ExecutionId) -> None:
-        self.counted[id] = None
-        if len(self.counted) > COUNTED_KEPT:
-            del self.counted[next(iter(self.counted))]
 
 
 __all__ = ["ExecutionTable"]

@@ -71,14 +71,14 @@ class Forwarding:
         self._ends.clear()
 
     def end(self, first: int) -> int:
-        """The layer as far as which an execution from layer `first` goes here: in turns, by the routing weights; without
-        any, the end of our span."""
+        """How far an execution from layer `first` goes here: by the routing weights, in turns; without any, to the end
+        of our span."""
         rates = {end: rate for end, rate in self.weights.ends.get(first, {}).items() if rate > 0}
         costs = {end: 1 / rate for end, rate in rates.items() if end == self.stage.layers or self.view.successors(end)}
         return self._ends.setdefault(first, StrideScheduler()).choose(costs) if costs else self.stage.last
 
     def usual_end(self, first: int) -> int:
-        """The layer as far as which most executions from layer `first` go here. No turn is taken."""
+        """How far most executions from layer `first` go here. No turn is taken."""
         ends = self.weights.ends.get(first, {})
         return max(ends, key=ends.__getitem__) if ends else self.stage.last
 
@@ -156,7 +156,7 @@ class Forwarding:
     def _after_refusal(self, execution: StageExecution, now: Seconds) -> Decision:
         hop = execution.sent
         if len(hop.busy) < MOST_BUSY:
-            return self.send(execution, now, "refused")
+            return self.send(execution, now, "another peer is asked")
         hop.to = hop.look_at = None
         return self._wait(hop, now)
 
@@ -184,7 +184,7 @@ class Forwarding:
         hop.late, hop.look_at = True, now + self._deadline_s(execution, peer)
 
     def missed(self, execution: StageExecution, peer: PeerId, now: Seconds) -> Decision:
-        """No usable gradient comes from this peer: it gets fewer micro-batches, and another one the same activations."""
+        """No usable gradient comes from this peer: it gets fewer turns, and another one gets the same activations."""
         self.scheduler.missed(peer)
         self.outboxes.abort(peer, execution.next_id)
         return self.send(execution, now, f"no gradient from {peer}")

@@ -4,9 +4,9 @@
                          --> still under way: asked again, after twice the time
                          --> no answer: the origin peer is gone, and its micro-batches are aborted
 
-So a lost CommitDecision, an origin peer that was killed, and a route that left this peer aside cost a moment, and not the
-time for which gradients are held. Where a living origin peer is taken for dead, its micro-batches that wait here do not
-count at this stage, and nothing worse: an execution that was aborted is never counted.
+So a lost CommitDecision, an origin peer that was killed, and a route that left this peer aside cost a moment, and not
+the time for which gradients are held. If a living origin peer is taken for dead, its micro-batches that wait here do
+not count at this stage, and nothing worse: an execution that was aborted is never counted.
 """
 
 from dataclasses import dataclass, field

@@ -9,7 +9,6 @@ applied when all in it are committed, or dropped when one of them is aborted. Th
 gradients that wait are spread over them evenly: the fewer are in a sum, the fewer are lost with one that is aborted.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -42,19 +41,11 @@ class GradientEntry:
 class Ledger(Protocol):
     """What the router needs of the sums of gradients: GradientLedger, or the record of a synchronous round."""
 
-    quiet: bool  # no execution is between its forward and its backward pass, or that does not matter
     micro_batches_per_step: int
+    entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by token
+    quiet: bool  # no execution is between its forward and its backward pass, or that does not matter
+    sealing: bool  # the compute thread was told to seal a sum, and has not answered yet
     counted: int
-
-    @property
-    def entries(self) -> Mapping[int, GradientEntry]:
-        """The executions whose gradients are in a sum, by token."""
-        ...
-
-    @property
-    def sealing(self) -> bool:
-        """Whether the compute thread was told to seal a sum, and has not answered."""
-        ...
 
     @property
     def waiting(self) -> bool:

@@ -2,9 +2,9 @@
 
     a ForwardRequest, or a draw --> FORWARD --forward pass done--> AWAY --gradient comes back--> BACKWARD --done--> HELD
 
-A peer that sent the activations still has them: when the next peer is gone, late, or answers nonsense, another one gets
-the same (comm/routes/forwarding.py). The peers before it see nothing of that but the time. A peer that is asked a second
-time for an execution, because the peer in between is gone, computes it once and sends the same gradient again.
+A peer that sent the activations still has them: when the next peer is gone, late, or answers nonsense, another one
+gets the same (comm/routes/forwarding.py). The peers before it see nothing of that but the time. A peer that is asked a
+second time for an execution, because the peer in between is gone, computes it once and sends the same gradient again.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,8 @@ from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-BUSY = (
-    Reason.BUSY,
-    Reason.NOT_READY,
-    Reason.MOVED,
-    Reason.SPAN,
-    Reason.OVERSIZE,
-)  # refusals that are no failure: a record may be older than a change of layers
+# Refusals that are no failure: a peer's record may be older than a change of its layers.
+BUSY = frozenset((Reason.BUSY, Reason.NOT_READY, Reason.MOVED, Reason.SPAN, Reason.OVERSIZE))
 SHARE = 0.9  # part of the asker's patience after which we give up: the asker then still has time for another peer
 GRACE_S = 1.0  # for a CommitDecision that is on its way when its origin peer's time is over
 
@@ -199,7 +194,7 @@ class ExecutionLifecycle:
     # Time
 
     def overdue(self, now: Seconds) -> list[Effect]:
-        """Gives up executions whose time is over, sends those on that had to wait, and asks after those that are late."""
+        """Gives up executions whose time is over, sends on those that had to wait, and asks for those that are late."""
         effects: list[Effect] = []
         for execution in list(self.table.by_token.values()):
             hop = execution.next_hop
@@ -210,7 +205,7 @@ class ExecutionLifecycle:
             elif hop is None or execution.state is not AWAY:
                 continue
             elif hop.retry_at is not None and now >= hop.retry_at:
-                effects += self._carry_out(execution, self.forwarding.send(execution, now, "waited"))
+                effects += self._carry_out(execution, self.forwarding.send(execution, now, "the pause is over"))
             elif hop.look_at is not None and now >= hop.look_at:
                 effects.append(self.forwarding.ask_status(execution))
         return effects

@@ -1,10 +1,10 @@
 """Which peer gets a micro-batch where many could take it: the best of a few.
 
-    execution --Offer--> some holders of the next layer --Load--> the one that is through soonest, per layer that it takes
+    execution --Offer--> some holders of the next layer --Load--> the one that is through soonest, per layer it takes
 
-No peer knows how much a thousand others have to do, and what it knew would be old; but of a few that are drawn by chance
-the one with the least to do is nearly as good as the best of all (the power of two choices, Mitzenmacher 2001). This
-costs a round trip before the activations are sent, and none are sent to a peer that has no memory for them.
+No peer knows how much a thousand others have to do, and what it knew would be old; but of a few that are drawn by
+chance the one with the least to do is nearly as good as the best of all (the power of two choices, Mitzenmacher 2001).
+This costs a round trip before the activations are sent, and none are sent to a peer that has no memory for them.
 """
 
 from dataclasses import dataclass, field

@@ -119,8 +119,8 @@ class MicroBatchWindow:
 
 @dataclass(slots=True)
 class RoutingWeights:
-    """Rates of flow, in any unit: how much of what enters this peer at a layer leaves it at which layer, and which peers
-    take on what leaves at a layer, by the layers that they hold. Peers with the same layers share it by their speeds."""
+    """Rates of flow, in any unit: how much of what enters this peer at a layer leaves it at which layer, and which
+    peers take on what leaves at a layer, by the layers that they hold; those with the same ones share it by speed."""
 
     ends: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(
@@ -204,7 +204,7 @@ class PeerScheduler:
         self.seconds[peer] = min(MISSED * self.expected_s(peer), max(most, self.expected_s(peer)))
 
     def deadline_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
-        """When an answer is late. `guess_s`: what it would take if nothing waited, as far as the devices' speeds say."""
+        """After how long an answer is late. `guess_s`: what it would take if nothing waited, by the devices' speeds."""
         known = self.seconds.get(peer)
         if known is not None:
             return min(HOP_DEADLINE_TOP_S, max(HOP_DEADLINE_FLOOR_S, ROUTE_SLACK * known))

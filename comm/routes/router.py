@@ -1,4 +1,4 @@
-"""The router: micro-batches through peers that hold a part of the model each, activations on, gradients back the same way.
+"""The router: micro-batches through peers that hold a part of the model each, activations on, gradients back.
 
     own micro-batch    FORWARD --ForwardRequest--> AWAY --gradient--> BACKWARD --> counted; its hops are told to commit
     another peer's     FORWARD --ForwardRequest--> AWAY --gradient--> BACKWARD --> HELD --CommitDecision--> counted
@@ -6,12 +6,13 @@
 
 A ForwardRequest takes the activations to the next peer, and its answer brings the gradient back when all peers behind
 that one are done with it. Each layer counts a micro-batch exactly once, or not at all: gradients are held
-(comm/routes/ledger.py) until the origin peer, to which the route's hops come back with the gradient, has committed them,
-and it commits one route per micro-batch.
+(comm/routes/ledger.py) until the origin peer, to which the route's hops come back with the gradient, has committed
+them, and it commits one route per micro-batch.
 
-This file puts the parts together and hands each event to the one that it belongs to: execution.py has the states of a
-micro-batch here, lifecycle.py what happens to it, forwarding.py the choice of the next peer, admission.py what is refused,
-origin.py our own micro-batches, commits.py and in_doubt.py what counts, round_control.py the rounds of synchronous training.
+This file puts the parts together and hands each event to the one that it belongs to. execution.py has the states of a
+micro-batch here, lifecycle.py what happens to it, forwarding.py the choice of the next peer, admission.py what is
+refused, origin.py our own micro-batches, commits.py and in_doubt.py what counts, and round_control.py the rounds of
+synchronous training.
 """
 
 import math
@@ -136,7 +137,7 @@ class Router:
         self.forwarding.hold(stage)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
-        """Effects: Ask and Reply, jobs for the compute thread, and the journal lines counted, uncounted and abandoned."""
+        """Effects: Ask and Reply, jobs of stages, and the journal's lines `counted`, `uncounted` and `abandoned`."""
         heard: list[Effect] | None = None
         if isinstance(event, Asked):
             answer = self._answer_at_once(event)
@@ -192,7 +193,7 @@ class Router:
     # What synchronous rounds (comm/rounds/round.py) ask for
 
     def begin_round(self, round: int, active: bool, quota: int) -> list[Effect]:
-        """The weights are those of this round now, in which this peer begins as many micro-batches as its quota says."""
+        """The weights are those of this round now. This peer begins as many micro-batches in it as its quota says."""
         self._wake = None
         return self.rounds.begin(round, active, quota)
 
