@@ -63,7 +63,7 @@ class OwnMicroBatches:
         return [execution for execution in own if execution.state is not GONE]
 
     def give_up_all(self) -> list[Effect]:
-        """Nobody is left to whom they could be sent: none begins any more, and those under way are given up."""
+        """Gives up those under way, and begins none any more: no peers are left that could take them on."""
         self.quota = 0
         return [effect for execution in self.under_way for effect in self.table.give_up(execution, Reason.GONE)]
 

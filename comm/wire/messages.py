@@ -9,11 +9,11 @@
     Commit        -               Done          -                     symmetric exchange, second half
     Push          mass            Done          -                     push-sum
     PullState     -               StateChunk    a piece of it         a newcomer's start
-    Offer         -               Load          -                     how soon would you carry one, and how far?
-    ForwardRequest         hidden, targets Returned      gradient of hidden    a micro-batch through layers `first` and on
-    Carrying      -               Done          -                     the gradient is late: are you still at it?
-    CommitDecision        -               Done          -                     count these gradients; forget those
-    CommitQuery     -               CommitDecision        -                     the origin peer is asked what became of these executions
+    Offer               -         Load          -                     how soon would a micro-batch be through, how far?
+    ForwardRequest      hidden, targets  BackwardResponse  gradient of hidden  a micro-batch from layer `first` on
+    ForwardStatusQuery  -         Done          -                     the gradient is late: is it still computed?
+    CommitDecision      -         Done          -                     these gradients count, those do not
+    CommitQuery         -         CommitDecision  -                   the origin peer is asked for its decision
     Stay          -               Done          -                     a promise to go on holding a fragment for a while
     Follow        -               Standing      -                     synchronous: which round is it, and whose
     Collect       -               Report        -                     synchronous: a member's word on a round ...

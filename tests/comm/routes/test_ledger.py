@@ -1,4 +1,4 @@
-"""A sum of gradients counts when all in it are settled, and not at all when one is void."""
+"""A sum of gradients counts when all in it are committed, and not at all when one is aborted."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def kinds(effects: list[Effect]) -> list[str]:
     return [effect.event if isinstance(effect, Log) else type(effect).__name__ for effect in effects]
 
 
-def test_a_settled_sum_is_applied_and_named_in_the_journal() -> None:
+def test_a_committed_sum_is_applied_and_named_in_the_journal() -> None:
     ledger = GradientLedger(1)
     assert ledger.add(1, entry(7, own=True), CommitState.IN_DOUBT) == [Seal()]
     assert ledger.sealed((1,)) == []
@@ -27,7 +27,7 @@ def test_a_settled_sum_is_applied_and_named_in_the_journal() -> None:
     assert (line.event, line.fields["of"]) == ("counted", [["A", 7, 0, 2, 10]])
 
 
-def test_a_void_one_takes_the_sum_with_it_and_what_comes_later_is_too_late() -> None:
+def test_an_aborted_one_takes_the_sum_with_it_and_what_comes_later_is_too_late() -> None:
     ledger = GradientLedger(1)
     ledger.add(1, entry(1), CommitState.IN_DOUBT)
     ledger.add(2, entry(2), CommitState.IN_DOUBT)
@@ -55,7 +55,7 @@ def test_later_gradients_go_into_the_next_sum_while_one_waits() -> None:
     assert kinds(ledger.sealed((2,))) == ["Apply", "counted"]
 
 
-def test_a_sum_that_is_settled_already_is_sealed_and_applied_in_one() -> None:
+def test_a_sum_that_is_committed_already_is_sealed_and_applied_in_one() -> None:
     ledger = GradientLedger(1)
     assert ledger.add(1, entry(1, own=True), CommitState.COMMITTED) == [Seal((1,), Apply(10, 1, 2.0))]
     assert kinds(ledger.stepped((1,))) == ["counted"]
@@ -75,7 +75,7 @@ def test_what_was_sealed_is_applied_even_if_nothing_else_comes() -> None:
     assert Drop() not in ledger.sealed(())
 
 
-def test_sums_wait_side_by_side_and_a_void_one_takes_only_its_own_with_it() -> None:
+def test_sums_wait_side_by_side_and_an_aborted_one_takes_only_its_own_with_it() -> None:
     ledger = GradientLedger(1, slots=2)
     assert ledger.add(1, entry(1), CommitState.IN_DOUBT) == [Seal(slot=0)]
     ledger.sealed((1,), 0)

@@ -1,4 +1,4 @@
-"""How much is under way, and whose turn it is."""
+"""How many micro-batches are under way, and which next peer gets one."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ def test_turns_are_taken_as_often_as_their_cost_allows(costs: list[float]) -> No
         assert abs(taken[index] - 2000 * rate / sum(rates)) <= len(costs)
 
 
-def test_a_choice_that_was_dear_is_taken_again_soon_after_it_is_not() -> None:
+def test_a_choice_that_was_expensive_is_taken_again_soon_after_it_is_not() -> None:
     stride: StrideScheduler[int] = StrideScheduler()
     for _ in range(5):
         stride.choose({0: 1.0, 1: 1000.0})
@@ -54,7 +54,7 @@ def test_missed_deadlines_never_shut_a_peer_out() -> None:
     assert B in [scheduler.choose(2, [A, B], {}) for _ in range(40)]
 
 
-def test_the_priors_rates_decide_among_equally_fast_peers() -> None:
+def test_the_routing_weights_decide_among_equally_fast_peers() -> None:
     scheduler = PeerScheduler({A: 1.0, B: 1.0, C: 1.0})
     taken = Counter(scheduler.choose(2, [A, B, C], {A: 3.0, B: 1.0}) for _ in range(800))
     assert taken[A] == pytest.approx(3 * taken[B], rel=0.05)
@@ -72,7 +72,7 @@ def test_deadlines_have_a_floor_and_a_top() -> None:
 
 
 def pipeline(window: MicroBatchWindow, base_s: float, service_s: float, completions: int) -> float:
-    """Micro-batches through one queue: the sizes settle; gives how busy its device was."""
+    """Micro-batches through one queue: how busy its device was, as a part of the time."""
     free, starts, busy = 0.0, [0.0] * window.size, 0.0
     now = 0.0
     for _ in range(completions):
@@ -126,7 +126,7 @@ def test_the_more_devices_are_on_the_way_the_more_may_wait() -> None:
         window = MicroBatchWindow(64)
         window.done(1.0, route)
         for _ in range(400):
-            window.done(1.0 + window.size / 8, route)  # each that waits costs an eighth of the way
+            window.done(1.0 + window.size / 8, route)  # each that waits costs an eighth of a second
         sizes.append(window.size)
     assert sizes[0] < sizes[1]
 
