@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from decentral.comm.routes.execution import HELD
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import MIN_PATIENCE_S, Forwarding
-from decentral.comm.routes.load import StageLoad
 from decentral.comm.routes.pacing import MicroBatchWindow
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Load, Offer, Refused
@@ -25,7 +24,6 @@ ROUNDING = 1e-6  # of sums of parts of the memory
 class Admission:
     stage: StageConfig
     table: ExecutionTable
-    load: StageLoad
     forwarding: Forwarding
     window: MicroBatchWindow
     active: bool = False  # this peer trains
@@ -65,8 +63,9 @@ class Admission:
         if not self.has_memory(offer.first):
             return Refused(Reason.BUSY)
         last = self.forwarding.usual_end(offer.first)
-        wait_s = self.load.wait_s(self.table.by_token.values())
-        return Load(self.stage.run, wait_s, self.load.execution_s(offer.first, last), last)
+        load = self.forwarding.load
+        wait_s = load.wait_s(self.table.by_token.values())
+        return Load(self.stage.run, wait_s, load.execution_s(offer.first, last), last)
 
     def may_begin(self, own: int) -> bool:
         """Whether a micro-batch of our own may begin while so many are under way: the compute thread has time for it,

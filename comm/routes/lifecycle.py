@@ -15,8 +15,7 @@ from decentral.comm.routes.execution import AWAY, BACKWARD, GONE, HELD, Forwarde
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import Decision, Forwarding
 from decentral.comm.routes.ledger import CommitState, GradientEntry
-from decentral.comm.routes.load import StageLoad
-from decentral.comm.routes.pacing import MicroBatchWindow, budget_s
+from decentral.comm.routes.pacing import budget_s
 from decentral.comm.routes.round_control import RoundControl
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
@@ -38,11 +37,9 @@ GRACE_S = 1.0  # for a CommitDecision that is on its way when its origin peer's 
 class ExecutionLifecycle:
     table: ExecutionTable
     admission: Admission
-    load: StageLoad
     forwarding: Forwarding
     commits: CommitProtocol
     rounds: RoundControl
-    window: MicroBatchWindow
     completed: int = 0  # micro-batches of our own that got through the model
 
     # What the asker says
@@ -151,12 +148,13 @@ class ExecutionLifecycle:
                 return self.table.give_up(execution, reason)
 
     def _forward_done(self, execution: StageExecution, done: ForwardDone, now: Seconds) -> list[Effect]:
-        self.load.tokens, execution.sequences = done.tokens, done.sequences
+        load = self.forwarding.load
+        load.tokens, execution.sequences = done.tokens, done.sequences
         execution.next_hop = NextHop(done.tokens, done.layout, done.blob)
         if execution.own:
             execution.id = ExecutionId(self.commits.peer, done.number, 0)
-            if self.window.typical_s() is None:
-                execution.until = execution.started_at + budget_s(None, self.load.rest_s(done.tokens, 0))
+            if self.admission.window.typical_s is None:
+                execution.until = execution.started_at + budget_s(None, load.rest_s(done.tokens, 0))
         return self._carry_out(execution, self.forwarding.send(execution, now, "forward pass done"))
 
     def _backward_done(self, execution: StageExecution, done: BackwardDone, now: Seconds) -> list[Effect]:
@@ -165,7 +163,7 @@ class ExecutionLifecycle:
         if execution.own and not response:
             execution.id = ExecutionId(self.commits.peer, done.number, 0)
         entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own)
-        self.load.backward_done(execution, done.tokens)
+        self.forwarding.load.backward_done(execution, done.tokens)
         if execution.state is GONE:
             self.table.end(execution, "the compute thread is done")
             return self.table.ledger.add(execution.token, entry, CommitState.ABORTED)
@@ -185,7 +183,7 @@ class ExecutionLifecycle:
     ) -> list[Effect]:
         """The gradients of a whole route of ours are there: from now on they count."""
         self.commits.commit(execution.id, hops)
-        self.window.done(now - execution.started_at, tuple(PeerId(hop.peer) for hop in hops))
+        self.admission.window.done(now - execution.started_at, tuple(PeerId(hop.peer) for hop in hops))
         self.completed += 1
         self.table.end(execution, "complete")
         self.table.ledger.completed(execution.token, hops)

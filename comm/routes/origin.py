@@ -6,7 +6,7 @@ from decentral.comm.routes.admission import Admission
 from decentral.comm.routes.execution import GONE, OwnExecution
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import SUCCESSOR_RETRY_S, Forwarding
-from decentral.comm.routes.pacing import MicroBatchWindow, budget_s
+from decentral.comm.routes.pacing import budget_s
 from decentral.comm.wire.messages import ExecutionId
 from decentral.core.jobs import Draw
 from decentral.core.machine import Effect
@@ -19,7 +19,6 @@ class OwnMicroBatches:
     table: ExecutionTable
     admission: Admission
     forwarding: Forwarding
-    window: MicroBatchWindow
     quota: int | None = None  # micro-batches that may still begin; None: as many as the window allows
     look_at: Seconds | None = None  # when to see whether a peer holds the next layers
 
@@ -50,7 +49,7 @@ class OwnMicroBatches:
             last=last,
             memory_share=self.admission.memory_share(0, last),
             started_at=now,
-            until=now + budget_s(self.window.typical_s()),
+            until=now + budget_s(self.admission.window.typical_s),
             drawn=now,
             round=self.admission.round,
         )

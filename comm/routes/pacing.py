@@ -70,9 +70,9 @@ class MicroBatchWindow:
     size: int = 2  # at the start as many as the devices of a route, if they are like ours
     starting: bool = True  # until something waits, the size grows by one for each that comes back
     bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # by route
+    typical_s: Seconds | None = None  # of a micro-batch, running average
     _waiting: float = 0.0  # part of its time that a micro-batch waits somewhere, running average
     _new: float = 0.0  # part of the routes that were not known, running average
-    _typical_s: Seconds | None = None
     _fastest_s: Seconds = math.inf  # of any route; rises as a base does
     _since: int = 0  # completions since the size was last changed
 
@@ -80,9 +80,8 @@ class MicroBatchWindow:
         """A micro-batch took so long along this route, from its beginning to its end."""
         waited = 1 - self._base_s(seconds, route) / max(1e-9, seconds)
         self._waiting += NEWEST_WEIGHT * (waited - self._waiting)
-        self._typical_s = (
-            seconds if self._typical_s is None else (1 - NEWEST_WEIGHT) * self._typical_s + NEWEST_WEIGHT * seconds
-        )
+        known = self.typical_s
+        self.typical_s = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
         self._since += 1
         by_chance = AT_RANDOM if self._new > 0.5 and len(self.bases) > MANY_ROUTES else 1.0
         least, most = (by_chance * (len(route) + 1) * many for many in self.waiting)
@@ -112,9 +111,6 @@ class MicroBatchWindow:
             del self.bases[next(iter(self.bases))]
         many = len(self.bases) > MANY_ROUTES
         return self._fastest_s if many and not known else base.least
-
-    def typical_s(self) -> Seconds | None:
-        return self._typical_s
 
 
 @dataclass(slots=True)

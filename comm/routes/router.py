@@ -78,13 +78,12 @@ class Router:
         self.load, self.outboxes = StageLoad(stage), DecisionOutboxes(stage.run)
         self.table = ExecutionTable(stage.overlap, self.ledger, self.outboxes, InDoubtExecutions(stage.run))
         self.forwarding = Forwarding(stage, view, self.load, self.outboxes)
-        self.admission = Admission(stage, self.table, self.load, self.forwarding, self.window)
-        self.own = OwnMicroBatches(self.table, self.admission, self.forwarding, self.window)
+        self.admission = Admission(stage, self.table, self.forwarding, self.window)
+        self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
         self.commits = CommitProtocol(stage.run, stage.peer, self.table, self.outboxes)
         self.rounds = RoundControl(self.table, self.admission, self.own)
-        self.lifecycle = ExecutionLifecycle(
-            self.table, self.admission, self.load, self.forwarding, self.commits, self.rounds, self.window
-        )
+        parts = self.table, self.admission, self.forwarding, self.commits, self.rounds
+        self.lifecycle = ExecutionLifecycle(*parts)
 
     @property
     def active(self) -> bool:

@@ -35,7 +35,7 @@ class Computing(Protocol):
 
 @dataclass
 class Device:
-    """Does jobs as a compute thread would, without numbers. `taken` are the executions in each step that was applied."""
+    """Does jobs as a compute thread would, without numbers. `taken`: the executions in each step that was taken."""
 
     number: int = 0
     executions: list[int] = field(default_factory=list)

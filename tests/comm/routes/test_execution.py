@@ -26,8 +26,10 @@ FORWARD, AWAY, BACKWARD, HELD, GONE, ENDED = ExecutionState
 
 
 def execution(state: ExecutionState = FORWARD) -> OwnExecution:
-    times = {"started_at": 1.0, "until": 9.0, "drawn": 1.0}
-    return OwnExecution(token=3, id=ExecutionId("A", 7, 0), last=2, memory_share=1.0, round=0, state=state, **times)
+    id = ExecutionId("A", 7, 0)
+    one = OwnExecution(token=3, id=id, last=2, memory_share=1.0, started_at=1.0, until=9.0, drawn=1.0, round=0)
+    one.state = state
+    return one
 
 
 @pytest.mark.parametrize(
