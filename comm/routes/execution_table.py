@@ -8,16 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decentral.comm.routes.decisions import DecisionOutboxes
-from decentral.comm.routes.execution import (
-    AWAY,
-    BACKWARD,
-    ENDED,
-    FORWARD,
-    GONE,
-    HELD,
-    ForwardedExecution,
-    StageExecution,
-)
+from decentral.comm.routes.execution import AWAY, ENDED, GONE, HELD, ForwardedExecution, StageExecution
 from decentral.comm.routes.in_doubt import InDoubtExecutions
 from decentral.comm.routes.job_queue import JobQueue
 from decentral.comm.routes.ledger import Ledger
@@ -95,7 +86,7 @@ class ExecutionTable:
         pending = [
             execution.order
             for token, execution in self.by_token.items()
-            if execution.state in (FORWARD, AWAY, BACKWARD) and token not in waiting
+            if execution.state is not HELD and execution.state is not GONE and token not in waiting
         ]
         youngest = max(pending, default=None)
         return lambda token: youngest is not None and self.by_token[token].order < youngest

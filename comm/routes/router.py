@@ -111,7 +111,7 @@ class Router:
     @property
     def wake_at(self) -> Seconds | None:
         """The time is found once after each event, as that takes a look at every execution."""
-        if not self.active:
+        if not self.admission.active:
             return None
         if self._wake is None:
             times = (execution.wake_at() for execution in self.table.by_token.values())

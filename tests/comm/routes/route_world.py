@@ -115,15 +115,15 @@ class World:
         device: Computing | None = None,
         layouts: Callable[[int, int], Layout] = layout,
         capacity: int = 16,
-        at_least: int = 1,
+        per_step: int = 1,
         overlap: bool = True,
         slots: int = 1,
         activations: tuple[int, ...] = (),
     ) -> Peer:
         peer = PeerId(name)
         of_swarm = RUN, peer, first, last, self.cuts, 64
-        stage = StageConfig(*of_swarm, capacity, at_least, layouts, activations, slots if overlap else 1, overlap)
-        routes = Router(stage, View(self, peer), GradientLedger(at_least, stage.slots))
+        stage = StageConfig(*of_swarm, capacity, per_step, layouts, activations, slots if overlap else 1, overlap)
+        routes = Router(stage, View(self, peer), GradientLedger(per_step, stage.slots))
         device = device or Device(end=self.cuts[-1].last)
         self.peers[peer] = Peer(peer, routes, device, seconds)
         return self.peers[peer]
