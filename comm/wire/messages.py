@@ -182,8 +182,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The peer would take the micro-batch as far as layer `last`: what waits before it takes about `wait_s` seconds, and
-    its own forward pass `seconds`."""
+    """The peer would take the micro-batch as far as layer `last`. What waits before it takes about `wait_s` seconds,
+    and its own forward pass `seconds`."""
 
     run: Run
     wait_s: Annotated[float, Strict(), Field(ge=0, lt=1e9, allow_inf_nan=False)]
