@@ -40,19 +40,22 @@ class ContributionRecord:
     quiet: bool = True
     waiting: bool = False  # nothing here keeps forward passes back: weights change between rounds only
     sealing: bool = False
-    at_least: int = 1
+    micro_batches_per_step: int = 1
     counted: int = 0
     entries: dict[int, GradientEntry] = field(default_factory=dict)  # by token
     ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # of our own micro-batches, after our own hop
 
-    def add(self, token: int, entry: GradientEntry, mark: CommitState) -> list[Effect]:
+    def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         self.entries[token] = entry
         return []
 
-    def settle(self, token: int) -> list[Effect]:
+    def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
+        self.ways[token] = hops
+
+    def commit(self, token: int) -> list[Effect]:
         return []  # the origin peer's report decides
 
-    def void(self, token: int) -> list[Effect]:
+    def abort(self, token: int) -> list[Effect]:
         return []
 
     def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:

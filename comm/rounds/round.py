@@ -329,7 +329,9 @@ class Rounds:
         self._newcomers = {peer: one for peer, one in self._newcomers.items() if peer not in peers}
         for peer in peers:
             self._want(self.now_in, peer, None, 0, peers, now)
-        quota = contributions.quota(members, stage.peer, number, stage.at_least) if acting and covered else 0
+        quota = (
+            contributions.quota(members, stage.peer, number, stage.micro_batches_per_step) if acting and covered else 0
+        )
         self._ask_again_at = None if inside else now
         return self.routes.begin_round(number, acting, quota) + self.routes.handle(Woke(), now)
 

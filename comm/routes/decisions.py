@@ -1,7 +1,7 @@
-"""What other peers are to be told of executions: that they count, or that nobody waits for them.
+"""What other peers are told of executions: that they are committed, or aborted.
 
-It is gathered for each peer, and goes out one question at a time: what comes up meanwhile travels with the next. What
-is never told costs the other one a question of its own (comm/routes/in_doubt.py).
+Decisions are gathered for each peer, and go out one question at a time: what comes up meanwhile travels with the next.
+A peer that is never told asks by itself (comm/routes/in_doubt.py).
 """
 
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.units import Seconds
 
 COMMIT_DECISION_S: Seconds = 5.0  # deadline of a CommitDecision
-DECISIONS_KEPT = 4096  # executions of either kind that wait for one peer; older ones run out of time there
+DECISIONS_KEPT = 4096  # decisions of either kind that wait for one peer; older ones run out of time there
 
 
 @dataclass(slots=True)
 class DecisionOutbox:
-    """For one peer."""
+    """The decisions that one peer has not been told yet."""
 
-    count: list[ExecutionId] = field(default_factory=list)
-    release: list[ExecutionId] = field(default_factory=list)
+    commit: list[ExecutionId] = field(default_factory=list)
+    abort: list[ExecutionId] = field(default_factory=list)
     asking: bool = False
 
 
@@ -31,19 +31,19 @@ class DecisionOutboxes:
     run: RunId
     boxes: dict[PeerId, DecisionOutbox] = field(default_factory=dict)
 
-    def count(self, peer: PeerId, execution: ExecutionId) -> None:
-        self._of(peer).count.append(execution)
+    def commit(self, peer: PeerId, execution: ExecutionId) -> None:
+        self._of(peer).commit.append(execution)
 
-    def release(self, peer: PeerId, execution: ExecutionId) -> None:
-        self._of(peer).release.append(execution)
+    def abort(self, peer: PeerId, execution: ExecutionId) -> None:
+        self._of(peer).abort.append(execution)
 
     def _of(self, peer: PeerId) -> DecisionOutbox:
         box = self.boxes.setdefault(peer, DecisionOutbox())
-        del box.count[:-DECISIONS_KEPT], box.release[:-DECISIONS_KEPT]
+        del box.commit[:-DECISIONS_KEPT], box.abort[:-DECISIONS_KEPT]
         return box
 
     def told(self, peer: PeerId) -> None:
-        """The question was answered, or failed."""
+        """The last question to this peer was answered, or failed."""
         self.boxes.setdefault(peer, DecisionOutbox()).asking = False
 
     def tell(self) -> list[Ask]:
@@ -51,14 +51,14 @@ class DecisionOutboxes:
         for peer, box in list(self.boxes.items()):
             if box.asking:
                 continue
-            if not (box.count or box.release):
+            if not (box.commit or box.abort):
                 del self.boxes[peer]
                 continue
-            told = CommitDecision(self.run, tuple(box.count[:MAX_EXECUTIONS]), tuple(box.release[:MAX_EXECUTIONS]))
-            del box.count[:MAX_EXECUTIONS], box.release[:MAX_EXECUTIONS]
+            told = CommitDecision(self.run, tuple(box.commit[:MAX_EXECUTIONS]), tuple(box.abort[:MAX_EXECUTIONS]))
+            del box.commit[:MAX_EXECUTIONS], box.abort[:MAX_EXECUTIONS]
             box.asking = True
             asks.append(Ask(CommitDecisionTag(), peer, Envelope(told), COMMIT_DECISION_S))
         return asks
 
 
-__all__ = ["DecisionOutbox", "DecisionOutboxes"]
+__all__ = ["DecisionOutboxes"]

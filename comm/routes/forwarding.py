@@ -1,12 +1,11 @@
-"""The way on of an execution: how far each peer carries, who is next, and what to do about a next peer that is slow or gone.
+"""Forwarding: how far an execution goes here, which peer is next, and what follows when that peer is slow or gone.
 
-    send --few holders-------------------------> ForwardRequest --answered--> (comm/routes/router.py)
-         --many--> Offer to some --all heard---> ForwardRequest --busy------> another one, or a moment's patience
-         --nobody--> waits                             --late------> asked whether it is still at it
-                                                       --failed----> another one gets the same activations
+    send --few holders-------------------------> ForwardRequest --answered--> (comm/routes/lifecycle.py)
+         --many--> Offer to some --all heard---> ForwardRequest --busy------> another peer, or a pause
+         --nobody--> waits                             --late------> asked whether it still computes
+                                                       --failed----> another peer gets the same activations
 
-An execution that nobody will carry on any more is given up by whoever asked us to send it: then the answer is the reason, in
-one word, instead of effects.
+Each decision is a pair: the effects that take the execution on, and, where it should be given up instead, the reason.
 """
 
 from collections.abc import Sequence
@@ -14,35 +13,45 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decentral.comm.routes.decisions import DecisionOutboxes
+from decentral.comm.routes.execution import AWAY, NextHop, StageExecution
 from decentral.comm.routes.load import StageLoad
 from decentral.comm.routes.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Offers, pause_s
-from decentral.comm.routes.pacing import RoutingWeights, Stride, Turns
-from decentral.comm.routes.stage import ExecutionState, StageConfig, StageExecution
+from decentral.comm.routes.pacing import PeerScheduler, RoutingWeights, StrideScheduler
+from decentral.comm.routes.stage import StageConfig
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import MAX_ROUTE_S, ExecutionId, ForwardRequest, ForwardStatusQuery, Load, Offer
+from decentral.comm.wire.messages import (
+    MAX_HOPS,
+    MAX_ROUTE_S,
+    BackwardResponse,
+    ForwardRequest,
+    ForwardStatusQuery,
+    Hop,
+    Load,
+    Offer,
+)
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-MAX_TRIES = 6  # of one execution, at whichever peers
+MAX_TRIES = 6  # ForwardRequests for one execution, to whichever peers
 SUCCESSOR_RETRY_S = 0.25  # where nobody holds the next layer
-LEAST_S = 0.05  # less patience than this is none
+MIN_PATIENCE_S = 0.05  # an asker that waits for less gets no answer in time
 
-Way = list[Effect] | str  # an execution's way on, or why there is none
+Decision = tuple[list[Effect], Reason | None]
 
 
 class RouteView(Protocol):
     """What routes need to know of the swarm; peers/node/route_planner.py has it from the roster."""
 
     def successors(self, layer: int) -> Sequence[PeerId]:
-        """Who else holds this layer, and trains."""
+        """The other peers that hold this layer, and train."""
         ...
 
-    def place(self, peer: PeerId) -> tuple[int, int, float]:
-        """Which layers [first, last) one of them holds, and its tokens/s of the whole model."""
+    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
+        """The layers [first, last) that a successor holds, and its tokens/s of the whole model."""
         ...
 
 
@@ -50,129 +59,157 @@ class RouteView(Protocol):
 class Forwarding:
     stage: StageConfig
     view: RouteView
-    workload: StageLoad
+    load: StageLoad
     outboxes: DecisionOutboxes
-    turns: Turns = field(default_factory=Turns)
-    prior: RoutingWeights = field(default_factory=RoutingWeights)
-    _ends: dict[int, Stride[int]] = field(default_factory=dict)  # by the layer that an execution begins with
+    scheduler: PeerScheduler = field(default_factory=PeerScheduler)
+    weights: RoutingWeights = field(default_factory=RoutingWeights)
+    _ends: dict[int, StrideScheduler[int]] = field(default_factory=dict)  # by the layer that an execution begins with
 
     def hold(self, stage: StageConfig) -> None:
-        """This peer's place from now on."""
-        self.stage, self.prior = stage, RoutingWeights()
+        """From now on this peer holds the layers of `stage`."""
+        self.stage, self.weights = stage, RoutingWeights()
         self._ends.clear()
 
     def end(self, first: int) -> int:
-        """How far we carry what enters there: by the prior's flow, in turns; without one to the end of our span."""
-        rates = {end: rate for end, rate in self.prior.ends.get(first, {}).items() if rate > 0}
-        able = {end: 1 / rate for end, rate in rates.items() if end == self.stage.layers or self.view.successors(end)}
-        return self._ends.setdefault(first, Stride()).choose(able) if able else self.stage.last
+        """How far an execution from layer `first` goes here: by the routing weights, in turns; without any, to the end
+        of our span."""
+        rates = {end: rate for end, rate in self.weights.ends.get(first, {}).items() if rate > 0}
+        costs = {end: 1 / rate for end, rate in rates.items() if end == self.stage.layers or self.view.successors(end)}
+        return self._ends.setdefault(first, StrideScheduler()).choose(costs) if costs else self.stage.last
 
     def usual_end(self, first: int) -> int:
-        """Where most of what enters there ends, without taking a turn."""
-        ends = self.prior.ends.get(first, {})
+        """How far most executions from layer `first` go here. No turn is taken."""
+        ends = self.weights.ends.get(first, {})
         return max(ends, key=ends.__getitem__) if ends else self.stage.last
 
-    def send(self, execution: StageExecution, now: Seconds) -> Way:
-        """Asks the next peer to carry on, or waits until there is one."""
-        execution.state, execution.retry_at, execution.look_at, execution.to = ExecutionState.AWAY, None, None, None
-        if len(execution.tried) >= MAX_TRIES:
-            return Reason.TRIED
+    def send(self, execution: StageExecution, now: Seconds, cause: str) -> Decision:
+        """Asks the next peer to take the micro-batch on, or waits until there is one."""
+        execution.move(AWAY, cause)
+        hop = execution.sent
+        hop.retry_at, hop.look_at, hop.to = None, None, None
+        if len(hop.tried) >= MAX_TRIES:
+            return [], Reason.TRIED
         holders = self.view.successors(execution.last)
-        peers = [peer for peer in holders if peer not in execution.tried] or list(holders)
-        peers = [peer for peer in peers if peer not in execution.busy]
+        peers = [peer for peer in holders if peer not in hop.tried] or list(holders)
+        peers = [peer for peer in peers if peer not in hop.busy]
         if not peers:
-            return self._wait(execution, now)
-        rates = {peer: self.prior.rate(execution.last, self.view.place(peer)) for peer in peers}
+            return self._wait(hop, now)
+        rates = {peer: self.weights.rate(execution.last, self.view.span_and_speed(peer)) for peer in peers}
         if len(peers) <= FEW:
-            return self._send_to(execution, self.turns.choose(execution.last, peers, rates), now)
-        execution.offers, execution.attempts = Offers(), execution.attempts + 1
-        execution.offers.asked.update(self.turns.choose_some(execution.last, peers, rates, CANDIDATES))
-        tag = OfferTag(execution.token, execution.attempts)
+            return self._send_to(execution, self.scheduler.choose(execution.last, peers, rates), now)
+        hop.offers, hop.attempts = Offers(), hop.attempts + 1
+        hop.offers.asked.update(self.scheduler.choose_some(execution.last, peers, rates, CANDIDATES))
+        tag = OfferTag(execution.token, hop.attempts)
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
-        return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(execution.offers.asked)]
+        return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(hop.offers.asked)], None
 
     def heard(self, execution: StageExecution, event: Answered | AskFailed) -> bool:
-        """An offer of this execution was answered, or not: whether that was the last one that it waits for."""
-        assert execution.offers is not None
+        """An offer of this execution was answered, or failed. Whether it was the last one that it waits for."""
+        hop = execution.sent
+        assert hop.offers is not None
         answer = event.envelope.message if isinstance(event, Answered) else None
         load = answer if isinstance(answer, Load) and execution.last < answer.last <= self.stage.layers else None
-        execution.offers.answered(event.peer, load, self.workload.share(execution.last, load.last) if load else 0.0)
+        hop.offers.answered(event.peer, load, self.load.share(execution.last, load.last) if load else 0.0)
         if load is None:
-            execution.busy.append(event.peer)
-        return not execution.offers.asked
+            hop.busy.append(event.peer)
+        return not hop.offers.asked
 
-    def offered(self, execution: StageExecution, now: Seconds) -> Way:
-        """All offers have been heard."""
-        assert execution.offers is not None
-        best, execution.offers = execution.offers.best, None
+    def all_heard(self, execution: StageExecution, now: Seconds) -> Decision:
+        """All offers of this execution were answered, or failed."""
+        hop = execution.sent
+        assert hop.offers is not None
+        best, hop.offers = hop.offers.best, None
         if best is not None:
             return self._send_to(execution, best, now)
-        execution.refusals += CANDIDATES
+        hop.refusals += CANDIDATES
         return self._after_refusal(execution, now)
 
-    def _send_to(self, execution: StageExecution, to: PeerId, now: Seconds) -> Way:
+    def _send_to(self, execution: StageExecution, to: PeerId, now: Seconds) -> Decision:
         patience_s = min(execution.deadline() - now, MAX_ROUTE_S)
-        if patience_s < LEAST_S:
-            return Reason.LATE
-        execution.to, execution.attempts = to, execution.attempts + 1
-        execution.look_at, execution.late = now + self._deadline_s(execution, to), False
-        execution.tried.append(to)
+        if patience_s < MIN_PATIENCE_S:
+            return [], Reason.LATE
+        hop, id = execution.sent, execution.next_id
+        execution.events.append(("sent to", to))
+        hop.to, hop.attempts = to, hop.attempts + 1
+        hop.look_at, hop.late = now + self._deadline_s(execution, to), False
+        hop.tried.append(to)
         hold_s = min(MAX_ROUTE_S, max(0.0, execution.until - now))
-        name = execution.id
-        place = (name.origin, name.number, execution.last, execution.sequences)
-        carry = ForwardRequest(
-            self.stage.run, *place, patience_s, hold_s, execution.layout, execution.round, execution.drawn
-        )
-        tag = ForwardTag(execution.token, execution.attempts)
-        return [Ask(tag, to, Envelope(carry, execution.payload), patience_s, execution.layout[0].size)]
+        times = patience_s, hold_s
+        of_micro_batch = self.stage.run, id.origin, id.number, id.first, execution.sequences
+        request = ForwardRequest(*of_micro_batch, *times, hop.layout, execution.round, execution.drawn)
+        tag = ForwardTag(execution.token, hop.attempts)
+        return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.layout[0].size)], None
 
     def _deadline_s(self, execution: StageExecution, to: PeerId) -> Seconds:
-        return self.turns.deadline_s(to, self.workload.rest_s(execution.tokens, execution.last))
+        return self.scheduler.deadline_s(to, self.load.rest_s(execution.sent.tokens, execution.last))
 
-    def refused(self, execution: StageExecution, now: Seconds) -> Way:
-        """That peer has no room: another one, or, when all have been asked, a moment's patience."""
-        assert execution.to is not None
-        execution.tried.remove(execution.to)
-        execution.busy.append(execution.to)
-        execution.refusals += 1
+    def refused(self, execution: StageExecution, now: Seconds) -> Decision:
+        """The next peer is busy: another one is asked, or, if all have been, there is a pause."""
+        hop = execution.sent
+        assert hop.to is not None
+        execution.events.append(("refused by", hop.to))
+        hop.tried.remove(hop.to)
+        hop.busy.append(hop.to)
+        hop.refusals += 1
         return self._after_refusal(execution, now)
 
-    def _after_refusal(self, execution: StageExecution, now: Seconds) -> Way:
-        if len(execution.busy) < MOST_BUSY:
-            return self.send(execution, now)
-        execution.to = None
-        return self._wait(execution, now)
+    def _after_refusal(self, execution: StageExecution, now: Seconds) -> Decision:
+        hop = execution.sent
+        if len(hop.busy) < MOST_BUSY:
+            return self.send(execution, now, "another peer is asked")
+        hop.to = hop.look_at = None
+        return self._wait(hop, now)
 
-    def _wait(self, execution: StageExecution, now: Seconds) -> Way:
-        """Until somebody holds the next layer; or has room: sooner than an execution of ours takes that will not change."""
-        execution.retry_at = now + (
-            pause_s(execution.refusals, self.workload.span_s()) if execution.busy else SUCCESSOR_RETRY_S
-        )
-        execution.busy = []
-        return []
+    def _wait(self, hop: NextHop, now: Seconds) -> Decision:
+        """Waits until a peer holds the next layer; or has memory, which takes about as long as an execution of ours."""
+        hop.retry_at = now + (pause_s(hop.refusals, self.load.span_s()) if hop.busy else SUCCESSOR_RETRY_S)
+        hop.busy = []
+        return [], None
 
-    def look_after(self, execution: StageExecution) -> Ask:
-        """Its gradient should be here. Who is only slow keeps the execution, or all would be computed twice when all are."""
-        assert execution.to is not None
-        execution.look_at = None
-        name = ExecutionId(execution.id.origin, execution.id.number, execution.last)
-        tag = ForwardStatusTag(execution.token, execution.attempts)
-        return Ask(tag, execution.to, Envelope(ForwardStatusQuery(self.stage.run, name)), OFFER_S)
+    def ask_status(self, execution: StageExecution) -> Ask:
+        """Its gradient should be here. A peer that is only slow keeps the execution: if all are slow, sending it again
+        would have everything computed twice."""
+        hop = execution.sent
+        assert hop.to is not None
+        hop.look_at = None
+        tag = ForwardStatusTag(execution.token, hop.attempts)
+        return Ask(tag, hop.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), OFFER_S)
 
     def only_late(self, execution: StageExecution, peer: PeerId, now: Seconds) -> None:
-        if not execution.late:
-            self.turns.missed(peer)
-        execution.late, execution.look_at = True, now + self._deadline_s(execution, peer)
+        """The next peer still computes."""
+        hop = execution.sent
+        if not hop.late:
+            execution.events.append(("late at", peer))
+            self.scheduler.missed(peer)
+        hop.late, hop.look_at = True, now + self._deadline_s(execution, peer)
 
-    def missed(self, execution: StageExecution, peer: PeerId, now: Seconds) -> Way:
-        """No gradient from there: it costs the peer its turns, and another one gets the same activations."""
-        self.turns.missed(peer)
-        self.release(execution, peer)
-        return self.send(execution, now)
+    def missed(self, execution: StageExecution, peer: PeerId, now: Seconds) -> Decision:
+        """No usable gradient comes from this peer: it gets fewer turns, and another one gets the same activations."""
+        self.scheduler.missed(peer)
+        self.outboxes.abort(peer, execution.next_id)
+        return self.send(execution, now, f"no gradient from {peer}")
 
-    def release(self, execution: StageExecution, peer: PeerId) -> None:
-        """Whoever carried on for us need not any more."""
-        self.outboxes.release(peer, ExecutionId(execution.id.origin, execution.id.number, execution.last))
+    def fits(self, execution: StageExecution, peer: PeerId, response: BackwardResponse, blob: bytes) -> bool:
+        """Whether this is the gradient of what was sent, and its hops lead from there to the model's end."""
+        hop, hops = execution.sent, response.hops
+        return (
+            response.run == self.stage.run
+            and response.tokens == hop.tokens
+            and response.layout == hop.layout[:1]
+            and len(blob) == hop.layout[0].size
+            and 0 < len(hops) < MAX_HOPS
+            and hops[0].peer == peer
+            and reaches_the_end(hops, execution.last, self.stage.layers)
+        )
 
 
-__all__ = ["Forwarding", "RouteView"]
+def reaches_the_end(hops: tuple[Hop, ...], first: int, layers: int) -> bool:
+    """Whether these hops lead from layer `first` to the model's end, without a gap or an overlap."""
+    for hop in hops:
+        if hop.first != first or hop.last <= hop.first:
+            return False
+        first = hop.last
+    return first == layers
+
+
+__all__ = ["Decision", "Forwarding", "RouteView"]

@@ -1,42 +1,37 @@
-"""Gradients whose origin peer says nothing: it is asked what became of them, and what is not coming is not waited for.
+"""In-doubt resolution: an origin peer that says nothing of gradients held here is asked what became of them.
 
-    held --wait--> asked --> it counts, or it does not: as if the origin peer had told us
+    held --wait--> asked --> committed or aborted, as if the origin peer had told us by itself
                          --> still under way: asked again, after twice the time
-                         --> no answer: the origin peer is gone, and nothing of it will ever be settled
+                         --> no answer: the origin peer is gone, and its micro-batches are aborted
 
-A CommitDecision that was lost, an origin peer that was killed, and a route that went another way without us so cost a moment, and
-not the time for which executions are held. Taking somebody for dead who lives costs the micro-batches that wait here their
-count at this layer, no more: an execution that was given up is never counted.
+So a lost CommitDecision, an origin peer that was killed, and a route that left this peer aside cost a moment, and not
+the time for which gradients are held. If a living origin peer is taken for dead, its micro-batches that wait here do
+not count at this stage, and nothing worse: an execution that was aborted is never counted.
 """
 
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decentral.comm.routes.tags import CommitQueryTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, CommitQuery, ExecutionId, Hop
+from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitQuery, ExecutionId
 from decentral.comm.wire.transport import Ask
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import earliest
 from decentral.core.units import Seconds
 
 IN_DOUBT_S = 1.0  # an execution is held for at least so long before its origin peer is asked
-COMMIT_QUERY_S = 3.0  # an origin peer that needs longer for a word is gone
-COMMITS_KEPT = 4096  # routes that an origin peer remembers, to answer those who ask
+COMMIT_QUERY_S = 3.0  # deadline of a CommitQuery; an origin peer that takes longer is gone
 
 
 @dataclass(slots=True)
 class InDoubtExecutions:
-    """At a hop: which executions to ask about, and when."""
+    """Which held executions to ask about, and when."""
 
     run: RunId
-    _due: dict[ExecutionId, tuple[Seconds, Seconds]] = field(
-        default_factory=dict
-    )  # when, and how long to wait after that
+    _due: dict[ExecutionId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when, and the wait after that
     _asking: dict[PeerId, tuple[ExecutionId, ...]] = field(default_factory=dict)
     _wake_at: Seconds | None = None
-    _changed: bool = False  # since that was found
+    _changed: bool = False  # since _wake_at was found
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -73,7 +68,7 @@ class InDoubtExecutions:
         return asks
 
     def answered(self, origin: PeerId) -> tuple[ExecutionId, ...]:
-        """An answer, or none, is here: the executions that were asked about."""
+        """The question to this peer was answered, or failed: the executions that it was about."""
         self._changed = True
         return self._asking.pop(origin, ())
 
@@ -82,28 +77,4 @@ class InDoubtExecutions:
         return [execution for execution in self._due if execution.origin == origin]
 
 
-@dataclass(slots=True)
-class CommitLog:
-    """At an origin peer: the routes that it has settled lately."""
-
-    _routes: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)  # by number: (peer, first layer)
-    _order: deque[int] = field(default_factory=deque)
-
-    def add(self, number: int, hops: Iterable[Hop]) -> None:
-        self._routes[number] = frozenset((hop.peer, hop.first) for hop in hops)
-        self._order.append(number)
-        if len(self._order) > COMMITS_KEPT:
-            del self._routes[self._order.popleft()]
-
-    def answer(
-        self, run: RunId, asker: PeerId, executions: Iterable[ExecutionId], under_way: frozenset[int]
-    ) -> CommitDecision:
-        """What became of these executions at the asker; a restarted origin peer remembers none, and so gives them up."""
-        over = [execution for execution in executions if execution.number not in under_way]
-        count = tuple(
-            execution for execution in over if (asker, execution.first) in self._routes.get(execution.number, ())
-        )
-        return CommitDecision(run, count, tuple(execution for execution in over if execution not in count))
-
-
-__all__ = ["CommitLog", "InDoubtExecutions"]
+__all__ = ["InDoubtExecutions"]

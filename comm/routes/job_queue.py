@@ -2,7 +2,7 @@
 
     pushed --dispatch--> running --done-->
 
-An execution has one job at a time. A few jobs are at the thread, the others wait here, where they can still be dropped.
+An execution has one job at a time. A few jobs are at the thread; the others wait here, where they can still be dropped.
 """
 
 import heapq
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from decentral.core.jobs import Backward, Draw, Forward
 
-BACKWARD, FORWARD = 0, 1  # in this order
+BACKWARD, FORWARD = 0, 1  # priorities
 JOBS_AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
 
 
@@ -34,7 +34,7 @@ class JobQueue:
         heapq.heappush(self._ready, (order, job.token, job))
 
     def begin(self, draw: Draw) -> Draw:
-        """A micro-batch of our own goes to the thread at once: it begins where there is nothing better to do."""
+        """A micro-batch of our own goes to the thread at once: it begins only where nothing else waits."""
         self.running.add(draw.token)
         return draw
 
@@ -42,13 +42,13 @@ class JobQueue:
         self.running.discard(token)
 
     def drop(self, token: int) -> None:
-        """What waits of this execution is not computed."""
+        """The job of this execution that waits here is not computed."""
         if any(item[1] == token for item in self._ready):
             self._ready = [item for item in self._ready if item[1] != token]
             heapq.heapify(self._ready)
 
     def dispatch(self, may: Callable[[int], bool] | None = None) -> list[Forward | Backward]:
-        """What the thread gets now. `may(token)`: whether this execution's forward pass may begin; None: any may."""
+        """The jobs that the thread gets now. `may(token)`: whether that forward pass may begin; None: any may."""
         jobs: list[Forward | Backward] = []
         kept: list[tuple[int, int, Forward | Backward]] = []
         while self._ready and not self.full:

@@ -1,16 +1,17 @@
 """Which micro-batches' gradients go into the optimizer's steps: each once, or not at all.
 
-    held      its gradient is in the sum that is being filled, or in the sealed one; its origin peer has not decided yet
-    settled   its origin peer has the whole route's gradients: it counts
-    void      its origin peer tried another way, gave up, or is gone: it must not count
+    in doubt   its gradient is in the sum that is being filled, or in a sealed one; its origin peer has not decided yet
+    committed  its origin peer has the whole route's gradients: it counts
+    aborted    its origin peer took another route, gave up, or is gone: it must not count
 
 Gradients cannot be taken out of a sum, so a sum is sealed, later gradients go into the next one, and the sealed sum is
-applied when all in it are settled, or dropped when one of them is void. There are a few slots for sealed sums. What
-waits is spread over them evenly: the fewer micro-batches are in a sum, the fewer go with one that is void.
+applied when all in it are committed, or dropped when one of them is aborted. There are a few slots for sealed sums. The
+gradients that wait are spread over them evenly: the fewer are in a sum, the fewer are lost with one that is aborted.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Protocol
 
 from decentral.comm.wire.messages import ExecutionId, Hop
 from decentral.core.jobs import Apply, Drop, Seal
@@ -18,9 +19,9 @@ from decentral.core.machine import Effect, Log, log
 
 
 class CommitState(Enum):
-    HELD = auto()
-    SETTLED = auto()
-    VOID = auto()
+    IN_DOUBT = auto()
+    COMMITTED = auto()
+    ABORTED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,57 +38,94 @@ class GradientEntry:
         return [self.execution.origin, self.execution.number, self.execution.first, self.last, self.tokens]
 
 
-@dataclass(slots=True)
-class GradientLedger:
-    at_least: int  # micro-batches in one step, where there are so many
-    slots: int = 1  # sealed sums at a time
-    quiet: bool = True  # nothing is between its forward and its backward pass, or that does not matter
-    entries: dict[int, GradientEntry] = field(default_factory=dict)  # by token
-    marks: dict[int, CommitState] = field(default_factory=dict)
-    closing: dict[int, tuple[int, ...]] = field(default_factory=dict)  # who is in each sealed sum: by slot
-    sealing: bool = False
-    counted: int = 0
-    dropped: int = 0
+class Ledger(Protocol):
+    """What the router needs of the sums of gradients: GradientLedger, or the record of a synchronous round."""
 
-    def add(self, token: int, entry: GradientEntry, mark: CommitState) -> list[Effect]:
-        """Its gradients are in the sum that is being filled."""
-        self.entries[token], self.marks[token] = entry, mark
-        return self._turn()
-
-    def settle(self, token: int) -> list[Effect]:
-        return self._mark(token, CommitState.SETTLED)
-
-    def void(self, token: int) -> list[Effect]:
-        return self._mark(token, CommitState.VOID)
-
-    def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
-        """The compute thread tells whose gradients are in a sealed sum."""
-        self.sealing, self.closing[slot] = False, tokens
-        return self._turn()
-
-    def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
-        """The sum was complete when it was sealed, and its step has been taken."""
-        self.sealing = False
-        return [self._counted(self._taken(tokens)), *self._turn()]
-
-    def look(self, quiet: bool) -> list[Effect]:
-        """Whether a step may be taken now without changing weights that a backward pass still needs."""
-        self.quiet = quiet
-        return self._turn()
+    micro_batches_per_step: int
+    entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by token
+    quiet: bool  # no execution is between its forward and its backward pass, or that does not matter
+    sealing: bool  # the compute thread was told to seal a sum, and has not answered yet
+    counted: int
 
     @property
     def waiting(self) -> bool:
         """Whether enough gradients for a step are there."""
-        return len(self.entries) >= self.at_least
+        ...
 
-    def _mark(self, token: int, mark: CommitState) -> list[Effect]:
-        """A decision is final: what comes later is too late."""
-        if self.marks.get(token) is not CommitState.HELD:
+    def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
+        """The gradients of this execution are in the sum that is being filled."""
+        ...
+
+    def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
+        """A micro-batch of our own got through the model. `hops` are those after our own. `add` follows."""
+        ...
+
+    def commit(self, token: int) -> list[Effect]: ...
+
+    def abort(self, token: int) -> list[Effect]: ...
+
+    def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
+        """The compute thread tells whose gradients are in a sealed sum."""
+        ...
+
+    def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
+        """The sum was complete when it was sealed, and its step has been taken."""
+        ...
+
+    def look(self, quiet: bool) -> list[Effect]:
+        """Whether a step may be taken now without changing weights that a backward pass still needs."""
+        ...
+
+
+@dataclass(slots=True)
+class GradientLedger:
+    micro_batches_per_step: int  # at least; fewer where there are not so many
+    slots: int = 1  # sealed sums at a time
+    quiet: bool = True
+    entries: dict[int, GradientEntry] = field(default_factory=dict)
+    states: dict[int, CommitState] = field(default_factory=dict)  # by token
+    closing: dict[int, tuple[int, ...]] = field(default_factory=dict)  # tokens in each sealed sum, by slot
+    sealing: bool = False
+    counted: int = 0
+    dropped: int = 0
+
+    def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
+        self.entries[token], self.states[token] = entry, state
+        return self._advance()
+
+    def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
+        pass  # the decisions that the hops get are all that they need
+
+    def commit(self, token: int) -> list[Effect]:
+        return self._decide(token, CommitState.COMMITTED)
+
+    def abort(self, token: int) -> list[Effect]:
+        return self._decide(token, CommitState.ABORTED)
+
+    def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
+        self.sealing, self.closing[slot] = False, tokens
+        return self._advance()
+
+    def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
+        self.sealing = False
+        return [self._counted(self._taken(tokens)), *self._advance()]
+
+    def look(self, quiet: bool) -> list[Effect]:
+        self.quiet = quiet
+        return self._advance()
+
+    @property
+    def waiting(self) -> bool:
+        return len(self.entries) >= self.micro_batches_per_step
+
+    def _decide(self, token: int, state: CommitState) -> list[Effect]:
+        """A decision is final: one that comes later is too late."""
+        if self.states.get(token) is not CommitState.IN_DOUBT:
             return []
-        self.marks[token] = mark
-        return self._turn()
+        self.states[token] = state
+        return self._advance()
 
-    def _turn(self) -> list[Effect]:
+    def _advance(self) -> list[Effect]:
         effects: list[Effect] = []
         if self.sealing:
             return effects  # it may be followed by its step at once: the journal has steps in the order they are taken
@@ -97,7 +135,7 @@ class GradientLedger:
             return effects
         sealed = sum(map(len, self.closing.values()))
         even = -(-len(self.entries) // (self.slots + 1)) if self.slots > 1 else 0
-        if len(self.entries) - sealed >= max(self.at_least, even):
+        if len(self.entries) - sealed >= max(self.micro_batches_per_step, even):
             self.sealing = True
             effects.append(self._seal())
         return effects
@@ -106,26 +144,26 @@ class GradientLedger:
         slot = next(slot for slot in range(self.slots) if slot not in self.closing)
         closing = {token for tokens in self.closing.values() for token in tokens}
         filled = [token for token in self.entries if token not in closing]
-        if any(self.marks[token] is not CommitState.SETTLED for token in filled):
+        if any(self.states[token] is not CommitState.COMMITTED for token in filled):
             return Seal(slot=slot)
         return Seal(tuple(filled), self._apply([self.entries[token] for token in filled], slot), slot)
 
     def _finish(self, slot: int) -> list[Effect]:
         closing = self.closing[slot]
-        marks = [self.marks[token] for token in closing]
-        if CommitState.HELD in marks and CommitState.VOID not in marks:
+        states = [self.states[token] for token in closing]
+        aborted = sum(state is CommitState.ABORTED for state in states)
+        if CommitState.IN_DOUBT in states and not aborted:
             return []
-        void = sum(self.marks[token] is CommitState.VOID for token in closing)
         entries = self._taken(closing)
         del self.closing[slot]
-        if void:
+        if aborted:
             self.dropped += len(entries)
-            return [Drop(slot), log("uncounted", of=[entry.line() for entry in entries], void=void)]
+            return [Drop(slot), log("uncounted", of=[entry.line() for entry in entries], void=aborted)]
         return [self._apply(entries, slot), self._counted(entries)]
 
     def _taken(self, tokens: tuple[int, ...]) -> list[GradientEntry]:
         for token in tokens:
-            del self.marks[token]
+            del self.states[token]
         return [self.entries.pop(token) for token in tokens]
 
     def _apply(self, entries: list[GradientEntry], slot: int) -> Apply:
@@ -138,10 +176,4 @@ class GradientLedger:
         return log("counted", of=[entry.line() for entry in entries])
 
 
-def reaches_the_end(hops: tuple[Hop, ...], first: int, layers: int) -> bool:
-    """Whether these hops carry on from layer `first` to the model's end, without a gap or an overlap."""
-    for hop in hops:
-        if hop.first != first or hop.last <= hop.first:
-            return False
-        first = hop.last
-    return first == layers
+__all__ = ["CommitState", "GradientEntry", "GradientLedger", "Ledger"]

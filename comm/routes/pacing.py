@@ -1,12 +1,13 @@
-"""How much to send, and to whom: a window of micro-batches under way, and turns among the next peers.
+"""How many micro-batches are under way, and which next peer gets one.
 
-Prior    how far to carry, and who carries on, by the flow through all spans (peers/planning/routing_weights.py).
-Window   as many as keep the slowest device of the routes busy and a little more (TCP Vegas, Brakmo & Peterson 1994):
-         of W under way, W (1 - base / seconds) wait in some queue; that number is kept within bounds.
-         Every route has its own base: one through a slow device is long without anything waiting.
-Turns    interleaved weighted round robin, as stride scheduling: each choice costs a peer the seconds that a micro-batch
-         takes through it, over its part of the prior's flow; whoever has paid least is next (SWARM, arXiv 2301.11913,
-         section 3.2, has the seconds alone).
+RoutingWeights    how far to take a micro-batch, and who takes it on, by the flow through all spans
+                  (peers/planning/routing_weights.py)
+MicroBatchWindow  as many as keep the slowest device of the routes busy and a little more (TCP Vegas, Brakmo & Peterson
+                  1994): of W under way, W (1 - base / seconds) wait in some queue; that number is kept within bounds.
+                  Every route has a base of its own: one through a slow device is long without anything waiting.
+PeerScheduler     interleaved weighted round robin, as stride scheduling: each choice costs a peer the seconds that a
+                  micro-batch takes through it, over its routing weight; the peer that has paid least is next (SWARM,
+                  arXiv 2301.11913, section 3.2, has the seconds alone)
 """
 
 import heapq
@@ -23,19 +24,19 @@ from decentral.core.units import Seconds
 
 Choice = TypeVar("Choice", int, PeerId)
 
-FULL = (1.0, 2.0)  # micro-batches of ours that wait, at least and at most, for each device on the way: none idles
+FULL = (1.0, 2.0)  # own micro-batches that wait, at least and at most, for each device on the route: none idles
 LEAN = (0.125, 0.5)  # where each step waits for all that is under way: more of them make a larger batch than was asked
 LARGE_STEP = 4  # micro-batches in a step; where there are as many, a few that wait make it no larger
 RECENT_ON_ROUTE = 32  # micro-batches along one route
-FADES = 0.002  # of the distance to what is seen now, for each micro-batch
+FADES = 0.002  # part of the distance to the newest value by which a least value rises, for each micro-batch
 SLOWER = 2.0
 MOST_NEXT_PEERS = 256  # next peers whose seconds are known
-MOST_ROUTES = 64  # whose bases are known; the longest unused is forgotten
-AT_RANDOM = 3.0  # times as many wait where hardly a route comes twice: executions arrive as they happen to
+MOST_ROUTES = 64  # routes whose bases are known; the longest unused is forgotten
+AT_RANDOM = 3.0  # times as many wait where hardly a route comes twice: executions arrive at irregular times
 MANY_ROUTES = 8  # from so many on a new route is measured by the fastest of all
 NEWEST_WEIGHT = 0.2  # weight of the newest in a running average
-LEAST_PART = 0.02  # of the best one's turns, for a peer that the prior leaves out
-MOST_TIMES_SLOWER = 16.0  # than the others, a peer can look by that alone: it must be asked again some time
+LEAST_WEIGHT = 0.02  # of the best peer's weight, for one that the routing weights leave out
+MOST_TIMES_SLOWER = 16.0  # than the others, a peer can look by missed deadlines alone: it must be asked again some time
 MISSED = 2.0  # a missed deadline makes a peer look so many times slower
 ROUTE_SLACK = 4.0  # a deadline is this many times the expected time ...
 HOP_DEADLINE_FLOOR_S = 3.0  # ... and at least this
@@ -45,9 +46,9 @@ UNKNOWN_S = 15.0  # a deadline at least, where nothing is known
 
 @dataclass(slots=True)
 class RouteBase:
-    """What a micro-batch takes along one route where nothing waits: the least that was seen, which slowly fades.
+    """Seconds of a micro-batch along one route if nothing waits: the least that was seen, which rises slowly.
 
-    Where all of the recent ones took twice as long, the route itself has become slower.
+    If all recent ones took twice as long, the route itself has become slower.
     """
 
     least: Seconds
@@ -62,26 +63,25 @@ class RouteBase:
 
 @dataclass(slots=True)
 class MicroBatchWindow:
-    """Micro-batches that an origin peer has under way."""
+    """The number of micro-batches that an origin peer has under way."""
 
-    most: int  # by memory
+    max_size: int  # by memory
     waiting: tuple[float, float] = FULL
-    size: int = 2  # of the first route, as many as its devices, if they are like ours
-    starting: bool = True  # until something waits: one more for each that came back
+    size: int = 2  # at the start as many as the devices of a route, if they are like ours
+    starting: bool = True  # until something waits, the size grows by one for each that comes back
     bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # by route
-    _waiting: float = 0.0  # the part of its time that a micro-batch waits somewhere, running average
-    _new: float = 0.0  # the part of routes that were not known, running average
-    _typical_s: Seconds | None = None
-    _fastest_s: Seconds = math.inf  # of any route; fades as a base does
+    typical_s: Seconds | None = None  # of a micro-batch, running average
+    _waiting: float = 0.0  # part of its time that a micro-batch waits somewhere, running average
+    _new: float = 0.0  # part of the routes that were not known, running average
+    _fastest_s: Seconds = math.inf  # of any route; rises as a base does
     _since: int = 0  # completions since the size was last changed
 
     def done(self, seconds: Seconds, route: tuple[PeerId, ...]) -> None:
-        """A micro-batch took so long along this route, from its start to its end."""
+        """A micro-batch took so long along this route, from its beginning to its end."""
         waited = 1 - self._base_s(seconds, route) / max(1e-9, seconds)
         self._waiting += NEWEST_WEIGHT * (waited - self._waiting)
-        self._typical_s = (
-            seconds if self._typical_s is None else (1 - NEWEST_WEIGHT) * self._typical_s + NEWEST_WEIGHT * seconds
-        )
+        known = self.typical_s
+        self.typical_s = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
         self._since += 1
         by_chance = AT_RANDOM if self._new > 0.5 and len(self.bases) > MANY_ROUTES else 1.0
         least, most = (by_chance * (len(route) + 1) * many for many in self.waiting)
@@ -93,11 +93,14 @@ class MicroBatchWindow:
             self.size += 1
         elif self.size * self._waiting > most:
             self.size = max(2, self.size - 1)
-        self.size = min(self.size, self.most)
+        self.size = min(self.size, self.max_size)
 
     def _base_s(self, seconds: Seconds, route: tuple[PeerId, ...]) -> Seconds:
-        """What this one would have taken if nothing had waited. Where routes are many a new one is measured by the
-        fastest of all: else the first of each would look as if it had never waited."""
+        """The seconds that it would have taken if nothing had waited.
+
+        Where routes are many, a new one is measured by the fastest of all: else the first micro-batch of each would
+        look as if it had never waited.
+        """
         fading = FADES * (seconds - self._fastest_s) if self._fastest_s < math.inf else 0.0
         self._fastest_s = min(seconds, self._fastest_s + fading)
         known = self.bases.pop(route, None)
@@ -109,25 +112,24 @@ class MicroBatchWindow:
         many = len(self.bases) > MANY_ROUTES
         return self._fastest_s if many and not known else base.least
 
-    def typical_s(self) -> Seconds | None:
-        return self._typical_s
-
 
 @dataclass(slots=True)
 class RoutingWeights:
-    """Rates, in any unit: of what enters at a layer, how much ends where at this peer; and who carries on from a layer,
-    by the layers that they hold: all with the same ones share it by their speeds."""
+    """Rates of flow, in any unit: how much of what enters this peer at a layer leaves it at which layer, and which
+    peers take on what leaves at a layer, by the layers that they hold; those with the same ones share it by speed."""
 
     ends: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(default_factory=dict)  # for each token/s
+    nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(
+        default_factory=dict
+    )  # by (first, last), for each token/s
     tokens_per_s: float = 0.0  # through the whole swarm
-    size: int = 0  # variables of the programme
-    spans: Collection[tuple[int, int]] = ()  # layers that somebody held then
+    size: int = 0  # variables of the linear programme
+    spans: Collection[tuple[int, int]] = ()  # layers that some peer held when it was solved
 
-    def rate(self, layer: int, place: tuple[int, int, float]) -> float:
-        """Of what a peer with layers [first, last) and so many tokens/s carries on from this layer. Whose layers nobody
-        held then carries as much as others."""
-        first, last, tokens_per_s = place
+    def rate(self, layer: int, span_and_speed: tuple[int, int, float]) -> float:
+        """How much a peer with layers [first, last) and so many tokens/s takes on from this layer. One whose layers
+        nobody held when the flow was solved takes as much as the others."""
+        first, last, tokens_per_s = span_and_speed
         rates = self.nexts.get(layer, {})
         if (first, last) in rates or (first, last) in self.spans or not rates:
             return rates.get((first, last), 0.0) * tokens_per_s
@@ -135,11 +137,11 @@ class RoutingWeights:
 
 
 @dataclass(slots=True)
-class Stride(Generic[Choice]):
-    """Takes turns among choices, each as often as its cost allows.
+class StrideScheduler(Generic[Choice]):
+    """Stride scheduling (Waldspurger & Weihl 1995): each choice is taken in proportion to 1 / cost.
 
-    Time here is virtual: in one unit each choice is taken 1 / cost times. A choice that is new starts at the present,
-    and none owes more than a turn at today's cost: what was dear once is forgiven when it is not.
+    Time here is virtual: in one unit each choice is taken 1 / cost times. A new choice starts at the present, and none
+    owes more than one turn at its present cost: a cost that was high once is forgiven when it is not any more.
     """
 
     now: float = 0.0
@@ -149,7 +151,7 @@ class Stride(Generic[Choice]):
         return self.choose_some(costs, 1)[0]
 
     def choose_some(self, costs: Mapping[Choice, float], count: int) -> list[Choice]:
-        """So many different ones, or all: each of them has its turn."""
+        """So many different choices, or all: each of them has its turn."""
         paid, now = self.paid, self.now
         self.paid = paid = {one: min(paid.get(one, now), now + cost) for one, cost in costs.items()}
         chosen = heapq.nsmallest(count, ((paid[one] + cost, one) for one, cost in costs.items()))
@@ -160,25 +162,25 @@ class Stride(Generic[Choice]):
 
 
 @dataclass(slots=True)
-class Turns:
-    """Whose turn it is to carry on, and how fast everybody is."""
+class PeerScheduler:
+    """Which next peer gets a micro-batch, and how fast each of them is."""
 
-    seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from there to the end and back
-    _strides: dict[int, Stride[PeerId]] = field(default_factory=dict)  # by the layer that is next
+    seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from that peer to the end and back
+    _strides: dict[int, StrideScheduler[PeerId]] = field(default_factory=dict)  # by the layer that is next
 
     def choose(self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float]) -> PeerId:
-        """One of these. `rates`: the prior's; a peer that is not in it is asked now and then, to know what it does."""
+        """One of these. `rates` are routing weights; a peer without one is asked now and then, to measure it."""
         return self.choose_some(layer, peers, rates, 1)[0]
 
     def choose_some(
         self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float], count: int
     ) -> list[PeerId]:
-        """So many different ones of these, or all."""
+        """So many different peers of these, or all."""
         top = max((rates.get(peer, 0.0) for peer in peers), default=0.0)
-        part = {peer: max(LEAST_PART, rates.get(peer, 0.0) / top) if top else 1.0 for peer in peers}
+        weight = {peer: max(LEAST_WEIGHT, rates.get(peer, 0.0) / top) if top else 1.0 for peer in peers}
         typical = self._typical_s()
-        costs = {peer: self.seconds.get(peer, typical) / part[peer] for peer in peers}
-        return self._strides.setdefault(layer, Stride()).choose_some(costs, count)
+        costs = {peer: self.seconds.get(peer, typical) / weight[peer] for peer in peers}
+        return self._strides.setdefault(layer, StrideScheduler()).choose_some(costs, count)
 
     def expected_s(self, peer: PeerId) -> Seconds:
         return self.seconds.get(peer) or self._typical_s()
@@ -190,7 +192,7 @@ class Turns:
         known = self.seconds.pop(peer, None)
         self.seconds[peer] = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
         if len(self.seconds) > MOST_NEXT_PEERS:
-            del self.seconds[next(iter(self.seconds))]  # not heard of for longest
+            del self.seconds[next(iter(self.seconds))]  # the one that has answered least recently
 
     def missed(self, peer: PeerId) -> None:
         others = [seconds for other, seconds in self.seconds.items() if other != peer]
@@ -198,7 +200,7 @@ class Turns:
         self.seconds[peer] = min(MISSED * self.expected_s(peer), max(most, self.expected_s(peer)))
 
     def deadline_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
-        """`guess_s`: what it would take if nothing waited, as far as the devices' speeds say."""
+        """After how long an answer is late. `guess_s`: what it would take if nothing waited, by the devices' speeds."""
         known = self.seconds.get(peer)
         if known is not None:
             return min(HOP_DEADLINE_TOP_S, max(HOP_DEADLINE_FLOOR_S, ROUTE_SLACK * known))
@@ -208,7 +210,7 @@ class Turns:
 def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
     """How long an origin peer tries to get one micro-batch through, retries included.
 
-    `guess_s`: where none has come through yet, what it would take if nothing waited; 0: unknown.
+    `guess_s`: what it would take if nothing waited, for as long as none has come back; 0: unknown.
     """
     if typical_s is None and guess_s > 0:
         return min(MAX_ROUTE_S, max(UNKNOWN_S, 2 * ROUTE_SLACK * guess_s))

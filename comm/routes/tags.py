@@ -1,4 +1,4 @@
-"""What the router's questions are for: the tags that come back with their answers."""
+"""Tags of the router's questions: they come back with the answers, and say what was asked."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ class RouteTag(Tag):
 
 @dataclass(frozen=True, slots=True)
 class ExecutionTag(RouteTag):
-    """A question about the stage execution with this token here. Answers to an earlier `attempt` tell nothing."""
+    """A question about the stage execution with this token. Answers to an earlier `attempt` are ignored."""
 
     token: int
     attempt: int
@@ -21,12 +21,12 @@ class ExecutionTag(RouteTag):
 
 @dataclass(frozen=True, slots=True)
 class OfferTag(ExecutionTag):
-    """Offer: how much does that peer have to do?"""
+    """The question is an Offer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTag(ExecutionTag):
-    """ForwardRequest. The answer takes as long as all the computing behind that peer."""
+    """The question is a ForwardRequest, whose answer takes as long as all computing from that peer on."""
 
     measures_link: ClassVar[bool] = False
     waits_for_work: ClassVar[bool] = True
@@ -34,16 +34,16 @@ class ForwardTag(ExecutionTag):
 
 @dataclass(frozen=True, slots=True)
 class ForwardStatusTag(ExecutionTag):
-    """ForwardStatusQuery: is that peer still at it?"""
+    """The question is a ForwardStatusQuery."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitDecisionTag(RouteTag):
-    """CommitDecision: that peer is told what counts."""
+    """The question is a CommitDecision."""
 
     measures_link: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
 class CommitQueryTag(RouteTag):
-    """CommitQuery: what became of that peer's micro-batches?"""
+    """The question is a CommitQuery."""

@@ -32,7 +32,14 @@ _OLD = {
     "RoundReport": "Report",
     "StateRequest": "PullState",
 }
-_OLD_FIELDS = {"origin": "starter", "execution": "leg", "executions": "legs", "lr_sum": "rates"}
+_OLD_FIELDS = {
+    "origin": "starter",
+    "execution": "leg",
+    "executions": "legs",
+    "lr_sum": "rates",
+    "commit": "count",
+    "abort": "release",
+}
 _NEW_FIELDS = {old: new for new, old in _OLD_FIELDS.items()}
 
 

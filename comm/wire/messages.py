@@ -9,11 +9,11 @@
     Commit        -               Done          -                     symmetric exchange, second half
     Push          mass            Done          -                     push-sum
     PullState     -               StateChunk    a piece of it         a newcomer's start
-    Offer         -               Load          -                     how soon would you carry one, and how far?
-    ForwardRequest         hidden, targets Returned      gradient of hidden    a micro-batch through layers `first` and on
-    Carrying      -               Done          -                     the gradient is late: are you still at it?
-    CommitDecision        -               Done          -                     count these gradients; forget those
-    CommitQuery     -               CommitDecision        -                     the origin peer is asked what became of these executions
+    Offer               -         Load          -                     how soon would a micro-batch be through, how far?
+    ForwardRequest      hidden, targets  BackwardResponse  gradient of hidden  a micro-batch from layer `first` on
+    ForwardStatusQuery  -         Done          -                     the gradient is late: is it still computed?
+    CommitDecision      -         Done          -                     these gradients count, those do not
+    CommitQuery         -         CommitDecision  -                   the origin peer is asked for its decision
     Stay          -               Done          -                     a promise to go on holding a fragment for a while
     Follow        -               Standing      -                     synchronous: which round is it, and whose
     Collect       -               Report        -                     synchronous: a member's word on a round ...
@@ -173,7 +173,7 @@ class StateChunk:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Would you take a micro-batch of so many sequences through layer `first` and on?"""
+    """Asks how soon the peer would be through with a micro-batch of so many sequences, from layer `first` on."""
 
     run: Run
     first: Index
@@ -182,7 +182,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """As far as layer `last`; what waits before it takes about `wait_s`, its own forward pass `seconds`."""
+    """The peer would take the micro-batch as far as layer `last`. What waits before it takes about `wait_s` seconds,
+    and its own forward pass `seconds`."""
 
     run: Run
     wait_s: Annotated[float, Strict(), Field(ge=0, lt=1e9, allow_inf_nan=False)]
@@ -192,9 +193,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """Take micro-batch (origin peer, number) through layer `first` and on. The answer comes when its gradient is back.
+    """Asks the peer to execute micro-batch (origin peer, number) from layer `first` on. The answer has its gradient.
 
-    `patience_s`: how long the asker waits. `hold_s`: for how long the origin peer may still settle it. `drawn`: when the
+    `patience_s`: how long the asker waits. `hold_s`: how long the origin peer may still commit it. `drawn`: when the
     origin peer began it, by its own clock; for the order among micro-batches, not to measure times by.
     """
 
@@ -206,13 +207,13 @@ class ForwardRequest:
     patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_ROUTE_S, allow_inf_nan=False)]
     hold_s: Annotated[float, Strict(), Field(ge=0, le=MAX_ROUTE_S, allow_inf_nan=False)]
     layout: Sections
-    round: Count = 0  # of synchronous training: whose weights it is to meet
+    round: Count = 0  # of synchronous training: the round whose weights it must meet
     drawn: UnixTime = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Who carried a micro-batch through layers [first, last)."""
+    """A peer that executed layers [first, last) of a micro-batch's route."""
 
     peer: Peer
     first: Index
@@ -221,7 +222,10 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class BackwardResponse:
-    """The blob is the gradient of the hidden values that came. `loss` is the sum over `tokens` tokens."""
+    """The answer to a ForwardRequest. The blob is the gradient of the hidden values that came with it.
+
+    `loss` is the sum over `tokens` tokens; `hops` lead from the answering peer to the model's end.
+    """
 
     run: Run
     loss: Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
@@ -232,7 +236,7 @@ class BackwardResponse:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionId:
-    """A micro-batch's way through one peer, as others name it."""
+    """A stage execution as peers name it: the micro-batch (origin peer, number) from layer `first` on."""
 
     origin: Peer
     number: Count
@@ -241,7 +245,7 @@ class ExecutionId:
 
 @dataclass(frozen=True, slots=True)
 class ForwardStatusQuery:
-    """Is this execution, which the asker gave, still under way?"""
+    """Asks whether the peer still computes this execution, which the asker sent."""
 
     run: Run
     execution: ExecutionId
@@ -249,16 +253,17 @@ class ForwardStatusQuery:
 
 @dataclass(frozen=True, slots=True)
 class CommitDecision:
-    """Count the gradients of these executions (only their origin peer may say so); forget those of the others."""
+    """Gradients of the executions in `commit` count (only their origin peer may say so); those in `abort` must not."""
 
     run: Run
-    count: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
-    release: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
+    commit: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
+    abort: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
 
 
 @dataclass(frozen=True, slots=True)
 class CommitQuery:
-    """What of these executions, which the asker holds? Those that the answer does not name are still under way."""
+    """Asks the origin peer for its decision on executions that the asker holds. Those that the answer, a
+    CommitDecision, does not name are still under way."""
 
     run: Run
     executions: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 from decentral.audit import Span, covered, overlap
 from decentral.comm.routes import decisions
+from decentral.comm.routes.admission import MOST_HELD
 from decentral.comm.routes.job_queue import JOBS_AT_ONCE
-from decentral.comm.routes.load import MOST_HELD
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.jobs import MOST_UNDER_WAY
@@ -163,13 +163,13 @@ class RouteAudit:
         if host is None or host.node.routes is None:
             return
         routes, stage, room = host.node.routes, host.node.routes.stage, host.node.routes.stage.capacity
-        told = max((len(box.count) + len(box.release) for box in routes.outboxes.boxes.values()), default=0)
+        told = max((len(box.commit) + len(box.abort) for box in routes.outboxes.boxes.values()), default=0)
         graphs = list(host.training.hops.held.values()) if isinstance(host.training, SurrogateWorkload) else []
         sizes: dict[str, tuple[float, float]] = {
             "legs": (len(routes.executions), MOST_HELD * room),
             "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * room),
             "graphs": (len(graphs), MOST_UNDER_WAY + JOBS_AT_ONCE),
-            "spans' activations": (sum(stage.room(one.first, one.last) for one in graphs), room + JOBS_AT_ONCE),
+            "spans' activations": (sum(stage.memory_share(one.first, one.last) for one in graphs), room + JOBS_AT_ONCE),
             "settles for one peer": (told, 2 * decisions.DECISIONS_KEPT),
             "peers to be told": (len(routes.outboxes.boxes), MOST_TOLD * max(living, 4)),
         }

@@ -64,7 +64,7 @@ class Holders:
             del self.speeds[first, last], self._alike[first, last]
         self._near.clear()
 
-    def place(self, peer: PeerId) -> tuple[int, int, float]:
+    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         """The layers [first, last) that a peer holds, and its tokens/s; (0, 0, 0.0) if it holds none."""
         return self._places.get(peer, (0, 0, 0.0))
 

@@ -30,7 +30,7 @@ class OwnRecord:
     @property
     def outdated(self) -> bool:
         """Whether the speed that our routes have measured differs much from the one in our last record."""
-        speed = self.routes.workload.speed if self.routes else 0.0
+        speed = self.routes.load.speed if self.routes else 0.0
         published = self.published.tokens_per_s if self.published else 0.0
         return speed != 0 and not 0.8 < published / speed < 1.25
 
@@ -65,4 +65,4 @@ class OwnRecord:
 
     def _measured(self, setup: NodeSetup) -> float:
         """Tokens/s in training, from the progress of a peer that trains alone, else from its part in routes."""
-        return self.progress.tokens_per_s if setup.whole else self.routes.workload.speed if self.routes else 0.0
+        return self.progress.tokens_per_s if setup.whole else self.routes.load.speed if self.routes else 0.0

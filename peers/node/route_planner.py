@@ -9,7 +9,9 @@ is checked every FLOW_CHECK_S, and less often in a large swarm, where one peer c
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from decentral.comm.rounds.contributions import ContributionRecord
 from decentral.comm.rounds.round import Rounds
+from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.router import Router
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
@@ -37,7 +39,9 @@ class RoutePlanner:
     def __post_init__(self) -> None:
         setup = self.setup()
         assert setup.routes is not None
-        self.routes = Router(setup.routes, self)
+        stage = setup.routes
+        own = GradientLedger(stage.micro_batches_per_step, stage.slots)
+        self.routes = Router(stage, self, ContributionRecord() if stage.synchronous else own)
         # A peer with the whole model computes its micro-batches alone, except in synchronous rounds.
         self.routed = not setup.whole or setup.config.synchronous
 
@@ -49,9 +53,9 @@ class RoutePlanner:
             return self.rounds.successors(layer)
         return self.roster.holders.near(layer)
 
-    def place(self, peer: PeerId) -> tuple[int, int, float]:
+    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         """The layers [first, last) that a peer holds, and its speed in tokens/s of the whole model."""
-        return self.roster.holders.place(peer)
+        return self.roster.holders.span_and_speed(peer)
 
     # The flow
 
@@ -66,28 +70,28 @@ class RoutePlanner:
     def refresh(self, now: Seconds) -> None:
         """Takes over the speeds in the roster, and solves the flow again if they have changed enough."""
         holders = self.roster.holders
-        beyond = max(0, self.routes.onward.prior.size - routing_weights.SOLVED_AT_ONCE)
+        beyond = max(0, self.routes.forwarding.weights.size - routing_weights.SOLVED_AT_ONCE)
         self._check_at = now + FLOW_CHECK_S + routing_weights.FLOW_PAUSE_S * beyond
-        self.routes.workload.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
+        self.routes.load.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
         self.solve()
 
     def solve(self, always: bool = False) -> None:
         """Solves the flow if enough has changed since the last time; `always`: in any case."""
         cuts, held = self.routes.stage.cuts, self.setup().held
         own = held.start, held.stop
-        seen = self.roster.holders.changes, f"{self.routes.workload.speed:.1e}"
+        seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}"
         if seen == self._seen and not always:
             return
         self._seen, speeds = seen, self._speeds(own)
         if not always and not routing_weights.changed(self._solved, speeds):
             return
         self._solved = speeds
-        self.routes.onward.prior = routing_weights.solve(cuts, speeds, own)
+        self.routes.forwarding.weights = routing_weights.solve(cuts, speeds, own)
 
     def _speeds(self, own: routing_weights.Span) -> dict[routing_weights.Span, float]:
         """Tokens/s of the whole model, summed over all peers with the same fragments, ourselves included."""
         setup = self.setup()
-        found = {own: self.routes.workload.speed or setup.profile.tokens_per_s}
+        found = {own: self.routes.load.speed or setup.profile.tokens_per_s}
         for (first, last), speed in self.roster.holders.speeds.items():
             trains_alone = (first, last) == (0, setup.layers) and not self.rounds
             span = self.whole_fragments(first, last)

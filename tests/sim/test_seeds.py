@@ -109,7 +109,7 @@ def no_staleness_limit(off: Switch) -> None:
 
 def no_void_marks(off: Switch) -> None:
     """What must not count counts: an execution whose origin peer went another way, or gave up."""
-    off.setattr(ledger.GradientLedger, "void", ledger.GradientLedger.settle)
+    off.setattr(ledger.GradientLedger, "abort", ledger.GradientLedger.commit)
 
 
 def no_reserved_numbers(off: Switch) -> None:

@@ -34,7 +34,7 @@ def with_span(setup: ComputeSetup, span: tuple[int, int] | None, wire: str = "fp
     return dataclasses.replace(setup, config=run.model_copy(update=changed), span=span)
 
 
-def world_of(computes: dict[str, Compute], at_least: int) -> World:
+def world_of(computes: dict[str, Compute], per_step: int) -> World:
     """The flow makes use of every span, so micro-batches leave and enter spans in the middle."""
     first = next(iter(computes.values()))
     world = World(first.cuts)
@@ -42,11 +42,11 @@ def world_of(computes: dict[str, Compute], at_least: int) -> World:
     for name, compute in computes.items():
         held = compute.fragments
         span = held[0].first, held[-1].last
-        world.add(name, *span, seconds=0.1, device=compute, layouts=compute.layout, at_least=at_least)
+        world.add(name, *span, seconds=0.1, device=compute, layouts=compute.layout, per_step=per_step)
         speed[held[0].index, held[-1].index + 1] = 1.0
     for name, peer in world.peers.items():
         held = computes[name].fragments
-        peer.routes.onward.prior = routing_weights.solve(first.cuts, speed, (held[0].index, held[-1].index + 1))
+        peer.routes.forwarding.weights = routing_weights.solve(first.cuts, speed, (held[0].index, held[-1].index + 1))
     return world
 
 
@@ -59,7 +59,7 @@ def batches(compute: Compute, count: int) -> list[tuple[Tensor, Tensor]]:
 def carried(world: World, micro_batches: int) -> None:
     """Exactly so many are started, and come back."""
     origin = world.peers[PeerId("A")].routes
-    origin.quota = micro_batches
+    origin.own.quota = micro_batches
     world.start()
     world.run(5.0 + micro_batches)
     assert origin.completed == micro_batches
@@ -82,7 +82,7 @@ def summed(computes: Sequence[Compute]) -> dict[int, Tensor]:
 def test_gradients_over_overlapping_spans_are_those_of_one_process(
     computes: dict[str, Compute], setup_of: MakeSetup
 ) -> None:
-    world = world_of(computes, at_least=1 << 30)
+    world = world_of(computes, per_step=1 << 30)
     carried(world, 12)
     assert all(compute.hops and compute.hops.sums.executions for compute in computes.values()), (
         "all have carried something"
@@ -102,8 +102,9 @@ def test_a_run_over_three_unequal_spans_loses_what_one_process_loses(setup_of: M
     """One micro-batch at a time, so every step is taken before the next forward pass."""
     spans = {"A": (0, 1), "B": (1, 4), "C": (4, 5)}
     parts = {name: Compute(with_span(setup_of(name), span)) for name, span in spans.items()}
-    world = world_of(parts, at_least=1)
-    world.peers[PeerId("A")].routes.window.most = world.peers[PeerId("A")].routes.window.size = 1
+    world = world_of(parts, per_step=1)
+    window = world.peers[PeerId("A")].routes.window
+    window.max_size = window.size = 1
     carried(world, 60)
     whole = Compute(with_span(setup_of("A"), None))
     for _ in range(60):
@@ -148,7 +149,7 @@ def test_gradients_through_a_narrow_wire_point_the_same_way(setup_of: MakeSetup,
         for compute in computes.values():
             compute._position.known = 0
             compute._position.reserved = 1 << 30
-        carried(world_of(computes, at_least=1 << 30), 4)
+        carried(world_of(computes, per_step=1 << 30), 4)
         found[each] = torch.cat([part for _, part in sorted(summed(list(computes.values())).items())])
     apart = torch.linalg.vector_norm(found[wire] - found["fp32"]) / torch.linalg.vector_norm(found["fp32"])
     assert 0 < float(apart) < within

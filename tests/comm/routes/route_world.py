@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import CommitDecision
@@ -34,7 +35,7 @@ class Computing(Protocol):
 
 @dataclass
 class Device:
-    """Does jobs as a compute thread would, without numbers. `taken`: the executions of each step that was applied."""
+    """Does jobs as a compute thread would, without numbers. `taken`: the executions in each step that was taken."""
 
     number: int = 0
     executions: list[int] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Peer:
 
 
 class World:
-    """`delay_s`: one way, between any two peers. `loses(now, ask)`: whether a question never arrives."""
+    """`delay_s`: latency in one direction between any two peers. `loses(now, ask)`: whether a question is lost."""
 
     def __init__(self, cuts: Sequence[Fragment], delay_s: float = 0.01) -> None:
         self.cuts, self.delay_s = tuple(cuts), delay_s
@@ -114,15 +115,15 @@ class World:
         device: Computing | None = None,
         layouts: Callable[[int, int], Layout] = layout,
         capacity: int = 16,
-        at_least: int = 1,
+        per_step: int = 1,
         overlap: bool = True,
         slots: int = 1,
         activations: tuple[int, ...] = (),
     ) -> Peer:
         peer = PeerId(name)
         of_swarm = RUN, peer, first, last, self.cuts, 64
-        stage = StageConfig(*of_swarm, capacity, at_least, layouts, activations, slots if overlap else 1, overlap)
-        routes = Router(stage, View(self, peer))
+        stage = StageConfig(*of_swarm, capacity, per_step, layouts, activations, slots if overlap else 1, overlap)
+        routes = Router(stage, View(self, peer), GradientLedger(per_step, stage.slots))
         device = device or Device(end=self.cuts[-1].last)
         self.peers[peer] = Peer(peer, routes, device, seconds)
         return self.peers[peer]
@@ -134,7 +135,7 @@ class World:
             self._handle(peer, Woke())
 
     def kill(self, name: str) -> None:
-        """Its questions and answers end; whoever waited for it sees the cut."""
+        """The peer's questions and answers end; peers that waited for it see the cut."""
         victim = self.peers[PeerId(name)]
         victim.alive = False
         for number, (_, to, _) in list(self._requests.items()):
@@ -143,7 +144,7 @@ class World:
         self._at(self.now + DETECT_S, victim.name, "detected")
 
     def forget_what_was_for(self, name: str) -> None:
-        """It was restarted: jobs, answers and questions of its life before reach nobody."""
+        """The peer was restarted: jobs, answers and questions of its life before are lost."""
         self._events = [event for event in self._events if event[2] != name or isinstance(event[3], _Deadline)]
         heapq.heapify(self._events)
 
@@ -179,9 +180,9 @@ class World:
 
     def _handle(self, peer: Peer, event: object) -> None:
         for effect in peer.routes.handle(event, self.now):
-            self._carry(peer, effect)
+            self._perform(peer, effect)
 
-    def _carry(self, peer: Peer, effect: Effect) -> None:
+    def _perform(self, peer: Peer, effect: Effect) -> None:
         match effect:
             case Ask():
                 self._ask(peer, effect)
@@ -251,7 +252,7 @@ class View:
             if name != self.own and peer.routes.stage.first <= layer < peer.routes.stage.last
         ]
 
-    def place(self, peer: PeerId) -> tuple[int, int, float]:
+    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         stage = self.world.peers[peer].routes.stage
         return stage.first, stage.last, 1.0
 
@@ -261,8 +262,8 @@ def cuts_of(parameters: Sequence[int]) -> list[Fragment]:
     return [Fragment(index, index, index + 1, count) for index, count in enumerate(parameters)]
 
 
-def is_settle(ask: Ask) -> bool:
+def is_decision(ask: Ask) -> bool:
     return isinstance(ask.envelope.message, CommitDecision)
 
 
-__all__ = ["Device", "World", "cuts_of", "is_settle", "layout"]
+__all__ = ["Device", "World", "cuts_of", "is_decision", "layout"]

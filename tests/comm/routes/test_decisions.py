@@ -15,19 +15,19 @@ def execution(number: int) -> ExecutionId:
 def told(asks: list[Ask]) -> list[tuple[PeerId, list[int], list[int]]]:
     found = []
     for ask in asks:
-        settle = ask.envelope.message
-        assert isinstance(settle, CommitDecision)
-        found.append((ask.to, [one.number for one in settle.count], [one.number for one in settle.release]))
+        decision = ask.envelope.message
+        assert isinstance(decision, CommitDecision)
+        found.append((ask.to, [one.number for one in decision.commit], [one.number for one in decision.abort]))
     return found
 
 
 def test_what_comes_up_while_a_peer_is_asked_travels_with_the_next_question() -> None:
     boxes = DecisionOutboxes(RunId("run"))
-    boxes.count(A, execution(1))
-    boxes.release(B, execution(2))
+    boxes.commit(A, execution(1))
+    boxes.abort(B, execution(2))
     assert told(boxes.tell()) == [(A, [1], []), (B, [], [2])]
-    boxes.count(A, execution(3))
-    boxes.release(A, execution(4))
+    boxes.commit(A, execution(3))
+    boxes.abort(A, execution(4))
     assert boxes.tell() == []
     boxes.told(A)
     assert told(boxes.tell()) == [(A, [3], [4])]
@@ -35,7 +35,7 @@ def test_what_comes_up_while_a_peer_is_asked_travels_with_the_next_question() ->
 
 def test_a_peer_that_has_heard_everything_is_forgotten() -> None:
     boxes = DecisionOutboxes(RunId("run"))
-    boxes.count(A, execution(1))
+    boxes.commit(A, execution(1))
     boxes.tell()
     boxes.told(A)
     assert boxes.tell() == []
@@ -45,8 +45,8 @@ def test_a_peer_that_has_heard_everything_is_forgotten() -> None:
 def test_no_more_is_kept_for_a_peer_that_does_not_answer_than_the_newest() -> None:
     boxes = DecisionOutboxes(RunId("run"))
     for number in range(3 * DECISIONS_KEPT):
-        boxes.count(A, execution(number))
-    assert len(boxes.boxes[A].count) <= DECISIONS_KEPT + 1
+        boxes.commit(A, execution(number))
+    assert len(boxes.boxes[A].commit) <= DECISIONS_KEPT + 1
     ((_, counted, _),) = told(boxes.tell())
     assert len(counted) == MAX_EXECUTIONS
     assert counted[0] >= 2 * DECISIONS_KEPT - 1

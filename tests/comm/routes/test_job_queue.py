@@ -1,4 +1,4 @@
-"""Work: which job the compute thread gets next."""
+"""Which job the compute thread gets next."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Of those that could carry on, the one that is through first; and how long to wait when all are busy."""
+"""Of the peers that could be next, the one that is through first gets it; and how long to wait when all are busy."""
 
 from decentral.comm.routes.offers import FEW, LONGEST_PAUSE_S, Offers, pause_s
 from decentral.comm.wire.codec import Envelope
@@ -31,11 +31,11 @@ def test_a_slow_device_that_idles_goes_before_a_fast_one_with_a_queue() -> None:
     assert chosen(load(2.0, 1.0), load(0.0, 4.0)) == B
 
 
-def test_of_two_that_idle_the_one_that_carries_farther_is_chosen() -> None:
+def test_of_two_that_idle_the_one_that_takes_it_farther_is_chosen() -> None:
     assert chosen(load(0.0, 1.0), load(0.0, 2.0), (0.1, 0.4)) == B
 
 
-def test_who_refuses_or_is_gone_is_not_chosen() -> None:
+def test_a_peer_that_refuses_or_is_gone_is_not_chosen() -> None:
     assert chosen(None, load(9.0, 1.0)) == B
     assert chosen(None, None) is None
 
@@ -56,7 +56,7 @@ def many(seconds: float = 1.0) -> World:
     return world
 
 
-def test_where_many_could_carry_on_activations_go_to_one_that_was_asked_first() -> None:
+def test_where_many_could_be_next_activations_go_to_one_that_was_asked_first() -> None:
     world = many()
     asked: list[tuple[str, PeerId]] = []
 
@@ -69,20 +69,20 @@ def test_where_many_could_carry_on_activations_go_to_one_that_was_asked_first() 
     world.start()
     world.run(20.0)
     assert world.peers[PeerId("S")].routes.completed > 20
-    carries = [to for kind, to in asked if kind == "ForwardRequest"]
+    sent = [to for kind, to in asked if kind == "ForwardRequest"]
     offers = [to for kind, to in asked if kind == "Offer"]
-    assert set(carries) <= set(offers)
-    assert len(offers) >= (FEW + 2) * len(carries)  # so few holders are all asked
-    assert len(set(carries)) == FEW + 2  # all ends get their share
+    assert set(sent) <= set(offers)
+    assert len(offers) >= (FEW + 2) * len(sent)  # so few holders are all asked
+    assert len(set(sent)) == FEW + 2  # all ends get their share
 
 
-def test_a_peer_without_room_says_so_before_anything_is_sent() -> None:
+def test_a_peer_without_memory_says_so_before_anything_is_sent() -> None:
     world = World(CUTS)
     end = world.add("E", 2, 4, capacity=2)
     world.start()
     for number in range(2):
-        carry = ForwardRequest(RUN, "S", number, 2, 1, 5.0, 20.0, layout(2, 1))
-        end.routes.handle(Asked(number, PeerId("M"), Envelope(carry, bytes(20))), 1.0)
+        request = ForwardRequest(RUN, "S", number, 2, 1, 5.0, 20.0, layout(2, 1))
+        end.routes.handle(Asked(number, PeerId("M"), Envelope(request, bytes(20))), 1.0)
     (reply,) = end.routes.handle(Asked(7, PeerId("M"), Envelope(Offer(RUN, 2, 1))), 1.0)
     assert isinstance(reply, Reply)
     assert reply.envelope.message == Refused("busy")

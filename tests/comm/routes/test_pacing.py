@@ -1,4 +1,4 @@
-"""How much is under way, and whose turn it is."""
+"""How many micro-batches are under way, and which next peer gets one."""
 
 from collections import Counter
 
@@ -13,8 +13,8 @@ from decentral.comm.routes.pacing import (
     ROUTE_SLACK,
     UNKNOWN_S,
     MicroBatchWindow,
-    Stride,
-    Turns,
+    PeerScheduler,
+    StrideScheduler,
     budget_s,
 )
 from decentral.comm.wire.messages import MAX_ROUTE_S
@@ -25,15 +25,15 @@ A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=5))
 def test_turns_are_taken_as_often_as_their_cost_allows(costs: list[float]) -> None:
-    stride: Stride[int] = Stride()
+    stride: StrideScheduler[int] = StrideScheduler()
     taken = Counter(stride.choose(dict(enumerate(costs))) for _ in range(2000))
     rates = [1 / cost for cost in costs]
     for index, rate in enumerate(rates):
         assert abs(taken[index] - 2000 * rate / sum(rates)) <= len(costs)
 
 
-def test_a_choice_that_was_dear_is_taken_again_soon_after_it_is_not() -> None:
-    stride: Stride[int] = Stride()
+def test_a_choice_that_was_expensive_is_taken_again_soon_after_it_is_not() -> None:
+    stride: StrideScheduler[int] = StrideScheduler()
     for _ in range(5):
         stride.choose({0: 1.0, 1: 1000.0})
     stride.paid[1] = 5000.0
@@ -41,38 +41,38 @@ def test_a_choice_that_was_dear_is_taken_again_soon_after_it_is_not() -> None:
 
 
 def test_a_missed_deadline_halves_a_peers_turns() -> None:
-    turns = Turns({A: 1.0, B: 1.0})
-    turns.missed(B)
-    taken = Counter(turns.choose(2, [A, B], {}) for _ in range(300))
+    scheduler = PeerScheduler({A: 1.0, B: 1.0})
+    scheduler.missed(B)
+    taken = Counter(scheduler.choose(2, [A, B], {}) for _ in range(300))
     assert taken[A] == pytest.approx(2 * taken[B], abs=3)
 
 
 def test_missed_deadlines_never_shut_a_peer_out() -> None:
-    turns = Turns({A: 1.0, B: 1.0})
+    scheduler = PeerScheduler({A: 1.0, B: 1.0})
     for _ in range(50):
-        turns.missed(B)
-    assert B in [turns.choose(2, [A, B], {}) for _ in range(40)]
+        scheduler.missed(B)
+    assert B in [scheduler.choose(2, [A, B], {}) for _ in range(40)]
 
 
-def test_the_priors_rates_decide_among_equally_fast_peers() -> None:
-    turns = Turns({A: 1.0, B: 1.0, C: 1.0})
-    taken = Counter(turns.choose(2, [A, B, C], {A: 3.0, B: 1.0}) for _ in range(800))
+def test_the_routing_weights_decide_among_equally_fast_peers() -> None:
+    scheduler = PeerScheduler({A: 1.0, B: 1.0, C: 1.0})
+    taken = Counter(scheduler.choose(2, [A, B, C], {A: 3.0, B: 1.0}) for _ in range(800))
     assert taken[A] == pytest.approx(3 * taken[B], rel=0.05)
     assert 0 < taken[C] < 0.05 * taken[A]
 
 
 def test_deadlines_have_a_floor_and_a_top() -> None:
-    turns = Turns({A: 0.001, B: 100.0})
-    assert turns.deadline_s(A, 0.0) == HOP_DEADLINE_FLOOR_S
-    turns.seconds[B] = 1000.0
-    assert turns.deadline_s(B, 0.0) == HOP_DEADLINE_TOP_S
+    scheduler = PeerScheduler({A: 0.001, B: 100.0})
+    assert scheduler.deadline_s(A, 0.0) == HOP_DEADLINE_FLOOR_S
+    scheduler.seconds[B] = 1000.0
+    assert scheduler.deadline_s(B, 0.0) == HOP_DEADLINE_TOP_S
     assert budget_s(None) == budget_s(1e9) == MAX_ROUTE_S
     assert budget_s(None, guess_s=0.1) == UNKNOWN_S
     assert UNKNOWN_S < budget_s(None, guess_s=10.0) < MAX_ROUTE_S
 
 
 def pipeline(window: MicroBatchWindow, base_s: float, service_s: float, completions: int) -> float:
-    """Micro-batches through one queue: the sizes settle; gives how busy its device was."""
+    """Micro-batches through one queue: how busy its device was, as a part of the time."""
     free, starts, busy = 0.0, [0.0] * window.size, 0.0
     now = 0.0
     for _ in range(completions):
@@ -100,7 +100,7 @@ def test_the_window_never_exceeds_what_the_memory_takes() -> None:
 
 
 def test_where_hardly_a_route_comes_twice_a_new_one_is_measured_by_the_others() -> None:
-    window = MicroBatchWindow(most=100)
+    window = MicroBatchWindow(max_size=100)
     for number in range(MOST_ROUTES):
         window.done(1.0, (PeerId(f"P{number}"),))
     size = window.size
@@ -126,14 +126,14 @@ def test_the_more_devices_are_on_the_way_the_more_may_wait() -> None:
         window = MicroBatchWindow(64)
         window.done(1.0, route)
         for _ in range(400):
-            window.done(1.0 + window.size / 8, route)  # each that waits costs an eighth of the way
+            window.done(1.0 + window.size / 8, route)  # each that waits costs an eighth of a second
         sizes.append(window.size)
     assert sizes[0] < sizes[1]
 
 
 def test_a_first_deadline_goes_by_what_the_devices_say_and_later_ones_by_what_others_took() -> None:
-    turns = Turns()
-    assert turns.deadline_s(A, 0.0) == UNKNOWN_S
-    assert turns.deadline_s(A, 50.0) == ROUTE_SLACK * 50.0
-    turns.served(B, 20.0)
-    assert turns.deadline_s(A, 50.0) == ROUTE_SLACK * 20.0
+    scheduler = PeerScheduler()
+    assert scheduler.deadline_s(A, 0.0) == UNKNOWN_S
+    assert scheduler.deadline_s(A, 50.0) == ROUTE_SLACK * 50.0
+    scheduler.served(B, 20.0)
+    assert scheduler.deadline_s(A, 50.0) == ROUTE_SLACK * 20.0

@@ -1,4 +1,4 @@
-"""Routes in virtual time: what is lost, late, killed or asked twice, each layer counts a micro-batch once at most."""
+"""Routes in virtual time: whatever is lost, late, killed or asked twice, no layer counts a micro-batch twice."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,10 +7,11 @@ from random import Random
 import pytest
 
 from decentral import audit
-from decentral.comm.routes.load import MOST_HELD
+from decentral.comm.routes.admission import MOST_HELD
+from decentral.comm.routes.execution import ExecutionState
+from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S, RoutingWeights
 from decentral.comm.routes.router import Router
-from decentral.comm.routes.stage import ExecutionState
 from decentral.comm.routes.tags import ForwardTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
@@ -26,7 +27,7 @@ from decentral.comm.wire.messages import (
 from decentral.comm.wire.transport import Answered, Ask, Asked, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from tests.comm.routes.route_world import RUN, Device, World, cuts_of, is_settle, layout
+from tests.comm.routes.route_world import RUN, Device, World, cuts_of, is_decision, layout
 
 CUTS = cuts_of([100, 100, 100, 100])
 
@@ -43,10 +44,10 @@ def result(world: World) -> audit.CountAudit:
     return audit.audit(world.lines(), len(CUTS))
 
 
-def settled_down(world: World) -> None:
-    """No new micro-batches; what is under way ends, and all is told."""
+def finish(world: World) -> None:
+    """No new micro-batches begin, those under way end, and all decisions are told."""
     for peer in world.peers.values():
-        peer.routes.quota = 0
+        peer.routes.own.quota = 0
     world.run(200.0)
 
 
@@ -55,7 +56,7 @@ def test_every_layer_counts_every_micro_batch_once() -> None:
     world.start()
     world.run(30.0)
     completed = sum(peer.routes.completed for peer in world.peers.values())
-    settled_down(world)
+    finish(world)
     found = result(world)
     assert found.sound
     assert found.in_part == 0
@@ -67,7 +68,7 @@ def test_the_journal_says_what_the_devices_took() -> None:
     world = two_pipelines()
     world.start()
     world.run(5.0)
-    settled_down(world)
+    finish(world)
     for peer in world.peers.values():
         executions = [one for line in peer.lines if line["event"] == "counted" for one in line["of"]]
         taken: list[tuple[int, ...]] = peer.device.taken  # type: ignore[attr-defined]
@@ -79,14 +80,14 @@ def test_origin_peers_that_hand_on_to_each_other_do_not_wait_for_each_other() ->
     world = World(CUTS)
     for name, first, last in (("A", 0, 3), ("B", 0, 3), ("C", 3, 4)):
         peer = world.add(name, first, last, overlap=False)
-        peer.routes.onward.prior = RoutingWeights(ends={0: {2: 1.0}, 2: {3: 1.0}})
+        peer.routes.forwarding.weights = RoutingWeights(ends={0: {2: 1.0}, 2: {3: 1.0}})
     world.start()
     completed = [0]
     for _ in range(20):
         world.run(1.0)
         completed.append(sum(peer.routes.completed for peer in world.peers.values()))
     assert min(after - before for before, after in pairwise(completed)) > 0
-    settled_down(world)
+    finish(world)
     assert result(world).sound
     assert result(world).in_part == 0
 
@@ -101,7 +102,7 @@ def test_a_peer_that_is_killed_costs_no_micro_batch_twice_and_the_others_go_on(v
     before = origin.completed
     world.run(10.0)
     assert origin.completed > before + 50
-    settled_down(world)
+    finish(world)
     assert result(world).sound
 
 
@@ -115,7 +116,7 @@ def test_whatever_is_lost_or_killed_nothing_counts_twice(seed: int) -> None:
         world.run(rng.uniform(1.0, 8.0))
         world.kill(victim)
     world.run(20.0)
-    settled_down(world)
+    finish(world)
     found = result(world)
     assert found.sound
     assert found.everywhere > 0
@@ -125,18 +126,18 @@ def test_whatever_is_lost_or_killed_nothing_counts_twice(seed: int) -> None:
 
 
 def lost(ask: Ask) -> bool:
-    """What an origin peer says of held gradients, of itself or when it is asked."""
+    """Whether this is about an origin peer's decision on held gradients, by itself or when it is asked."""
     return isinstance(ask.envelope.message, CommitDecision | CommitQuery)
 
 
-def test_a_settle_that_is_lost_is_asked_for() -> None:
+def test_a_commit_decision_that_is_lost_is_asked_for() -> None:
     world = World(CUTS)
     world.add("A", 0, 2)
     world.add("C", 2, 4)
-    world.loses = lambda now, ask: is_settle(ask)
+    world.loses = lambda now, ask: is_decision(ask)
     world.start()
     world.run(60.0)
-    settled_down(world)
+    finish(world)
     found = result(world)
     assert found.sound
     assert found.in_part == found.dropped == 0
@@ -150,7 +151,7 @@ def test_without_a_word_of_its_origin_peer_a_layer_stays_uncounted_and_nothing_s
     world.loses = lambda now, ask: lost(ask) and now < 2.0
     world.start()
     world.run(120.0)
-    settled_down(world)
+    finish(world)
     found = result(world)
     assert found.sound
     assert found.in_part > 0
@@ -158,7 +159,7 @@ def test_without_a_word_of_its_origin_peer_a_layer_stays_uncounted_and_nothing_s
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_gradients_of_a_origin_peer_that_was_killed_hold_up_the_others_for_less_than_two_deadlines(
+def test_gradients_of_an_origin_peer_that_was_killed_hold_up_the_others_for_less_than_two_deadlines(
     overlap: bool,
 ) -> None:
     world = World(CUTS)
@@ -177,7 +178,7 @@ def test_gradients_of_a_origin_peer_that_was_killed_hold_up_the_others_for_less_
             steps.append(world.now)
     gaps = [late - early for early, late in pairwise([killed_at, *steps, world.now])]
     assert max(gaps) < 2 * HOP_DEADLINE_FLOOR_S
-    settled_down(world)
+    finish(world)
     assert result(world).sound
 
 
@@ -198,41 +199,41 @@ def test_a_hop_that_the_route_left_aside_is_told_so_when_it_asks() -> None:
     world.add("C", 2, 4)
     world.start()
     world.run(5.0)
-    (number,) = list(origin.routes._settled._routes)[-1:]
+    (number,) = list(origin.routes.commits._routes)[-1:]
     execution = ExecutionId("A", number, 2)
     for asker, answer in (("C", CommitDecision(RUN, (execution,), ())), ("D", CommitDecision(RUN, (), (execution,)))):
         effects = origin.routes.handle(Asked(9, PeerId(asker), Envelope(CommitQuery(RUN, (execution,)))), world.now)
         assert Reply(9, Envelope(answer)) in effects
 
 
-def test_an_execution_that_is_asked_for_again_is_carried_once_and_its_gradient_sent_again() -> None:
+def test_an_execution_that_is_asked_for_again_is_computed_once_and_its_gradient_sent_again() -> None:
     world = World(CUTS)
     last = world.add("C", 2, 4)
     world.start()
-    carry = ForwardRequest(RUN, "S", 7, 2, 1, 5.0, 20.0, layout(2, 1))
+    request = ForwardRequest(RUN, "S", 7, 2, 1, 5.0, 20.0, layout(2, 1))
     seen: list[Reply] = []
-    keep = world._carry
+    keep = world._perform
 
     def watched(peer: object, effect: object) -> None:
         if isinstance(effect, Reply):
             seen.append(effect)
         keep(peer, effect)  # type: ignore[arg-type]
 
-    world._carry = watched  # type: ignore[method-assign]
+    world._perform = watched  # type: ignore[method-assign]
     for number, asker in ((1, "M"), (2, "N")):
-        world._handle(last, Asked(number, PeerId(asker), Envelope(carry, bytes(20))))
-        world.run(0.2)  # before it doubts S, who is not there
+        world._handle(last, Asked(number, PeerId(asker), Envelope(request, bytes(20))))
+        world.run(0.2)  # before it asks S, which is not there, for its decision
     assert [reply.request for reply in seen] == [1, 2]
     assert seen[0].envelope == seen[1].envelope
     assert isinstance(seen[0].envelope.message, BackwardResponse)
     assert seen[0].envelope.message.hops == (Hop("C", 2, 4),)
     assert last.device.executions == [] or len(last.device.executions) == 1  # type: ignore[attr-defined]
-    settle = CommitDecision(RUN, (ExecutionId("S", 7, 2),), ())
-    world._handle(last, Asked(3, PeerId("X"), Envelope(settle)))  # not its origin peer
+    decision = CommitDecision(RUN, (ExecutionId("S", 7, 2),), ())
+    world._handle(last, Asked(3, PeerId("X"), Envelope(decision)))  # not its origin peer
     world.run(0.2)
     assert not [line for line in last.lines if line["event"] == "counted"]
-    world._handle(last, Asked(4, PeerId("S"), Envelope(settle)))
-    world._handle(last, Asked(5, PeerId("S"), Envelope(settle)))
+    world._handle(last, Asked(4, PeerId("S"), Envelope(decision)))
+    world._handle(last, Asked(5, PeerId("S"), Envelope(decision)))
     world.run(0.2)
     assert [line["of"] for line in last.lines if line["event"] == "counted"] == [[["S", 7, 2, 4, 8]]]
 
@@ -254,8 +255,8 @@ def test_what_does_not_fit_is_refused_in_one_word(change: dict[str, object], rea
     last = world.add("C", 2, 4)
     world.start()
     fields = {"run": RUN, "origin": "S", "number": 7, "first": 2, "sequences": 1, "patience_s": 5.0, "hold_s": 20.0}
-    carry = ForwardRequest(**{**fields, "layout": layout(2, 1), **change})  # type: ignore[arg-type]
-    effects = last.routes.handle(Asked(1, PeerId("M"), Envelope(carry, bytes(20))), 1.0)
+    request = ForwardRequest(**{**fields, "layout": layout(2, 1), **change})  # type: ignore[arg-type]
+    effects = last.routes.handle(Asked(1, PeerId("M"), Envelope(request, bytes(20))), 1.0)
     assert effects == [Reply(1, Envelope(Refused(reason)))]
 
 
@@ -265,8 +266,8 @@ def test_more_executions_than_the_memory_takes_are_refused() -> None:
     world.start()
     replies = []
     for number in range(5):
-        carry = ForwardRequest(RUN, "S", number, 2, 1, 5.0, 20.0, layout(2, 1))
-        effects = last.routes.handle(Asked(number, PeerId("M"), Envelope(carry, bytes(20))), 1.0)
+        request = ForwardRequest(RUN, "S", number, 2, 1, 5.0, 20.0, layout(2, 1))
+        effects = last.routes.handle(Asked(number, PeerId("M"), Envelope(request, bytes(20))), 1.0)
         replies += [effect for effect in effects if isinstance(effect, Reply)]
     assert replies == [Reply(3, Envelope(Refused("busy"))), Reply(4, Envelope(Refused("busy")))]
 
@@ -277,8 +278,8 @@ def test_executions_through_a_part_of_the_span_take_as_much_less_memory() -> Non
     world.start()
 
     def refused(number: int, first: int) -> bool:
-        carry = ForwardRequest(RUN, "S", number, first, 1, 5.0, 20.0, layout(first, 1))
-        effects = last.routes.handle(Asked(number, PeerId("M"), Envelope(carry, bytes(20))), 1.0)
+        request = ForwardRequest(RUN, "S", number, first, 1, 5.0, 20.0, layout(first, 1))
+        effects = last.routes.handle(Asked(number, PeerId("M"), Envelope(request, bytes(20))), 1.0)
         return Reply(number, Envelope(Refused("busy"))) in effects
 
     assert [refused(number, 2) for number in range(4)] == [False] * 4  # 4 times 4/10 of the span
@@ -286,17 +287,17 @@ def test_executions_through_a_part_of_the_span_take_as_much_less_memory() -> Non
     assert not refused(5, 2)
 
 
-def test_executions_that_are_only_held_leave_their_room_to_others_up_to_a_limit() -> None:
+def test_executions_that_are_only_held_leave_their_memory_to_others_up_to_a_limit() -> None:
     world = World(CUTS)
     last = world.add("C", 2, 4, capacity=2)
     world.start()
 
     def ask(number: int) -> list[object]:
-        carry = ForwardRequest(RUN, "S", number, 2, 1, 5.0, 50.0, layout(2, 1))
-        seen = last.routes.handle(Asked(number, PeerId("M"), Envelope(carry, bytes(20))), world.now)
+        request = ForwardRequest(RUN, "S", number, 2, 1, 5.0, 50.0, layout(2, 1))
+        seen = last.routes.handle(Asked(number, PeerId("M"), Envelope(request, bytes(20))), world.now)
         for effect in seen:
-            world._carry(last, effect)
-        world.run(0.1)  # forward, backward, answered: now it is held until its origin peer has settled it
+            world._perform(last, effect)
+        world.run(0.1)  # forward, backward, answered: now it is held until its origin peer has committed it
         return [effect for effect in seen if isinstance(effect, Reply)]
 
     assert [ask(number) for number in range(MOST_HELD * 2)] == [[]] * (MOST_HELD * 2)
@@ -306,21 +307,21 @@ def test_executions_that_are_only_held_leave_their_room_to_others_up_to_a_limit(
 @pytest.mark.parametrize(
     ("number", "stages"), [(7, [ExecutionState.HELD]), (8, [ExecutionState.HELD, ExecutionState.FORWARD])]
 )
-def test_what_is_held_of_a_micro_batch_does_not_keep_it_waiting_when_it_comes_by_another_way(
+def test_what_is_held_of_a_micro_batch_does_not_keep_it_waiting_when_it_comes_by_another_route(
     number: int, stages: list[ExecutionState]
 ) -> None:
-    """Its sum would wait for the origin peer, the origin peer for this execution, and this execution for a step that takes the sum."""
+    """Else its sum would wait for the origin peer, that peer for this execution, and this for a step with the sum."""
     world = World(CUTS)
     last = world.add("C", 1, 4, overlap=False)
     world.start()
 
     def ask(number: int, first: int) -> None:
-        carry = ForwardRequest(RUN, "S", number, first, 1, 5.0, 50.0, layout(first, 1))
-        for effect in last.routes.handle(Asked(first, PeerId("M"), Envelope(carry, bytes(20))), world.now):
-            world._carry(last, effect)
+        request = ForwardRequest(RUN, "S", number, first, 1, 5.0, 50.0, layout(first, 1))
+        for effect in last.routes.handle(Asked(first, PeerId("M"), Envelope(request, bytes(20))), world.now):
+            world._perform(last, effect)
         world.run(0.5)
 
-    ask(7, 2)  # held: its origin peer has not settled it
+    ask(7, 2)  # held: its origin peer has not committed it
     ask(number, 1)
     assert [execution.state for execution in last.routes.executions.values()] == stages
 
@@ -332,8 +333,8 @@ def test_a_backward_pass_goes_before_forward_passes() -> None:
     world.start()
 
     def asked(number: int) -> list[object]:
-        carry = ForwardRequest(RUN, "S", number, 1, 1, 5.0, 20.0, layout(1, 1))
-        return middle.routes.handle(Asked(number, PeerId("A"), Envelope(carry, bytes(20))), 1.0)
+        request = ForwardRequest(RUN, "S", number, 1, 1, 5.0, 20.0, layout(1, 1))
+        return middle.routes.handle(Asked(number, PeerId("A"), Envelope(request, bytes(20))), 1.0)
 
     assert [type(effect) for effect in asked(1)] == [jobs.Forward]
     (ask,) = (
@@ -354,10 +355,10 @@ def test_while_a_step_waits_only_micro_batches_older_than_one_under_way_here_beg
     world.add("C", 3, 4)
     world.start()
 
-    def carried(number: int, drawn: float) -> list[int]:
+    def begun(number: int, drawn: float) -> list[int]:
         """The executions whose forward passes begin when this micro-batch comes."""
-        carry = ForwardRequest(RUN, "S", number, 1, 1, 5.0, 20.0, layout(1, 1), 0, drawn)
-        effects = middle.routes.handle(Asked(number, PeerId("A"), Envelope(carry, bytes(20))), 1.0)
+        request = ForwardRequest(RUN, "S", number, 1, 1, 5.0, 20.0, layout(1, 1), 0, drawn)
+        effects = middle.routes.handle(Asked(number, PeerId("A"), Envelope(request, bytes(20))), 1.0)
         return [effect.token for effect in effects if isinstance(effect, jobs.Forward)]
 
     def sent_on(token: int) -> Ask:
@@ -365,16 +366,16 @@ def test_while_a_step_waits_only_micro_batches_older_than_one_under_way_here_beg
         (ask,) = (effect for effect in effects if isinstance(effect, Ask))
         return ask
 
-    assert carried(1, drawn=50.0) == [1]
+    assert begun(1, drawn=50.0) == [1]
     sent_on(1)
-    assert carried(2, drawn=40.0) == [2]
+    assert begun(2, drawn=40.0) == [2]
     ask = sent_on(2)
     returned = Envelope(BackwardResponse(RUN, 1.0, 8, (Hop("C", 3, 4),), layout(3, 1)[:1]), bytes(16))
     middle.routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0, 0), 1.2)
     middle.routes.handle(middle.device.do(jobs.Backward(2, (), b"")), 1.3)
     assert middle.routes.ledger.waiting  # for the first one to come back, and then for a step
-    assert carried(3, drawn=60.0) == []
-    assert carried(4, drawn=30.0) == [4]
+    assert begun(3, drawn=60.0) == []
+    assert begun(4, drawn=30.0) == [4]
 
 
 @pytest.mark.parametrize(
@@ -407,24 +408,24 @@ def test_without_overlap_no_weights_change_between_a_forward_and_its_backward_pa
     world = World(CUTS)
     peers = [world.add(name, *span, overlap=False) for name, span in (("A", (0, 2)), ("C", (2, 4)), ("M", (1, 3)))]
     versions: dict[tuple[str, int], int] = {}
-    carried = 0
+    backward_passes = 0
     for peer in peers:
         keep = peer.device.do
 
         def watched(job: object, keep: object = keep, name: str = peer.name, device: object = peer.device) -> object:
-            nonlocal carried
+            nonlocal backward_passes
             taken = len(device.taken)  # type: ignore[attr-defined]
             if isinstance(job, jobs.Draw | jobs.Forward):
                 versions[name, job.token] = taken
             if isinstance(job, jobs.Backward):
-                carried += 1
+                backward_passes += 1
                 assert versions[name, job.token] == taken
             return keep(job)  # type: ignore[operator]
 
         peer.device.do = watched  # type: ignore[method-assign]
     world.start()
     world.run(20.0)
-    assert carried > 50
+    assert backward_passes > 50
     assert result(world).sound
 
 
@@ -451,8 +452,8 @@ def test_an_execution_that_is_only_late_is_asked_after_and_not_sent_twice() -> N
 
     def seen(now: float, ask: Ask) -> bool:
         match ask.envelope.message:
-            case ForwardRequest() as carry:
-                sent.append(ExecutionId(carry.origin, carry.number, carry.first))
+            case ForwardRequest() as request:
+                sent.append(ExecutionId(request.origin, request.number, request.first))
             case ForwardStatusQuery():
                 asked_after.append(ask)
         return False
@@ -464,11 +465,11 @@ def test_an_execution_that_is_only_late_is_asked_after_and_not_sent_twice() -> N
     world.run(60.0)
     assert asked_after
     assert len(sent) == len(set(sent))
-    settled_down(world)
+    finish(world)
     assert result(world).sound
 
 
-def test_who_does_not_know_of_an_execution_any_more_says_so_and_another_gets_it() -> None:
+def test_a_peer_that_does_not_know_an_execution_any_more_says_so_and_another_gets_it() -> None:
     world = World(CUTS)
     for name, first, last in (("A", 0, 2), ("C", 2, 4), ("D", 2, 4)):
         world.add(name, first, last)
@@ -476,12 +477,14 @@ def test_who_does_not_know_of_an_execution_any_more_says_so_and_another_gets_it(
     world.run(5.0)
     origin, restarted = world.peers[PeerId("A")].routes, world.peers[PeerId("C")]
     assert restarted.routes.executions
-    restarted.routes, restarted.device = Router(restarted.routes.stage, restarted.routes.view, True), Device(end=4)
+    old = restarted.routes
+    restarted.routes, restarted.device = Router(old.stage, old.forwarding.view, GradientLedger(1)), Device(end=4)
+    restarted.routes.active = True
     world.forget_what_was_for("C")
     before = origin.completed
     world.run(HOP_DEADLINE_FLOOR_S + 20.0)
     assert origin.completed > before + 50
-    settled_down(world)
+    finish(world)
     assert result(world).sound
 
 
@@ -489,30 +492,32 @@ def test_a_question_that_took_so_long_that_its_execution_is_counted_is_refused()
     world = World(CUTS)
     end = world.add("C", 2, 4)
     world.start()
-    carry = Asked(1, PeerId("M"), Envelope(ForwardRequest(RUN, "S", 1, 2, 1, 5.0, 20.0, layout(2, 1)), bytes(20)))
-    end.routes.handle(carry, 1.0)
+    question = Asked(1, PeerId("M"), Envelope(ForwardRequest(RUN, "S", 1, 2, 1, 5.0, 20.0, layout(2, 1)), bytes(20)))
+    end.routes.handle(question, 1.0)
     world.run(2.0)
     end.routes.handle(jobs.BackwardDone(1, 8, 1.0, layout(2, 1)[:1], bytes(16)), 2.0)
     end.routes.handle(Asked(2, PeerId("S"), Envelope(CommitDecision(RUN, (ExecutionId("S", 1, 2),), ()))), 3.0)
-    (reply,) = end.routes.handle(replace(carry, request=3), 4.0)
+    (reply,) = end.routes.handle(replace(question, request=3), 4.0)
     assert isinstance(reply, Reply)
     assert reply.envelope.message == Refused("counted")
 
 
-def test_a_origin_peer_keeps_room_for_executions_that_enter_behind_its_first_layer_and_for_its_own() -> None:
+def test_an_origin_peer_keeps_memory_for_executions_that_enter_behind_its_first_layer_and_for_its_own() -> None:
     world = World(CUTS)
     origin = world.add("A", 0, 3, capacity=16).routes
-    ours = [origin._new_execution(ExecutionId("A", number, 0), 3, 0.0, PeerId("A")) for number in range(14)]
-    for execution in ours:
-        execution.own = True
-    assert not origin._has_room(0)
-    assert origin._has_room(1)
-    for execution in ours[10:]:
+    origin.active, origin.own.quota = True, 0
+    for _ in range(14):
+        origin.own._new(3, 0.0)
+    assert not origin.admission.has_memory(0)
+    assert origin.admission.has_memory(1)
+    for execution in list(origin.executions.values())[10:]:
         origin.executions.pop(execution.token)
     origin.window.size = 16
-    others = [origin._new_execution(ExecutionId("B", number, 1), 3, 0.0, PeerId("B")) for number in range(2)]
-    assert origin._has_room(0)
-    assert not origin._has_room(1)  # what is left is wanted for micro-batches that only it can begin
+    for number in range(2):
+        request = ForwardRequest(RUN, "B", number, 1, 1, 5.0, 20.0, layout(1, 1))
+        origin.handle(Asked(number, PeerId("B"), Envelope(request, bytes(20))), 0.0)
+    assert origin.admission.has_memory(0)
+    assert not origin.admission.has_memory(1)  # what is left is wanted for micro-batches that only it can begin
     origin.window.size = 10
-    assert origin._has_room(1)
-    assert len(others) == 2
+    assert origin.admission.has_memory(1)
+    assert len(origin.executions) == 12
