@@ -87,7 +87,7 @@ class Answers:
                 if not training and (setup.restored_step is None or fallen_out):
                     return [_reply(event, Refused(Reason.NOT_READY))]
                 if self.rounds:
-                    self.rounds.pin(event.sender, now)
+                    self.rounds.hold_for(event.sender, now)
                 return self.donor.asked(event.request, event.sender, pull, self._state_step, now)
             case Pull(run=run, fragment=index) | SwapCommit(run=run, fragment=index):
                 return self._gossip(event, run, index, now)

@@ -32,10 +32,10 @@ def answered(ask: Ask, message: Message, seconds: float = 0.1) -> Answered:
 def gone(found: Collection) -> list[Ask]:
     """X fails from 0 s on; the questions to the others that follow."""
     now = 0.0
-    while not found.wanted[X, None].bound:
+    while not found.wanted[X, None].origin_lost:
         (ask,) = asked(found, now)
         assert ask.to == X
-        found.heard(AskFailed(ask.tag, X, "unreachable", 0.0), now)
+        found.handle(AskFailed(ask.tag, X, "unreachable", 0.0), now)
         now += COLLECT_RETRY_S
     assert now >= GONE_S
     return asked(found, now)
@@ -45,62 +45,62 @@ def test_its_origin_is_asked_until_it_is_done() -> None:
     found = collection()
     (ask,) = asked(found, 0.0)
     assert isinstance(ask.envelope.message, CollectRequest)
-    found.heard(answered(ask, Refused("nothing-newer"), seconds=3.0), 3.0)
+    found.handle(answered(ask, Refused("nothing-newer"), seconds=3.0), 3.0)
     (again,) = asked(found, 3.0)
     assert (again.to, found.complete) == (X, False)
-    found.heard(answered(again, Done()), 3.1)
+    found.handle(answered(again, Done()), 3.1)
     assert found.complete
-    assert found.has(X, None) == Envelope(Done())
+    assert found.answer_for(X, None) == Envelope(Done())
 
 
 def test_one_that_lives_is_never_given_up() -> None:
     found = collection()
     for second in range(100):
         (ask,) = asked(found, second)
-        found.heard(answered(ask, Refused("nothing-newer"), seconds=0.9), second + 0.9)
-    assert not found.wanted[X, None].bound
+        found.handle(answered(ask, Refused("nothing-newer"), seconds=0.9), second + 0.9)
+    assert not found.wanted[X, None].origin_lost
 
 
 def test_when_its_origin_is_gone_the_others_are_asked() -> None:
     found = collection()
     b, c = gone(found)
     assert {b.to, c.to} == {B, C}
-    found.heard(answered(b, Refused("without")), 6.0)
+    found.handle(answered(b, Refused("without")), 6.0)
     assert not found.complete
-    found.heard(answered(c, Done()), 6.1)
+    found.handle(answered(c, Done()), 6.1)
     assert found.complete
-    assert found.has(X, None) == Envelope(Done())
+    assert found.answer_for(X, None) == Envelope(Done())
 
 
 def test_what_nobody_has_is_over() -> None:
     found = collection()
     for ask in gone(found):
-        found.heard(answered(ask, Refused("without")), 6.0)
+        found.handle(answered(ask, Refused("without")), 6.0)
     assert found.complete
-    assert found.has(X, None) == Envelope(Refused("without"))
+    assert found.answer_for(X, None) == Envelope(Refused("without"))
     assert found.wanted[X, None].reason == "unreachable"
 
 
 def test_others_are_told_that_we_go_without_only_when_we_have_given_its_origin_up() -> None:
     found = collection()
     asked(found, 0.0)
-    assert found.has(X, None) is None
+    assert found.answer_for(X, None) is None
     gone(collection_ := collection())
-    assert collection_.has(X, None) == Envelope(Refused("without"))
+    assert collection_.answer_for(X, None) == Envelope(Refused("without"))
 
 
 def test_an_answer_of_an_origin_that_was_given_up_comes_too_late() -> None:
     found = collection()
     (ask,) = asked(found, 0.0)
-    found.bind(found.wanted[X, None], "gone", 1.0)
-    found.heard(answered(ask, Done()), 1.1)
-    assert found.has(X, None) == Envelope(Refused("without"))
+    found.wanted[X, None].lose_origin("gone", 1.0)
+    found.handle(answered(ask, Done()), 1.1)
+    assert found.answer_for(X, None) == Envelope(Refused("without"))
 
 
 def test_an_other_that_is_gone_too_is_not_waited_for() -> None:
     found = collection(others=(B,))
     (b,) = gone(found)
-    found.heard(AskFailed(b.tag, B, "deadline", 6.0), 12.0)
+    found.handle(AskFailed(b.tag, B, "deadline", 6.0), 12.0)
     assert found.complete
 
 
@@ -111,9 +111,9 @@ def test_what_is_large_is_asked_of_one_other_at_a_time() -> None:
 def test_nonsense_counts_as_gone() -> None:
     found = collection()
     (ask,) = asked(found, 0.0)
-    found.heard(answered(ask, Refused("nothing-newer", "x")), 0.1)
+    found.handle(answered(ask, Refused("nothing-newer", "x")), 0.1)
     (ask,) = asked(found, 1.0)
-    found.heard(Answered(ask.tag, X, Envelope(CollectRequest("run", 7, "X", None, 1.0, True)), 0.1, 0, 0), 1.1)
+    found.handle(Answered(ask.tag, X, Envelope(CollectRequest("run", 7, "X", None, 1.0, True)), 0.1, 0, 0), 1.1)
     assert found.wanted[X, None].reason == "unexpected"
 
 
@@ -121,5 +121,5 @@ def test_who_hears_that_the_others_have_gone_on_knows_that_it_is_behind() -> Non
     for reason in ("late", "expelled"):
         found = collection()
         (ask,) = asked(found, 0.0)
-        found.heard(answered(ask, Refused(reason)), 0.1)
+        found.handle(answered(ask, Refused(reason)), 0.1)
         assert found.behind == reason
