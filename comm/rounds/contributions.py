@@ -12,9 +12,9 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from decentral.comm.rounds.members import RoundMembers, whole_fragments
+from decentral.comm.rounds.members import whole_fragments
 from decentral.comm.routes.ledger import CommitState, GradientEntry
-from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, Hop, RoundReport, Snapshot
+from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, Hop, RoundMembers, RoundReport, Snapshot
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment

@@ -6,11 +6,9 @@ the one before, and those that such a report lets in.
 
 from collections.abc import Mapping, Sequence
 
-from decentral.comm.wire.messages import MAX_MEMBERS, RoundMember, RoundReport
+from decentral.comm.wire.messages import MAX_MEMBERS, RoundMember, RoundMembers, RoundReport
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
-
-RoundMembers = tuple[RoundMember, ...]
 
 
 def whole_fragments(member: RoundMember, cuts: Sequence[Fragment]) -> list[Fragment]:

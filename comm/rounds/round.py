@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from decentral.comm.rounds import contributions
 from decentral.comm.rounds.collect_answers import CollectAnswers
 from decentral.comm.rounds.contributions import ContributionRecord, Versions
-from decentral.comm.rounds.members import RoundMembers, micro_batch_quota, next_members, whole_fragments
+from decentral.comm.rounds.members import micro_batch_quota, next_members, whole_fragments
 from decentral.comm.rounds.newcomers import Newcomers
 from decentral.comm.rounds.round_state import Round, RoundPhase, own_fragments, own_member
 from decentral.comm.rounds.search import RoundSearch, RoundView, queries
@@ -39,6 +39,7 @@ from decentral.comm.wire.messages import (
     CollectRequest,
     Refused,
     RoundMember,
+    RoundMembers,
     RoundQuery,
     RoundStatus,
 )

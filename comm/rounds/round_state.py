@@ -17,12 +17,12 @@ from enum import Enum, auto
 from decentral.comm.rounds import contributions
 from decentral.comm.rounds.collection import Collection, Wanted
 from decentral.comm.rounds.contributions import ContributionRecord, RoundCount, Versions
-from decentral.comm.rounds.members import RoundMembers, covers_model, precedence, valid_members, whole_fragments
+from decentral.comm.rounds.members import covers_model, precedence, valid_members, whole_fragments
 from decentral.comm.routes.ledger import GradientEntry
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import RoundMember, RoundReport, RoundStatus, Snapshot
+from decentral.comm.wire.messages import RoundMember, RoundMembers, RoundReport, RoundStatus, Snapshot
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Advance, Contribution, Fragment, RoundClosed, Section, WindowClosed
