@@ -141,7 +141,7 @@ class Network:
             self.cut(question, peer)
 
     def thaw(self, port: Port) -> None:
-        """What arrived, or was to leave, while the process was frozen goes on in order."""
+        """Lets the process go on: all that arrived or was to leave while it was frozen does so now, in order."""
         port.frozen = False
         while port.waiting and not port.frozen:
             port.waiting.popleft()()

@@ -1,4 +1,4 @@
-"""Whose gradients are in a synchronous step, as pure functions of the members' reports.
+"""The gradients that count in a synchronous step, as pure functions of the members' reports.
 
     reports     name the micro-batches that came through their routes, and the members that executed their stages
     count       says which executions these are, and how many tokens each member's sum of each fragment should hold
@@ -126,7 +126,7 @@ def check_sum(snapshot: Snapshot, size: int, tokens: int, expected: Snapshot) ->
 
 @dataclass(frozen=True, slots=True)
 class RoundCount:
-    """What a round's reports say together."""
+    """The sum of all reports of a round."""
 
     executions: frozenset[ExecutionId] = frozenset()  # our own that count, as the other peers name them
     tokens: dict[tuple[PeerId, int], int] = field(default_factory=dict)  # in each member's sum of each fragment

@@ -1,4 +1,4 @@
-"""Who is in a synchronous round, as pure functions: all peers that have heard the same reports agree.
+"""The members of a synchronous round, as pure functions: all peers that have heard the same reports agree.
 
 The members of the first round are the peer that began it. The members of each later round are those that reported in
 the one before, and those that such a report lets in.

@@ -5,7 +5,7 @@ A donor hold ends when the newcomer asks to be let in, HOLD_S after its last que
 MAX_HOLD_S after its first one.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from decentral.comm.wire.messages import MAX_NEWCOMERS, RoundMember
@@ -32,30 +32,21 @@ class DonorHold:
 @dataclass(slots=True)
 class Newcomers:
     waiting: dict[PeerId, RoundMember] = field(default_factory=dict)  # they ask to be let in, the latest last
-    _holds: dict[PeerId, DonorHold] = field(default_factory=dict)
+    holds: dict[PeerId, DonorHold] = field(default_factory=dict)
 
     def hold_for(self, peer: PeerId, now: Seconds) -> None:
         """A newcomer has asked us for state."""
         self.expire(now)
-        self._holds.setdefault(peer, DonorHold(now, now)).last = now
+        self.holds.setdefault(peer, DonorHold(now, now)).last = now
 
     def expire(self, now: Seconds) -> None:
-        self._holds = {peer: hold for peer, hold in self._holds.items() if now < hold.ends}
+        self.holds = {peer: hold for peer, hold in self.holds.items() if now < hold.ends}
 
-    def release(self, peer: PeerId) -> None:
-        """The newcomer has all the state that it needs."""
-        self._holds.pop(peer, None)
-
-    @property
-    def fetching(self) -> bool:
-        """Whether a newcomer fetches state from us."""
-        return bool(self._holds)
-
-    def hold_ends(self) -> Iterator[Seconds]:
-        return (hold.ends for hold in self._holds.values())
-
-    def ask_to_join(self, member: RoundMember) -> None:
+    def ask_to_join(self, member: RoundMember, complete: bool) -> None:
+        """`complete` tells that the newcomer has all the state that it needs from us."""
         peer = PeerId(member.peer)
+        if complete:
+            self.holds.pop(peer, None)
         self.waiting.pop(peer, None)
         self.waiting[peer] = member
         while len(self.waiting) > MAX_WAITING_NEWCOMERS:

@@ -1,8 +1,7 @@
 """Synchronous training: in each round all peers together take one step, with the exact gradients of all micro-batches.
 
     searching --another peer's round, or ours is the first--> a round --its step is taken--> the next round
-        ^                                                       |
-        '------ all that we followed are gone, or stop ---------'
+    a round   --all that we followed are gone--> searching
 
 A round has `train.accumulate` micro-batches, divided over the members that hold layer 0. They travel as in any routed
 run (comm/routes/router.py), but meet the weights of their round only, as no weights change while it lasts. When a
@@ -12,13 +11,11 @@ holders of its layers, and takes the step (comm/rounds/round_state.py).
 
 Nobody leads. A member that is gone costs a deadline: the others agree on what they have of it and go on without the
 rest (comm/rounds/collection.py), and the journal says without what. Its own micro-batches, and what it executed for
-others, do not count where they are not known. A sum with more in it than the reports name counts nowhere: such a
-micro-batch went another route in the end.
+others, do not count where they are not known. A sum with more in it than the reports name counts nowhere.
 
 A newcomer fetches the weights and moments of one round (comm/rounds/newcomers.py). Then it follows: it does what all
-do, but executes nothing, until a report lets it in. So do a peer that comes back, one that was taken for dead, one with
-another version of a fragment than most of its holders, and those of the lesser of two parts of a swarm that had lost
-each other.
+do, but executes nothing, until a report lets it in. So do a peer that comes back or was taken for dead, one with
+another version of a fragment than most of its holders, and the lesser of two parts of a swarm that had lost each other.
 """
 
 from collections.abc import Sequence
@@ -81,8 +78,9 @@ class Rounds:
         round = self.now_in
         if round is None:
             return earliest(ends)
-        holds = self.newcomers.hold_ends() if round.acting and round.report is None else ()
-        return earliest((round.collection.wake_at, self._follow_again_at, self._elsewhere_at, *holds, *ends))
+        holds = self.newcomers.holds.values() if round.acting and round.report is None else ()
+        times = round.collection.wake_at, self._follow_again_at, self._elsewhere_at
+        return earliest((*times, *(hold.ends for hold in holds), *ends))
 
     @property
     def number(self) -> int:
@@ -182,9 +180,7 @@ class Rounds:
         if not whole_fragments(member, self.routes.stage.cuts):
             return Refused(Reason.SPAN)
         if query.joining:
-            if query.round >= self.number:
-                self.newcomers.release(sender)
-            self.newcomers.ask_to_join(member)
+            self.newcomers.ask_to_join(member, complete=query.round >= self.number)
         run = self.routes.stage.run
         if self.now_in is None:
             return RoundStatus(run, self._search.round if self._search else self.restored, ())
@@ -200,15 +196,13 @@ class Rounds:
 
     def _enter(self, number: int, members: RoundMembers, now: Seconds) -> list[Effect]:
         stage = self.routes.stage
-        listed = stage.peer in {member.peer for member in members}
-        acting = listed and number > self._followed_from
-        round = Round(stage, number, members, acting, self.view.deadline_s)
+        round = Round(stage, number, members, number > self._followed_from, self.view.deadline_s)
         self.before, self.now_in = self.now_in, round
         self.newcomers.drop(round.peers)
         round.want_reports(now)
-        quota = micro_batch_quota(members, stage.peer, number, stage.at_least) if acting and round.covered else 0
-        self._follow_again_at = None if listed else now
-        return self.routes.begin_round(number, acting, quota) + self.routes.handle(Woke(), now)
+        quota = micro_batch_quota(members, stage.peer, number, stage.at_least) if round.acting and round.covered else 0
+        self._follow_again_at = None if round.listed else now
+        return self.routes.begin_round(number, round.acting, quota) + self.routes.handle(Woke(), now)
 
     def _progress(self, round: Round, now: Seconds) -> list[Effect]:
         """Takes the round as far as what is here allows."""
@@ -234,7 +228,7 @@ class Rounds:
 
     def _own_work_is_over(self, round: Round) -> bool:
         """Whether we have nothing more to do before our report. A round that covers no model has to let others in."""
-        over = self.routes.all_begun_are_over and not self.newcomers.fetching
+        over = self.routes.all_begun_are_over and not self.newcomers.holds
         return over and (round.covered or bool(self.newcomers.waiting))
 
     def _close(self, round: Round, now: Seconds) -> list[Effect]:

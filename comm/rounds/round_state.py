@@ -70,7 +70,7 @@ class Round:
     stage: StageConfig
     number: int
     members: RoundMembers
-    acting: bool  # whether we are one of the members; otherwise we only follow
+    acting: bool  # whether we act as a member, if we are one; otherwise we only follow
     deadline_s: Callable[[PeerId, int], Seconds]
     covered: bool = field(init=False)  # whether the members hold the whole model; else the round waits for newcomers
     collection: Collection = field(init=False)
@@ -83,6 +83,7 @@ class Round:
     versions: Versions = field(default_factory=dict)  # of our fragments after the step
 
     def __post_init__(self) -> None:
+        self.acting = self.acting and self.listed
         self.covered = covers_model(self.members, self.stage.layers)
         self.collection = Collection(self.stage.run, self.number, self.listed, self._accept, self.deadline_s)
 
@@ -92,7 +93,7 @@ class Round:
 
     @property
     def listed(self) -> bool:
-        """Whether we are named as a member. A member that has restarted is, but does not act."""
+        """Whether we are one of the members. One that has restarted does not act in this round."""
         return self.stage.peer in self.peers
 
     def enter(self, phase: RoundPhase) -> None:
@@ -195,7 +196,7 @@ class Round:
     # The end
 
     def journal(self, refused: Sequence[tuple[PeerId, int, str]]) -> list[Effect]:
-        """What of the round counted, and what did not. `refused` sums did not go into the step."""
+        """Lines for the journal about what counted and what did not. `refused` sums did not go into the step."""
         wanted = self.collection.wanted.values()
         missing = [(one.origin, one.fragment, one.reason) for one in wanted if not one.found]
         lines: list[Effect] = [

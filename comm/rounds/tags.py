@@ -1,4 +1,4 @@
-"""What the questions of synchronous rounds are for. A tag comes back with the answer to its question."""
+"""Tags of the questions of synchronous rounds. A tag comes back with the answer to its question."""
 
 from dataclasses import dataclass
 from typing import ClassVar

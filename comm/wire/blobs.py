@@ -9,19 +9,17 @@ that the reader gives. The drivers put time limits around these calls, for readi
 """
 
 import hashlib
-from collections.abc import Callable
 from typing import Protocol
 
 from decentral.comm.wire import codec
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Message
+from decentral.comm.wire.transport import BlobBound
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 from decentral.core.units import KiB
 
 CHUNK_BYTES = 256 * KiB
 DIGEST_BYTES = 16
-Bound = Callable[[Message], int]
 
 
 class Reader(Protocol):
@@ -48,7 +46,7 @@ async def write(writer: Writer, envelope: Envelope) -> int:
     return written
 
 
-async def read(reader: Reader, max_blob_bytes: Bound) -> tuple[Envelope, int]:
+async def read(reader: Reader, max_blob_bytes: BlobBound) -> tuple[Envelope, int]:
     """The envelope and the number of bytes read. `max_blob_bytes(message)` bounds its blob.
 
     Raises ProtocolError for what breaks the format, and EOFError (asyncio's IncompleteReadError) at a cut.

@@ -107,7 +107,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a peer publishes of a fragment. `digest` covers the whole blob; `time` is by the publisher's clock.
+    """A blob that a peer publishes of a fragment. `digest` covers the whole blob; `time` is by the publisher's clock.
 
     In a synchronous round it is a sum of gradients: `seq` is the round, and `time` is zero.
     """
@@ -342,7 +342,7 @@ class CompletedMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What a member reports of a round: its micro-batches that count, and the newcomers that it lets in.
+    """A member's report on a round: its micro-batches that count, and the newcomers that it lets in.
 
     `loss` is summed over their tokens. `versions` are those of the fragments that it holds, at the round's start: they
     differ where other sums went into an earlier step.

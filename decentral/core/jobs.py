@@ -27,7 +27,7 @@ Donated = tuple[int, Layout, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What another peer sent for a fragment: a blob, and the tokens and the sum of learning rates that made it."""
+    """Another peer's blob for a fragment, with the tokens and the sum of learning rates that stand behind it."""
 
     peer: PeerId
     tokens: int

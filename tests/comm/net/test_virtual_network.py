@@ -1,4 +1,4 @@
-"""What only virtual time can show of a network: minutes of silence, frozen processes, damage on the way."""
+"""Virtual time shows what no real network can in a test: minutes of silence, frozen processes, damage on the way."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class Bad(NoFaults):
 
 
 class World:
-    """A asks, B answers a Ping with a Pong; what was asked and what came of it, with the time."""
+    """A asks, and B answers a Ping with a Pong. It notes the times of questions, and all outcomes."""
 
     def __init__(self) -> None:
         self.agenda, self.faults = Agenda(), Bad()
@@ -168,14 +168,14 @@ def test_a_slow_reader_holds_its_answerer_for_write_s_and_no_longer(world: World
     assert world.play()[0][1] == "cut"
 
 
-def test_who_finds_no_answer_in_time_ends_the_stream(world: World) -> None:
+def test_a_peer_that_finds_no_answer_in_time_ends_the_stream(world: World) -> None:
     world.answers = lambda respond: None
     world.ask(deadline_s=2 * STREAM_ANSWER_S)
     assert world.play(2 * STREAM_ANSWER_S) == [(STREAM_ANSWER_S + 2 * DELAY_S, "cut")]
     assert world.b.refused == {"deadline": 1}
 
 
-def test_an_answer_after_that_is_for_nobody(world: World) -> None:
+def test_an_answer_after_that_is_lost(world: World) -> None:
     held: list[Respond] = []
     world.answers = held.append
     world.ask(deadline_s=2 * STREAM_ANSWER_S)
@@ -184,10 +184,10 @@ def test_an_answer_after_that_is_for_nobody(world: World) -> None:
     assert [what for _, what in world.play(2 * STREAM_ANSWER_S)] == ["cut"]
 
 
-# Who dies
+# Processes that die
 
 
-def test_who_dies_while_it_answers_cuts_the_stream(world: World) -> None:
+def test_a_peer_that_dies_while_it_answers_cuts_the_stream(world: World) -> None:
     world.answers = lambda respond: None
     world.ask()
     world.play(10)
@@ -201,7 +201,7 @@ def test_where_nobody_listens_the_refusal_is_at_once(world: World) -> None:
     assert world.play() == [(1.0, "unreachable")]
 
 
-def test_who_dies_hears_nothing_more(world: World) -> None:
+def test_a_peer_that_dies_hears_nothing_more(world: World) -> None:
     world.ask()
     world.play(0.2)
     world.network.unplug(A)
@@ -209,7 +209,7 @@ def test_who_dies_hears_nothing_more(world: World) -> None:
     assert not world.b.open
 
 
-# Who is stopped
+# Processes that are stopped
 
 
 def test_a_stopped_process_answers_when_it_goes_on(world: World) -> None:

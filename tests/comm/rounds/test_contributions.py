@@ -1,4 +1,4 @@
-"""What a round's reports say together: who does how much, whose gradients count, and who is in the next round."""
+"""The reports of a round say together whose gradients count, and who is in the next round."""
 
 from dataclasses import replace
 
@@ -68,34 +68,34 @@ def test_every_layer_sees_all_tokens_once() -> None:
         ({"micro_batches": (CompletedMicroBatch(5, 10, (0, 1), (2, 4)),) * 2}, "number"),
     ],
 )
-def test_what_cannot_be_is_refused(flaw: dict[str, object], reason: str) -> None:
+def test_a_report_that_cannot_be_is_refused(flaw: dict[str, object], reason: str) -> None:
     contributions.check_report(BY_A, MEMBERS, PeerId("A"), CUTS)
     with pytest.raises(ProtocolError) as caught:
         contributions.check_report(replace(BY_A, **flaw), MEMBERS, PeerId("A"), CUTS)  # type: ignore[arg-type]
     assert caught.value.reason == reason
 
 
-def test_who_reported_or_was_let_in_is_in_the_next_round() -> None:
+def test_peers_that_reported_or_were_let_in_are_in_the_next_round() -> None:
     newcomer, back = RoundMember("N", 2, 4), RoundMember("C", 1, 4)
     by_b = report(B, newcomers=(newcomer, back))
     assert members.next_members(reports(BY_A, by_b)) == (A, B, back, newcomer)
 
 
-def test_two_who_differ_about_a_newcomer_agree_all_the_same() -> None:
+def test_two_reports_that_differ_about_a_newcomer_give_it_one_span() -> None:
     one, other = RoundMember("N", 0, 2), RoundMember("N", 2, 4)
     given = [replace(BY_A, newcomers=(one,)), report(B, newcomers=(other,))]
     assert members.next_members(reports(*given)) == members.next_members(reports(*given[::-1]))
     assert one in members.next_members(reports(*given))
 
 
-def test_most_holders_of_a_fragment_say_which_version_is_right_and_in_a_tie_the_lowest_peer() -> None:
+def test_most_holders_decide_which_version_is_right_and_in_a_tie_the_lowest_peer() -> None:
     other = report(B, version=b"w")
     found = contributions.majority_versions(reports(report(A), other, report(C)), CUTS)
     assert [found[index][:1] for index in range(4)] == [b"v", b"v", b"w", b"w"]
     assert contributions.majority_versions(reports(report(A), other), CUTS)[1][:1] == b"v"
 
 
-def test_a_version_tells_apart_who_took_part_and_not_in_which_order() -> None:
+def test_a_version_depends_on_the_peers_in_a_step_and_not_on_their_order() -> None:
     first = contributions.first_version("run", 0, 7)
     sums = [(PeerId("A"), b"x" * 16), (PeerId("B"), b"y" * 16)]
     assert contributions.next_version(first, sums) == contributions.next_version(first, sums[::-1])

@@ -53,7 +53,7 @@ TOKENS = 10
 
 @dataclass(frozen=True)
 class Told:
-    """What the router was told."""
+    """A call of the router."""
 
     text: str
 
