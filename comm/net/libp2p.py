@@ -1,8 +1,8 @@
 """Transport and directory over libp2p: the only file that knows hivemind.
 
-hivemind's P2P (a libp2p daemon beside us) and DHTNode live in our own event loop. Nothing forks: its DHT and
-averager classes do, and change signal handlers, so they are not used. Questions travel on binary streams, four
-times as fast as its unary calls and without their 4 MiB limit (docs/ARCHITECTURE.md, "What was measured").
+hivemind's P2P (a libp2p daemon beside us) and DHTNode live in our own event loop. Its DHT and averager classes fork
+processes and change signal handlers, so they are not used. Questions travel on binary streams, which are four times as
+fast as its unary calls and have no 4 MiB limit (docs/ARCHITECTURE.md, "What was measured").
 """
 
 import asyncio
@@ -42,7 +42,7 @@ STORE_S = 10.0
 FETCH_S = 10.0
 _NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
 
-logging.getLogger("hivemind").setLevel(logging.ERROR)  # what matters of it is counted and in our journal
+logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what matters of its warnings
 
 
 class Libp2p:
@@ -73,12 +73,12 @@ class Libp2p:
         return cls(p2p)
 
     async def addresses(self) -> tuple[str, ...]:
-        """Where others reach us, each ending in /p2p/<our id>; the loopback ones last."""
+        """Our addresses for others, each ending in /p2p/<our id>; the loopback ones come last."""
         visible = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
         return tuple(sorted(visible, key=lambda address: "/127.0.0.1/" in address or "/::1/" in address))
 
     async def connect(self, address: str) -> PeerId:
-        """Connects to `.../p2p/<id>`. Raises UserError for what is no address, AskError if nobody answers there."""
+        """Connects to `.../p2p/<id>`. Raises UserError if that is no address, AskError if nobody answers there."""
         peer, place = parse_address(address)
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -94,7 +94,7 @@ class Libp2p:
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         try:
             name = PeerID.from_base58(to)
-        except ValueError:  # peers tell us whom to ask about micro-batches: a name proves nothing
+        except ValueError:  # peers name other peers to us, and can name anything
             raise AskError(Reason.UNREACHABLE, "not a peer's name") from None
         try:
             async with asyncio.timeout(deadline_s):
@@ -122,7 +122,7 @@ class Libp2p:
         return self._server.refused if self._server else Counter()
 
     async def directory(self, keys: Iterable[str], known: Iterable[PeerId]) -> "HivemindDirectory":
-        """Our node of the DHT. It stores records of these keys only, and meets the peers we are connected to."""
+        """Our node of the DHT. It stores records of these keys only, and begins with peers that we are connected to."""
         dht = await DHTNode.create(
             p2p=self._p2p,
             initial_peers=[Multiaddr(f"/p2p/{peer}") for peer in known] or None,
@@ -139,7 +139,7 @@ class Libp2p:
         await self._p2p.shutdown()
 
     async def _reach(self, peer: PeerId) -> None:
-        """The daemon finds peers by id through its own routing, but where we know an address it need not search."""
+        """Connects to an address that we know, so that the daemon need not search for the peer."""
         if peer in self._connected:
             return
         for address in self._addresses.get(peer, ()):
@@ -180,7 +180,7 @@ class HivemindDirectory:
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """What this node of the DHT agrees to store or return: records of our keys, signed by the peer they name."""
+    """Our node of the DHT stores and returns only records of our keys that are signed by the peer they name."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = {DHTID.generate(source=key).to_bytes(): key for key in keys}
@@ -192,7 +192,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         try:
             peer = MSGPackSerializer.loads(record.subkey)
             value = DHTProtocol.serializer.loads(record.value)
-        except Exception:  # another peer's bytes: whatever they break, they are not a record
+        except Exception:  # another peer's bytes may raise anything
             return False
         if not isinstance(peer, str) or not isinstance(value, bytes):
             return False
@@ -204,7 +204,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 def parse_address(address: str) -> tuple[PeerId, str]:
-    """The peer and the place of `/ip4/1.2.3.4/tcp/4001/p2p/Qm...`. Raises UserError."""
+    """The peer and the place in `/ip4/1.2.3.4/tcp/4001/p2p/Qm...`. Raises UserError."""
     place, found, peer = address.rpartition("/p2p/")
     try:
         if not found:
@@ -218,7 +218,7 @@ def parse_address(address: str) -> tuple[PeerId, str]:
 
 
 def _plain(found: Any) -> dict[str, bytes]:
-    """What the DHT gave, as bytes by subkey; anything of another type is dropped."""
+    """The DHT's answer as bytes by subkey, without values of any other type."""
     if not isinstance(found, ValueWithExpiration) or not isinstance(found.value, Mapping):
         return {}
     records = {}

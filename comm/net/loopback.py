@@ -1,7 +1,7 @@
 """Transport and directory inside one process: real streams and the real wire format, no sockets.
 
-For tests of whole nodes and for looking at a protocol without a network. Peers share a Loopback; one of them can be
-unplugged, and its streams then end as a dead peer's do.
+Tests of whole nodes use it. Peers share a Loopback; a peer can be unplugged, and its streams then end as a dead peer's
+do.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from decentral.core.units import Seconds
 
 @dataclass(slots=True)
 class Loopback:
-    """What the peers of one process have in common."""
+    """The network and the DHT that the peers of one process share."""
 
     peers: dict[PeerId, "LoopbackTransport"] = field(default_factory=dict)
     records: dict[tuple[str, str], tuple[bytes, float]] = field(default_factory=dict)

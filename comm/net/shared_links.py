@@ -1,9 +1,9 @@
 """How long transfers take that share links: a fluid model, event by event.
 
-A flow runs from one peer to another at the least of three equal shares: of the sender's uplink among all that it
-sends, of the receiver's downlink among all that it receives, and of the link between the two among all that is on it.
-What a flow cannot use of its share is not given to others, so the model errs on the slow side (max-min fairness
-would give it away); in return a change touches only the flows at its two ends.
+A transfer runs from one peer to another at the least of three equal shares: of the sender's uplink among all that it
+sends, of the receiver's downlink among all that it receives, and of the link between the two among all transfers on it.
+What a transfer cannot use of its share is not given to others, so the model errs on the slow side (max-min fairness
+would give it away); in return a change touches only the transfers at its two ends.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,22 @@ from decentral.core.units import Seconds
 
 
 class Geography(Protocol):
-    """What the wires can do."""
+    """Bandwidths in bytes per second, and delays."""
 
     def up(self, peer: PeerId) -> float:
-        """Bytes/s that leave the peer at most."""
+        """The peer's uplink."""
         ...
 
-    def down(self, peer: PeerId) -> float: ...
+    def down(self, peer: PeerId) -> float:
+        """The peer's downlink."""
+        ...
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
-        """One way."""
+        """The delay one way."""
         ...
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
-        """Bytes/s between the two at most."""
+        """The limit of the link between the two."""
         ...
 
 
@@ -37,9 +39,9 @@ class Geography(Protocol):
 class Transfer:
     source: PeerId
     target: PeerId
-    left: float  # bytes
+    left: float  # bytes, at time `since`
     done: Callable[[], None]
-    rate: float = 0.0
+    rate: float = 0.0  # bytes/s since then
     since: Seconds = 0.0
     timer: Timer | None = None
 
@@ -52,46 +54,48 @@ class SharedLinks:
     receiving: dict[PeerId, dict[Transfer, None]] = field(default_factory=dict)
 
     def start(self, source: PeerId, target: PeerId, size: float, done: Callable[[], None]) -> Transfer:
-        """`done` is called when the last byte has left."""
-        flow = Transfer(source, target, size, done, since=self.agenda.now)
-        self.sending.setdefault(source, {})[flow] = None
-        self.receiving.setdefault(target, {})[flow] = None
+        """Begins to send `size` bytes; `done` is called when the last one has left."""
+        transfer = Transfer(source, target, size, done, since=self.agenda.now)
+        self.sending.setdefault(source, {})[transfer] = None
+        self.receiving.setdefault(target, {})[transfer] = None
         self._share(source, target)
-        return flow
+        return transfer
 
-    def stop(self, flow: Transfer) -> None:
-        """It is over, finished or not; the others get its share."""
-        if flow not in self.sending.get(flow.source, ()):
+    def stop(self, transfer: Transfer) -> None:
+        """Ends the transfer, finished or not; the others get its share."""
+        if transfer not in self.sending.get(transfer.source, ()):
             return
-        del self.sending[flow.source][flow], self.receiving[flow.target][flow]
-        if flow.timer is not None:
-            flow.timer.cancel()
-        self._share(flow.source, flow.target)
+        del self.sending[transfer.source][transfer], self.receiving[transfer.target][transfer]
+        if transfer.timer is not None:
+            transfer.timer.cancel()
+        self._share(transfer.source, transfer.target)
 
     def changed(self, peer: PeerId) -> None:
-        """What its wires can do has changed."""
+        """The geography of this peer's links has changed."""
         self._share(peer, peer)
 
     def _share(self, source: PeerId, target: PeerId) -> None:
         touched = {**self.sending.get(source, {}), **self.receiving.get(target, {})}
-        for flow in touched:
-            self._set_rate(flow)
+        for transfer in touched:
+            self._set_rate(transfer)
 
-    def _set_rate(self, flow: Transfer) -> None:
-        wires, sent, received = self.geography, self.sending[flow.source], self.receiving[flow.target]
-        rate = min(wires.up(flow.source) / len(sent), wires.down(flow.target) / len(received))
-        link = wires.bandwidth(flow.source, flow.target)
+    def _set_rate(self, transfer: Transfer) -> None:
+        geography, sent, received = self.geography, self.sending[transfer.source], self.receiving[transfer.target]
+        rate = min(geography.up(transfer.source) / len(sent), geography.down(transfer.target) / len(received))
+        link = geography.bandwidth(transfer.source, transfer.target)
         if link < rate * len(sent):  # else its shares are no less than the sender's
-            rate = min(rate, link / sum(1 for other in sent if other.target == flow.target))
-        if rate == flow.rate:
+            rate = min(rate, link / sum(1 for other in sent if other.target == transfer.target))
+        if rate == transfer.rate:
             return
         now = self.agenda.now
-        flow.left -= flow.rate * (now - flow.since)
-        flow.rate, flow.since = rate, now
-        if flow.timer is not None:
-            flow.timer.cancel()
-        flow.timer = self.agenda.at(now + max(0.0, flow.left) / rate, lambda: self._finish(flow)) if rate > 0 else None
+        transfer.left -= transfer.rate * (now - transfer.since)
+        transfer.rate, transfer.since = rate, now
+        if transfer.timer is not None:
+            transfer.timer.cancel()
+        transfer.timer = (
+            self.agenda.at(now + max(0.0, transfer.left) / rate, lambda: self._finish(transfer)) if rate > 0 else None
+        )
 
-    def _finish(self, flow: Transfer) -> None:
-        self.stop(flow)
-        flow.done()
+    def _finish(self, transfer: Transfer) -> None:
+        self.stop(transfer)
+        transfer.done()

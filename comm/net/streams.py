@@ -1,6 +1,6 @@
 """One question and its answer on a pair of streams, with a deadline on every read and write.
 
-Shared by the drivers that have streams (libp2p, loopback): what is refused here is refused in both worlds.
+The drivers that have streams (libp2p, loopback) share it, so both refuse the same input.
 """
 
 import asyncio
@@ -19,16 +19,14 @@ from decentral.core.reasons import Reason
 
 MAX_STREAMS = 64  # questions answered at the same time; more are refused as busy
 READ_S = 30.0  # for a question to arrive whole
-STREAM_ANSWER_S = (
-    MAX_ROUTE_S + 100.0
-)  # for us to find the answer: a micro-batch has to come back from the end of its route
+STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # to find the answer: a micro-batch has to come back from its route's end
 WRITE_S = 60.0  # for the answer to leave
-LINGER_S = 1.0  # for an asker who was refused to hang up
-LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # and what of its question is read until then
+LINGER_S = 1.0  # for an asker that was refused to hang up
+LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # as much of its question is read until then
 
 
 async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope, max_blob_bytes: int) -> Answer:
-    """Raises AskError. The caller puts its deadline around this and opening the stream."""
+    """Writes a question and reads its answer. Raises AskError. The caller puts its deadline around this and opening."""
     began = time.monotonic()
     try:
         sent = await blobs.write(writer, envelope)
@@ -64,7 +62,7 @@ class Server:
             await _linger(reader)
 
     async def _answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> bool:
-        """Whether it was refused, and so perhaps not read to its end."""
+        """Whether the question was refused, and so perhaps not read to its end."""
         refused = False
         try:
             if self.open > MAX_STREAMS:

@@ -1,20 +1,20 @@
-"""A DHT in virtual time: records are seen late, now and then stale, and not across a partition.
+"""A DHT in virtual time: records are seen late, sometimes stale, and not across a partition.
 
-What a Kademlia DHT does to its users, without its nodes: a record is replaced by one that expires later; whoever looks
-may still get the one before, or none yet; both sides of a partition keep what was stored before it, and hear of nothing
-that is stored on the other side until it heals.
+It behaves as a Kademlia DHT does towards its users, without nodes: a record is replaced by one that expires later; a
+reader may still get the one before, or none yet; both sides of a partition keep what was stored before it, and hear of
+nothing that is stored on the other side until it heals.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from decentral.comm.net.virtual_network import NetworkFaultModel, NoFaults
+from decentral.comm.net.fault_model import NetworkFaultModel, NoFaults
 from decentral.core.agenda import Agenda
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
-VERSIONS_KEPT = 2  # versions of a record
+VERSIONS_KEPT = 2  # of each record
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +22,19 @@ class Version:
     value: bytes
     expires: Seconds
     stored: Seconds
-    seen: Seconds  # from when on it is found
+    seen: Seconds  # from when on readers find it
     writer: PeerId
 
 
 @dataclass(slots=True)
 class Records:
-    """What all peers' directories have in common."""
+    """The records, which all peers' directories share."""
 
     agenda: Agenda
     chance: Random
-    weather: NetworkFaultModel = field(default_factory=NoFaults)
-    late_s: Seconds = 0.0  # mean time until a record is found
-    stale: float = 0.0  # how often a look finds the version before
+    faults: NetworkFaultModel = field(default_factory=NoFaults)
+    late_s: Seconds = 0.0  # mean time until readers find a record
+    stale: float = 0.0  # the probability that a reader gets the version before
     epoch: Seconds = 0.0  # unix time of the agenda's zero: records expire by the wall clock
     _keys: dict[str, dict[str, list[Version]]] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class Records:
         return known[-1] if known else None
 
     def _heard(self, version: Version, reader: PeerId) -> bool:
-        cut_off_at = self.weather.cut_off_at(version.writer, reader)
+        cut_off_at = self.faults.cut_off_at(version.writer, reader)
         return cut_off_at is None or version.stored < cut_off_at
 
     def _sweep(self, held: dict[str, list[Version]]) -> None:

@@ -1,49 +1,44 @@
-"""What a synchronous round consists of, as pure functions of what its members say: all who have heard the same agree.
+"""The gradients that count in a synchronous step, as pure functions of the members' reports.
 
-    members     of the first round: whoever began it. Then: those who reported, and those whom a report lets in
-    quota       the round's micro-batches, divided evenly over the members that hold layer 0; the odd ones in turns
-    named       whose gradients of which micro-batches the reports count
-    versions    a fragment's version is a digest of its last one and of the sums that went into the step
+    reports     name the micro-batches that came through their routes, and the members that executed their stages
+    count       says which executions these are, and how many tokens each member's sum of each fragment should hold
+    versions    of a fragment are digests of its last version and of the sums that went into the step
 
-ContributionRecord takes the place of comm/routes/ledger.py: what is in a peer's sums is decided by the reports, once for the whole round.
+In routes without rounds each peer decides which gradients go into its own steps (comm/routes/ledger.py). Here the
+reports decide for all peers at once, so a ContributionRecord only remembers what is in a peer's sums.
 """
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from decentral.comm.rounds.members import whole_fragments
 from decentral.comm.routes.ledger import CommitState, GradientEntry
-from decentral.comm.wire.messages import (
-    MAX_MEMBERS,
-    CompletedMicroBatch,
-    ExecutionId,
-    Hop,
-    RoundMember,
-    RoundReport,
-    Snapshot,
-)
+from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, Hop, RoundMembers, RoundReport, Snapshot
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 
-RoundMembers = tuple[RoundMember, ...]
-Versions = dict[int, bytes]  # by fragment
+Versions = dict[int, bytes]
+"""A fragment's version, by the fragment's index."""
+
 VERSION_BYTES = 16
 
 
 @dataclass(slots=True)
 class ContributionRecord:
-    """The executions whose gradients are in this round's sums."""
+    """The executions whose gradients are in this round's sums. It takes the ledger's place and leaves all decisions
+    to the reports."""
 
     quiet: bool = True
-    waiting: bool = False  # nothing here keeps forward passes back: weights change between rounds only
+    waiting: bool = False  # weights change between rounds only, so nothing keeps forward passes back
     sealing: bool = False
     micro_batches_per_step: int = 1
     counted: int = 0
     entries: dict[int, GradientEntry] = field(default_factory=dict)  # by token
-    ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # of our own micro-batches, after our own hop
+    ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # the later hops of our own complete micro-batches
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         self.entries[token] = entry
@@ -68,91 +63,59 @@ class ContributionRecord:
         return []
 
     def take(self) -> dict[int, GradientEntry]:
-        """The round is over: what comes now is of the next one."""
+        """The entries of the round, which is over. Entries that come later belong to the next round."""
         entries, self.entries, self.ways = self.entries, {}, {}
         return entries
 
-    def carried(self, members: RoundMembers, own: PeerId) -> tuple[tuple[CompletedMicroBatch, ...], float]:
-        """Our own micro-batches that got through, for the report, and the sum of their losses."""
+    def completed_micro_batches(self, members: RoundMembers, own: PeerId) -> tuple[tuple[CompletedMicroBatch, ...], float]:
+        """Our own micro-batches that members alone have executed, for the report, and the sum of their losses."""
         places = {PeerId(member.peer): place for place, member in enumerate(members)}
         found, loss = [], 0.0
         for token, hops in self.ways.items():
             entry = self.entries[token]
-            way = [(own, entry.last), *((PeerId(hop.peer), hop.last) for hop in hops)]
-            if all(peer in places for peer, _ in way):
-                through = tuple(places[peer] for peer, _ in way)
-                found.append(
-                    CompletedMicroBatch(entry.execution.number, entry.tokens, through, tuple(end for _, end in way))
-                )
+            route = [(own, entry.last), *((PeerId(hop.peer), hop.last) for hop in hops)]
+            if all(peer in places for peer, _ in route):
+                through, ends = tuple(places[peer] for peer, _ in route), tuple(end for _, end in route)
+                found.append(CompletedMicroBatch(entry.execution.number, entry.tokens, through, ends))
                 loss += entry.loss
         return tuple(found), loss
 
 
-def quota(members: RoundMembers, peer: PeerId, round: int, micro_batches: int) -> int:
-    """Of a peer's micro-batches; `micro_batches`: of all."""
-    origins = sorted(member.peer for member in members if member.first == 0)
-    if peer not in origins:
-        return 0
-    each, odd = divmod(micro_batches, len(origins))
-    return each + ((origins.index(peer) + round) % len(origins) < odd)
+# What a member may say
 
 
-def sensible(members: RoundMembers, cuts: Sequence[Fragment]) -> bool:
-    """Whether they can be a round's: in order, each once, each with a fragment."""
-    peers = [member.peer for member in members]
-    return peers == sorted(set(peers)) and all(held(member, cuts) for member in members)
-
-
-def covered(members: RoundMembers, layers: int) -> bool:
-    """Whether the members together hold the model."""
-    return all(any(member.first <= layer < member.last for member in members) for layer in range(layers))
-
-
-def rank(number: int, members: RoundMembers, layers: int) -> tuple[bool, int, int, list[int]]:
-    """Where a swarm has fallen apart, the greater round goes on, and the members of the other one join it.
-
-    That is the one whose members can train; where none can, the later one; that of more members; of the lowest peer.
-    """
-    able = covered(members, layers)
-    lowest = min(member.peer for member in members)
-    return able, 0 if able else number, len(members), [-ord(char) for char in lowest]
-
-
-def next_members(members: RoundMembers, reports: Mapping[PeerId, RoundReport]) -> RoundMembers:
-    """Sorted by peer. Who was let in has a span of today; two who differ about it: the lower peer's word counts."""
-    seats = {report.own.peer: report.own for report in reports.values()}
-    for _, report in sorted(reports.items(), reverse=True):
-        seats |= {member.peer: member for member in report.newcomers}
-    return tuple(seats[peer] for peer in sorted(seats))[:MAX_MEMBERS]
-
-
-def check(report: RoundReport, members: RoundMembers, origin: PeerId, cuts: Sequence[Fragment]) -> None:
-    """Raises ProtocolError unless it can be what that member did in the round. All members come to the same result."""
-    layers = cuts[-1].last
+def check_report(report: RoundReport, members: RoundMembers, origin: PeerId, cuts: Sequence[Fragment]) -> None:
+    """Raises ProtocolError unless member `origin` can have done this in the round. All members judge alike."""
     if report.own.peer != origin:
         raise ProtocolError(Reason.ORIGIN, "another member's report")
     for member in (report.own, *report.newcomers):
-        if not held(member, cuts):
+        if not whole_fragments(member, cuts):
             raise ProtocolError(Reason.SPAN, f"layers [{member.first}, {member.last})")
-    if len(report.versions) != len(held(report.own, cuts)):
+    if len(report.versions) != len(whole_fragments(report.own, cuts)):
         raise ProtocolError(Reason.VERSIONS, f"{len(report.versions)} of them")
-    edges = {cut.last for cut in cuts}
     for one in report.micro_batches:
-        begins = (0, *one.ends)
-        whole = len(one.members) == len(one.ends) and one.ends[-1] == layers and set(one.ends) <= edges
-        if not whole or any(end <= begin for begin, end in zip(begins, one.ends, strict=False)):
-            raise ProtocolError(Reason.HOPS, "its hops do not lead through the model")
-        for place, begin, end in zip(one.members, begins, one.ends, strict=False):
-            if place >= len(members) or not members[place].first <= begin < end <= members[place].last:
-                raise ProtocolError(Reason.HOPS, "a hop through layers that its member does not hold")
-        if members[one.members[0]].peer != origin:
-            raise ProtocolError(Reason.HOPS, "a micro-batch that another member began")
+        _check_hops(one, members, origin, cuts)
     if len({one.number for one in report.micro_batches}) < len(report.micro_batches):
         raise ProtocolError(Reason.NUMBER, "a micro-batch twice")
 
 
+def _check_hops(one: CompletedMicroBatch, members: RoundMembers, origin: PeerId, cuts: Sequence[Fragment]) -> None:
+    layers, edges, begins = cuts[-1].last, {cut.last for cut in cuts}, (0, *one.ends)
+    whole = len(one.members) == len(one.ends) and one.ends[-1] == layers and set(one.ends) <= edges
+    if not whole or any(end <= begin for begin, end in zip(begins, one.ends, strict=False)):
+        raise ProtocolError(Reason.HOPS, "its hops do not lead through the model")
+    for place, begin, end in zip(one.members, begins, one.ends, strict=False):
+        if place >= len(members) or not members[place].first <= begin < end <= members[place].last:
+            raise ProtocolError(Reason.HOPS, "a hop through layers that its member does not hold")
+    if members[one.members[0]].peer != origin:
+        raise ProtocolError(Reason.HOPS, "a micro-batch that another member began")
+
+
 def check_sum(snapshot: Snapshot, size: int, tokens: int, expected: Snapshot) -> None:
-    """Raises ProtocolError unless it fits `expected`, is of at most so many tokens, and empty only if of none."""
+    """Raises ProtocolError unless a sum is the `expected` one, of at most `tokens` tokens, in a blob of `size` bytes.
+
+    A sum of no tokens is empty.
+    """
     same = (snapshot.run, snapshot.fragment, snapshot.seq) == (expected.run, expected.fragment, expected.seq)
     if not same or snapshot.tokens > tokens:
         raise ProtocolError(Reason.UNEXPECTED, "the sum of something else")
@@ -161,18 +124,22 @@ def check_sum(snapshot: Snapshot, size: int, tokens: int, expected: Snapshot) ->
         raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
 
 
+# What the reports say together
+
+
 @dataclass(frozen=True, slots=True)
 class RoundCount:
-    """What a round's reports say together."""
+    """The sum of all reports of a round."""
 
-    executions: frozenset[ExecutionId]  # that count, as their peers name them, of one peer
-    tokens: dict[tuple[PeerId, int], int]  # of a member in a fragment: how many its sum should be of
-    loss: float  # mean over all tokens
+    executions: frozenset[ExecutionId] = frozenset()  # our own that count, as the other peers name them
+    tokens: dict[tuple[PeerId, int], int] = field(default_factory=dict)  # in each member's sum of each fragment
+    loss: float = 0.0  # mean over all tokens
 
 
-def count(
+def count_contributions(
     members: RoundMembers, reports: Mapping[PeerId, RoundReport], own: PeerId, cuts: Sequence[Fragment]
 ) -> RoundCount:
+    """Adds up the hops of all micro-batches in the reports; `own` is the peer whose executions are wanted."""
     executions, tokens = set(), dict[tuple[PeerId, int], int]()
     for origin, report in sorted(reports.items()):
         for one in report.micro_batches:
@@ -189,30 +156,24 @@ def count(
     return RoundCount(frozenset(executions), tokens, sum(report.loss for report in reports.values()) / max(1, whole))
 
 
-def held(member: RoundMember, cuts: Sequence[Fragment]) -> list[Fragment]:
-    """The whole fragments among its layers; none, if there are not as many layers."""
-    if member.last > cuts[-1].last:
-        return []
-    return [cut for cut in cuts if member.first <= cut.first and cut.last <= member.last]
-
-
 # Versions
 
 
 def first_version(run: str, fragment: int, steps: int) -> bytes:
+    """The version of a fragment that `steps` steps have made, and of which nothing else is known."""
     return _digest(f"{run} {fragment} {steps}".encode())
 
 
 def next_version(version: bytes, sums: Iterable[tuple[PeerId, bytes]]) -> bytes:
-    """After a step with the sums of these peers, whose digests these are."""
+    """The version after a step with these peers' sums, given as digests. Their order does not matter."""
     return _digest(version + b"".join(peer.encode() + digest for peer, digest in sorted(sums)))
 
 
-def agreed(reports: Mapping[PeerId, RoundReport], cuts: Sequence[Fragment]) -> Versions:
-    """Of each fragment that a member holds: what most of its holders have; in a tie, what the lowest peer has."""
+def majority_versions(reports: Mapping[PeerId, RoundReport], cuts: Sequence[Fragment]) -> Versions:
+    """Each fragment's version at most of its holders; in a tie, at the lowest peer."""
     votes: dict[int, dict[bytes, list[PeerId]]] = {}  # in the order of the peers, which max keeps
     for peer, report in sorted(reports.items()):
-        for cut, version in zip(held(report.own, cuts), report.versions, strict=True):
+        for cut, version in zip(whole_fragments(report.own, cuts), report.versions, strict=True):
             votes.setdefault(cut.index, {}).setdefault(version, []).append(peer)
     return {index: max(found, key=lambda version: len(found[version])) for index, found in votes.items()}
 

@@ -1,4 +1,4 @@
-"""What the questions of synchronous rounds are for: the tags that come back with their answers."""
+"""Tags of the questions of synchronous rounds. A tag comes back with the answer to its question."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,22 +9,25 @@ from decentral.core.ids import PeerId
 
 @dataclass(frozen=True, slots=True)
 class RoundTag(Tag):
-    """A question of the rounds."""
+    """Any question of the rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowTag(RoundTag):
-    """RoundQuery of a peer that wants to be let in."""
+    """A RoundQuery by a peer that wants to be let in."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElsewhereTag(RoundTag):
-    """RoundQuery to a peer that trains, and is not in our round."""
+    """A RoundQuery to a peer that trains and is not in our round."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectTag(RoundTag):
-    """CollectRequest: the report of `origin`, or its sum of a fragment's gradients. The answer waits for that member."""
+    """A CollectRequest for the report of `origin` or, if `fragment` is given, its sum of that fragment's gradients.
+
+    The answer waits until that member is done, so it tells nothing about the link.
+    """
 
     round: int
     origin: PeerId

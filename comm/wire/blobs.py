@@ -5,23 +5,21 @@
     chunks   each up to 256 KiB of the blob, preceded by 16 bytes: blake2b of the chunk
 
 Sizes are checked before anything is allocated: the header against MAX_HEADER_BYTES, the blob against the bound
-that the reader gives. Time limits are the driver's, around these calls, for reading and writing alike.
+that the reader gives. The drivers put time limits around these calls, for reading and writing alike.
 """
 
 import hashlib
-from collections.abc import Callable
 from typing import Protocol
 
 from decentral.comm.wire import codec
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Message
+from decentral.comm.wire.transport import BlobBound
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 from decentral.core.units import KiB
 
 CHUNK_BYTES = 256 * KiB
 DIGEST_BYTES = 16
-Bound = Callable[[Message], int]
 
 
 class Reader(Protocol):
@@ -35,21 +33,21 @@ class Writer(Protocol):
 
 
 async def write(writer: Writer, envelope: Envelope) -> int:
-    """Gives the bytes written."""
+    """Writes the envelope and returns the number of bytes written."""
     header = codec.encode(envelope.message, len(envelope.blob))
     writer.write(len(header).to_bytes(4, "big") + header)
     written, view = 4 + len(header), memoryview(envelope.blob)
     for start in range(0, len(view), CHUNK_BYTES):
         chunk = view[start : start + CHUNK_BYTES]
         writer.write(digest(chunk) + bytes(chunk))
-        await writer.drain()  # one chunk at a time: a slow reader holds us, not our memory
+        await writer.drain()  # one chunk at a time, so that a slow reader does not fill our memory
         written += DIGEST_BYTES + len(chunk)
     await writer.drain()
     return written
 
 
-async def read(reader: Reader, max_blob_bytes: Bound) -> tuple[Envelope, int]:
-    """The envelope and the bytes read. `max_blob_bytes(message)` bounds its blob.
+async def read(reader: Reader, max_blob_bytes: BlobBound) -> tuple[Envelope, int]:
+    """The envelope and the number of bytes read. `max_blob_bytes(message)` bounds its blob.
 
     Raises ProtocolError for what breaks the format, and EOFError (asyncio's IncompleteReadError) at a cut.
     """

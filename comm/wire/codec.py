@@ -1,7 +1,7 @@
 """Messages to bytes and back: `[version, kind, fields, blob bytes]` in msgpack.
 
-`decode` is the border: it raises ProtocolError for anything that is not exactly one of our messages, and nothing
-else, whatever the bytes. Nothing is unpickled; no extension types, no strings or maps beyond the header's bound.
+`decode` is the border: whatever the bytes, it returns one of our messages or raises ProtocolError. Nothing is
+unpickled, extension types are refused, and no string or map can be larger than the header's bound.
 """
 
 import dataclasses
@@ -71,6 +71,7 @@ class Envelope:
 
 
 def encode(message: Message, blob_bytes: int = 0) -> bytes:
+    """The header of a message that `blob_bytes` bytes of blob follow."""
     fields = _old(dataclasses.asdict(message))
     header: bytes = msgpack.packb([VERSION, _NAMES[type(message)], fields, blob_bytes])
     assert len(header) <= MAX_HEADER_BYTES, f"{type(message).__name__} of {len(header)} bytes"
@@ -101,7 +102,7 @@ def _header(header: bytes) -> tuple[Any, str, Any, Any]:
         raise ProtocolError(Reason.OVERSIZE, f"a header of {len(header)} bytes")
     try:
         parts = msgpack.unpackb(header, use_list=False, strict_map_key=True)
-    except Exception as error:  # msgpack raises a dozen kinds for garbage
+    except Exception as error:  # msgpack raises a dozen kinds of error for garbage
         raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
     if not isinstance(parts, tuple) or len(parts) != 4 or not isinstance(parts[1], str):
         raise ProtocolError(Reason.GARBAGE, "not a header")

@@ -1,6 +1,6 @@
 """Blockwise quantisation: pure functions from fp32 vectors to bytes and back.
 
-    codec   levels      block   bytes for n numbers          error, within a block of largest magnitude a
+    codec   levels      block   bytes for n numbers          error within a block of largest magnitude a
     q4      -7..7       128     ceil(n/2) + 2 ceil(n/128)    at most s/2, s = bf16_up(a/7)
     int8    -127..127   256     n + 2 ceil(n/256)            at most s/2, s = bf16_up(a/127)
     bf16                        2 n                          a relative 2^-9
@@ -33,16 +33,17 @@ class Codec:
 
 
 def encode(codec: str, values: Tensor) -> bytes:
+    """The bytes of fp32 [n], on any device. Raises KeyError for an unknown codec."""
     return CODECS[codec].pack(values)
 
 
 def size(codec: str, elements: int) -> int:
-    """Bytes on the wire."""
+    """The bytes that `elements` numbers take on the wire."""
     return CODECS[codec].size(elements)
 
 
 def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
-    """fp32 [elements] on the CPU. Raises ProtocolError: unknown codec, wrong size, or not finite."""
+    """fp32 [elements] on the CPU. Raises ProtocolError for an unknown codec, a wrong size, or numbers not finite."""
     if codec not in CODECS:
         raise ProtocolError(Reason.CODEC, f"{codec!r} is none of {', '.join(CODECS)}")
     expected = CODECS[codec].size(elements)

@@ -1,8 +1,8 @@
 """A peer's libp2p identity: the key in its state folder, and records that it signs.
 
 The key file has libp2p's format (protobuf PrivateKey, RSA), the one that hivemind's daemon reads, so the same key
-names the peer on the wire and signs what it stores. A peer id is the multihash of the public key: whoever has a
-record can check that the peer it names has signed it.
+names the peer on the wire and signs what it stores. A peer id is the multihash of the public key, so every reader of
+a record can check that the peer it names has signed it.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ _RSA = b"\x08\x00\x12"  # protobuf: key_type = RSA, then the field of the key's 
 
 
 class Signer(Protocol):
-    """Who we are, and how we know others: an Identity, or a simulated one."""
+    """Our peer id, and how records are signed and checked: an Identity, or a simulated one."""
 
     @property
     def peer(self) -> PeerId: ...
 
     def seal(self, key: str, body: bytes, expires: float) -> bytes:
-        """A record for the DHT that others can check is ours."""
+        """A record for the DHT with `body`; others can check that it is ours. It expires at that unix time."""
         ...
 
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
@@ -72,7 +72,7 @@ class Identity:
 
 
 def open_sealed(key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
-    """The body and its expiry, if `peer` has signed it for `key` and it has not expired. Raises ProtocolError."""
+    """The body and its expiry. Raises ProtocolError unless `peer` has signed it for `key` and it has not expired."""
     body, expires, public, signature = _parts(record)
     if peer_of(public) != peer:
         raise ProtocolError(Reason.IDENTITY, "the key is not the peer's")
@@ -99,7 +99,7 @@ def _parts(record: bytes) -> tuple[bytes, float, bytes, bytes]:
         raise ProtocolError(Reason.OVERSIZE, f"a record of {len(record)} bytes")
     try:
         parts = msgpack.unpackb(record, use_list=False)
-    except Exception as error:  # msgpack raises a dozen kinds for garbage
+    except Exception as error:  # msgpack raises a dozen kinds of error for garbage
         raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
     if not isinstance(parts, tuple) or tuple(map(type, parts)) != (bytes, float, bytes, bytes):
         raise ProtocolError(Reason.GARBAGE, "not a record")

@@ -1,24 +1,24 @@
 """What peers say to each other. Each question (Ask) has one answer; either may carry a blob.
 
-    question      blob            answer        blob                  what for
-    Hello         -               Welcome       -                     a newcomer asks for the run and its config
-    Ping          -               Pong          -                     latency
-    Probe         up to 4 MiB     Probed        up to 4 MiB           bandwidth, up and down
-    Pull          -               Snapshot      the snapshot          one-sided exchange; allreduce (exact round)
-    Swap          own snapshot    Snapshot      the partner's         symmetric exchange, first half
-    Commit        -               Done          -                     symmetric exchange, second half
-    Push          mass            Done          -                     push-sum
-    PullState     -               StateChunk    a piece of it         a newcomer's start
-    Offer               -         Load          -                     how soon would a micro-batch be through, how far?
-    ForwardRequest      hidden, targets  BackwardResponse  gradient of hidden  a micro-batch from layer `first` on
-    ForwardStatusQuery  -         Done          -                     the gradient is late: is it still computed?
-    CommitDecision      -         Done          -                     these gradients count, those do not
-    CommitQuery         -         CommitDecision  -                   the origin peer is asked for its decision
-    Stay          -               Done          -                     a promise to go on holding a fragment for a while
-    Follow        -               Standing      -                     synchronous: which round is it, and whose
-    Collect       -               Report        -                     synchronous: a member's word on a round ...
-                                  Snapshot      a sum of gradients    ... and its sum of a fragment's gradients
-    any           -               Refused       -                     why not, in one word
+    question            blob             answer            blob              what for
+    Hello               -                Welcome           -                 a newcomer asks for the run and its config
+    Ping                -                Pong              -                 latency
+    Probe               up to 4 MiB      Probed            up to 4 MiB       bandwidth, up and down
+    Pull                -                Snapshot          the snapshot      one-sided exchange; allreduce, by number
+    Swap                own snapshot     Snapshot          the partner's     symmetric exchange, first half
+    SwapCommit          -                Done              -                 symmetric exchange, second half
+    Push                mass             Done              -                 push-sum
+    StateRequest        -                StateChunk        a piece of it     a newcomer fetches a fragment's state
+    Offer               -                Load              -                 when could you execute it, and how far?
+    ForwardRequest      hidden, targets  BackwardResponse  hidden gradient   a micro-batch through layers `first` and on
+    ForwardStatusQuery  -                Done              -                 the gradient is late: still under way?
+    CommitDecision      -                Done              -                 count these gradients, forget those
+    CommitQuery         -                CommitDecision    -                 what became of these executions?
+    LeaseRequest        -                Done              -                 a promise to go on holding a fragment
+    RoundQuery          -                RoundStatus       -                 synchronous: which round, and its members
+    CollectRequest      -                RoundReport       -                 synchronous: a member's report ...
+                                         Snapshot          a gradient sum    ... and its sum of a fragment's gradients
+    any                 -                Refused           -                 the reason, in one word
 
 Every field has a bound, and is checked against it before anything else looks at the message (comm/wire/codec.py).
 """
@@ -28,23 +28,23 @@ from typing import Annotated
 
 from pydantic import Field, Strict
 
-from decentral.core.jobs import Layout, Section
+from decentral.core.fragments import Layout
 from decentral.core.units import MiB
 
 VERSION = 1
 
-MAX_BLOB_BYTES = 1 << 34  # of any blob; each question names a tighter bound for its answer
+MAX_BLOB_BYTES = 1 << 34  # for any blob; each question has a tighter bound for its answer
 MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
-MAX_PATIENCE_S = 75.0  # of a Pull
-MAX_ROUTE_S = 3600.0  # of a micro-batch, there and back: below the time that a transport gives an answer
-MAX_HOPS = 64  # of a route
+MAX_PATIENCE_S = 75.0  # of a Pull or a CollectRequest
+MAX_ROUTE_S = 3600.0  # for a micro-batch, there and back; less than a transport gives an answer
+MAX_HOPS = 64  # in a route
 MAX_EXECUTIONS = 256  # in one CommitDecision
-MAX_MEMBERS = 128  # of a synchronous round
-MAX_NEWCOMERS = 16  # that one report lets in
+MAX_MEMBERS = 128  # in a synchronous round
+MAX_NEWCOMERS = 16  # in one RoundReport
 
 Run = Annotated[str, Strict(), Field(max_length=64)]
-Sequences = Annotated[int, Strict(), Field(gt=0, lt=1 << 20)]  # of a micro-batch
+Sequences = Annotated[int, Strict(), Field(gt=0, lt=1 << 20)]  # in a micro-batch
 Peer = Annotated[str, Strict(), Field(max_length=64)]
 Word = Annotated[str, Strict(), Field(max_length=32)]
 Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
@@ -56,7 +56,7 @@ Sections = Annotated[Layout, Field(max_length=16)]
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    run: Run = ""  # empty: whichever this peer is in
+    run: Run = ""  # empty: any run that this peer is in
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The blob is the upload; `download_bytes` are wanted back."""
+    """The blob is the upload; the answer's blob shall have `download_bytes`."""
 
     download_bytes: Annotated[int, Strict(), Field(ge=0, le=MAX_PROBE_BYTES)]
 
@@ -89,11 +89,11 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A snapshot newer than number `after`; `exact`: number `after + 1` and no other.
+    """Asks for a snapshot newer than number `after`; if `exact`, for number `after + 1` and no other.
 
-    If there is none that was published at `since` or later, the answer may wait up to `patience_s` for one: all peers
-    close a fragment's window at the same time, so the one that belongs to the asker's is about to be there.
-    `sections` are the wanted ones; none: all.
+    If none was published at `since` or later, the answer may wait up to `patience_s` for one: all peers close a
+    fragment's window at the same time, so the one that belongs to the asker's window is about to be there.
+    `sections` names the sections wanted; if empty, all are.
     """
 
     run: Run
@@ -107,13 +107,16 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a peer publishes of a fragment. `digest` is of the whole blob; `time` is the publisher's clock."""
+    """A blob that a peer publishes of a fragment. `digest` covers the whole blob; `time` is by the publisher's clock.
+
+    In a synchronous round it is a sum of gradients: `seq` is the round, and `time` is zero.
+    """
 
     run: Run
     fragment: Index
     seq: Count
     tokens: Count
-    lr_sum: Annotated[float, Strict(), Field(ge=0, lt=1e12, allow_inf_nan=False)]  # sum of learning rates
+    lr_sum: Annotated[float, Strict(), Field(ge=0, lt=1e12, allow_inf_nan=False)]  # of the window's steps
     time: UnixTime
     layout: Sections
     digest: Digest
@@ -121,7 +124,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """`offered` describes the blob that comes along; `offered.seq` is the exchange's number at the asker."""
+    """The blob is the snapshot `offered`; `offered.seq` is the exchange's number at the asker."""
 
     offered: Snapshot
 
@@ -130,12 +133,12 @@ class Swap:
 class SwapCommit:
     run: Run
     fragment: Index
-    seq: Count  # of the Swap
+    seq: Count  # that of the Swap
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """`offered.seq` names the push: one that comes twice is added once."""
+    """The blob is the mass `offered`. `offered.seq` names the push: one that arrives twice is added once."""
 
     offered: Snapshot
 
@@ -151,14 +154,14 @@ class StateRequest:
     fragment: Index
     offset: Count
     length: Annotated[int, Strict(), Field(gt=0, le=MAX_CHUNK_BYTES)]
-    kept: Annotated[bool, Strict()] = False  # not of what trains, but of what was kept when the layers were given up
+    kept: Annotated[bool, Strict()] = False  # the state retained when the layers were given up, not the one that trains
 
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """A piece of the fragment's state, from `offset`. `step` is the learning-rate step; `digest` is the piece's.
+    """A piece of the fragment's state, from byte `offset` of `total`. `digest` covers the piece.
 
-    `version`: of the fragment in synchronous training; zero in any other.
+    `step` is the learning-rate step. `version` is the fragment's in a synchronous run, and zero in any other.
     """
 
     run: Run
@@ -271,7 +274,7 @@ class CommitQuery:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """Will you hold this fragment for the next minute? The asker is about to give it up. `over`: it need not be."""
+    """Will you hold this fragment for the next minute? The asker is about to give it up. `over` ends the promise."""
 
     run: Run
     fragment: Index
@@ -280,7 +283,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class RoundMember:
-    """Of a synchronous round: a peer and its layers [first, last)."""
+    """A member of a synchronous round, and its layers [first, last)."""
 
     peer: Peer
     first: Index
@@ -292,9 +295,9 @@ RoundMembers = Annotated[tuple[RoundMember, ...], Field(max_length=MAX_MEMBERS)]
 
 @dataclass(frozen=True, slots=True)
 class RoundQuery:
-    """I hold these layers as they are at the beginning of that round: which one is yours, and with whom?
+    """Which round are you in, and who are its members? The asker holds layers [first, last) as of the start of `round`.
 
-    `joining`: let me in.
+    If `joining`, it asks to be let in.
     """
 
     run: Run
@@ -306,7 +309,7 @@ class RoundQuery:
 
 @dataclass(frozen=True, slots=True)
 class RoundStatus:
-    """The round that a peer is in, and its members; none, where it is in no round yet."""
+    """The round that a peer is in, and its members; without members, the round of its weights, since it is in none."""
 
     run: Run
     round: Count
@@ -315,23 +318,26 @@ class RoundStatus:
 
 @dataclass(frozen=True, slots=True)
 class CollectRequest:
-    """What `origin` has to say in this round: its report, or its sum of a fragment's gradients.
+    """Asks what `origin` has to say in this round: its report, or its sum of a fragment's gradients.
 
-    Any member may be asked that needs the same. One that does not have it answers `without`, and from then on takes it
-    from no `origin` any more, only from members that have it. `member`: the asker believes to be one of the round.
+    Any member that needs the same may be asked. One that answers `without` has lost the origin: it takes the same only
+    from other members from then on. `member` tells that the asker believes to be a member of the round.
     """
 
     run: Run
     round: Count
     origin: Peer
-    fragment: Index | None  # None: its report
+    fragment: Index | None  # None: the report
     patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
     member: Annotated[bool, Strict()]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedMicroBatch:
-    """A micro-batch that got through: who carried it, by their places among the round's members, and up to where."""
+    """A micro-batch that came through its route.
+
+    `members` are its stages' places among the round's members, and `ends` the layers up to which each took it.
+    """
 
     number: Count
     tokens: Count
@@ -341,10 +347,10 @@ class CompletedMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """A member's word on a round: which of its micro-batches count, and whom it would let in.
+    """A member's report on a round: its micro-batches that count, and the newcomers that it lets in.
 
-    `loss` is the sum over their tokens. `versions` tell apart what happened to each fragment that it holds, up to the
-    round's beginning.
+    `loss` is summed over their tokens. `versions` are those of the fragments that it holds, at the round's start: they
+    differ where other sums went into an earlier step.
     """
 
     run: Run
@@ -391,5 +397,3 @@ Message = (
     | RoundReport
     | Refused
 )
-
-__all__ = [*(kind.__name__ for kind in Message.__args__), "Message", "Section", "VERSION"]

@@ -1,7 +1,7 @@
-"""What links really carry: delay and bandwidth by peer, from probes at first and from every exchange after.
+"""Measured latency and bandwidth of the link to each peer, from probes at first and from every exchange after.
 
-Bandwidth is bytes per second of useful transfer, delay included in neither: a question's time is modelled as
-`latency + bytes / bandwidth`. Both are running averages in which the newest counts for a fifth.
+A question's time is modelled as `latency + bytes / bandwidth`, with the bandwidth in bytes per second. Both are
+running averages in which the newest measurement counts for a fifth.
 """
 
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
 NEWEST = 0.2
-LARGE = 64 * KiB  # transfers below say more about delay than about bandwidth
+LARGE = 64 * KiB  # smaller transfers say more about latency than about bandwidth
 UNKNOWN_LATENCY_S = 0.2
-UNKNOWN_BANDWIDTH = 1 * MiB  # bytes/s, a weak home uplink: a first guess that errs on the patient side
-SLACK = 4.0  # a deadline is this many times the expected duration, and the floor below
+UNKNOWN_BANDWIDTH = 1 * MiB  # bytes/s of a weak home uplink: the guess errs on the patient side
+SLACK = 4.0  # a deadline is so many times the expected duration, within the two limits below
 DEADLINE_FLOOR_S = 3.0
 DEADLINE_TOP_S = 60.0
-MOST_LINKS = 4096  # peers come and go; the ones that we have not heard of for longest are forgotten
+MOST_LINKS = 4096  # beyond them, the peers that we have not heard from for longest are forgotten
 
 
 @dataclass(slots=True)
@@ -31,11 +31,11 @@ class Link:
 @dataclass(slots=True)
 class Meter:
     links: dict[PeerId, Link] = field(default_factory=dict)
-    _typical: tuple[float | None, float | None] | None = None  # down and up, until something new is seen
+    _typical: tuple[float | None, float | None] | None = None  # medians down and up; None: to be computed anew
 
     def saw(self, peer: PeerId, seconds: Seconds, sent: int, received: int) -> None:
-        """A question took `seconds` with so many bytes each way."""
-        link = self.links[peer] = self.links.pop(peer, Link())  # the latest last
+        """Records that a question took `seconds`, with so many bytes each way."""
+        link = self.links[peer] = self.links.pop(peer, Link())  # the latest comes last
         while len(self.links) > MOST_LINKS:
             del self.links[next(iter(self.links))]
             self._typical = None
@@ -55,11 +55,12 @@ class Meter:
         return UNKNOWN_LATENCY_S if known is None else known
 
     def bandwidth(self, peer: PeerId) -> float | None:
-        """Towards us, bytes/s; None where nothing was measured."""
+        """Bytes/s towards us; None if nothing was measured."""
         link = self.links.get(peer)
         return None if link is None else link.down
 
     def typical_down(self) -> float | None:
+        """The median over all peers, in bytes/s."""
         return self._medians()[0]
 
     def typical_up(self) -> float | None:
@@ -72,7 +73,7 @@ class Meter:
         return self._typical
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """When to give up on `size` bytes from there: patient with slow links, done with dead ones."""
+        """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""
         expected = self.latency_s(peer) + size / (self.bandwidth(peer) or UNKNOWN_BANDWIDTH)
         return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * expected))
 

@@ -1,8 +1,8 @@
 """The border between machines and networks.
 
 Machines emit Ask, Reply, Announce and Lookup; a host carries them out on a Transport and a Directory and brings
-back Asked, Answered, AskFailed and Found. comm/net/libp2p.py and comm/net/loopback.py implement both protocols, and one
-suite of tests holds them to the same behaviour.
+back Asked, Answered, AskFailed and Found. comm/net/libp2p.py and comm/net/loopback.py implement both protocols, and
+one suite of tests holds them to the same behaviour.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,9 +19,9 @@ from decentral.core.units import Seconds
 class Tag:
     """What a question is for. It comes back with the answer, untouched.
 
-    Each machine that asks has kinds of its own below one kind that the node knows it by (peers/node/node.py).
-    `measures_link`: whether the time until the answer tells how fast the link is. `waits_for_work`: whether an answer
-    may be late because a peer computes, so that a missed deadline does not tell that the peer is gone.
+    Each machine that asks has subclasses of its own below one that the node knows it by (peers/node/node.py).
+    `measures_link` tells whether the time until the answer says how fast the link is. `waits_for_work` tells whether
+    an answer may be late because a peer computes, so that a missed deadline does not mean that the peer is gone.
     """
 
     measures_link: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class AskFailed:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The values by subkey. They are what others stored: unverified."""
+    """The values by subkey, as others stored them: nothing is verified yet."""
 
     key: str
     values: Mapping[str, bytes]
@@ -118,7 +118,7 @@ class Answer:
 
 
 class AskError(Exception):
-    """No answer came. `reason` as in AskFailed."""
+    """No answer came; `reason` is as in AskFailed."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -129,34 +129,38 @@ Handler = Callable[[PeerId, Envelope], Awaitable[Envelope]]
 """Answers a question. A question that breaks the format never reaches it."""
 
 BlobBound = Callable[[Message], int]
-"""How large a question's blob may be."""
+"""How many bytes a question's blob may have."""
 
 
 class Transport(Protocol):
     peer: PeerId
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
-        """Raises AskError, within `deadline_s`."""
+        """Asks and returns the answer, with at most `max_blob_bytes` of blob. Raises AskError within `deadline_s`."""
         ...
 
     async def serve(self, handler: Handler, bound: BlobBound) -> None:
-        """Answer questions from now on. What breaks the format is counted in `refused` and goes no further."""
+        """Answers questions from now on. One that breaks the format is counted in `refused` and goes no further."""
         ...
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
-        """Where a peer said it listens."""
+        """Remembers the addresses at which a peer says that it listens."""
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """How often something that came was refused, by reason."""
+        """How many questions were refused, by reason."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Directory(Protocol):
-    """A DHT: records under a key and a subkey, each with its time of expiry."""
+    """A DHT: records under a key and a subkey, each with its time of expiry (unix seconds)."""
 
-    async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool: ...
+    async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
+        """Whether it was stored. A record is replaced only by one that expires later."""
+        ...
 
-    async def fetch(self, key: str) -> Mapping[str, bytes]: ...
+    async def fetch(self, key: str) -> Mapping[str, bytes]:
+        """The values by subkey that have not expired; none if the DHT does not answer."""
+        ...

@@ -1,64 +1,33 @@
-"""What the event loop asks of the compute thread, and what the compute thread reports.
+"""What the event loop asks of the compute thread (jobs), and what the compute thread reports (outcomes).
 
-Plain values: tensors cross this border only as encoded bytes. The compute thread takes jobs at step edges, in
-order, and every job has exactly one outcome with the same `fragment` (or `JobFailed`).
+All are plain values: tensors cross this border only as encoded bytes, a blob and the layout of its sections. The
+compute thread takes jobs in order, between steps, and each has exactly one outcome: the one that its docstring names,
+with the same `fragment`, `token` or `round`, or JobFailed. A `token` names an execution at this peer; `tokens` of a
+contribution or an outcome count text.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field, Strict
 
+from decentral.core.fragments import FORWARD_PART as FORWARD_PART
+from decentral.core.fragments import Fragment as Fragment
+from decentral.core.fragments import Layout as Layout
+from decentral.core.fragments import Section as Section
+from decentral.core.fragments import forward_part as forward_part
+from decentral.core.fragments import share as share
 from decentral.core.ids import PeerId
 
-FORWARD_PART = 1 / 3  # of a micro-batch's computing; the rest is its backward pass
 MOST_UNDER_WAY = 48  # micro-batches at a peer: each is an open question, and comm/net/streams.py answers 64 at once
 
-
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """Consecutive layers `[first, last)` that are gossiped together; the same cut on every peer of a run."""
-
-    index: int
-    first: int
-    last: int
-    parameters: int
-
-
-def share(cuts: Sequence[Fragment], first: int, last: int) -> float:
-    """The part of the parameters of a model, cut into these, in layers [first, last)."""
-    inside = sum(cut.parameters for cut in cuts if first <= cut.first and cut.last <= last)
-    return inside / sum(cut.parameters for cut in cuts)
-
-
-def forward_part(last: int, layers: int) -> float:
-    """Of a micro-batch's computing in layers up to `last`, what is done at once: at the model's end all of it, since
-    the backward pass follows."""
-    return 1.0 if last == layers else FORWARD_PART
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One tensor inside a blob: `elements` numbers written with `codec` into `size` bytes.
-
-    It travels, so its fields have bounds (comm/wire/codec.py holds them).
-    """
-
-    name: Annotated[str, Strict(), Field(max_length=32)]
-    codec: Annotated[str, Strict(), Field(max_length=16)]
-    elements: Annotated[int, Strict(), Field(ge=0, lt=1 << 40)]
-    size: Annotated[int, Strict(), Field(ge=0, lt=1 << 40)]
-
-
-Layout = tuple[Section, ...]
 Donated = tuple[int, Layout, bytes]
-"""A fragment's state, as its holder gives it to others: which fragment, its sections, and the blob."""
+"""A fragment's state from a donor: the fragment's index, the sections of the blob, and the blob."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a partner sent for a fragment: its blob, how many tokens and which sum of learning rates stand behind it."""
+    """Another peer's blob for a fragment, with the tokens and the sum of learning rates that stand behind it."""
 
     peer: PeerId
     tokens: int
@@ -72,7 +41,10 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class CloseWindow:
-    """End the fragment's window and encode what others may have, as number `seq`. `hold`: wait for the merge."""
+    """End the fragment's window `seq` and encode what others may pull -> WindowClosed.
+
+    `hold`: take no further step before this window's Merge.
+    """
 
     fragment: int
     seq: int
@@ -81,7 +53,7 @@ class CloseWindow:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Take the outer step of window `seq` with these contributions; none of them is a solo step."""
+    """Take the outer step of window `seq` with these contributions -> Merged. Without any it is a solo step."""
 
     fragment: int
     seq: int
@@ -90,7 +62,10 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Absorb:
-    """Push-sum: add mass that a partner pushed, or take back (`peer` is ourselves) mass that nobody took."""
+    """Push-sum: add the mass that a partner pushed -> Absorbed.
+
+    If the contribution's `peer` is ourselves, it is our own mass that nobody took.
+    """
 
     fragment: int
     contribution: Contribution
@@ -98,14 +73,14 @@ class Absorb:
 
 @dataclass(frozen=True, slots=True)
 class ExportState:
-    """Encode what a newcomer needs of the fragment."""
+    """Encode the state of the fragment that a newcomer needs -> StateExported."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class ImportState:
-    """Start from a donor's state: one blob per fragment; `step` is the swarm's learning-rate step."""
+    """Start from donors' states, one per fragment, at the swarm's learning-rate step -> StateImported."""
 
     blobs: tuple[Donated, ...]
     step: int
@@ -113,7 +88,7 @@ class ImportState:
 
 @dataclass(frozen=True, slots=True)
 class SetClock:
-    """Follow the swarm's learning-rate step, where it is ahead of ours. `versions`: see Advance."""
+    """Follow the swarm's learning-rate step if it is ahead of ours -> ClockSet. `versions` are as in Advance."""
 
     step: int
     versions: tuple[tuple[int, bytes], ...] = ()
@@ -121,32 +96,32 @@ class SetClock:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Held-out loss of the live weights."""
+    """Measure the held-out loss of the weights -> Evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint."""
+    """Write a checkpoint -> Saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Train from now on: the state is complete. `newcomer`: the first window's tokens carry no weight."""
+    """Train from now on, since the state is complete -> Started. A newcomer's first window carries no weight."""
 
     newcomer: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Leave the compute thread; whatever came before it in the queue is done first."""
+    """End the compute thread after all jobs before this one. It has no outcome."""
 
 
-# Jobs of a peer that holds a part of the model: comm/routes/router.py. `token` names an execution at this peer, and nowhere else.
+# Jobs of routed training (comm/routes/router.py)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Begin a micro-batch of our own data: forward through our layers up to `last`."""
+    """Begin a micro-batch of our own data: forward through our layers up to `last` -> as for Forward."""
 
     token: int
     last: int
@@ -154,9 +129,10 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """ForwardRequest a micro-batch through layers [first, last). The blob is its hidden values and its targets.
+    """Take another peer's micro-batch through layers [first, last) -> ForwardDone, or ExecutionFailed.
 
-    Where `last` is the model's end the loss and the backward pass follow at once.
+    The blob holds hidden_BTD and targets_BT, with B = `sequences`. If `last` is the model's end, the loss and the
+    backward pass follow at once -> BackwardDone.
     """
 
     token: int
@@ -169,7 +145,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The gradient of what we sent on is here: go back through the same layers."""
+    """Go back through the same layers; the blob is the gradient of the hidden_BTD that we sent on -> as for Forward."""
 
     token: int
     layout: Layout
@@ -178,14 +154,17 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Nobody waits for these any more: let go of what is held for their backward passes."""
+    """Free what these executions keep for their backward passes; nobody waits for them -> Forgotten."""
 
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Take the optimizer's step with a sealed sum. The rest is for the report: what of it we started ourselves."""
+    """Take the optimizer's step with a sealed sum -> Stepped, which repeats the tokens, micro-batches and loss.
+
+    They describe our own micro-batches in the sum; `loss` is the mean over the sum's tokens.
+    """
 
     tokens: int
     micro_batches: int
@@ -195,10 +174,10 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Close the sum of gradients, and keep it in this slot: those of later backward passes go into the next one.
+    """Close the sum of gradients and keep it in this slot -> Sealed. Later backward passes fill the next sum.
 
-    If it is the sum of exactly these executions, all of which may be counted, `then` the step is taken at once, before any
-    later forward pass; else it has to wait.
+    If it is the sum of exactly the `ready` executions, which are all committed, `then` is done at once, before any
+    later forward pass -> Stepped.
     """
 
     ready: tuple[int, ...] = ()
@@ -208,18 +187,18 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Throw a sealed sum away: not all of it may be counted."""
+    """Throw a sealed sum away, because an execution in it was aborted -> Forgotten."""
 
     slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeSpan:
-    """Hold layers [first, last) from now on, while no execution is here.
+    """Hold layers [first, last) from now on; no execution is here -> SpanChanged.
 
-    `blobs`: the state of those fragments that we do not hold yet; one that is not among them begins with what the disk
-    keeps of it, else with its initial weights. What we hold and shall not is kept on the disk. `step` is the donors'
-    learning-rate step.
+    `blobs` are the states of fragments that we do not hold yet. A new fragment without one begins with the state that
+    the disk retains, or else with its initial weights. Fragments that we give up are retained on the disk. `step` is
+    the donors' learning-rate step.
     """
 
     first: int
@@ -230,17 +209,20 @@ class ChangeSpan:
 
 @dataclass(frozen=True, slots=True)
 class ExportRetained:
-    """Read what was kept of a fragment when its layers were given up."""
+    """Read the state of a fragment that was retained when we gave its layers up -> RetainedExported."""
 
     fragment: int
 
 
-# Jobs of synchronous rounds: comm/rounds/round.py
+# Jobs of synchronous rounds (comm/rounds/round.py)
 
 
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """End the sums of gradients, and encode them for the other holders; not at all, if others' than `executions` are in."""
+    """End the round's sums of gradients, and encode them for the other holders of our layers -> RoundClosed.
+
+    If the sums hold other executions than these, they count nowhere and are not encoded.
+    """
 
     round: int
     executions: tuple[int, ...]
@@ -248,9 +230,9 @@ class CloseRound:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Take the round's step in every fragment, with all holders' sums. The rest is for the report, as in Apply.
+    """Take the round's step in every fragment with all holders' sums -> Stepped, which repeats the rest as for Apply.
 
-    `versions`: of the fragments after it, for the checkpoint.
+    `versions` are those of the fragments after the step, for the checkpoint.
     """
 
     round: int
@@ -272,7 +254,7 @@ Job = GossipJob | SpanJob | RoundJob | ImportState | SetClock | Evaluate | Save 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One inner step and the jobs since the last one: `seconds` of computing (throttling included)."""
+    """One inner step. `seconds` is the time of computing since the last one, jobs and throttling included."""
 
     step: int
     lr_step: int
@@ -280,12 +262,14 @@ class Stepped:
     loss: float
     seconds: float
     micro_batches: int
-    executions: tuple[int, ...] = ()  # of a Seal that was followed by its step
-    refused: tuple[tuple[int, PeerId, str], ...] = ()  # of an Advance: fragment, whose sum, and why in one word
+    executions: tuple[int, ...] = ()  # after a Seal: the tokens of the executions in the step
+    refused: tuple[tuple[int, PeerId, str], ...] = ()  # after an Advance: fragment, the sum's peer, and the reason
 
 
 @dataclass(frozen=True, slots=True)
 class WindowClosed:
+    """The encoded window, or in a RoundClosed the sum of gradients, of a fragment and what stands behind it."""
+
     fragment: int
     seq: int
     tokens: int
@@ -296,7 +280,7 @@ class WindowClosed:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """`used`: whose contributions went in; `rejected`: whose did not, and the one-word reason."""
+    """The contributions of the `used` peers went into the step; those of the `rejected` did not, for a reason."""
 
     fragment: int
     seq: int
@@ -331,7 +315,7 @@ class ClockSet:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Training begins. `step` is the learning-rate step."""
+    """Training begins at this learning-rate step."""
 
     step: int
 
@@ -351,7 +335,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """The job raised. Its peer goes on where it can; an error of our own stops it."""
+    """The job raised an error. The peer goes on where it can."""
 
     job: str
     reason: str
@@ -359,7 +343,10 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True)
 class ForwardDone:
-    """What to send on: hidden values and targets. `number`: of a micro-batch that we drew, unique for this peer."""
+    """The blob holds hidden_BTD and targets_BT for the next stage.
+
+    `number` is that of a micro-batch that we drew, unique at this peer.
+    """
 
     token: int
     number: int
@@ -371,19 +358,22 @@ class ForwardDone:
 
 @dataclass(frozen=True, slots=True)
 class BackwardDone:
-    """The gradients are in the sum; the blob is that of the input. `loss`: its sum over the tokens, at the last hop."""
+    """The weights' gradients are in the sum; the blob is the gradient of the hidden_BTD that came in.
+
+    `loss` is summed over the tokens; only the last stage knows it.
+    """
 
     token: int
     tokens: int
     loss: float
     layout: Layout
     blob: bytes
-    number: int = 0  # of a micro-batch that we drew and carried to the model's end
+    number: int = 0  # of a micro-batch that we drew and took to the model's end
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionFailed:
-    """What came was refused; nothing has changed, and the execution can be tried again."""
+    """The blob was refused. Nothing has changed, and the execution can be tried again."""
 
     token: int
     reason: str
@@ -391,7 +381,7 @@ class ExecutionFailed:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Whose gradients are in the sum that was sealed."""
+    """The executions whose gradients are in the sealed sum."""
 
     tokens: tuple[int, ...]
     slot: int = 0
@@ -399,17 +389,17 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """Of Forget and Drop."""
+    """A Forget or a Drop is done."""
 
 
 Number = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
 RetainedStates = tuple[tuple[Number, Number], ...]
-"""Fragments of which the disk keeps a state, each with its learning-rate step."""
+"""The fragments whose state the disk retains, each with its learning-rate step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanChanged:
-    """Not accepted: all is as it was, for this one-word reason."""
+    """If not accepted, all is as before, and `reason` says why. `kept` are the states that the disk retains now."""
 
     accepted: bool
     reason: str = ""
@@ -418,7 +408,7 @@ class SpanChanged:
 
 @dataclass(frozen=True, slots=True)
 class RetainedExported:
-    """No layout: nothing that can be read is there."""
+    """The retained state. If nothing can be read, the layout is empty."""
 
     fragment: int
     step: int
@@ -428,7 +418,7 @@ class RetainedExported:
 
 @dataclass(frozen=True, slots=True)
 class RoundClosed:
-    """Whose gradients are in the sums. No sums: nothing was counted, or not all of it may be."""
+    """The executions whose gradients are in the sums. There are no sums if they are empty or not all of it counts."""
 
     round: int
     executions: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Transfers that share links: each at the least of its shares, and every byte once."""
+"""Transfers that share links run at the least of their shares, and each byte is sent once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,15 +37,15 @@ class Plain:
 
 
 class Wires:
-    """Flows with the time at which each was done."""
+    """Transfers, with the time at which each was done."""
 
     def __init__(self) -> None:
         self.agenda, self.geography = Agenda(), Plain()
-        self.flows = SharedLinks(self.agenda, self.geography)
+        self.links = SharedLinks(self.agenda, self.geography)
         self.done: dict[str, Seconds] = {}
 
     def send(self, name: str, source: PeerId, target: PeerId, size: float) -> Transfer:
-        return self.flows.start(source, target, size, self.noting(name))
+        return self.links.start(source, target, size, self.noting(name))
 
     def noting(self, name: str) -> Callable[[], None]:
         return lambda: self.done.update({name: self.agenda.now})
@@ -56,7 +56,7 @@ def wires() -> Wires:
     return Wires()
 
 
-def test_alone_a_flow_has_the_uplink(wires: Wires) -> None:
+def test_alone_a_transfer_has_the_uplink(wires: Wires) -> None:
     wires.send("one", A, B, 1000)
     wires.agenda.run(100)
     assert wires.done == {"one": pytest.approx(10)}
@@ -86,19 +86,19 @@ def test_a_slow_link_is_shared_by_what_is_on_it_only(wires: Wires) -> None:
     assert wires.done == {"fast": pytest.approx(3), "slow": pytest.approx(10), "slow too": pytest.approx(10)}
 
 
-def test_what_a_flow_leaves_behind_the_others_get(wires: Wires) -> None:
+def test_what_a_transfer_leaves_behind_the_others_get(wires: Wires) -> None:
     wires.send("short", A, B, 100)
     wires.send("long", A, C, 1000)
     wires.agenda.run(100)
     assert wires.done == {"short": pytest.approx(2), "long": pytest.approx(11)}
 
 
-def test_a_flow_that_is_stopped_is_never_done_and_gives_its_share_back(wires: Wires) -> None:
+def test_a_transfer_that_is_stopped_is_never_done_and_gives_its_share_back(wires: Wires) -> None:
     stopped = wires.send("stopped", A, B, 1000)
     wires.send("other", A, C, 1000)
     wires.agenda.run(10)
-    wires.flows.stop(stopped)
-    wires.flows.stop(stopped)
+    wires.links.stop(stopped)
+    wires.links.stop(stopped)
     wires.agenda.run(100)
     assert wires.done == {"other": pytest.approx(15)}
 
@@ -107,22 +107,22 @@ def test_a_wire_that_gets_slower_slows_what_is_under_way(wires: Wires) -> None:
     wires.send("one", A, B, 1000)
     wires.agenda.run(5)
     wires.geography.ups[A] = 10.0
-    wires.flows.changed(A)
+    wires.links.changed(A)
     wires.agenda.run(100)
     assert wires.done == {"one": pytest.approx(55)}
 
 
-def test_a_dead_wire_holds_a_flow_until_it_lives_again(wires: Wires) -> None:
+def test_a_dead_wire_holds_a_transfer_until_it_lives_again(wires: Wires) -> None:
     wires.geography.ups[A] = 0.0
     wires.send("one", A, B, 100)
     wires.agenda.run(50)
     wires.geography.ups[A] = 100.0
-    wires.flows.changed(A)
+    wires.links.changed(A)
     wires.agenda.run(100)
     assert wires.done == {"one": pytest.approx(51)}
 
 
-def test_equal_flows_are_done_in_the_order_in_which_they_began(wires: Wires) -> None:
+def test_equal_transfers_are_done_in_the_order_in_which_they_began(wires: Wires) -> None:
     for name in ("first", "second", "third"):
         wires.send(name, A, B, 50)
     wires.agenda.run(100)
@@ -153,7 +153,7 @@ def put_down(wires: Wires, transfers: list[Sent], begun: list[Transfer]) -> None
 
 
 @given(st.lists(sent, min_size=1, max_size=8))
-def test_a_flow_never_finishes_sooner_than_alone(transfers: list[Sent]) -> None:
+def test_a_transfer_never_finishes_sooner_than_alone(transfers: list[Sent]) -> None:
     together, _ = play(transfers)
     for number, transfer in enumerate(transfers):
         alone, _ = play([transfer])
@@ -164,18 +164,18 @@ def test_a_flow_never_finishes_sooner_than_alone(transfers: list[Sent]) -> None:
 def test_every_byte_arrives_once_and_nothing_is_left(transfers: list[Sent]) -> None:
     wires, begun = play(transfers)
     assert len(wires.done) == len(transfers)
-    for flow in begun:
-        assert flow.left - flow.rate * (wires.done[str(begun_at(transfers, begun, flow))] - flow.since) == (
-            pytest.approx(0, abs=1e-3)
-        )
-    assert not any(wires.flows.sending.values())
-    assert not any(wires.flows.receiving.values())
+    for transfer in begun:
+        assert transfer.left - transfer.rate * (
+            wires.done[str(begun_at(transfers, begun, transfer))] - transfer.since
+        ) == (pytest.approx(0, abs=1e-3))
+    assert not any(wires.links.sending.values())
+    assert not any(wires.links.receiving.values())
 
 
-def begun_at(transfers: list[Sent], begun: list[Transfer], flow: Transfer) -> int:
-    """The number of its transfer: flows begin in the order of their times."""
+def begun_at(transfers: list[Sent], begun: list[Transfer], transfer: Transfer) -> int:
+    """The number of a transfer: transfers begin in the order of their times."""
     order = sorted(range(len(transfers)), key=lambda number: transfers[number][0])
-    return order[begun.index(flow)]
+    return order[begun.index(transfer)]
 
 
 @given(st.lists(sent, min_size=1, max_size=8))
@@ -185,5 +185,5 @@ def test_no_wire_ever_carries_more_than_it_can(transfers: list[Sent]) -> None:
     while wires.agenda.next_at is not None:
         wires.agenda.run(wires.agenda.next_at)
         for peer in PEERS:
-            assert sum(flow.rate for flow in wires.flows.sending.get(peer, ())) <= 100 * (1 + 1e-9)
-            assert sum(flow.rate for flow in wires.flows.receiving.get(peer, ())) <= 200 * (1 + 1e-9)
+            assert sum(transfer.rate for transfer in wires.links.sending.get(peer, ())) <= 100 * (1 + 1e-9)
+            assert sum(transfer.rate for transfer in wires.links.receiving.get(peer, ())) <= 200 * (1 + 1e-9)

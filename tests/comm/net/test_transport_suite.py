@@ -18,7 +18,7 @@ from decentral.comm.net.libp2p import PROTOCOL, Libp2p, SignedRecords
 from decentral.comm.net.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
 from decentral.comm.net.streams import MAX_STREAMS
 from decentral.comm.net.virtual_directory import Records, VirtualDirectory
-from decentral.comm.net.virtual_network import Network, VirtualTransport
+from decentral.comm.net.virtual_network import Network
 from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity
@@ -27,6 +27,7 @@ from decentral.comm.wire.transport import Answer, AskError, Directory, Handler, 
 from decentral.core.agenda import Agenda
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from tests.comm.net.virtual_transport import VirtualTransport
 
 T = TypeVar("T")
 RUN = "gpt-3fa2c1"
@@ -155,7 +156,7 @@ class InVirtualTime:
                 self.agenda.run(self.agenda.next_at)
 
     async def raw(self, use: Callable[[blobs.Reader, blobs.Writer], Awaitable[T]]) -> T:
-        pytest.skip("envelopes travel here, not bytes; tests/comm/test_virtual.py has what is damaged on its way")
+        pytest.skip("envelopes travel here, not bytes; tests/comm/net/test_virtual_network.py has damage")
 
     async def gone(self, folder: Path) -> PeerId:
         third = VirtualTransport(self.network, PeerId("QmThird"))

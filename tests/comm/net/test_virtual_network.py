@@ -1,12 +1,13 @@
-"""What only virtual time can show of a network: minutes of silence, frozen processes, damage on the way."""
+"""Virtual time shows what no real network can in a test: minutes of silence, frozen processes, damage on the way."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
+from decentral.comm.net.fault_model import NoFaults
 from decentral.comm.net.streams import STREAM_ANSWER_S, WRITE_S
-from decentral.comm.net.virtual_network import Network, NoFaults, Outcome, Port, Respond
+from decentral.comm.net.virtual_network import Network, Outcome, Port, Respond
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message, Ping, Pong, Probe, Probed, Refused
 from decentral.comm.wire.transport import Answer, AskError
@@ -37,7 +38,7 @@ class Wires:
 
 @dataclass
 class Bad(NoFaults):
-    """A weather that a test changes."""
+    """Faults that a test changes."""
 
     cut: set[tuple[PeerId, PeerId]] = field(default_factory=set)
     change: Callable[[bytes], bytes] | None = None
@@ -58,11 +59,11 @@ class Bad(NoFaults):
 
 
 class World:
-    """A asks, B answers a Ping with a Pong; what was asked and what came of it, with the time."""
+    """A asks, and B answers a Ping with a Pong. It notes the times of questions, and all outcomes."""
 
     def __init__(self) -> None:
-        self.agenda, self.weather = Agenda(), Bad()
-        self.network = Network(self.agenda, Wires(), self.weather)
+        self.agenda, self.faults = Agenda(), Bad()
+        self.network = Network(self.agenda, Wires(), self.faults)
         self.a, self.b = self.network.plug(A), self.network.plug(B)
         self.b.bound = bound
         self.a.serve = self.b.serve = self.serve
@@ -118,7 +119,7 @@ def test_a_blob_takes_its_time_on_the_wire(world: World) -> None:
     assert at == pytest.approx(1.0 + 50, abs=0.2)
 
 
-def test_a_hollow_blob_takes_the_time_of_its_length(world: World) -> None:
+def test_a_synthetic_blob_takes_the_time_of_its_length(world: World) -> None:
     world.answers = lambda respond: respond(Envelope(Probed(0), SyntheticBlob([(50_000, b"few")])))
     world.ask()
     ((at, _),) = world.play()
@@ -129,16 +130,16 @@ def test_a_hollow_blob_takes_the_time_of_its_length(world: World) -> None:
 
 
 def test_behind_a_partition_there_is_nothing_until_the_deadline(world: World) -> None:
-    world.weather.cut = {(A, B), (B, A)}
+    world.faults.cut = {(A, B), (B, A)}
     world.ask(deadline_s=20)
     assert (world.play(), world.asked) == ([(20.0, "deadline")], [])
 
 
 def test_a_partition_that_heals_before_the_deadline_costs_a_retry(world: World) -> None:
-    world.weather.cut = {(A, B), (B, A)}
+    world.faults.cut = {(A, B), (B, A)}
     world.ask(deadline_s=60)
     world.play(10)
-    world.weather.cut.clear()
+    world.faults.cut.clear()
     ((at, what),) = world.play()
     assert what == "pong"
     assert 10 < at < 25
@@ -147,7 +148,7 @@ def test_a_partition_that_heals_before_the_deadline_costs_a_retry(world: World) 
 def test_an_answer_that_cannot_leave_ends_at_the_write_deadline(world: World) -> None:
     world.ask(deadline_s=200)
     world.play(0.2)  # the question is on its way
-    world.weather.cut = {(B, A)}
+    world.faults.cut = {(B, A)}
     world.play(WRITE_S)
     assert world.b.open
     world.play(WRITE_S + 1)
@@ -167,14 +168,14 @@ def test_a_slow_reader_holds_its_answerer_for_write_s_and_no_longer(world: World
     assert world.play()[0][1] == "cut"
 
 
-def test_who_finds_no_answer_in_time_ends_the_stream(world: World) -> None:
+def test_a_peer_that_finds_no_answer_in_time_ends_the_stream(world: World) -> None:
     world.answers = lambda respond: None
     world.ask(deadline_s=2 * STREAM_ANSWER_S)
     assert world.play(2 * STREAM_ANSWER_S) == [(STREAM_ANSWER_S + 2 * DELAY_S, "cut")]
     assert world.b.refused == {"deadline": 1}
 
 
-def test_an_answer_after_that_is_for_nobody(world: World) -> None:
+def test_an_answer_after_that_is_lost(world: World) -> None:
     held: list[Respond] = []
     world.answers = held.append
     world.ask(deadline_s=2 * STREAM_ANSWER_S)
@@ -183,10 +184,10 @@ def test_an_answer_after_that_is_for_nobody(world: World) -> None:
     assert [what for _, what in world.play(2 * STREAM_ANSWER_S)] == ["cut"]
 
 
-# Who dies
+# Processes that die
 
 
-def test_who_dies_while_it_answers_cuts_the_stream(world: World) -> None:
+def test_a_peer_that_dies_while_it_answers_cuts_the_stream(world: World) -> None:
     world.answers = lambda respond: None
     world.ask()
     world.play(10)
@@ -200,7 +201,7 @@ def test_where_nobody_listens_the_refusal_is_at_once(world: World) -> None:
     assert world.play() == [(1.0, "unreachable")]
 
 
-def test_who_dies_hears_nothing_more(world: World) -> None:
+def test_a_peer_that_dies_hears_nothing_more(world: World) -> None:
     world.ask()
     world.play(0.2)
     world.network.unplug(A)
@@ -208,7 +209,7 @@ def test_who_dies_hears_nothing_more(world: World) -> None:
     assert not world.b.open
 
 
-# Who is stopped
+# Processes that are stopped
 
 
 def test_a_stopped_process_answers_when_it_goes_on(world: World) -> None:
@@ -253,32 +254,32 @@ def test_a_deadline_that_passed_while_it_was_stopped_is_told_once_it_goes_on(wor
 def test_a_damaged_question_is_refused_by_the_real_codec(
     world: World, change: Callable[[bytes], bytes], reasons: set[str]
 ) -> None:
-    world.weather.change = change
+    world.faults.change = change
     world.ask()
     world.play(0.5)
-    world.weather.change = None
+    world.faults.change = None
     assert set(world.b.refused) == reasons
     assert world.asked == []
 
 
 def test_a_flipped_bit_in_a_blob_is_a_wrong_digest(world: World) -> None:
-    world.weather.change = lambda wire: wire[:-1] + bytes([wire[-1] ^ 1])
+    world.faults.change = lambda wire: wire[:-1] + bytes([wire[-1] ^ 1])
     world.ask(Envelope(Probe(0), b"some bytes"))
     world.play(0.5)
     assert world.b.refused == {"digest": 1}
 
 
-def test_a_hollow_blob_that_was_damaged_is_as_bad_as_a_real_one(world: World) -> None:
+def test_a_synthetic_blob_that_was_damaged_is_as_bad_as_a_real_one(world: World) -> None:
     world.answers = lambda respond: respond(Envelope(Probed(0), SyntheticBlob([(50_000, b"few")])))
     world.ask()
     world.play(0.4)
-    world.weather.change = lambda wire: wire[:-1] + bytes([wire[-1] ^ 1])
+    world.faults.change = lambda wire: wire[:-1] + bytes([wire[-1] ^ 1])
     ((_, what),) = world.play()
     assert what == "digest"
 
 
 def test_a_question_that_comes_twice_is_answered_once(world: World) -> None:
-    world.weather.times = 2
+    world.faults.times = 2
     world.ask()
     assert [what for _, what in world.play()] == ["pong"]
     assert len(world.asked) == 2
@@ -286,6 +287,6 @@ def test_a_question_that_comes_twice_is_answered_once(world: World) -> None:
 
 
 def test_a_stream_that_is_reset_is_cut(world: World) -> None:
-    world.weather.lost = True
+    world.faults.lost = True
     world.ask()
     assert world.play() == [(1.0, "cut")]

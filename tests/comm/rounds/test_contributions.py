@@ -1,10 +1,10 @@
-"""What a round's reports say together: who does how much, whose gradients count, and who is in the next round."""
+"""The reports of a round say together whose gradients count, and who is in the next round."""
 
 from dataclasses import replace
 
 import pytest
 
-from decentral.comm.rounds import contributions
+from decentral.comm.rounds import contributions, members
 from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, RoundMember, RoundReport, Snapshot
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -33,12 +33,12 @@ BY_A = report(A, CompletedMicroBatch(5, 10, (0, 1), (1, 4)), CompletedMicroBatch
 
 
 def test_micro_batches_are_divided_over_those_that_hold_layer_0_and_the_odd_one_goes_round() -> None:
-    shares = [[contributions.quota(MEMBERS, PeerId(peer), round, 5) for peer in "ABC"] for round in range(2)]
+    shares = [[members.micro_batch_quota(MEMBERS, PeerId(peer), round, 5) for peer in "ABC"] for round in range(2)]
     assert sorted(shares) == [[2, 0, 3], [3, 0, 2]]
 
 
 def test_a_hop_counts_in_the_fragments_between_its_ends() -> None:
-    found = contributions.count(MEMBERS, reports(BY_A, report(B)), PeerId("B"), CUTS)
+    found = contributions.count_contributions(MEMBERS, reports(BY_A, report(B)), PeerId("B"), CUTS)
     assert found.executions == {ExecutionId("A", 5, 1), ExecutionId("A", 6, 2)}
     tokens = {(peer, fragment): count for (peer, fragment), count in found.tokens.items()}
     assert tokens == {("A", 0): 30, ("A", 1): 20, ("B", 1): 10, ("B", 2): 30, ("B", 3): 30}
@@ -47,7 +47,7 @@ def test_a_hop_counts_in_the_fragments_between_its_ends() -> None:
 
 def test_every_layer_sees_all_tokens_once() -> None:
     by_c = report(C, CompletedMicroBatch(1, 7, (2, 1), (3, 4)))
-    found = contributions.count(MEMBERS, reports(BY_A, report(B), by_c), PeerId("A"), CUTS)
+    found = contributions.count_contributions(MEMBERS, reports(BY_A, report(B), by_c), PeerId("A"), CUTS)
     for fragment in range(4):
         assert sum(count for (_, index), count in found.tokens.items() if index == fragment) == 37
 
@@ -68,36 +68,34 @@ def test_every_layer_sees_all_tokens_once() -> None:
         ({"micro_batches": (CompletedMicroBatch(5, 10, (0, 1), (2, 4)),) * 2}, "number"),
     ],
 )
-def test_what_cannot_be_is_refused(flaw: dict[str, object], reason: str) -> None:
-    contributions.check(BY_A, MEMBERS, PeerId("A"), CUTS)
+def test_a_report_that_cannot_be_is_refused(flaw: dict[str, object], reason: str) -> None:
+    contributions.check_report(BY_A, MEMBERS, PeerId("A"), CUTS)
     with pytest.raises(ProtocolError) as caught:
-        contributions.check(replace(BY_A, **flaw), MEMBERS, PeerId("A"), CUTS)  # type: ignore[arg-type]
+        contributions.check_report(replace(BY_A, **flaw), MEMBERS, PeerId("A"), CUTS)  # type: ignore[arg-type]
     assert caught.value.reason == reason
 
 
-def test_who_reported_or_was_let_in_is_in_the_next_round() -> None:
+def test_peers_that_reported_or_were_let_in_are_in_the_next_round() -> None:
     newcomer, back = RoundMember("N", 2, 4), RoundMember("C", 1, 4)
     by_b = report(B, newcomers=(newcomer, back))
-    assert contributions.next_members(MEMBERS, reports(BY_A, by_b)) == (A, B, back, newcomer)
+    assert members.next_members(reports(BY_A, by_b)) == (A, B, back, newcomer)
 
 
-def test_two_who_differ_about_a_newcomer_agree_all_the_same() -> None:
+def test_two_reports_that_differ_about_a_newcomer_give_it_one_span() -> None:
     one, other = RoundMember("N", 0, 2), RoundMember("N", 2, 4)
     given = [replace(BY_A, newcomers=(one,)), report(B, newcomers=(other,))]
-    assert contributions.next_members(MEMBERS, reports(*given)) == contributions.next_members(
-        MEMBERS, reports(*given[::-1])
-    )
-    assert one in contributions.next_members(MEMBERS, reports(*given))
+    assert members.next_members(reports(*given)) == members.next_members(reports(*given[::-1]))
+    assert one in members.next_members(reports(*given))
 
 
-def test_most_holders_of_a_fragment_say_which_version_is_right_and_in_a_tie_the_lowest_peer() -> None:
+def test_most_holders_decide_which_version_is_right_and_in_a_tie_the_lowest_peer() -> None:
     other = report(B, version=b"w")
-    found = contributions.agreed(reports(report(A), other, report(C)), CUTS)
+    found = contributions.majority_versions(reports(report(A), other, report(C)), CUTS)
     assert [found[index][:1] for index in range(4)] == [b"v", b"v", b"w", b"w"]
-    assert contributions.agreed(reports(report(A), other), CUTS)[1][:1] == b"v"
+    assert contributions.majority_versions(reports(report(A), other), CUTS)[1][:1] == b"v"
 
 
-def test_a_version_tells_apart_who_took_part_and_not_in_which_order() -> None:
+def test_a_version_depends_on_the_peers_in_a_step_and_not_on_their_order() -> None:
     first = contributions.first_version("run", 0, 7)
     sums = [(PeerId("A"), b"x" * 16), (PeerId("B"), b"y" * 16)]
     assert contributions.next_version(first, sums) == contributions.next_version(first, sums[::-1])
@@ -130,7 +128,7 @@ def test_a_sum_of_something_else_is_refused(flaw: dict[str, object], size: int, 
 
 def test_of_two_rounds_the_one_that_can_train_goes_on_then_the_later_then_the_larger() -> None:
     whole = (A, B)
-    assert contributions.rank(1, whole, 4) > contributions.rank(9, (A, C), 4)
-    assert contributions.rank(9, (A,), 4) > contributions.rank(1, (A, C), 4)
-    assert contributions.rank(1, MEMBERS, 4) > contributions.rank(9, whole, 4)
-    assert contributions.rank(1, whole, 4) > contributions.rank(1, (B, C), 4)
+    assert members.precedence(1, whole, 4) > members.precedence(9, (A, C), 4)
+    assert members.precedence(9, (A,), 4) > members.precedence(1, (A, C), 4)
+    assert members.precedence(1, MEMBERS, 4) > members.precedence(9, whole, 4)
+    assert members.precedence(1, whole, 4) > members.precedence(1, (B, C), 4)

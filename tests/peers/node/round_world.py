@@ -1,7 +1,7 @@
-"""Synchronous peers with real gradients in virtual time: real nodes, hosts and compute, a network that does not wait.
+"""Synchronous peers with real gradients in virtual time: real nodes, hosts and compute, on a virtual network.
 
-What is killed, frozen or cut off, and when, the test says. `alone` is what they are compared with: one process that
-takes the same micro-batches, with decentral/train/step.py.
+The tests kill, freeze and cut off peers. They compare them with `alone`: one process that takes the same micro-batches,
+with decentral/train/step.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ Make = Callable[[PeerId], ComputeSetup]
 
 
 class World(SimulatedSwarm):
-    """Peers by number, each with its span. It watches what their compute threads do."""
+    """Peers by number, each with its span, and what their compute threads did."""
 
     def __init__(self, make: Make, spans: Sequence[Span], delay_s: Seconds = 0.01, job_s: Seconds = 0.001) -> None:
         shape = Shape.of(make(PeerId("probe")).config, Pace(step_s=job_s, job_s=job_s), (1.0,), 64)
@@ -42,7 +42,7 @@ class World(SimulatedSwarm):
         self.make, self.spans = make, spans
         self.computes: dict[int, Compute] = {}
         self.lines: dict[PeerId, list[dict[str, Any]]] = {}
-        self.losses: dict[PeerId, dict[int, float]] = {}  # of each round
+        self.losses: dict[PeerId, dict[int, float]] = {}  # by round
         self.shape = replace(shape, gradients=self._train)
         self.journal = self._line
         for _ in spans:
@@ -103,7 +103,7 @@ class World(SimulatedSwarm):
         return host.node.rounds
 
     def until_round(self, number: int, at_most_s: Seconds = 600.0) -> None:
-        """All who live are in that round, or a later one."""
+        """Runs until all living peers are in that round or a later one."""
         end = self.agenda.now + at_most_s
         while any(self.rounds(member.number).number < number for member in self.living):
             next_at = self.agenda.next_at
@@ -124,29 +124,32 @@ class World(SimulatedSwarm):
         return found
 
     def carried(self, round: int) -> dict[PeerId, list[list[Any]]]:
-        """What each peer counted in that round."""
+        """The executions that each peer counted in that round."""
         return {
             peer: [
-                phase for line in lines if line["event"] == "counted" and line["round"] == round for phase in line["of"]
+                execution
+                for line in lines
+                if line["event"] == "counted" and line["round"] == round
+                for execution in line["of"]
             ]
             for peer, lines in self.lines.items()
         }
 
-    def ways(self) -> set[tuple[tuple[str, int], ...]]:
-        """Who carried up to where, of all micro-batches."""
+    def routes_taken(self) -> set[tuple[tuple[str, int], ...]]:
+        """The routes of all micro-batches: each stage's peer, and the layer up to which it took them."""
         executions: dict[tuple[str, int], list[tuple[int, str]]] = {}
         for peer, lines in self.lines.items():
             for line in (line for line in lines if line["event"] == "counted"):
                 for origin, number, _, last, _ in line["of"]:
                     executions.setdefault((origin, number), []).append((last, peer))
-        return {tuple((peer, last) for last, peer in sorted(way)) for way in executions.values()}
+        return {tuple((peer, last) for last, peer in sorted(route)) for route in executions.values()}
 
     def weights(self, number: int) -> dict[int, Tensor]:
         return {live.fragment.index: live.theta.clone() for live in self.computes[number].inner.lives}
 
 
 def alone(setup: ComputeSetup, rounds: Sequence[Batches]) -> list[float]:
-    """One process takes a step with each of these, as decentral/train/step.py does; the losses that it saw."""
+    """The losses of one process that takes a step with each of these, as decentral/train/step.py does."""
     compute = Compute(setup)
     losses = []
     for batches in rounds:
@@ -159,7 +162,7 @@ def alone(setup: ComputeSetup, rounds: Sequence[Batches]) -> list[float]:
 
 
 def gradients(setup: ComputeSetup, weights: dict[int, Tensor], batches: Batches) -> tuple[dict[int, Tensor], float]:
-    """Of one process with these weights: each fragment's, of the mean loss over all tokens; and that loss."""
+    """The gradients by fragment of one process with these weights, of the mean loss over all tokens; and that loss."""
     compute = Compute(setup)
     for live in compute.inner.lives:
         live.theta.copy_(weights[live.fragment.index])
@@ -172,7 +175,7 @@ def gradients(setup: ComputeSetup, weights: dict[int, Tensor], batches: Batches)
 
 
 def _fetching(setup: ComputeSetup, sequences: int, batches: Batches) -> Callable[[], tuple[Tensor, Tensor]]:
-    """These micro-batches, one after another."""
+    """A function that returns these micro-batches, one after another."""
     given = iter(batches)
 
     def fetch() -> tuple[Tensor, Tensor]:
@@ -183,6 +186,6 @@ def _fetching(setup: ComputeSetup, sequences: int, batches: Batches) -> Callable
 
 
 def equal(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
-    """Whether two peers' weights are the same bits in every fragment that both hold, and there is one."""
+    """Whether two peers hold a fragment both, and the same bits of every such fragment."""
     both = one.keys() & other.keys()
     return bool(both) and all(torch.equal(one[index], other[index]) for index in both)

@@ -1,4 +1,4 @@
-"""Synchronous rounds: peers with unequal, overlapping spans train as one process does, whoever comes, goes or dies."""
+"""Synchronous rounds: peers with unequal, overlapping spans train as one process does while peers come, go and die."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ FIVE: list[Span] = [*UNEQUAL, (0, 2), (3, 5)]
 
 @pytest.fixture
 def make_of(setup_of: MakeSetup) -> Callable[[int], Make]:
-    """`make_of(micro_batches)`: a run of rounds with so many, a clip that never binds, and fp32 between peers."""
+    """`make_of(micro_batches)` makes a run with so many in a round, a clip that never binds, and fp32 between peers."""
 
     def of(micro_batches: int) -> Make:
         def make(peer: PeerId) -> ComputeSetup:
@@ -41,15 +41,15 @@ def make_of(setup_of: MakeSetup) -> Callable[[int], Make]:
     return of
 
 
-def some(world: World, rounds: int) -> float:
-    """So many more rounds; the virtual seconds that they took."""
+def run_rounds(world: World, rounds: int) -> float:
+    """Runs so many more rounds, and returns the virtual seconds that they took."""
     began = world.agenda.now
     world.until_round(max(world.rounds(member.number).number for member in world.living) + rounds)
     return world.agenda.now - began
 
 
 def all_equal(world: World) -> bool:
-    """Whether those who live and hold the same fragment hold the same bits of it. They must be in one round."""
+    """Whether all living peers with the same fragment hold the same bits of it. They must be in one round."""
     living = [member.number for member in world.living]
     assert len({world.rounds(number).number for number in living}) == 1
     pairs = [(world.weights(a), world.weights(b)) for a in living for b in living if a < b]
@@ -65,15 +65,15 @@ def test_a_rounds_gradients_are_those_of_one_process(make_of: Callable[[int], Ma
     make = make_of(12)
     world = World(make, spans, job_s=0.05)
     world.start_all(1.0)
-    some(world, 3)  # by then all know how fast the others are
+    run_rounds(world, 3)  # by then all peers have measured the others
     number = world.rounds(0).number
     held = [live for compute in world.computes.values() for live in compute.inner.lives]
     weights = {live.fragment.index: live.theta.clone() for live in held}
     before = [live.exp_avg.clone() for live in held]
-    some(world, 1)
+    run_rounds(world, 1)
     expected, loss = gradients(make(PeerId("alone")), weights, world.drawn()[number])
     assert len({peer for peer, executions in world.carried(number).items() if executions}) == len(spans), (
-        "all have carried something"
+        "all have executed something"
     )
     for live, old in zip(held, before, strict=True):
         gradient = (live.exp_avg - 0.9 * old) / 0.1  # AdamW's first moment before and after
@@ -94,7 +94,7 @@ def test_a_run_loses_what_one_process_loses_in_every_round(make_of: Callable[[in
     for seen in world.losses.values():
         assert max(abs(seen[number] - losses[number]) for number in seen if number in losses) < 1e-3
     assert losses[rounds[-1]] < losses[rounds[0]] - 3
-    assert len(world.ways()) > 2
+    assert len(world.routes_taken()) > 2
     assert all_equal(world)
     assert (audited(world).in_part, audited(world).dropped) == (0, 0)
 
@@ -104,35 +104,35 @@ def test_every_holder_takes_part_and_each_round_has_as_many_micro_batches_as_it_
 ) -> None:
     world = World(make_of(5), FIVE, job_s=0.02)
     world.start_all(0.5)
-    some(world, 2)
+    run_rounds(world, 2)
     first = world.rounds(0).number
-    some(world, 8)
+    run_rounds(world, 8)
     for number in range(first, first + 7):
         origins = [origin for origin, _ in world.drawn()[number]]
         assert len(origins) == 5
-        assert {origins.count(world.members[peer].peer) for peer in (0, 3)} == {2, 3}, "the odd one in turns"
-    carriers = [
+        assert {origins.count(world.members[peer].peer) for peer in (0, 3)} == {2, 3}, "they draw the odd one in turns"
+    active = [
         peer for number in range(first, first + 7) for peer, executions in world.carried(number).items() if executions
     ]
-    assert len(set(carriers)) == 5
+    assert len(set(active)) == 5
     assert all_equal(world)
 
 
-# Who dies
+# Peers that die
 
 
 @pytest.mark.parametrize("victim", range(5))
-def test_who_dies_in_a_round_costs_two_deadlines_and_the_others_stay_equal(
+def test_a_peer_that_dies_in_a_round_costs_two_deadlines_and_the_others_stay_equal(
     make_of: Callable[[int], Make], victim: int
 ) -> None:
     world = World(make_of(6), FIVE, job_s=0.02)
     world.start_all(0.5)
-    some(world, 4)
+    run_rounds(world, 4)
     world.agenda.run(world.agenda.now + 0.15)  # micro-batches are under way
     peer = world.members[victim].peer
     world.crash(world.members[victim])
-    assert some(world, 2) < 2 * (GONE_S + HOP_DEADLINE_FLOOR_S)
-    some(world, 2)
+    assert run_rounds(world, 2) < 2 * (GONE_S + HOP_DEADLINE_FLOOR_S)
+    run_rounds(world, 2)
     assert all_equal(world)
     assert audited(world).sound
     for member in world.living:
@@ -143,12 +143,12 @@ def test_who_dies_in_a_round_costs_two_deadlines_and_the_others_stay_equal(
 def test_a_peer_that_comes_back_is_let_in_again_and_equals_the_others(make_of: Callable[[int], Make]) -> None:
     world = World(make_of(6), FIVE, job_s=0.2)
     world.start_all(0.5)
-    some(world, 3)
+    run_rounds(world, 3)
     world.crash(world.members[1])
     world.agenda.run(world.agenda.now + 1.0)  # the others have not noticed yet
     world.start(world.members[1])
     world.agenda.run(world.agenda.now + 25.0)
-    some(world, 2)
+    run_rounds(world, 2)
     assert world.carried(world.rounds(1).number - 1)[world.members[1].peer]
     assert all_equal(world)
     assert audited(world).sound
@@ -157,18 +157,18 @@ def test_a_peer_that_comes_back_is_let_in_again_and_equals_the_others(make_of: C
 def test_a_peer_that_was_taken_for_dead_notices_and_fetches_the_state_anew(make_of: Callable[[int], Make]) -> None:
     world = World(make_of(6), FIVE, job_s=0.2)
     world.start_all(0.5)
-    some(world, 3)
+    run_rounds(world, 3)
     world.freeze(world.members[2])
     world.agenda.run(world.agenda.now + 20.0)
     world.thaw(world.members[2])
     world.agenda.run(world.agenda.now + 10.0)
-    some(world, 2)
+    run_rounds(world, 2)
     assert world.of(2, "behind")
     assert len(world.rounds(0).now_in.members) == 5  # type: ignore[union-attr]
     assert all_equal(world)
 
 
-def test_all_who_die_at_once_go_on_together_from_their_checkpoints(make_of: Callable[[int], Make]) -> None:
+def test_peers_that_all_die_at_once_go_on_together_from_their_checkpoints(make_of: Callable[[int], Make]) -> None:
     world = World(make_of(6), UNEQUAL, job_s=0.12)
     world.start_all(0.5)
     world.agenda.run(40.0)
@@ -178,7 +178,7 @@ def test_all_who_die_at_once_go_on_together_from_their_checkpoints(make_of: Call
     for number, member in enumerate(world.members):
         world.agenda.after(2.0 + number, partial(world.start, member))
     world.agenda.run(world.agenda.now + 30.0)
-    some(world, 2)
+    run_rounds(world, 2)
     assert saved >= 10
     assert all(world.rounds(number).number > saved for number in range(3))
     assert len(world.rounds(0).now_in.members) == 3  # type: ignore[union-attr]
@@ -189,7 +189,7 @@ def test_all_who_die_at_once_go_on_together_from_their_checkpoints(make_of: Call
 def test_two_parts_of_a_swarm_that_went_on_apart_become_one_again(make_of: Callable[[int], Make]) -> None:
     world = World(make_of(4), [None, None, None], job_s=0.2)
     world.start_all(0.5)
-    some(world, 2)
+    run_rounds(world, 2)
     world.sky.sides, world.sky.parted_at = {world.members[2].peer: 1}, world.agenda.now
     world.agenda.run(world.agenda.now + 20.0)
     apart = world.rounds(2).now_in
@@ -197,7 +197,7 @@ def test_two_parts_of_a_swarm_that_went_on_apart_become_one_again(make_of: Calla
     assert [one.peer for one in apart.members] == [world.members[2].peer]
     world.sky.sides.clear()
     world.agenda.run(world.agenda.now + 30.0)
-    some(world, 1)
+    run_rounds(world, 1)
     assert len(world.rounds(0).now_in.members) == 3  # type: ignore[union-attr]
     assert world.of(2, "behind")[-1]["reason"] == "apart"
     assert all_equal(world)

@@ -1,4 +1,4 @@
-"""What members say is asked of them; where they are gone, of the others; and all who live come to the same result."""
+"""Members are asked for what they have to say, and the others where members are gone, with the same result for all."""
 
 from decentral.comm.rounds.collection import COLLECT_RETRY_S, GONE_S, Collection, Wanted
 from decentral.comm.wire.codec import Envelope
@@ -30,96 +30,96 @@ def answered(ask: Ask, message: Message, seconds: float = 0.1) -> Answered:
 
 
 def gone(found: Collection) -> list[Ask]:
-    """X fails from 0 s on; the questions to the others that follow."""
+    """Lets X fail from 0 s on, and returns the questions to the others that follow."""
     now = 0.0
-    while not found.wanted[X, None].bound:
+    while not found.wanted[X, None].origin_lost:
         (ask,) = asked(found, now)
         assert ask.to == X
-        found.heard(AskFailed(ask.tag, X, "unreachable", 0.0), now)
+        found.handle(AskFailed(ask.tag, X, "unreachable", 0.0), now)
         now += COLLECT_RETRY_S
     assert now >= GONE_S
     return asked(found, now)
 
 
-def test_its_origin_is_asked_until_it_is_done() -> None:
+def test_the_origin_is_asked_until_it_is_done() -> None:
     found = collection()
     (ask,) = asked(found, 0.0)
     assert isinstance(ask.envelope.message, CollectRequest)
-    found.heard(answered(ask, Refused("nothing-newer"), seconds=3.0), 3.0)
+    found.handle(answered(ask, Refused("nothing-newer"), seconds=3.0), 3.0)
     (again,) = asked(found, 3.0)
     assert (again.to, found.complete) == (X, False)
-    found.heard(answered(again, Done()), 3.1)
+    found.handle(answered(again, Done()), 3.1)
     assert found.complete
-    assert found.has(X, None) == Envelope(Done())
+    assert found.answer_for(X, None) == Envelope(Done())
 
 
-def test_one_that_lives_is_never_given_up() -> None:
+def test_an_origin_that_lives_is_never_given_up() -> None:
     found = collection()
     for second in range(100):
         (ask,) = asked(found, second)
-        found.heard(answered(ask, Refused("nothing-newer"), seconds=0.9), second + 0.9)
-    assert not found.wanted[X, None].bound
+        found.handle(answered(ask, Refused("nothing-newer"), seconds=0.9), second + 0.9)
+    assert not found.wanted[X, None].origin_lost
 
 
-def test_when_its_origin_is_gone_the_others_are_asked() -> None:
+def test_when_the_origin_is_gone_the_others_are_asked() -> None:
     found = collection()
     b, c = gone(found)
     assert {b.to, c.to} == {B, C}
-    found.heard(answered(b, Refused("without")), 6.0)
+    found.handle(answered(b, Refused("without")), 6.0)
     assert not found.complete
-    found.heard(answered(c, Done()), 6.1)
+    found.handle(answered(c, Done()), 6.1)
     assert found.complete
-    assert found.has(X, None) == Envelope(Done())
+    assert found.answer_for(X, None) == Envelope(Done())
 
 
-def test_what_nobody_has_is_over() -> None:
+def test_a_report_that_nobody_has_is_over() -> None:
     found = collection()
     for ask in gone(found):
-        found.heard(answered(ask, Refused("without")), 6.0)
+        found.handle(answered(ask, Refused("without")), 6.0)
     assert found.complete
-    assert found.has(X, None) == Envelope(Refused("without"))
+    assert found.answer_for(X, None) == Envelope(Refused("without"))
     assert found.wanted[X, None].reason == "unreachable"
 
 
-def test_others_are_told_that_we_go_without_only_when_we_have_given_its_origin_up() -> None:
+def test_others_are_told_that_we_go_without_it_only_when_we_have_given_the_origin_up() -> None:
     found = collection()
     asked(found, 0.0)
-    assert found.has(X, None) is None
+    assert found.answer_for(X, None) is None
     gone(collection_ := collection())
-    assert collection_.has(X, None) == Envelope(Refused("without"))
+    assert collection_.answer_for(X, None) == Envelope(Refused("without"))
 
 
 def test_an_answer_of_an_origin_that_was_given_up_comes_too_late() -> None:
     found = collection()
     (ask,) = asked(found, 0.0)
-    found.bind(found.wanted[X, None], "gone", 1.0)
-    found.heard(answered(ask, Done()), 1.1)
-    assert found.has(X, None) == Envelope(Refused("without"))
+    found.wanted[X, None].lose_origin("gone", 1.0)
+    found.handle(answered(ask, Done()), 1.1)
+    assert found.answer_for(X, None) == Envelope(Refused("without"))
 
 
-def test_an_other_that_is_gone_too_is_not_waited_for() -> None:
+def test_another_member_that_is_gone_too_is_not_waited_for() -> None:
     found = collection(others=(B,))
     (b,) = gone(found)
-    found.heard(AskFailed(b.tag, B, "deadline", 6.0), 12.0)
+    found.handle(AskFailed(b.tag, B, "deadline", 6.0), 12.0)
     assert found.complete
 
 
-def test_what_is_large_is_asked_of_one_other_at_a_time() -> None:
+def test_a_large_blob_is_asked_of_one_other_at_a_time() -> None:
     assert len(gone(collection(size=1000))) == 1
 
 
-def test_nonsense_counts_as_gone() -> None:
+def test_an_origin_that_answers_nonsense_counts_as_gone() -> None:
     found = collection()
     (ask,) = asked(found, 0.0)
-    found.heard(answered(ask, Refused("nothing-newer", "x")), 0.1)
+    found.handle(answered(ask, Refused("nothing-newer", "x")), 0.1)
     (ask,) = asked(found, 1.0)
-    found.heard(Answered(ask.tag, X, Envelope(CollectRequest("run", 7, "X", None, 1.0, True)), 0.1, 0, 0), 1.1)
+    found.handle(Answered(ask.tag, X, Envelope(CollectRequest("run", 7, "X", None, 1.0, True)), 0.1, 0, 0), 1.1)
     assert found.wanted[X, None].reason == "unexpected"
 
 
-def test_who_hears_that_the_others_have_gone_on_knows_that_it_is_behind() -> None:
+def test_a_peer_that_hears_that_the_others_have_gone_on_knows_that_it_is_behind() -> None:
     for reason in ("late", "expelled"):
         found = collection()
         (ask,) = asked(found, 0.0)
-        found.heard(answered(ask, Refused(reason)), 0.1)
+        found.handle(answered(ask, Refused(reason)), 0.1)
         assert found.behind == reason

@@ -1,0 +1,257 @@
+"""One synchronous round: its members, what they have said, and how far it is.
+
+    REPORTS    the members' reports are collected
+    CLOSING    all are here: the compute thread ends our sums of gradients
+    SUMS       the other holders' sums of our fragments are collected
+    STEPPING   all are here: the compute thread takes the step
+    OVER
+
+A peer that only follows has no sums of its own, so its round goes from REPORTS to SUMS. A round without gradients
+takes no step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from decentral.comm.rounds import contributions
+from decentral.comm.rounds.collection import Collection, Wanted
+from decentral.comm.rounds.contributions import ContributionRecord, RoundCount, Versions
+from decentral.comm.rounds.members import covers_model, precedence, valid_members, whole_fragments
+from decentral.comm.routes.ledger import GradientEntry
+from decentral.comm.routes.stage import StageConfig
+from decentral.comm.wire import blobs
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import RoundMember, RoundMembers, RoundReport, RoundStatus, Snapshot
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Advance, Contribution, Fragment, RoundClosed, Section, WindowClosed
+from decentral.core.machine import Effect, log
+from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
+
+
+class RoundPhase(Enum):
+    REPORTS = auto()
+    CLOSING = auto()
+    SUMS = auto()
+    STEPPING = auto()
+    OVER = auto()
+
+
+LEGAL_MOVES = {
+    RoundPhase.REPORTS: (RoundPhase.CLOSING, RoundPhase.SUMS),
+    RoundPhase.CLOSING: (RoundPhase.SUMS,),
+    RoundPhase.SUMS: (RoundPhase.STEPPING, RoundPhase.OVER),
+    RoundPhase.STEPPING: (RoundPhase.OVER,),
+    RoundPhase.OVER: (),
+}
+
+
+class IllegalRoundMove(AssertionError):
+    """A round would enter a phase that cannot follow the one it is in."""
+
+
+def own_member(stage: StageConfig) -> RoundMember:
+    return RoundMember(stage.peer, stage.first, stage.last)
+
+
+def own_fragments(stage: StageConfig) -> list[Fragment]:
+    return whole_fragments(own_member(stage), stage.cuts)
+
+
+def is_valid(status: RoundStatus, stage: StageConfig) -> bool:
+    """Whether another peer's status can be that of a round of our run."""
+    return status.run == stage.run and bool(status.members) and valid_members(status.members, stage.cuts)
+
+
+@dataclass(slots=True)
+class Round:
+    stage: StageConfig
+    number: int
+    members: RoundMembers
+    acting: bool  # whether we act as a member, if we are one; otherwise we only follow
+    deadline_s: Callable[[PeerId, int], Seconds]
+    covered: bool = field(init=False)  # whether the members hold the whole model; else the round waits for newcomers
+    collection: Collection = field(init=False)
+    phase: RoundPhase = RoundPhase.REPORTS
+    report: RoundReport | None = None  # our own
+    sums: dict[int, Envelope] | None = None  # our own, by fragment; None: not closed yet
+    reports: dict[PeerId, RoundReport] = field(default_factory=dict)  # from CLOSING on
+    count: RoundCount = field(default_factory=RoundCount)
+    executions: list[GradientEntry] = field(default_factory=list)  # those in our sums
+    versions: Versions = field(default_factory=dict)  # of our fragments after the step
+
+    def __post_init__(self) -> None:
+        self.acting = self.acting and self.listed
+        self.covered = covers_model(self.members, self.stage.layers)
+        self.collection = Collection(self.stage.run, self.number, self.listed, self._accept, self.deadline_s)
+
+    @property
+    def peers(self) -> list[PeerId]:
+        return [PeerId(member.peer) for member in self.members]
+
+    @property
+    def listed(self) -> bool:
+        """Whether we are one of the members. One that has restarted does not act in this round."""
+        return self.stage.peer in self.peers
+
+    def enter(self, phase: RoundPhase) -> None:
+        if phase not in LEGAL_MOVES[self.phase]:
+            raise IllegalRoundMove(f"round {self.number} cannot go from {self.phase.name} to {phase.name}")
+        self.phase = phase
+
+    def present(self) -> list[RoundMember]:
+        """The members of whom we do not know that they are gone."""
+        reports = {origin: one for (origin, fragment), one in self.collection.wanted.items() if fragment is None}
+        gone = {origin for origin, one in reports.items() if one.origin_lost and not one.found}
+        return [member for member in self.members if member.peer not in gone]
+
+    @property
+    def still_covered(self) -> bool:
+        return covers_model(self.present(), self.stage.layers)
+
+    def yields_to(self, status: RoundStatus) -> bool:
+        """Whether another peer's round, of which we are no member, goes on instead of this one."""
+        if not is_valid(status, self.stage) or self.stage.peer in {member.peer for member in status.members}:
+            return False
+        layers = self.stage.layers
+        return precedence(status.round, status.members, layers) > precedence(self.number, self.members, layers)
+
+    # Reports
+
+    def want_reports(self, now: Seconds) -> None:
+        for peer in self.peers:
+            self._want(peer, None, 0, self.peers, now)
+
+    def write_report(self, record: ContributionRecord, newcomers: RoundMembers, versions: Versions) -> None:
+        """Our own report: which of our micro-batches are complete, who is let in, and what we hold."""
+        stage = self.stage
+        completed, loss = record.completed_micro_batches(self.members, stage.peer)
+        held = tuple(versions[cut.index] for cut in own_fragments(stage))
+        self.report = RoundReport(stage.run, self.number, own_member(stage), completed, loss, newcomers, held)
+
+    @property
+    def all_reported(self) -> bool:
+        reported = self.collection.complete and (self.report is not None or not self.acting)
+        return self.phase is RoundPhase.REPORTS and reported
+
+    def count_reports(self) -> None:
+        if self.report:
+            self.reports[self.stage.peer] = self.report
+        for (origin, _), wanted in self.collection.wanted.items():
+            if wanted.found and isinstance(wanted.found.message, RoundReport):
+                self.reports[origin] = wanted.found.message
+        self.count = contributions.count_contributions(self.members, self.reports, self.stage.peer, self.stage.cuts)
+
+    def has_diverged(self, versions: Versions) -> bool:
+        """Whether one of our fragments has another version than most of its holders have."""
+        majority = contributions.majority_versions(self.reports, self.stage.cuts)
+        return any(majority.get(index, version) != version for index, version in versions.items())
+
+    # Sums
+
+    def close_sums(self, closed: RoundClosed, entries: dict[int, GradientEntry]) -> None:
+        self.executions = [entries[token] for token in closed.executions]
+        self.sums = {one.fragment: self.sum_message(one) for one in closed.sums}
+
+    def want_sums(self, now: Seconds) -> None:
+        """The sums of all members whose gradients count in a fragment of ours."""
+        self.enter(RoundPhase.SUMS)
+        self.sums = self.sums or {}
+        ours = {cut.index: cut for cut in own_fragments(self.stage)}
+        for peer, index in sorted(self.count.tokens):
+            if index in ours:
+                cut = ours[index]
+                holders = [PeerId(m.peer) for m in self.members if m.first <= cut.first and cut.last <= m.last]
+                self._want(peer, index, 4 * cut.parameters, holders, now)
+
+    @property
+    def all_sums_here(self) -> bool:
+        return self.phase is RoundPhase.SUMS and self.collection.complete
+
+    def advance(self, versions: Versions) -> Advance:
+        """The step with all sums; `versions` are those of our fragments before it."""
+        self.enter(RoundPhase.STEPPING)
+        found: dict[int, dict[PeerId, Envelope]] = {cut.index: {} for cut in own_fragments(self.stage)}
+        for (origin, fragment), wanted in self.collection.wanted.items():
+            if fragment is not None and wanted.found:
+                found[fragment][origin] = wanted.found
+        for fragment, envelope in (self.sums or {}).items():
+            found[fragment][self.stage.peer] = envelope
+        parts = tuple((index, _contributions(sums)) for index, sums in sorted(found.items()))
+        for fragment, used in parts:
+            digests = [(part.peer, blobs.digest(part.blob)) for part in used]
+            self.versions[fragment] = contributions.next_version(versions[fragment], digests)
+        own = self.report.micro_batches if self.report else ()
+        after = tuple(sorted(self.versions.items()))
+        return Advance(self.number, parts, after, sum(one.tokens for one in own), len(own), self.count.loss)
+
+    def sum_message(self, closed: WindowClosed) -> Envelope:
+        """Our sum for the other holders. Its time is zero, because all of them must judge it alike whenever they do."""
+        digest, run = blobs.digest(closed.blob), self.stage.run
+        snapshot = Snapshot(run, closed.fragment, closed.seq, closed.tokens, 0.0, 0.0, closed.layout, digest)
+        return Envelope(snapshot, closed.blob)
+
+    # The end
+
+    def journal(self, refused: Sequence[tuple[PeerId, int, str]]) -> list[Effect]:
+        """Lines for the journal about what counted and what did not. `refused` sums did not go into the step."""
+        wanted = self.collection.wanted.values()
+        missing = [(one.origin, one.fragment, one.reason) for one in wanted if not one.found]
+        lines: list[Effect] = [
+            log("without", round=self.number, peer=peer, fragment=fragment, reason=reason)
+            for peer, fragment, reason in [*missing, *refused]
+        ]
+        if self.executions:
+            of = [entry.line() for entry in self.executions]
+            if self.sums:
+                lines.append(log("counted", of=of, round=self.number))
+            else:
+                named = sum(entry.execution in self.count.executions for entry in self.executions)
+                lines.append(log("uncounted", of=of, void=len(of) - named, round=self.number))
+        return lines
+
+    # Helpers
+
+    def _want(self, origin: PeerId, fragment: int | None, size: int, holders: Sequence[PeerId], now: Seconds) -> None:
+        """Wants it from another member. What we said ourselves before a restart, those know that heard it then."""
+        own = self.stage.peer
+        if origin == own and self.acting:
+            return
+        others = [peer for peer in holders if peer not in (origin, own)]
+        wanted = self.collection.want(origin, fragment, size, others, now)
+        report = self.collection.wanted.get((origin, None))
+        if origin == own:
+            wanted.lose_origin(Reason.RESTARTED, now)
+        elif report and report.over and not report.found:
+            wanted.lose_origin(Reason.GONE, now)
+
+    def _accept(self, wanted: Wanted, envelope: Envelope) -> None:
+        """Raises ProtocolError for what cannot be the thing wanted. All members that get the same judge alike."""
+        stage = self.stage
+        match envelope.message:
+            case RoundReport() as report if wanted.fragment is None:
+                if (report.run, report.round) != (stage.run, self.number):
+                    raise ProtocolError(Reason.ROUND, f"a report of round {report.round}")
+                contributions.check_report(report, self.members, wanted.origin, stage.cuts)
+            case Snapshot() as snapshot if wanted.fragment is not None:
+                (cut,) = (one for one in stage.cuts if one.index == wanted.fragment)
+                layout = (Section("gradient", "fp32", cut.parameters, 4 * cut.parameters),)
+                expected = Snapshot(stage.run, cut.index, self.number, 0, 0.0, 0.0, layout, b"")
+                tokens = self.count.tokens[wanted.origin, wanted.fragment]
+                contributions.check_sum(snapshot, len(envelope.blob), tokens, expected)
+                if blobs.digest(envelope.blob) != snapshot.digest:
+                    raise ProtocolError(Reason.DIGEST, "the blob is not the one described")
+            case _:
+                raise ProtocolError(Reason.UNEXPECTED, "neither a report nor a sum")
+
+
+def _contributions(sums: dict[PeerId, Envelope]) -> tuple[Contribution, ...]:
+    """In the order of the peers, without sums of no tokens."""
+    found = []
+    for peer, envelope in sorted(sums.items()):
+        assert isinstance(envelope.message, Snapshot)
+        if envelope.message.tokens:
+            found.append(Contribution(peer, envelope.message.tokens, 0.0, envelope.message.layout, envelope.blob))
+    return tuple(found)

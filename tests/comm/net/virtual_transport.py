@@ -1,0 +1,63 @@
+"""A Transport on the virtual network, so that the suite of all transports holds it to the same behaviour."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from decentral.comm.net.virtual_network import Network, Outcome, Respond
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Refused
+from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
+
+
+class VirtualTransport:
+    """A Transport whose deadlines are in virtual time: whoever awaits it must let the agenda run."""
+
+    def __init__(self, network: Network, peer: PeerId) -> None:
+        self.peer = peer
+        self._network = network
+        self._port = network.plug(peer)
+
+    async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._network.ask(self._port, to, envelope, deadline_s, max_blob_bytes, _unless_over(future))
+        outcome = await future
+        if isinstance(outcome, AskError):
+            raise outcome
+        return outcome
+
+    async def serve(self, handler: Handler, bound: BlobBound) -> None:
+        def serve(sender: PeerId, envelope: Envelope, respond: Respond) -> None:
+            answering = asyncio.ensure_future(self.answer(handler(sender, envelope)))
+            answering.add_done_callback(lambda done: respond(done.result()))
+
+        self._port.serve, self._port.bound = serve, bound
+
+    async def answer(self, work: Awaitable[Envelope]) -> Envelope | None:
+        try:
+            return await work
+        except ProtocolError as error:
+            self._port.refused[error.reason] += 1
+            return Envelope(Refused(error.reason, str(error)[:200]))
+        except (EOFError, ConnectionError, OSError):
+            return None
+
+    def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        """Everybody can find everybody."""
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        return self._port.refused
+
+    async def close(self) -> None:
+        self._network.unplug(self.peer)
+
+
+def _unless_over(future: "asyncio.Future[Outcome]") -> Callable[[Outcome], None]:
+    def done(outcome: Outcome) -> None:
+        if not future.done():
+            future.set_result(outcome)
+
+    return done
