@@ -105,7 +105,7 @@ def forward(compute: Compute, run: config.Config, number: int, first: int, last:
     else:
         sequences = run.train.micro_batch
         assert isinstance(sequences, int)
-        expected = compute.layout(first, sequences)
+        expected = compute.span.layout(first, sequences)
         hidden = compress.encode(expected[0].codec, 0.1 * torch.randn(expected[0].elements))
         blob = hidden + bytes(expected[1].size)
         done = compute.do(jobs.Forward(number, first, last, sequences, expected, blob))
@@ -114,11 +114,11 @@ def forward(compute: Compute, run: config.Config, number: int, first: int, last:
 
 def backward(compute: Compute, run: config.Config, number: int, last: int) -> None:
     """The last peer's backward pass is done with its forward pass."""
-    if last == compute.model_layers:
+    if last == compute.span.model_layers:
         return
     sequences = run.train.micro_batch
     assert isinstance(sequences, int)
-    (section, _) = compute.layout(last, sequences)
+    (section, _) = compute.span.layout(last, sequences)
     blob = compress.encode(section.codec, 1e-3 * torch.randn(section.elements))
     done = compute.do(jobs.Backward(number, (section,), blob))
     assert isinstance(done, jobs.BackwardDone), done

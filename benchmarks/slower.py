@@ -97,7 +97,7 @@ class Swarm:
         compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, compress, device, folder, span))
         capacity = self.needs.capacity(0, 3, self.half)
         place = stage.StageConfig(
-            RUN, own.peer, *span, compute.cuts, 1, capacity, 1, compute.layout, self.needs.kept, self.run.routes.slots,
+            RUN, own.peer, *span, compute.span.cuts, 1, capacity, 1, compute.span.layout, self.needs.kept, self.run.routes.slots,
             self.run.routes.overlap,
         )  # fmt: skip
         setup = NodeSetup(
@@ -105,12 +105,12 @@ class Swarm:
             run=RUN,
             own=own,
             fragments=compute.fragments,
-            state_layouts=compute.state_layouts(),
-            layers=compute.model_layers,
+            state_layouts=compute.gossip.state_layouts(),
+            layers=compute.span.model_layers,
             profile=Profile("emulated", self.half, 1e9, self.tokens / self.seconds),
             addresses=(),
             routes=place,
-            room=MemoryBudget(self.needs, self.half, compute.layouts()),
+            room=MemoryBudget(self.needs, self.half, compute.span.all_state_layouts()),
         )
         now = clock()
         journal, book = Journal(folder / "journal.jsonl", now), AddressBook(folder / "peers.json")
@@ -122,8 +122,7 @@ class Swarm:
         compute = self.computes[number]
         device = dataclasses.replace(compute.setup.device, emulated_s=self.seconds * times)
         compute.setup = dataclasses.replace(compute.setup, device=device)
-        assert compute.hops is not None
-        compute.hops.device = device
+        compute.span.stages.device = device
         self.slowed[number], self.slowed_at = times, time.time()
 
     def completed(self) -> int:

@@ -1,4 +1,4 @@
-"""Real gradients under a virtual clock: train/compute.py's Compute trains, only its seconds are the simulation's."""
+"""Real gradients in virtual time: train/compute.py's Compute trains; only its seconds are the simulation's."""
 
 import tempfile
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim.swarm import Shape, SimulatedPeer
 from decentral.sim.virtual_host import Training
-from decentral.train import data, stage_jobs
+from decentral.train import data
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.step import Device
@@ -34,20 +34,19 @@ class Trained:
         return self.compute.lr_step
 
     @property
-    def mixing(self) -> FragmentGossip:
-        return self.compute.mixing
+    def gossip(self) -> FragmentGossip:
+        return self.compute.gossip
 
     def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
         assert count == 1, "real steps are made one by one"
         return replace(self.compute.step(), seconds=seconds)
 
     def work(self, job: jobs.Job) -> float:
-        hops = self.compute.hops
-        return stage_jobs.work(job, self.compute.cuts, hops.held if hops else {})
+        return self.compute.work(job)
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
+        """Leaves out the seconds that this machine took: two runs of a seed must not differ by them."""
         outcome = self.compute.do(job)
-        # The seconds of this machine are none of the simulation's: two runs of a seed must not differ by them.
         return replace(outcome, seconds=0.0) if isinstance(outcome, jobs.Evaluated) else outcome
 
 
@@ -71,5 +70,5 @@ def real_gradients(shape: Shape) -> Shape:
         pace=replace(shape.pace, steps_at_once=1),
         tokens_per_step=probe.micro_batch * run.model.context * run.train.accumulate,
         gradients=train,
-        donated=tuple(probe.state_layouts()),
+        donated=tuple(probe.gossip.state_layouts()),
     )

@@ -75,7 +75,7 @@ def held_out_loss(run: config.Config, weights: Weights, codecs: Codecs) -> float
     with tempfile.TemporaryDirectory() as folder:
         corpus = data.load(run.data, run.model)
         compute = Compute(ComputeSetup(plain, PeerId("average"), corpus, codecs, device, Path(folder)))
-        for mixed in compute.mixing.fragments:
+        for mixed in compute.gossip.fragments:
             mixed.live.theta.copy_(weights[mixed.live.fragment.index])
         outcome = compute.do(jobs.Evaluate())
     assert isinstance(outcome, jobs.Evaluated)

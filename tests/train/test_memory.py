@@ -52,11 +52,11 @@ def test_the_state_of_a_parameter_is_what_the_tensors_take(setup_of: Callable[..
     compute = Compute(dataclasses.replace(setup, span=(1, 3)))
     for fragment in compute.fragments:
         compute.do(jobs.CloseWindow(fragment.index, 1))
-    assert compute.hops is not None
-    tensors = [t for name, t in compute.mixing.tensors().items() if not name.endswith("exp_avg_sq.")]
+    tensors = [t for name, t in compute.gossip.tensors().items() if not name.endswith("exp_avg_sq.")]
     held = sum(t.numel() * t.element_size() for t in tensors)  # theta, two moments, phi, b, m, e, the closed window
     held += sum(
-        t.numel() * 4 for t in (*compute.hops.sums.filled, *(t for slot in compute.hops.sums.sealed for t in slot))
+        t.numel() * 4
+        for t in (*compute.span.stages.sums.filled, *(t for slot in compute.span.stages.sums.sealed for t in slot))
     )
     needs = memory.needs(setup.config)
     said = sum(fragment.parameters for fragment in compute.fragments) * 40

@@ -20,7 +20,7 @@ FIRST = (0, 2)
 def peer(setup_of: MakeSetup, name: str, span: tuple[int, int]) -> Compute:
     """It has trained a little, so that its weights and moments are its own."""
     compute = Compute(replace(setup_of(name), span=span))
-    for mixed in compute.mixing.fragments:
+    for mixed in compute.gossip.fragments:
         mixed.live.theta += 0.01 * torch.randn(
             len(mixed.live.theta), generator=torch.Generator().manual_seed(len(name))
         )
@@ -36,23 +36,23 @@ def state_of(compute: Compute, fragment: int) -> jobs.Donated:
 
 
 def held(compute: Compute) -> dict[int, torch.Tensor]:
-    return {mixed.live.fragment.index: mixed.live.theta.clone() for mixed in compute.mixing.fragments}
+    return {mixed.live.fragment.index: mixed.live.theta.clone() for mixed in compute.gossip.fragments}
 
 
 def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
-    before = compute.mixing.fragments[0].live
+    before = compute.gossip.fragments[0].live
     state = state_of(donor, 0)
     assert compute.do(jobs.ChangeSpan(*FIRST, (state,), 40)) == jobs.SpanChanged(True, kept=((2, 0),))
     assert [fragment.index for fragment in compute.fragments] == [0, 1]
-    came, stayed = (mixed.live for mixed in compute.mixing.fragments)
+    came, stayed = (mixed.live for mixed in compute.gossip.fragments)
     assert stayed is before
     assert stayed.steps == 9
     phi = unpack(compute.setup.codecs, state[1], state[2])["phi"]
     assert torch.equal(came.theta, phi)
     assert not came.exp_avg.any()
     assert compute.lr_step == 40
-    layer = compute.layers[1]
+    layer = compute.span.layers[1]
     assert next(layer.parameters()).data_ptr() in range(
         stayed.theta.data_ptr(), stayed.theta.data_ptr() + 4 * len(stayed.theta)
     )
@@ -74,11 +74,11 @@ def test_it_carries_micro_batches_through_its_new_layers(setup_of: MakeSetup) ->
 
 def test_what_was_given_up_can_be_had_again_from_the_disk(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
-    compute.lr_step = 30
+    compute.counters.lr_step = 30
     given_up = state_of(compute, 2)
     compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
     found = Compute(replace(setup_of("A"), span=FIRST))  # after a restart
-    assert found.kept.kept(range(3)) == ((2, 30),)
+    assert found.retained.steps(range(3)) == ((2, 30),)
     assert found.do(jobs.ExportRetained(2)) == jobs.RetainedExported(2, 30, *given_up[1:])
     assert found.do(jobs.ChangeSpan(*LAST, (given_up,), 30)) == jobs.SpanChanged(True, kept=((0, 0),))
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSet
     assert found.resume()
     for index, theta in held(compute).items():
         assert torch.equal(held(found)[index], theta)
-    assert [mixed.live.steps for mixed in found.mixing.fragments] == [0, 9]
+    assert [mixed.live.steps for mixed in found.gossip.fragments] == [0, 9]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_state_that_is_none_changes_nothing(
     assert compute.do(jobs.ChangeSpan(*FIRST, (spoil(state_of(donor, 0)),), 40)) == jobs.SpanChanged(False, reason)
     assert all(torch.equal(theta, before[index]) for index, theta in held(compute).items())
     assert compute.lr_step == 0
-    assert compute.kept.kept(range(3)) == ()
+    assert compute.retained.steps(range(3)) == ()
 
 
 def test_a_device_whose_memory_is_full_goes_back_to_its_old_layers(
@@ -144,9 +144,9 @@ def test_a_full_disk_changes_nothing(setup_of: MakeSetup) -> None:
 def test_a_kept_state_that_is_damaged_or_of_another_run_is_none(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
     compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
-    other = replace(compute.kept, run="another")
-    assert other.kept(range(3)) == ()
+    other = replace(compute.retained, run="another")
+    assert other.steps(range(3)) == ()
     path = compute.setup.folder / "kept-2.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert compute.kept.kept(range(3)) == ()
+    assert compute.retained.steps(range(3)) == ()
     assert compute.do(jobs.ExportRetained(2)) == jobs.RetainedExported(2, 0, (), b"")
