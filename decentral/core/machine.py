@@ -6,7 +6,7 @@ came of it arrives later as an event. So one code runs over libp2p, in memory, a
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from decentral.core.units import Seconds
 
@@ -29,15 +29,6 @@ class Log:
 
 def log(event: str, **fields: Any) -> Log:
     return Log(event, fields)
-
-
-class Machine(Protocol):
-    @property
-    def wake_at(self) -> Seconds | None:
-        """When to send it Woke; None when only an event can move it."""
-        ...
-
-    def handle(self, event: object, now: Seconds) -> list[Effect]: ...
 
 
 def earliest(times: Iterable[Seconds | None]) -> Seconds | None:

@@ -73,12 +73,11 @@ class SurrogateWorkload(JobRunner):
         self.model, self.chance, self.disk = model, chance, disk
         numbers = MicroBatchNumbers.at(disk.reserved, disk.reserve)
         super().__init__(SurrogateSpan(model, peer, chance, span), disk, numbers, synchronous=False)
-        self.restored = disk.checkpoint is not None
         if disk.checkpoint is not None:
-            self.counters = replace(disk.checkpoint.counters)
+            self.counters, self.restored = replace(disk.checkpoint.counters), True
             self.gossip.load(disk.checkpoint.tensors, disk.checkpoint.windows, self.counters.own_steps)
 
-    def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
+    def take_steps(self, count: int, seconds: Seconds) -> jobs.Stepped:
         """Takes so many steps at once, which have taken so long."""
         tokens = count * self.model.tokens_per_step
         self.span.descend(count)
@@ -98,9 +97,3 @@ class SurrogateWorkload(JobRunner):
         )
         parameters = sum(fragment.parameters for fragment in self.fragments)
         return jobs.Saved(self.counters.own_steps, parameters * 4 * len(tensors) // len(self.fragments))
-
-    def _close_round(self, job: jobs.CloseRound) -> jobs.RoundClosed:
-        raise AssertionError(f"a surrogate does no {job!r}: synchronous runs are simulated with real gradients")
-
-    def _advance(self, job: jobs.Advance) -> jobs.Stepped:
-        raise AssertionError(f"a surrogate does no {job!r}: synchronous runs are simulated with real gradients")

@@ -64,7 +64,7 @@ class SurrogateModel:
     """The run whose model the numbers stand for: the same for all peers of a swarm."""
 
     config: config.Config
-    cuts: Sequence[jobs.Fragment]  # of the whole model
+    cuts: tuple[jobs.Fragment, ...]  # of the whole model
     codecs: Codecs
     tokens_per_step: int
     layout: Callable[[int, int], jobs.Layout]  # (layer, sequences): of a micro-batch that enters this layer

@@ -127,9 +127,7 @@ class SurrogateStages:
                 continue
             noise = self.chance.normal(0.0, STEP_NOISE / len(through) ** 0.5, NUMBERS)
             self.weights[index] -= DESCENT_RATE * sums[index] / tokens - noise
-            live.tokens += tokens
-            live.lr_sum += self.model.config.train.learning_rate
-            live.steps += 1
+            live.count(tokens, self.model.config.train.learning_rate)
         self.applied = sealed
 
     # Parts

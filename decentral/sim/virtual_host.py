@@ -42,32 +42,27 @@ Respond = Callable[[Envelope], None]
 
 
 class Training(Protocol):
-    """train/compute.py's Compute behind an adapter, or sim/surrogate.py's Sketch."""
+    """A JobRunner that steps when it is told to: sim/gradients.py's Trained, or sim/surrogate.py's SurrogateWorkload."""
+
+    restored: bool  # whether it goes on from a checkpoint
 
     @property
-    def waits(self) -> bool:
-        """Whether only a job can move it."""
-        ...
+    def waits(self) -> bool: ...
 
     @property
     def lr_step(self) -> int: ...
 
     @property
-    def restored(self) -> bool:
-        """Whether it goes on from a checkpoint."""
-        ...
-
-    @property
     def gossip(self) -> FragmentGossip: ...
 
-    def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
-        """So many steps at once, which have taken so long, other jobs included."""
+    def take_steps(self, count: int, seconds: Seconds) -> jobs.Stepped:
+        """Takes so many steps at once. They have taken so long, jobs before them included."""
         ...
 
     def do(self, job: jobs.Job) -> jobs.Outcome: ...
 
     def work(self, job: jobs.Job) -> float:
-        """How much of a micro-batch's computing, through the whole model, this job is; asked before it is done."""
+        """The job's share of a micro-batch's computing through the whole model; asked before it is done."""
         ...
 
 
@@ -218,7 +213,7 @@ class Engine:
             self.last_computed = now
             seconds = count * self._step_s + self.busy_s
             self.began, self.busy_s = self.began + count * self._step_s, 0.0
-            self.report(None, self.training.step(count, seconds))
+            self.report(None, self.training.take_steps(count, seconds))
 
     def _at(self, when: Seconds, action: Callable[[], None]) -> None:
         self._cancel()

@@ -82,7 +82,13 @@ class Compute(JobRunner):
     def do(self, job: jobs.Job) -> jobs.Outcome:
         """Carries out any job but Finish. An error that this peer can go on after is the outcome JobFailed."""
         try:
-            return super().do(job)
+            match job:
+                case jobs.CloseRound():
+                    return self._close_round(job)
+                case jobs.Advance():
+                    return self._advance(job)
+                case _:
+                    return super().do(job)
         except (OSError, RuntimeError) as error:  # a full disk, a device out of memory
             return jobs.JobFailed(type(job).__name__, f"{type(error).__name__}: {error}")
         except ProtocolError as error:  # our own weights do not encode: they have diverged
@@ -90,7 +96,8 @@ class Compute(JobRunner):
 
     def resume(self) -> bool:
         """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is of another run or damaged."""
-        return resume.resume(self.setup.folder, self.span, self.counters)
+        self.restored = resume.resume(self.setup.folder, self.span, self.counters)
+        return self.restored
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """inputs_BT and targets_BT of this peer's micro-batch with this number: a pure function of (seed, peer, number).

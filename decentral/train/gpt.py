@@ -2,13 +2,13 @@
 
 RMSNorm, rotary positions, SwiGLU, grouped-query attention (Touvron et al., arXiv 2307.09288). A layer is an
 `nn.Module` from one tensor to one tensor, and a model is a list of them, so a span is a slice of that list. The
-names inside a layer are those of Hugging Face's Llama; `to_llama` and `from_llama` add and remove the prefix.
+names inside a layer are those of Hugging Face's Llama; `to_llama` adds the prefix.
 
 Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channels of a head, V vocabulary.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -171,13 +171,6 @@ def to_llama(layers: Sequence[nn.Module]) -> dict[str, Tensor]:
         for name, tensor in layer.state_dict().items():
             names[_llama_name(index, len(layers), name)] = tensor
     return names
-
-
-def from_llama(layers: Sequence[nn.Module], weights: Mapping[str, Tensor]) -> None:
-    """Loads weights that have Hugging Face's names. Raises KeyError for a missing one."""
-    for index, layer in enumerate(layers):
-        own = {name: weights[_llama_name(index, len(layers), name)] for name in layer.state_dict()}
-        layer.load_state_dict(own)
 
 
 def _llama_name(index: int, count: int, name: str) -> str:

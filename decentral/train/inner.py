@@ -61,13 +61,18 @@ class Live:
         self.lr_sum = 0.0  # sum of the learning rates since the last close
         self.steps = 0  # of this AdamW: for its bias correction and for a newcomer's own warm-up
         self.train = train
-        self.betas = (train.beta1, train.beta2)
         self.decayed = sum(p.numel() for p in matrices)
         self._bind(matrices + gains)
 
     def moments(self) -> Moments:
-        beta1, beta2 = self.betas
-        return Moments(self.exp_avg_sq, 1 - beta1**self.steps, 1 - beta2**self.steps)
+        train, steps = self.train, self.steps
+        return Moments(self.exp_avg_sq, 1 - train.beta1**steps, 1 - train.beta2**steps)
+
+    def count(self, tokens: int, rate: float) -> None:
+        """A step was taken with so many tokens, at this learning rate."""
+        self.tokens += tokens
+        self.lr_sum += rate
+        self.steps += 1
 
     def _bind(self, parameters: Sequence[nn.Parameter]) -> None:
         start = 0
@@ -108,27 +113,23 @@ class Inner:
         for part in self._parts:
             _adamw(part, self.steps, rate, self.train)
         for live in self.lives:
-            live.tokens += tokens
-            live.lr_sum += rate
-            live.steps += 1
+            live.count(tokens, rate)
 
 
 def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> None:
-    """A step with one fragment's mean gradient [n], clipped by itself; none with one that is not finite."""
+    """AdamW on one fragment by itself, with its mean gradient [n], clipped by itself; no step if that is not finite.
+
+    `gradient` may be another vector than `live.grad`, and is scaled in place. `lr_step` is the swarm's.
+    """
     train = live.train
     norm = torch.linalg.vector_norm(gradient)
-    if torch.isfinite(norm):
-        gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        step_one(live, gradient, rate_at(train, lr_step, live.steps), tokens, train)
-
-
-def step_one(live: Live, gradient: Tensor, rate: float, tokens: int, train: config.TrainConfig) -> None:
-    """AdamW on one fragment by itself, with a gradient [n] that was gathered elsewhere than in `live.grad`."""
+    if not torch.isfinite(norm):
+        return
+    gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    rate = rate_at(train, lr_step, live.steps)
     for part in _parts(live, train.weight_decay, gradient):
         _adamw(part, live.steps, rate, train)
-    live.tokens += tokens
-    live.lr_sum += rate
-    live.steps += 1
+    live.count(tokens, rate)
 
 
 def _adamw(part: "_Part", steps: int, rate: float, train: config.TrainConfig) -> None:

@@ -1,6 +1,6 @@
 """Jobs and their outcomes: what Compute and the simulator's surrogate do alike.
 
-A job of core/jobs.py comes in, its outcome goes out. What the layers are made of is behind two protocols: HeldSpan (the
+A job of core/jobs.py comes in, its outcome goes out. What the layers are made of is behind two protocols: WorkingSpan (the
 fragments that a peer holds) and StageLayers (those layers at work for routes). train/span.py and train/stage_runner.py
 are made of tensors, sim/surrogate_span.py and sim/surrogate_stages.py of a few numbers for each fragment.
 """
@@ -15,7 +15,7 @@ from decentral.core.jobs import FORWARD_PART, forward_part, share
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.micro_batch_numbers import MicroBatchNumbers
-from decentral.train.span_change import ChangeableSpan, RetainedStore, change_span
+from decentral.train.span_change import HeldSpan, RetainedStore, change_span
 
 
 class PendingPass(Protocol):
@@ -49,8 +49,8 @@ class StageLayers(Protocol):
     def apply(self, lr_step: int, slot: int) -> None: ...
 
 
-class HeldSpan(ChangeableSpan, Protocol):
-    """The fragments that a peer holds, how they are gossiped, and how they work for routes."""
+class WorkingSpan(HeldSpan, Protocol):
+    """The fragments that a peer holds, which also work for routes."""
 
     @property
     def stages(self) -> StageLayers: ...
@@ -59,16 +59,19 @@ class HeldSpan(ChangeableSpan, Protocol):
 class JobRunner(ABC):
     """Carries out jobs on the span that it holds. Not thread-safe: one thread owns it."""
 
-    def __init__(self, span: HeldSpan, retained: RetainedStore, numbers: MicroBatchNumbers, synchronous: bool) -> None:
+    def __init__(
+        self, span: WorkingSpan, retained: RetainedStore, numbers: MicroBatchNumbers, synchronous: bool
+    ) -> None:
         self.span, self.retained, self.numbers, self.synchronous = span, retained, numbers, synchronous
         self.counters = Counters()
+        self.restored = False  # whether this peer goes on from a checkpoint
 
     @property
     def gossip(self) -> FragmentGossip:
         return self.span.gossip
 
     @property
-    def fragments(self) -> Sequence[jobs.Fragment]:
+    def fragments(self) -> list[jobs.Fragment]:
         return self.span.fragments
 
     @property
@@ -98,7 +101,10 @@ class JobRunner(ABC):
         return 0.0
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
-        """Carries out any job but Finish. What another peer sent and cannot be used is an outcome, not an error."""
+        """Carries out any job but Finish and those of synchronous rounds, which only Compute does.
+
+        What another peer sent and cannot be used is an outcome, not an error.
+        """
         match job:
             case jobs.CloseWindow() | jobs.Merge() | jobs.Absorb() | jobs.ExportState():
                 return self.gossip.do(job)
@@ -121,12 +127,8 @@ class JobRunner(ABC):
                 return self._evaluate()
             case jobs.Save():
                 return self._save()
-            case jobs.CloseRound():
-                return self._close_round(job)
-            case jobs.Advance():
-                return self._advance(job)
-            case jobs.Finish():
-                raise AssertionError("Finish ends the thread")
+            case jobs.CloseRound() | jobs.Advance() | jobs.Finish():
+                raise AssertionError(f"{type(self).__name__} does no {job!r}")
             case _:
                 return self._execute(job)
 
@@ -178,9 +180,3 @@ class JobRunner(ABC):
 
     @abstractmethod
     def _save(self) -> jobs.Saved: ...
-
-    @abstractmethod
-    def _close_round(self, job: jobs.CloseRound) -> jobs.RoundClosed: ...
-
-    @abstractmethod
-    def _advance(self, job: jobs.Advance) -> jobs.Stepped: ...

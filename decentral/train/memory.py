@@ -28,7 +28,6 @@ TRAINING_BYTES = 20
 SUM_BYTES = 4
 GOSSIP_BYTES = {"pull": 24, "symmetric": 12, "push_sum": 12, "allreduce": 12, "synchronous": 24}
 PASSING_BYTES = 16
-MOST_AUTO_SEQUENCES = 512  # of a micro-batch whose size is `auto`
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
 RETURNED_BYTES = 1 << 20
 

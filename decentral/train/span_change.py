@@ -3,7 +3,7 @@
 Everything is checked, and what is given up is on the disk, before anything changes; a change that fails is undone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,19 +33,12 @@ class RetainedStore(Protocol):
     def steps(self, fragments: Iterable[int]) -> jobs.RetainedStates: ...
 
 
-class ChangeableSpan(Protocol):
-    """The fragments that a peer holds."""
+class HeldSpan(Protocol):
+    """The fragments that a peer holds, and their gossip: train/span.py."""
 
-    @property
-    def cuts(self) -> Sequence[jobs.Fragment]:
-        """How the whole model is cut into fragments."""
-        ...
-
-    @property
-    def fragments(self) -> Sequence[jobs.Fragment]: ...
-
-    @property
-    def gossip(self) -> FragmentGossip: ...
+    cuts: tuple[jobs.Fragment, ...]  # of the whole model
+    fragments: list[jobs.Fragment]  # the held ones
+    gossip: FragmentGossip
 
     def hold(self, first: int, last: int) -> None:
         """Holds layers [first, last): those that are here as they are, the others with their initial weights."""
@@ -63,11 +56,9 @@ class SpanChange:
     states: dict[int, dict[str, Tensor]]  # of gained fragments; one that is missing begins with its initial weights
 
 
-def change_span(
-    job: jobs.ChangeSpan, span: ChangeableSpan, retained: RetainedStore, counters: Counters
-) -> jobs.SpanChanged:
+def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, counters: Counters) -> jobs.SpanChanged:
     """Holds the job's layers from now on. No execution may be pending. An outcome that is not accepted says why."""
-    held = list(span.fragments)
+    held = span.fragments
     try:
         change = checked(job, span, retained)
     except ProtocolError as error:
@@ -78,7 +69,7 @@ def change_span(
             retained.write(state, counters.lr_step)
         span.hold(job.first, job.last)
     except (OSError, RuntimeError) as error:  # a full disk, a device out of memory
-        if list(span.fragments) != held:
+        if span.fragments != held:
             span.hold(held[0].first, held[-1].last)
             span.gossip.start(unpacked(span.gossip.codecs, given_up, dict(enumerate(span.all_state_layouts()))))
         return jobs.SpanChanged(False, Reason.DISK if isinstance(error, OSError) else Reason.MEMORY)
@@ -89,7 +80,7 @@ def change_span(
     return jobs.SpanChanged(True, kept=retained.steps(cut.index for cut in span.cuts))
 
 
-def checked(job: jobs.ChangeSpan, span: ChangeableSpan, retained: RetainedStore) -> SpanChange:
+def checked(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore) -> SpanChange:
     """What the job changes. A gained fragment's state comes from the job, or else from the disk if it fits.
 
     Raises ProtocolError if a state that came with the job is not as it should be.
@@ -103,5 +94,5 @@ def checked(job: jobs.ChangeSpan, span: ChangeableSpan, retained: RetainedStore)
         if found is not None and found[1] == layouts[index]:
             given[index] = index, found[1], found[2]
     blobs = [given[index] for index in sorted(given)]
-    expected: Mapping[int, jobs.Layout] = {index: layouts[index] for index in gained}
-    return SpanChange(gained, lost, unpacked(span.gossip.codecs, blobs, expected))
+    states = unpacked(span.gossip.codecs, blobs, {index: layouts[index] for index in gained})
+    return SpanChange(gained, lost, states)

@@ -63,15 +63,15 @@ class World(SimulatedSwarm):
 
     def _train(self, member: SimulatedPeer) -> Training:
         setup = self.make(member.peer)
-        compute = Compute(replace(setup, span=self.spans[member.number]))
-        self.computes[member.number] = compute
-        return Trained(compute, compute.resume())
+        compute = self.computes[member.number] = Trained(replace(setup, span=self.spans[member.number]))
+        compute.resume()
+        return compute
 
     def _setup(
         self, member: SimulatedPeer, training: Training, contacts: tuple[PeerId, ...], placed: Placed | None
     ) -> NodeSetup:
         assert isinstance(training, Trained)
-        compute = training.compute
+        compute = training
         held, run = compute.fragments, compute.setup.config
         place = (RUN, member.peer, held[0].first, held[-1].last, compute.span.cuts, 8, 8, run.train.accumulate)
         return NodeSetup(
