@@ -65,7 +65,7 @@ def measured(overrides: list[str], span: tuple[int, int]) -> tuple[int, int, int
         work(run, span, Path(folder) / "real")
         needs = memory.needs(run)
         parameters = sum(one.parameters for one in needs.fragments[span[0] : span[1]])
-        return needs.of(*span), resident("VmHWM") - before, parameters
+        return needs.span_bytes(*span), resident("VmHWM") - before, parameters
 
 
 def resident(what: str) -> int:
@@ -83,10 +83,10 @@ def setup_of(run: config.Config, span: tuple[int, int], folder: Path) -> Compute
 def work(run: config.Config, span: tuple[int, int], folder: Path) -> None:
     compute = Compute(setup_of(run, span, folder))
     first, last = compute.fragments[0].first, compute.fragments[-1].last
-    for number in range(2 * memory_needs.LEAST_UNDER_WAY):
+    for number in range(2 * memory_needs.LEAST_IN_FLIGHT):
         forward(compute, run, number, first, last)
-        if number >= memory_needs.LEAST_UNDER_WAY - 1:
-            backward(compute, run, number - memory_needs.LEAST_UNDER_WAY + 1, last)
+        if number >= memory_needs.LEAST_IN_FLIGHT - 1:
+            backward(compute, run, number - memory_needs.LEAST_IN_FLIGHT + 1, last)
     executions = compute.do(jobs.Seal())
     assert isinstance(executions, jobs.Sealed)
     compute.do(jobs.Apply(1, 1, 0.0))

@@ -158,7 +158,7 @@ async def prepare(
 def _model(compute: Compute) -> RoutedModel:
     size = compute.setup.config.train.micro_batch
     most = size if isinstance(size, int) else measure.LARGEST
-    return RoutedModel(compute.span.cuts, most, memory.needs(compute.setup.config).kept, compute.span.layout)
+    return RoutedModel(compute.span.cuts, most, memory.needs(compute.setup.config).activations, compute.span.layout)
 
 
 def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute, memory_bytes: int) -> Profile:

@@ -107,7 +107,7 @@ class Shape:
     @property
     def model(self) -> claim_span.RoutedModel:
         layout = cache(ActivationFormat(self.config, compress, gpt.widths(self.config.model)).layout)
-        kept = memory.needs(self.config, self.fragments).kept
+        kept = memory.needs(self.config, self.fragments).activations
         return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, layout)
 
     def state_layouts(self) -> list[jobs.Layout]:

@@ -55,7 +55,7 @@ class MemoryBudget:
 
     def fits(self, begin: int, end: int) -> bool:
         """Whoever has a part of the model never changes to the whole: it would have to train in another way."""
-        return 0 < end - begin < len(self.needs.fragments) and self.needs.of(begin, end) <= self.memory_bytes
+        return 0 < end - begin < len(self.needs.fragments) and self.needs.span_bytes(begin, end) <= self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

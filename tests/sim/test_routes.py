@@ -127,7 +127,7 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
     plain = Shape.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64)
     shape = real_gradients(plain)
     needs = memory.needs(shape.config, shape.fragments)
-    half = max(needs.of(0, 2), needs.of(1, len(needs.fragments)))
+    half = max(needs.span_bytes(0, 2), needs.span_bytes(1, len(needs.fragments)))
     shape = replace(shape, memory=(half,))
     losses: list[float] = []
 

@@ -41,7 +41,7 @@ def really_kept(model: config.ModelConfig, layer: int) -> float:
 @pytest.mark.parametrize("layer", [1, -1])
 def test_a_layer_keeps_about_what_the_model_says(width: int, layer: int) -> None:
     model = config.ModelConfig(depth=1, width=width, context=64)
-    said = memory.kept(model)[layer]
+    said = memory.activation_bytes(model)[layer]
     kept = really_kept(model, layer % 3)
     passing = 2 * 4 * model.vocabulary if layer == -1 else 0  # logits and their gradient, while the loss is taken
     assert 0.8 * kept <= said <= 1.3 * (kept + passing)
@@ -67,9 +67,9 @@ def test_the_state_of_a_parameter_is_what_the_tensors_take(setup_of: Callable[..
 def test_a_span_grows_as_far_as_the_memory_goes() -> None:
     needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
     count = len(needs.fragments)
-    assert memory_needs.reach(needs, needs.of(0, count))(0) == count
-    assert memory_needs.reach(needs, needs.of(0, count) - 1)(0) == count - 1
-    assert memory_needs.reach(needs, 1)(2) == 2
+    assert memory_needs.widest_span(needs, needs.span_bytes(0, count))(0) == count
+    assert memory_needs.widest_span(needs, needs.span_bytes(0, count) - 1)(0) == count - 1
+    assert memory_needs.widest_span(needs, 1)(2) == 2
 
 
 def test_a_memory_for_not_even_one_layer_is_the_users_to_mend() -> None:
@@ -80,7 +80,7 @@ def test_a_memory_for_not_even_one_layer_is_the_users_to_mend() -> None:
 
 def test_room_for_more_micro_batches_is_used_up_to_a_limit() -> None:
     needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
-    assert needs.capacity(0, 2, needs.of(0, 2)) == memory_needs.LEAST_UNDER_WAY
+    assert needs.capacity(0, 2, needs.span_bytes(0, 2)) == memory_needs.LEAST_IN_FLIGHT
     assert needs.capacity(0, 2, 1 << 50) == MOST_UNDER_WAY
 
 
@@ -106,17 +106,17 @@ def test_the_narrower_a_span_the_more_micro_batches_it_must_have_room_for() -> N
     )
     count = len(found.fragments)
     widths = (count, count // 2, count // 6, 1)
-    assert [found.least_under_way(width) for width in widths] == [4, 4, 8, count + 2]
-    assert [found.under_way(0, width) for width in widths] == [4, 4, 30, MOST_UNDER_WAY]
-    assert [found.under_way(count - 3, count), found.under_way(count - 1, count)] == [8, 20]
+    assert [found.required_in_flight(width) for width in widths] == [4, 4, 8, count + 2]
+    assert [found.wanted_in_flight(0, width) for width in widths] == [4, 4, 30, MOST_UNDER_WAY]
+    assert [found.wanted_in_flight(count - 3, count), found.wanted_in_flight(count - 1, count)] == [8, 20]
 
 
 def test_a_span_grows_as_far_as_its_micro_batches_have_room_and_at_least_as_they_must() -> None:
     found = memory.needs(
         config.Config(model=config.ModelConfig(depth=16), gossip=config.GossipConfig(fragment_parameters=1))
     )
-    well = found.of(3, 6, found.under_way(3, 6))
-    assert memory_needs.reach(found, well)(3) >= 6
-    assert found.of(3, 5) < found.of(3, 5, found.under_way(3, 5))
-    assert memory_needs.reach(found, found.of(3, 4))(3) == 4  # less than it should have, and all that it must
-    assert memory_needs.reach(found, found.of(3, 4) - 1)(3) == 3
+    well = found.span_bytes(3, 6, found.wanted_in_flight(3, 6))
+    assert memory_needs.widest_span(found, well)(3) >= 6
+    assert found.span_bytes(3, 5) < found.span_bytes(3, 5, found.wanted_in_flight(3, 5))
+    assert memory_needs.widest_span(found, found.span_bytes(3, 4))(3) == 4  # less than it should have, and all that it must
+    assert memory_needs.widest_span(found, found.span_bytes(3, 4) - 1)(3) == 3

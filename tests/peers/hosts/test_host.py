@@ -85,7 +85,7 @@ class Swarm:
     def room(self, compute: Compute) -> MemoryBudget:
         """For two of the three fragments."""
         needs = memory.needs(compute.setup.config)
-        return MemoryBudget(needs, max(needs.of(0, 2), needs.of(1, 3)), compute.span.all_state_layouts())
+        return MemoryBudget(needs, max(needs.span_bytes(0, 2), needs.span_bytes(1, 3)), compute.span.all_state_layouts())
 
     def folder(self, name: str) -> Path:
         return self.computes[name].setup.folder
