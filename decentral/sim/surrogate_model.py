@@ -42,7 +42,7 @@ class SyntheticCodecs:
 
 @dataclass(frozen=True, slots=True)
 class PlainCodecs:
-    """fp32 under every codec's name: for swarms of thousands, whose quantisation costs more time than their protocol."""
+    """fp32 under every codec's name: in swarms of thousands, quantisation would take more time than the protocol."""
 
     codecs: Codecs  # for the sizes
 

@@ -163,7 +163,7 @@ def _header(execution: SurrogateGradient, layer: int) -> bytes:
 
 
 def _read(blob: bytes) -> tuple[str, int, int]:
-    """Origin peer, number and layer. A blob of the right length is never damaged: what faults damage has another length."""
+    """Origin peer, number and layer. A damaged blob never comes here: faults change its length."""
     assert isinstance(blob, SyntheticBlob)
     origin, number, layer = msgpack.unpackb(blob.segments[0][1])
     return origin, number, layer

@@ -95,14 +95,14 @@ class Compute(JobRunner):
             return jobs.JobFailed(type(job).__name__, f"this peer's weights have diverged ({error})")
 
     def resume(self) -> bool:
-        """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is of another run or damaged."""
+        """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is damaged or another run's."""
         self.restored = resume.resume(self.setup.folder, self.span, self.counters)
         return self.restored
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """inputs_BT and targets_BT of this peer's micro-batch with this number: a pure function of (seed, peer, number).
+        """inputs_BT and targets_BT of this peer's micro-batch with this number, int64 on the CPU.
 
-        So a number is all of the data that a checkpoint keeps.
+        They are a pure function of (seed, peer, number), so a checkpoint keeps nothing of the data but a number.
         """
         draw = rng.arrays(self.setup.config.seed, "data", self.setup.peer, number)
         return self.setup.corpus.micro_batch(draw, self.micro_batch)

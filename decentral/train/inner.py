@@ -1,4 +1,4 @@
-"""The live weights: a span's layers, kept as one flat vector per fragment, and AdamW on those vectors.
+"""The live weights: a span's layers, kept as one flat vector [n] per fragment, and AdamW on those vectors.
 
 Each parameter is a view into its fragment's vector, so that gossip, averaging and the optimizer are a few vector
 operations per fragment, however many tensors the layers have. Within a fragment the decayed parameters (matrices)
@@ -19,7 +19,7 @@ from decentral.train.outer import Moments
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
-    """How the run's model is cut for gossip."""
+    """The fragments of the run's model. Every peer of a run has the same ones."""
     return fragments(gpt.parameters(run.model), run.gossip.fragment_parameters)
 
 
@@ -38,7 +38,10 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
 
 
 class Live:
-    """One fragment's live weights theta [n], their gradient and AdamW moments, and what was trained since a close."""
+    """One fragment's live weights theta [n], their gradient and AdamW moments, and what was trained in the window.
+
+    The layers' parameters become views into theta, and their gradients into `grad`.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class Live:
         train: config.TrainConfig,
         start: int = 0,
     ) -> None:
-        """`layers` are those from layer `start` on."""
+        """`layers` begin with the model's layer `start`."""
         own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
         matrices = [p for p in own if p.ndim >= 2]
         gains = [p for p in own if p.ndim < 2]
@@ -57,14 +60,15 @@ class Live:
         self.grad = torch.zeros_like(self.theta)
         self.exp_avg = torch.zeros_like(self.theta)
         self.exp_avg_sq = torch.zeros_like(self.theta)
-        self.tokens = 0
-        self.lr_sum = 0.0  # sum of the learning rates since the last close
-        self.steps = 0  # of this AdamW: for its bias correction and for a newcomer's own warm-up
+        self.tokens = 0  # since the last window's end
+        self.lr_sum = 0.0  # sum of the learning rates since the last window's end
+        self.steps = 0  # of AdamW on this fragment: for its bias correction and for a newcomer's own warm-up
         self.train = train
         self.decayed = sum(p.numel() for p in matrices)
         self._bind(matrices + gains)
 
     def moments(self) -> Moments:
+        """AdamW's second moment and both bias corrections, as train/outer.py needs them."""
         train, steps = self.train, self.steps
         return Moments(self.exp_avg_sq, 1 - train.beta1**steps, 1 - train.beta2**steps)
 
@@ -100,7 +104,7 @@ class Inner:
             live.grad.zero_()
 
     def clip(self) -> Tensor:
-        """Scales the whole gradient to at most `clip_norm`; gives its norm before. Not finite: the step is skipped."""
+        """Scales the gradient of all fragments to a norm of at most `clip_norm`; gives the norm that it had."""
         norm: Tensor = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(live.grad) for live in self.lives])
         )
@@ -110,6 +114,7 @@ class Inner:
         return norm
 
     def step(self, rate: float, tokens: int) -> None:
+        """AdamW with the present gradients; `rate` is the learning rate, `tokens` what the gradients are of."""
         for part in self._parts:
             _adamw(part, self.steps, rate, self.train)
         for live in self.lives:
@@ -153,7 +158,7 @@ def _adamw(part: "_Part", steps: int, rate: float, train: config.TrainConfig) ->
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stretch of a fragment with one weight decay: views, not copies."""
+    """A stretch of a fragment that has one weight decay. The tensors are views, not copies."""
 
     theta: Tensor
     grad: Tensor

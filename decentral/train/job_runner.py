@@ -1,8 +1,9 @@
 """Jobs and their outcomes: what Compute and the simulator's surrogate do alike.
 
-A job of core/jobs.py comes in, its outcome goes out. What the layers are made of is behind two protocols: WorkingSpan (the
-fragments that a peer holds) and StageLayers (those layers at work for routes). train/span.py and train/stage_runner.py
-are made of tensors, sim/surrogate_span.py and sim/surrogate_stages.py of a few numbers for each fragment.
+A job of core/jobs.py comes in, its outcome goes out. What the layers are made of is behind two protocols: WorkingSpan
+(the fragments that a peer holds) and StageLayers (those layers at work for routes). train/span.py and
+train/stage_runner.py are made of tensors, sim/surrogate_span.py and sim/surrogate_stages.py of a few numbers for each
+fragment.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""What several peers' checkpoints are together: their average, and how far they are apart.
+"""Several peers' checkpoints taken together: their average, and how far they are apart.
 
 Peers may hold different fragments of a model; each fragment is averaged over those that hold it.
 """
@@ -20,7 +20,7 @@ from decentral.train.sections import Codecs
 from decentral.train.step import Device
 
 Weights = dict[int, Tensor]
-"""A vector for each fragment that a peer holds, by the fragment's index."""
+"""The live weights [n] of each fragment that a peer holds, by the fragment's index."""
 
 
 def read(folder: Path) -> Weights | None:
@@ -33,7 +33,7 @@ def read(folder: Path) -> Weights | None:
 
 
 def average(replicas: Sequence[Weights]) -> Weights:
-    """Of each fragment that somebody holds."""
+    """The mean of each fragment over those that hold it; fragments that nobody holds are left out."""
     return {
         index: torch.stack([own[index] for own in replicas if index in own]).mean(dim=0)
         for index in sorted({index for own in replicas for index in own})
@@ -69,7 +69,7 @@ def layers_with(run: config.Config, weights: Weights) -> list[nn.Module]:
 
 
 def held_out_loss(run: config.Config, weights: Weights, codecs: Codecs) -> float:
-    """Of the run's model with these weights, in fp32 on the CPU."""
+    """Held-out loss of the run's model with these weights, in fp32 on the CPU. Raises UserError if data is missing."""
     plain = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": 8})})
     device = Device(torch.device("cpu"), torch.float32)
     with tempfile.TemporaryDirectory() as folder:

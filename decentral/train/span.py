@@ -19,8 +19,8 @@ from decentral.train.step import Device, Forward, chain
 class Span:
     """Holds no layers until `hold` says which, and then those until `hold` says others.
 
-    `forward` maps tokens_BT to logits_BTV where the span is the whole model. A part of the model is only measured by it:
-    zeros then stand for the hidden values that would enter.
+    `forward` maps tokens_BT to logits_BTV where the span is the whole model. For a part of the model it only serves to
+    measure the device: zeros then stand for the hidden values that would enter.
     """
 
     def __init__(self, run: config.Config, peer: PeerId, codecs: Codecs, device: Device) -> None:
@@ -74,7 +74,7 @@ class Span:
 
     @property
     def stages(self) -> StageRunner:
-        """The layers at work for routes. Where the peer also takes steps of its own, they are so from the first use on."""
+        """The layers at work for routes. A peer that also steps by itself has no sums for them before the first use."""
         if self._stages is None:
             self._stages = self._at_work(alone=False)
         return self._stages

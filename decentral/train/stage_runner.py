@@ -45,7 +45,7 @@ class PendingBackward:
 
 @dataclass(slots=True)
 class GradientSums:
-    """Sums of gradients: the one that is being filled, and those that are sealed, by slot. Each has one [n] a fragment."""
+    """Sums of gradients, a vector [n] for each fragment: the one that is being filled, and sealed ones by slot."""
 
     filled: list[Tensor]
     sealed: list[list[Tensor]]

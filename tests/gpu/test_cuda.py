@@ -1,4 +1,4 @@
-"""What must hold on a real GPU. Skipped, with the reason, where there is none."""
+"""Tests on a real GPU. They are skipped, with the reason, where there is none."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_the_bytes_from_cuda_are_those_from_the_cpu(codec: str, scale: float) ->
 
 @pytest.mark.parametrize("codec", ["q4", "int8"])
 def test_the_bytes_are_the_same_where_the_scale_is_a_bf16_number_exactly(codec: str) -> None:
-    """Division by a constant may round differently on CUDA (times the reciprocal): here it would show."""
+    """Division by a constant may round differently on CUDA, as a product with its reciprocal; this would show here."""
     levels = {"q4": 7, "int8": 127}[codec]
     values = torch.cat([torch.full((256,), float(levels * k)) for k in range(1, 257)])
     assert compress.encode(codec, values.cuda()) == compress.encode(codec, values)

@@ -34,7 +34,7 @@ def weights(compute: Compute) -> Tensor:
 
 
 def close(compute: Compute, fragment: int = 0, seq: int = 1) -> Contribution:
-    """Ends the window; what it publishes, as others would contribute it."""
+    """Ends the window; gives what it publishes, as others would contribute it."""
     closed = compute.do(jobs.CloseWindow(fragment, seq))
     assert isinstance(closed, jobs.WindowClosed)
     return Contribution(compute.setup.peer, closed.tokens, closed.lr_sum, closed.layout, closed.blob)
@@ -486,7 +486,7 @@ def test_weights_that_have_diverged_are_a_failed_job(setup_of: MakeSetup) -> Non
 
 
 def outcomes(compute: Compute, before: Iterable[jobs.Job], steps: int = 0) -> list[str]:
-    """What the thread reports, by kind, when these jobs wait for it and it may take so many steps."""
+    """The kinds of what the thread reports, when these jobs wait for it and it may take so many steps."""
     inbox: queue.SimpleQueue[jobs.Job] = queue.SimpleQueue()
     for job in before:
         inbox.put(job)

@@ -1,4 +1,4 @@
-"""Spans at work: three peers with overlapping spans compute what one process computes."""
+"""Routes on real layers: three peers with overlapping spans compute what one process computes."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def with_span(setup: ComputeSetup, span: tuple[int, int] | None, wire: str = "fp
 
 
 def world_of(computes: dict[str, Compute], at_least: int) -> World:
-    """The flow makes use of every span, so micro-batches leave and enter spans in the middle."""
+    """The routing weights use every span, so micro-batches leave and enter spans in the middle."""
     first = next(iter(computes.values()))
     world = World(first.span.cuts)
     speed: dict[routing_weights.Span, float] = {}
@@ -58,7 +58,7 @@ def batches(compute: Compute, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def carried(world: World, micro_batches: int) -> None:
-    """Exactly so many are started, and come back."""
+    """The peer A begins exactly so many micro-batches, and all of them come back."""
     origin = world.peers[PeerId("A")].routes
     origin.quota = micro_batches
     world.start()
@@ -67,7 +67,7 @@ def carried(world: World, micro_batches: int) -> None:
 
 
 def summed(computes: Sequence[Compute]) -> dict[int, Tensor]:
-    """Each fragment's gradient, over all that hold it, by the tokens that each has seen."""
+    """Each fragment's mean gradient [n] a token, over all peers that hold it."""
     total: dict[int, Tensor] = {}
     tokens: dict[int, int] = {}
     for compute in computes:
@@ -85,8 +85,8 @@ def test_gradients_over_overlapping_spans_are_those_of_one_process(
     world = world_of(computes, at_least=1 << 30)
     carried(world, 12)
     assert all(compute.span.stages.sums.executions for compute in computes.values()), "all have carried something"
-    hops_taken = {tokens for compute in computes.values() for tokens in compute.span.stages.sums.filled_tokens}
-    assert len(hops_taken) > 1, "not all micro-batches went the same way"
+    seen = {tokens for compute in computes.values() for tokens in compute.span.stages.sums.filled_tokens}
+    assert len(seen) > 1, "not all micro-batches took the same route"
     whole = Compute(with_span(setup_of("A"), None))
     whole.span.inner.zero_grad()
     for inputs_BT, targets_BT in batches(computes["A"], 12):
@@ -96,7 +96,7 @@ def test_gradients_over_overlapping_spans_are_those_of_one_process(
         assert torch.allclose(found[live.fragment.index], live.grad, atol=1e-5, rtol=1e-5)
 
 
-def test_a_run_over_three_unequal_spans_loses_what_one_process_loses(setup_of: MakeSetup) -> None:
+def test_a_run_over_three_unequal_spans_has_the_losses_of_one_process(setup_of: MakeSetup) -> None:
     """One micro-batch at a time, so every step is taken before the next forward pass."""
     spans = {"A": (0, 1), "B": (1, 4), "C": (4, 5)}
     parts = {name: Compute(with_span(setup_of(name), span)) for name, span in spans.items()}
@@ -241,7 +241,7 @@ def test_a_span_has_the_weights_that_the_whole_model_has_there(setup_of: MakeSet
             assert torch.equal(mixed.live.theta, same.live.theta)
 
 
-def test_a_whole_model_peer_serves_hops_and_trains_on_by_itself(setup_of: MakeSetup) -> None:
+def test_a_whole_model_peer_serves_routes_and_goes_on_training_by_itself(setup_of: MakeSetup) -> None:
     compute = Compute(with_span(setup_of("A"), None))
     layout, blob, sequences = _entering(compute, 2)
     compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob))

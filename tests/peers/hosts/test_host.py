@@ -79,13 +79,14 @@ class Swarm:
         return self.hosts[name]
 
     def routes(self, peer: PeerId, compute: Compute) -> stage.StageConfig:
-        held = compute.fragments
-        return stage.StageConfig(RUN, peer, held[0].first, held[-1].last, compute.span.cuts, 4, 8, 1, compute.span.layout)
+        held, span = compute.fragments, compute.span
+        return stage.StageConfig(RUN, peer, held[0].first, held[-1].last, span.cuts, 4, 8, 1, span.layout)
 
     def room(self, compute: Compute) -> MemoryBudget:
         """For two of the three fragments."""
         needs = memory.needs(compute.setup.config)
-        return MemoryBudget(needs, max(needs.span_bytes(0, 2), needs.span_bytes(1, 3)), compute.span.all_state_layouts())
+        most = max(needs.span_bytes(0, 2), needs.span_bytes(1, 3))
+        return MemoryBudget(needs, most, compute.span.all_state_layouts())
 
     def folder(self, name: str) -> Path:
         return self.computes[name].setup.folder
