@@ -71,7 +71,7 @@ class SurrogateWorkload(JobRunner):
         disk: SurrogateDisk,
     ) -> None:
         self.model, self.chance, self.disk = model, chance, disk
-        numbers = MicroBatchNumbers.at(disk.reserved, disk.reserve)
+        numbers = MicroBatchNumbers(disk.reserved, disk.reserve)
         super().__init__(SurrogateSpan(model, peer, chance, span), disk, numbers, synchronous=False)
         if disk.checkpoint is not None:
             self.counters, self.restored = replace(disk.checkpoint.counters), True

@@ -93,7 +93,7 @@ class Shape:
     spans: tuple[tuple[int, int], ...] = ()  # layers of the peers in turn, instead of those that they would choose
     moves: bool = True  # peers that hold spans change them, by plans and to cover lost layers; not those of `spans`
     plain: bool = False  # nothing is quantised: for thousands of peers
-    gradients: Callable[["SimulatedPeer"], Training] | None = None  # real ones instead of a sketch
+    gradients: Callable[["SimulatedPeer"], Training] | None = None  # real ones instead of a surrogate's
     donated: tuple[jobs.Layout, ...] | None = None  # a fragment's state as newcomers get it, if it is a real one
 
     @classmethod

@@ -96,16 +96,7 @@ def _map(data: config.DataConfig) -> Tokens:
 def _stdlib_files() -> list[Path]:
     """The standard library's modules, without tests, site-packages and generated tables of constants."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "__pycache__",
-        "idlelib",
-        "lib2to3",
-        "encodings",
-    }
+    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "encodings"}
     return sorted(path for path in root.rglob("*.py") if not skip.intersection(path.relative_to(root).parts[:-1]))
 
 

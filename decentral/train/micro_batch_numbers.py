@@ -5,7 +5,7 @@ The disk says up to which number they may have been given out. It is written onc
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from decentral.train import checkpoint
@@ -16,13 +16,11 @@ RESERVED = 1024  # micro-batch numbers given out for one write to the disk
 @dataclass(slots=True)
 class MicroBatchNumbers:
     reserved: int  # every number that was ever given out is below this one, as the disk has it
-    write: Callable[[int], None]
-    least: int = 0  # the least number that this process may give out
+    write: Callable[[int], None]  # puts a new value of `reserved` on the disk
+    least: int = field(init=False)  # the least number that this process may give out
 
-    @classmethod
-    def at(cls, reserved: int, write: Callable[[int], None]) -> "MicroBatchNumbers":
-        """Goes on after a restart; `write` puts a new value of `reserved` on the disk."""
-        return cls(reserved, write, reserved)
+    def __post_init__(self) -> None:
+        self.least = self.reserved
 
     @classmethod
     def of(cls, folder: Path) -> "MicroBatchNumbers":
@@ -31,7 +29,7 @@ class MicroBatchNumbers:
         def write(reserved: int) -> None:
             checkpoint.write_atomically(path, json.dumps(reserved).encode())
 
-        return cls.at(int(json.loads(path.read_text())) if path.exists() else 0, write)
+        return cls(int(json.loads(path.read_text())) if path.exists() else 0, write)
 
     def take(self, wished: int) -> int:
         """The next number from `wished` on. Raises OSError if the disk cannot be written."""

@@ -3,7 +3,6 @@
 Peers may hold different fragments of a model; each fragment is averaged over those that hold it.
 """
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,12 +11,11 @@ from torch import Tensor, nn
 
 from decentral.core import config, jobs
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId
-from decentral.train import checkpoint, data, gpt
-from decentral.train.compute import Compute, ComputeSetup
+from decentral.train import checkpoint, data, gpt, step
 from decentral.train.inner import Live, fragments_of
-from decentral.train.sections import Codecs
-from decentral.train.step import Device
+from decentral.train.step import Device, chain
+
+AT_ONCE = 8  # sequences of held-out text that are evaluated together
 
 Weights = dict[int, Tensor]
 """The live weights [n] of each fragment that a peer holds, by the fragment's index."""
@@ -68,15 +66,8 @@ def layers_with(run: config.Config, weights: Weights) -> list[nn.Module]:
     return layers
 
 
-def held_out_loss(run: config.Config, weights: Weights, codecs: Codecs) -> float:
+def held_out_loss(run: config.Config, weights: Weights) -> float:
     """Held-out loss of the run's model with these weights, in fp32 on the CPU. Raises UserError if data is missing."""
-    plain = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": 8})})
-    device = Device(torch.device("cpu"), torch.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = data.load(run.data, run.model)
-        compute = Compute(ComputeSetup(plain, PeerId("average"), corpus, codecs, device, Path(folder)))
-        for mixed in compute.gossip.fragments:
-            mixed.live.theta.copy_(weights[mixed.live.fragment.index])
-        outcome = compute.do(jobs.Evaluate())
-    assert isinstance(outcome, jobs.Evaluated)
-    return outcome.loss
+    batch = data.load(run.data, run.model).evaluation(run.train.eval_sequences)
+    cpu = Device(torch.device("cpu"), torch.float32)
+    return step.held_out_loss(chain(layers_with(run, weights), compiled=False), batch, cpu, AT_ONCE)

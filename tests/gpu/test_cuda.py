@@ -37,8 +37,8 @@ def test_training_in_bf16_lowers_the_held_out_loss(setup_of: MakeSetup) -> None:
 def test_the_weights_stay_in_fp32_while_the_arithmetic_is_bf16(setup_of: MakeSetup) -> None:
     compute = Compute(setup_of(device="cuda", dtype=torch.bfloat16))
     compute.step()
-    assert {mixed.live.theta.dtype for mixed in compute.gossip.fragments} == {torch.float32}
-    assert {mixed.live.theta.device.type for mixed in compute.gossip.fragments} == {"cuda"}
+    assert {gossiped.live.theta.dtype for gossiped in compute.gossip.fragments} == {torch.float32}
+    assert {gossiped.live.theta.device.type for gossiped in compute.gossip.fragments} == {"cuda"}
 
 
 def test_compiled_training_runs_and_learns(setup_of: MakeSetup) -> None:

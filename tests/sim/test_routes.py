@@ -1,4 +1,4 @@
-"""Swarms that hold the model in spans, in virtual time: the real nodes, jobs and placement, with sketched weights."""
+"""Swarms that hold the model in spans, in virtual time: the real nodes, jobs and placement, with surrogate weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -147,7 +147,7 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
 
 def surrogate(first: int, last: int) -> SurrogateWorkload:
     shape = shape_of(2)
-    chance = rng.arrays(1, "sketch")
+    chance = rng.arrays(1, "surrogate")
     model = SurrogateModel(shape.config, shape.fragments, compress, 64, shape.model.layout)
     return SurrogateWorkload(model, PeerId("P"), (first, last), chance, SurrogateDisk())
 
@@ -182,7 +182,7 @@ def test_a_step_moves_only_the_layers_that_the_micro_batch_went_through() -> Non
     sealed = middle.do(Seal())
     assert sealed == Sealed((1,))
     middle.do(Apply(0, 0, 0.0))
-    through, beside = (mixed.live for mixed in middle.gossip.fragments)
+    through, beside = (gossiped.live for gossiped in middle.gossip.fragments)
     assert (through.tokens, beside.tokens) == (64, 0)
     assert float(through.theta.mean()) == pytest.approx(1 - DESCENT_RATE, abs=5 * STEP_NOISE)
     assert float(beside.theta.mean()) == 1.0
@@ -195,18 +195,18 @@ def test_a_sum_that_is_dropped_moves_nothing() -> None:
     last.do(Seal())
     last.do(Drop())
     last.do(Apply(0, 0, 0.0))
-    assert [mixed.live.tokens for mixed in last.gossip.fragments] == [0, 0]
+    assert [gossiped.live.tokens for gossiped in last.gossip.fragments] == [0, 0]
 
 
 def test_what_a_move_gives_up_is_on_the_disk_and_taken_back_from_there() -> None:
     mover = surrogate(0, 3)
     mover.do(jobs.Start(newcomer=False))
-    for mixed, weight in zip(mover.gossip.fragments, (0.25, 0.5), strict=True):
-        mixed.live.theta.fill_(weight)
-        mover.do(jobs.CloseWindow(mixed.live.fragment.index, 1))
-        mover.do(jobs.Merge(mixed.live.fragment.index, 1, ()))
+    for gossiped, weight in zip(mover.gossip.fragments, (0.25, 0.5), strict=True):
+        gossiped.live.theta.fill_(weight)
+        mover.do(jobs.CloseWindow(gossiped.live.fragment.index, 1))
+        mover.do(jobs.Merge(gossiped.live.fragment.index, 1, ()))
     assert mover.do(jobs.ChangeSpan(2, 4, (), 9)) == jobs.SpanChanged(True, kept=((0, 0),))
-    assert [float(mixed.live.theta[0]) for mixed in mover.gossip.fragments] == pytest.approx([0.5, 1.0], abs=0.01)
+    assert [float(gossiped.live.theta[0]) for gossiped in mover.gossip.fragments] == pytest.approx([0.5, 1.0], abs=0.01)
     assert mover.do(jobs.ChangeSpan(0, 3, (), 9)) == jobs.SpanChanged(True, kept=((2, 9),))
     assert mover.lr_step == 9
     assert float(mover.gossip.fragments[0].live.theta[0]) == pytest.approx(0.25, abs=0.01)

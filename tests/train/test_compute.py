@@ -30,7 +30,7 @@ def trained(setup: ComputeSetup, steps: int = 3) -> Compute:
 
 
 def weights(compute: Compute) -> Tensor:
-    return torch.cat([mixed.live.theta for mixed in compute.gossip.fragments]).cpu().clone()
+    return torch.cat([gossiped.live.theta for gossiped in compute.gossip.fragments]).cpu().clone()
 
 
 def close(compute: Compute, fragment: int = 0, seq: int = 1) -> Contribution:

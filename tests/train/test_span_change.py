@@ -22,12 +22,12 @@ FIRST = (0, 2)
 def peer(setup_of: MakeSetup, name: str, span: tuple[int, int]) -> Compute:
     """A peer that has trained a little, so that its weights and moments differ from others'."""
     compute = Compute(replace(setup_of(name), span=span))
-    for mixed in compute.gossip.fragments:
-        mixed.live.theta += 0.01 * torch.randn(
-            len(mixed.live.theta), generator=torch.Generator().manual_seed(len(name))
+    for gossiped in compute.gossip.fragments:
+        gossiped.live.theta += 0.01 * torch.randn(
+            len(gossiped.live.theta), generator=torch.Generator().manual_seed(len(name))
         )
-        mixed.live.exp_avg.fill_(0.5)
-        mixed.live.steps = 9
+        gossiped.live.exp_avg.fill_(0.5)
+        gossiped.live.steps = 9
     return compute
 
 
@@ -38,7 +38,7 @@ def state_of(compute: Compute, fragment: int) -> jobs.Donated:
 
 
 def thetas(compute: Compute) -> dict[int, torch.Tensor]:
-    return {mixed.live.fragment.index: mixed.live.theta.clone() for mixed in compute.gossip.fragments}
+    return {one.live.fragment.index: one.live.theta.clone() for one in compute.gossip.fragments}
 
 
 def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_of: MakeSetup) -> None:
@@ -47,7 +47,7 @@ def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_
     state = state_of(donor, 0)
     assert compute.do(jobs.ChangeSpan(*FIRST, (state,), 40)) == jobs.SpanChanged(True, kept=((2, 0),))
     assert [fragment.index for fragment in compute.fragments] == [0, 1]
-    came, stayed = (mixed.live for mixed in compute.gossip.fragments)
+    came, stayed = (gossiped.live for gossiped in compute.gossip.fragments)
     assert stayed is before
     assert stayed.steps == 9
     phi = unpack(compute.setup.codecs, state[1], state[2])["phi"]
@@ -93,7 +93,7 @@ def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSet
     assert found.resume()
     for index, theta in thetas(compute).items():
         assert torch.equal(thetas(found)[index], theta)
-    assert [mixed.live.steps for mixed in found.gossip.fragments] == [0, 9]
+    assert [gossiped.live.steps for gossiped in found.gossip.fragments] == [0, 9]
 
 
 @pytest.mark.parametrize(

@@ -110,13 +110,13 @@ def test_a_run_over_three_unequal_spans_has_the_losses_of_one_process(setup_of: 
     together = thetas(whole)
     assert {part.counters.own_steps for part in parts.values()} == {60}
     assert max(float((apart[index] - together[index]).abs().max()) for index in together) < 1e-3
-    for mixed in whole.gossip.fragments:
-        before = mixed.live.theta.clone()
-        mixed.live.theta.copy_(apart[mixed.live.fragment.index])
-        apart[mixed.live.fragment.index] = before
+    for gossiped in whole.gossip.fragments:
+        before = gossiped.live.theta.clone()
+        gossiped.live.theta.copy_(apart[gossiped.live.fragment.index])
+        apart[gossiped.live.fragment.index] = before
     carried_loss = whole.do(jobs.Evaluate())
-    for mixed in whole.gossip.fragments:
-        mixed.live.theta.copy_(apart[mixed.live.fragment.index])
+    for gossiped in whole.gossip.fragments:
+        gossiped.live.theta.copy_(apart[gossiped.live.fragment.index])
     plain_loss = whole.do(jobs.Evaluate())
     assert isinstance(carried_loss, jobs.Evaluated)
     assert isinstance(plain_loss, jobs.Evaluated)
@@ -125,7 +125,7 @@ def test_a_run_over_three_unequal_spans_has_the_losses_of_one_process(setup_of: 
 
 
 def thetas(compute: Compute) -> dict[int, Tensor]:
-    return {mixed.live.fragment.index: mixed.live.theta.clone() for mixed in compute.gossip.fragments}
+    return {one.live.fragment.index: one.live.theta.clone() for one in compute.gossip.fragments}
 
 
 @pytest.mark.parametrize(("wire", "error"), [("bf16", 2**-8), ("int8", 1 / 127)])
@@ -205,7 +205,7 @@ def test_a_forgotten_execution_cannot_go_back(computes: dict[str, Compute]) -> N
 def test_a_dropped_sum_moves_nothing_and_an_applied_one_does(computes: dict[str, Compute]) -> None:
     compute = computes["C"]
     layout, blob, sequences = _entering(compute, 2)
-    before = [mixed.live.theta.clone() for mixed in compute.gossip.fragments]
+    before = [gossiped.live.theta.clone() for gossiped in compute.gossip.fragments]
     compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob))
     assert compute.do(jobs.Seal()) == jobs.Sealed((1,))
     compute.do(jobs.Drop())
@@ -236,9 +236,9 @@ def test_a_span_has_the_weights_that_the_whole_model_has_there(setup_of: MakeSet
     whole = Compute(with_span(setup_of("A"), None))
     for span in SPANS.values():
         part = Compute(with_span(setup_of("A"), span))
-        for mixed in part.gossip.fragments:
-            same = whole.gossip.fragments[mixed.live.fragment.index]
-            assert torch.equal(mixed.live.theta, same.live.theta)
+        for gossiped in part.gossip.fragments:
+            same = whole.gossip.fragments[gossiped.live.fragment.index]
+            assert torch.equal(gossiped.live.theta, same.live.theta)
 
 
 def test_a_whole_model_peer_serves_routes_and_goes_on_training_by_itself(setup_of: MakeSetup) -> None:
