@@ -141,9 +141,7 @@ class RoutesConfig(Strict):
     wire: Literal["bf16", "int8", "fp32"] = "bf16"  # codec of activations and their gradients; int8 is blockwise
     holders: Positive = 2  # a peer gives up no layer that fewer others hold, unless it takes lost layers instead
     overlap: bool = False  # micro-batches begin before the step of the last ones is taken: docs/ROUTES.md has the cost
-    sums: Annotated[int, Field(ge=1, le=16)] = (
-        4  # sealed sums of gradients that may wait at once, with `overlap`
-    )
+    sums: Annotated[int, Field(ge=1, le=16)] = 4  # sealed sums of gradients that may wait at once, with `overlap`
 
     @property
     def slots(self) -> int:
