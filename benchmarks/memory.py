@@ -65,7 +65,7 @@ def measured(overrides: list[str], span: tuple[int, int]) -> tuple[int, int, int
         exercise(run, span, Path(folder) / "real")
         needs = memory.needs(run)
         parameters = sum(one.parameters for one in needs.fragments[span[0] : span[1]])
-        return needs.of(*span), resident("VmHWM") - before, parameters
+        return needs.span_bytes(*span), resident("VmHWM") - before, parameters
 
 
 def resident(what: str) -> int:
@@ -85,10 +85,10 @@ def exercise(run: config.Config, span: tuple[int, int], folder: Path) -> None:
     """Does with these fragments what a peer does: micro-batches, a step, windows, merges, and an export."""
     compute = Compute(setup_of(run, span, folder))
     first, last = compute.fragments[0].first, compute.fragments[-1].last
-    for number in range(2 * memory_needs.LEAST_UNDER_WAY):
+    for number in range(2 * memory_needs.LEAST_IN_FLIGHT):
         forward(compute, run, number, first, last)
-        if number >= memory_needs.LEAST_UNDER_WAY - 1:
-            backward(compute, run, number - memory_needs.LEAST_UNDER_WAY + 1, last)
+        if number >= memory_needs.LEAST_IN_FLIGHT - 1:
+            backward(compute, run, number - memory_needs.LEAST_IN_FLIGHT + 1, last)
     executions = compute.do(jobs.Seal())
     assert isinstance(executions, jobs.Sealed)
     compute.do(jobs.Apply(1, 1, 0.0))
@@ -107,7 +107,7 @@ def forward(compute: Compute, run: config.Config, number: int, first: int, last:
     else:
         sequences = run.train.micro_batch
         assert isinstance(sequences, int)
-        expected = compute.layout(first, sequences)
+        expected = compute.span.layout(first, sequences)
         hidden = compress.encode(expected[0].codec, 0.1 * torch.randn(expected[0].elements))
         blob = hidden + bytes(expected[1].size)
         done = compute.do(jobs.Forward(number, first, last, sequences, expected, blob))
@@ -116,11 +116,11 @@ def forward(compute: Compute, run: config.Config, number: int, first: int, last:
 
 def backward(compute: Compute, run: config.Config, number: int, last: int) -> None:
     """The last peer's backward pass is done with its forward pass."""
-    if last == compute.model_layers:
+    if last == compute.span.model_layers:
         return
     sequences = run.train.micro_batch
     assert isinstance(sequences, int)
-    (section, _) = compute.layout(last, sequences)
+    (section, _) = compute.span.layout(last, sequences)
     blob = compress.encode(section.codec, 1e-3 * torch.randn(section.elements))
     done = compute.do(jobs.Backward(number, (section,), blob))
     assert isinstance(done, jobs.BackwardDone), done

@@ -100,7 +100,7 @@ def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> 
     count = len(shape.fragments)
     needs = memory.needs(shape.config, shape.fragments)
     widths = [max(1, round(count * part)) for part in PARTS]
-    memories = [needs.of(0, width, needs.under_way(0, width)) for width in widths]
+    memories = [needs.span_bytes(0, width, needs.wanted_in_flight(0, width)) for width in widths]
     return replace(shape, plain=True, moves=False, memory=tuple(memories))
 
 

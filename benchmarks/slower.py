@@ -65,7 +65,8 @@ class Swarm:
         self.run, self.folder, self.seconds = run_config(overlap), folder, seconds
         self.needs = memory.needs(self.run)
         count = len(self.needs.fragments)
-        self.half = max(self.needs.of(begin, begin + count // 2, UNDER_WAY) for begin in range(count - count // 2 + 1))
+        starts = range(count - count // 2 + 1)
+        self.half = max(self.needs.span_bytes(begin, begin + count // 2, UNDER_WAY) for begin in starts)
         self.corpus = data.load(self.run.data, self.run.model)
         self.network = Loopback()
         self.hosts: list[Host] = []
@@ -83,7 +84,8 @@ class Swarm:
     def start(self) -> list["asyncio.Task[str]"]:
         held: list[Holder] = []
         for _ in range(PEERS):
-            choice = span_choice.choose(self.needs.fragments, held, 1.0, memory_needs.reach(self.needs, self.half))
+            reach = memory_needs.widest_span(self.needs, self.half)
+            choice = span_choice.choose(self.needs.fragments, held, 1.0, reach)
             held.append(choice)
             self.add(self.needs.span(choice.begin, choice.end))
         return [asyncio.create_task(host.run()) for host in self.hosts]
@@ -97,7 +99,8 @@ class Swarm:
         compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, compress, device, folder, span))
         capacity = self.needs.capacity(0, 3, self.half)
         place = stage.StageConfig(
-            RUN, own.peer, *span, compute.cuts, 1, capacity, 1, compute.layout, self.needs.kept, self.run.routes.slots,
+            RUN, own.peer, *span, compute.span.cuts, 1, capacity, 1, compute.span.layout, self.needs.activations,
+            self.run.routes.slots,
             self.run.routes.overlap,
         )  # fmt: skip
         setup = NodeSetup(
@@ -105,12 +108,12 @@ class Swarm:
             run=RUN,
             own=own,
             fragments=compute.fragments,
-            state_layouts=compute.state_layouts(),
-            layers=compute.model_layers,
+            state_layouts=compute.gossip.state_layouts(),
+            layers=compute.span.model_layers,
             profile=Profile("emulated", self.half, 1e9, self.tokens / self.seconds),
             addresses=(),
             routes=place,
-            memory_budget=MemoryBudget(self.needs, self.half, compute.layouts()),
+            memory_budget=MemoryBudget(self.needs, self.half, compute.span.all_state_layouts()),
         )
         now = clock()
         journal, book = Journal(folder / "journal.jsonl", now), AddressBook(folder / "peers.json")
@@ -122,8 +125,7 @@ class Swarm:
         compute = self.computes[number]
         device = dataclasses.replace(compute.setup.device, emulated_s=self.seconds * times)
         compute.setup = dataclasses.replace(compute.setup, device=device)
-        assert compute.hops is not None
-        compute.hops.device = device
+        compute.span.stages.device = device
         self.slowed[number], self.slowed_at = times, time.time()
 
     def completed(self) -> int:

@@ -72,10 +72,10 @@ async def choose_place(wish: Wish, needs: memory_needs.MemoryNeeds, directory: D
     count = len(needs.fragments)
     if wish.kept is not None:
         return _keep(needs, wish.kept, memory_bytes)
-    if needs.of(0, count) <= memory_bytes:
+    if needs.span_bytes(0, count) <= memory_bytes:
         return Placed(None, needs.capacity(0, count, memory_bytes), memory_bytes)
     memory.check(needs, memory_bytes)
-    reach = memory_needs.reach(needs, memory_bytes)
+    reach = memory_needs.widest_span(needs, memory_bytes)
     chosen, claimed_at = None, float("inf")
     key = records.key_of(wish.name, own.peer, shards)
     for _ in range(CLAIM_ROUNDS):
@@ -97,10 +97,10 @@ async def choose_place(wish: Wish, needs: memory_needs.MemoryNeeds, directory: D
 
 def _keep(needs: memory_needs.MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> Placed:
     held = span_choice.holder_of(needs.fragments, *kept, 0.0)
-    if needs.of(held.begin, held.end) > memory_bytes:
+    if needs.span_bytes(held.begin, held.end) > memory_bytes:
         raise UserError(
             f"--memory {memory_bytes}: this folder's checkpoint holds layers {kept[0]} to {kept[1] - 1}, which take "
-            f"{needs.of(held.begin, held.end)} bytes; give as much, or use another --state-dir"
+            f"{needs.span_bytes(held.begin, held.end)} bytes; give as much, or use another --state-dir"
         )
     whole = (held.begin, held.end) == (0, len(needs.fragments))
     return Placed(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)

@@ -138,17 +138,17 @@ async def prepare(
         run=met.run,
         own=own,
         fragments=compute.fragments,
-        state_layouts=compute.state_layouts(),
-        layers=compute.model_layers,
+        state_layouts=compute.gossip.state_layouts(),
+        layers=compute.span.model_layers,
         profile=_profile(flags, folder, compute, placed.memory_bytes),
         addresses=met.addresses,
         contacts=met.contacts,
         restored_step=compute.lr_step if restored else None,
         stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
         routes=stage_config(wish, _model(compute), compute.fragments, placed.capacity),
-        memory_budget=MemoryBudget(memory.needs(run), placed.memory_bytes, compute.layouts()),
-        retained=compute.kept.kept(cut.index for cut in compute.cuts),
-        versions=compute.versions,
+        memory_budget=MemoryBudget(memory.needs(run), placed.memory_bytes, compute.span.all_state_layouts()),
+        retained=compute.retained_states(),
+        versions=compute.counters.versions,
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
@@ -158,17 +158,19 @@ async def prepare(
 def _model(compute: Compute) -> RoutedModel:
     size = compute.setup.config.train.micro_batch
     most = size if isinstance(size, int) else measure.LARGEST
-    return RoutedModel(compute.cuts, most, memory.needs(compute.setup.config).kept, compute.layout)
+    return RoutedModel(compute.span.cuts, most, memory.needs(compute.setup.config).activations, compute.span.layout)
 
 
 def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute, memory_bytes: int) -> Profile:
     """Measured once for this device, model and version; then read from the state folder."""
     device = compute.setup.device
-    key = f"{__version__} {device} {compute.setup.config.digest()}" + (f" {compute.share}" if compute.share < 1 else "")
+    key = f"{__version__} {device} {compute.setup.config.digest()}" + (
+        f" {compute.span.share}" if compute.span.share < 1 else ""
+    )
     measured = folder.read_profile(key)
     if measured is None:
         model = compute.setup.config.model
-        measured = measure.measure(compute.forward, model, device, compute.micro_batch, compute.share)
+        measured = measure.measure(compute.span.forward, model, device, compute.micro_batch, compute.span.share)
         folder.write_profile(key, measured)
     found = Profile(**dataclasses.asdict(measured), region=flags.region, software=f"decentral {__version__}")
     return dataclasses.replace(found, memory_bytes=memory_bytes)  # no more than --memory is for the model

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from decentral.comm.wire import compress
 from decentral.core.journal import read
 from decentral.state import Folder
 from decentral.train import replicas
@@ -114,5 +113,5 @@ def of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
     run = Folder(folders[0]).read_run()
     if not weights or run is None or replicas.missing(run[1], replicas.average(weights)):
         return None, None
-    loss = replicas.held_out_loss(run[1], replicas.average(weights), compress)
+    loss = replicas.held_out_loss(run[1], replicas.average(weights))
     return round(loss, 4), round(replicas.spread(weights), 5)

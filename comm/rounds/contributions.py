@@ -67,7 +67,9 @@ class ContributionRecord:
         entries, self.entries, self.ways = self.entries, {}, {}
         return entries
 
-    def completed_micro_batches(self, members: RoundMembers, own: PeerId) -> tuple[tuple[CompletedMicroBatch, ...], float]:
+    def completed_micro_batches(
+        self, members: RoundMembers, own: PeerId
+    ) -> tuple[tuple[CompletedMicroBatch, ...], float]:
         """Our own micro-batches that members alone have executed, for the report, and the sum of their losses."""
         places = {PeerId(member.peer): place for place, member in enumerate(members)}
         found, loss = [], 0.0

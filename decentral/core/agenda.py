@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order. Equal times happen in the order in which they were asked for."""
+"""Virtual time: a queue of timed actions. Actions of equal times happen in the order in which they were asked for."""
 
 import heapq
 from collections.abc import Callable
@@ -7,13 +7,13 @@ from typing import Any
 
 from decentral.core.units import Seconds
 
-NEAR_S = 0.25  # at a time is sorted; what is further ahead waits unsorted, in bundles of as much
+NEAR_S = 0.25  # only actions in the present bundle of this length are sorted; later bundles wait unsorted
 
 Action = Callable[[], None]
 
 
 class Timer(list[Any]):
-    """[when, number, action]: something that is to happen, and may be called off. Lists are compared fast."""
+    """[when, number, action]: an action that may be called off. It is a list because lists are compared fast."""
 
     __slots__ = ()
 
@@ -23,21 +23,21 @@ class Timer(list[Any]):
 
 @dataclass(slots=True)
 class Agenda:
-    """A heap of what comes next, small enough for the processor's cache, and bundles of what comes later.
+    """A heap of the next actions, small enough for the processor's cache, and bundles of later ones.
 
-    Of the timers that ten thousand peers set, most are called off; those in a bundle are never sorted in.
+    Most of the timers that ten thousand peers set are called off, and those in a later bundle are then never sorted.
     """
 
     now: Seconds = 0.0
-    events: int = 0  # that have happened
-    _near: list[Timer] = field(default_factory=list)  # heap, up to `_horizon`
+    events: int = 0  # actions that have happened
+    _near: list[Timer] = field(default_factory=list)  # heap of the actions before `_horizon`
     _horizon: Seconds = 0.0
-    _later: dict[int, list[Timer]] = field(default_factory=dict)  # by NEAR_S
-    _order: list[int] = field(default_factory=list)  # heap of the bundles
+    _later: dict[int, list[Timer]] = field(default_factory=dict)  # bundles by their number, `when` / NEAR_S
+    _order: list[int] = field(default_factory=list)  # heap of the bundles' numbers
     _asked: int = 0
 
     def at(self, when: Seconds, action: Action) -> Timer:
-        """At `when`, or now if that is over."""
+        """Lets the action happen at `when`, or now if that is over."""
         self._asked += 1
         if when < self.now:
             when = self.now
@@ -59,7 +59,7 @@ class Agenda:
 
     @property
     def next_at(self) -> Seconds | None:
-        """When the next thing happens; None if nothing will."""
+        """The time of the next action; None if there is none."""
         while self._more(float("inf")):
             when, _, action = self._near[0]
             if action is not None:
@@ -68,7 +68,7 @@ class Agenda:
         return None
 
     def run(self, until: Seconds) -> None:
-        """Lets everything happen up to `until`, and makes it that late."""
+        """Lets all actions up to `until` happen; `until` is the time afterwards."""
         while self._more(until):
             near = self._near
             while near and near[0][0] <= until:
@@ -82,7 +82,7 @@ class Agenda:
         self.now = max(self.now, until)
 
     def _more(self, until: Seconds) -> bool:
-        """Whether something is on the heap; opens the next bundles if need be, as far as `until`."""
+        """Whether an action is on the heap; opens the next bundles if need be, as far as `until`."""
         while not self._near and self._order and self._order[0] * NEAR_S <= until:
             number = heapq.heappop(self._order)
             self._near = [timer for timer in self._later.pop(number) if timer[2] is not None]

@@ -1,7 +1,7 @@
 """One strict YAML describes a run. An unknown key fails and names the nearest valid one.
 
-The peer that starts a run loads it; the others take it from the swarm in its canonical form, whose digest they
-check. What belongs to one peer alone (device, state folder, throttle) is a flag, never config.
+The peer that starts a run loads the file; the others take it from the swarm in its canonical form, whose digest they
+check. A setting of one peer alone (device, state folder, throttle) is a flag, never a key here.
 """
 
 import difflib
@@ -21,8 +21,8 @@ from decentral.core import algorithms
 from decentral.core.errors import UserError
 
 MAX_CONFIG_BYTES = 64 * 1024
-MAX_ROUND = 256  # micro-batches of a synchronous round: one peer's report names them all
-_SHORT = reprlib.Repr()  # of what came: at most six entries of anything, thirty characters of a text
+MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
+_SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
 _SHORT.maxlevel = 2
 
 Positive = Annotated[int, Field(gt=0)]
@@ -47,17 +47,17 @@ class Strict(BaseModel):
 
 
 class ModelConfig(Strict):
-    """A Llama-style decoder. `depth` is the dial; the rest follows from it unless given."""
+    """A Llama-style decoder. Its size follows from `depth`, unless other keys say otherwise."""
 
     depth: Positive = 2
     width: Positive | None = None  # 64 * depth
-    heads: Positive | None = None  # one for every 32 channels up to width 256, then every 64
-    kv_heads: Positive | None = None  # heads; fewer is grouped-query attention
+    heads: Positive | None = None  # one for every 32 channels up to width 256, above it one for every 64
+    kv_heads: Positive | None = None  # as many as `heads`; fewer is grouped-query attention
     hidden: Positive | None = None  # 8/3 * width, rounded up to a multiple of 32
     vocabulary: Positive = 256
     context: Positive = 128
     rope_theta: PositiveFloat = 10_000.0
-    layers: str | None = None  # "package.module:function" -> list[nn.Module]: a user's own model
+    layers: str | None = None  # "package.module:function", which returns list[nn.Module]: a user's own model
 
     @model_validator(mode="after")
     def shapes_fit(self) -> "ModelConfig":
@@ -86,7 +86,7 @@ class ModelConfig(Strict):
 
     @property
     def layer_parameters(self) -> list[int]:
-        """Of embedding, blocks and head; not of a user's own `layers`."""
+        """The parameters of embedding, blocks and head. It knows nothing of a user's own `layers`."""
         width, keys = self.d_model, self.d_model // self.n_heads * self.n_kv_heads
         block = 2 * width * width + 2 * width * keys + 3 * width * self.d_hidden + 2 * width
         table = self.vocabulary * width
@@ -94,11 +94,13 @@ class ModelConfig(Strict):
 
 
 class DataConfig(Strict):
+    """Where the tokens come from: train/data.py."""
+
     kind: Literal["python-stdlib", "text", "tokens"] = "python-stdlib"
     path: str | None = None  # a file or folder on each peer's own disk
     glob: str = "**/*.txt"  # which files of a folder of text
     token_bytes: Literal[2, 4] = 2  # width of an entry of a tokens file
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of the tokens that no peer trains on
 
     @model_validator(mode="after")
     def path_is_given(self) -> "DataConfig":
@@ -108,12 +110,14 @@ class DataConfig(Strict):
 
 
 class TrainConfig(Strict):
-    micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest that fits the device
+    """The inner steps of each peer."""
+
+    micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest number that fits the device
     accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
     learning_rate: PositiveFloat = 4e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 50
-    total_steps: Positive | None = None  # decay ends here; None: constant after the warm-up
-    final_rate: Fraction = 0.1  # of learning_rate, at total_steps
+    total_steps: Positive | None = None  # the learning rate's decay ends here; None: it is constant after the warm-up
+    final_rate: Fraction = 0.1  # share of learning_rate that is left at total_steps
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -148,22 +152,24 @@ class GossipConfig(Strict):
 class RoutesConfig(Strict):
     """How micro-batches travel between peers that hold a part of the model each."""
 
-    wire: Literal["bf16", "int8", "fp32"] = "bf16"  # activations and their gradients; int8 is blockwise
-    holders: Positive = 2  # of each layer: a peer gives none up that fewer others hold, but to take lost layers
-    overlap: bool = False  # begin micro-batches before the last ones' step is taken: docs/ROUTES.md has what it costs
-    sums: Annotated[int, Field(ge=1, le=16)] = 4  # of gradients that wait to be settled, with `overlap`; else one
+    wire: Literal["bf16", "int8", "fp32"] = "bf16"  # codec of activations and their gradients; int8 is blockwise
+    holders: Positive = 2  # a peer gives up no layer that fewer others hold, unless it takes lost layers instead
+    overlap: bool = False  # micro-batches begin before the step of the last ones is taken: docs/ROUTES.md has the cost
+    sums: Annotated[int, Field(ge=1, le=16)] = 4  # sealed sums of gradients that may wait at once, with `overlap`
 
     @property
     def slots(self) -> int:
-        """Without overlap no forward pass begins before the sum that waits is applied."""
+        """How many sealed sums may wait. Without overlap, one that waits is applied before any later forward pass."""
         return self.sums if self.overlap else 1
 
 
 class SwarmConfig(Strict):
-    record_ttl_s: PositiveFloat = 60.0
-    renew_s: PositiveFloat = 20.0
-    refresh_s: PositiveFloat = 4.0  # between two looks into the directory
-    shards: Positive = 1  # keys that the records are spread over; about one for every hundred peers
+    """How peers find each other, and how often they save."""
+
+    record_ttl_s: PositiveFloat = 60.0  # a peer's record expires after this long
+    renew_s: PositiveFloat = 20.0  # a peer stores its record this often
+    refresh_s: PositiveFloat = 4.0  # a peer reads the directory this often
+    shards: Positive = 1  # keys over which the records are spread; about one for every hundred peers
     checkpoint_every_s: PositiveFloat = 30.0
     max_peers: Positive = 4096
 
@@ -175,6 +181,8 @@ class SwarmConfig(Strict):
 
 
 class Config(Strict):
+    """A run: all peers of a swarm have the same one."""
+
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "stdlib-gpt"
     seed: int = 0
     model: ModelConfig = ModelConfig()
@@ -222,7 +230,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def from_canonical(text: str) -> Config:
-    """What another peer says the config is. Raises UserError if it is none of ours."""
+    """Reads a config that came from another peer. Raises UserError if it is not valid."""
     if len(text.encode()) > MAX_CONFIG_BYTES:
         raise UserError(f"config: at most {MAX_CONFIG_BYTES} bytes; it has {len(text.encode())}")
     return _validate(_parse(text, "the swarm"))
@@ -259,7 +267,7 @@ def shipped_configs() -> list[Any]:
 def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         tree = yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader: it makes plain values only
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date or number that is none
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date or a number that cannot be
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
         raise UserError(f"config: {source} is not valid YAML{line}") from None
@@ -306,7 +314,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _one_line(text: str) -> str:
-    """What others wrote into a config may be anything; what we print of it is one short line."""
+    """Anything may be written in another peer's config; what we print of it is one short line."""
     return "".join(char if char.isprintable() else "?" for char in text)[:300]
 
 

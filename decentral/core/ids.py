@@ -10,5 +10,5 @@ RunId = NewType("RunId", str)
 
 
 def short(peer: PeerId) -> str:
-    """The last six characters: the first ones are the same for every RSA identity."""
+    """The last six characters of the id; the first ones are the same for every RSA identity."""
     return peer[-6:]

@@ -1,4 +1,4 @@
-"""`journal.jsonl`: what happened to this peer, a line each, for people and for tools.
+"""`journal.jsonl`: the events of one peer, a line each, for people and for tools.
 
 Every line is `{"t": unix seconds, "event": ..., ...}`; docs/PROTOCOL.md lists the events. A line is written
 whole and flushed at once, so that after `kill -9` at most the last line is cut; readers skip a cut line.

@@ -1,7 +1,8 @@
 """Machines: `handle(event, now) -> list[Effect]`, plus `wake_at`.
 
-A machine holds no socket, thread, tensor or clock. What must happen outside is an effect that it returns; what
-came of it arrives later as an event. So one code runs over libp2p, in memory, and in virtual time.
+A machine holds no socket, thread, tensor or clock. Whatever must happen outside is an effect that it returns, and the
+outcome arrives later as an event. So the same code runs over libp2p, in memory, and in virtual time. `wake_at` is the
+time at which a machine wants to be sent Woke; None where only another event can move it.
 """
 
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 from decentral.core.units import Seconds
 
 Effect = object
-"""Anything a host can carry out: see comm/wire/transport.py and core/jobs.py for the ones there are."""
+"""Anything that a host can carry out: the effects of comm/wire/transport.py, the jobs of core/jobs.py, and Log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +33,18 @@ def log(event: str, **fields: Any) -> Log:
 
 
 class Machine(Protocol):
+    """What decides, and does nothing itself: an event and the time in, effects out."""
+
     @property
     def wake_at(self) -> Seconds | None:
-        """When to send it Woke; None when only an event can move it."""
+        """When to send it Woke; None: only another event can move it."""
         ...
 
     def handle(self, event: object, now: Seconds) -> list[Effect]: ...
 
 
 def earliest(times: Iterable[Seconds | None]) -> Seconds | None:
+    """The least of the times that are not None; None if all are."""
     first: Seconds | None = None
     for time in times:
         if time is not None and (first is None or time < first):

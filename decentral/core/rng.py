@@ -17,10 +17,10 @@ def seed_of(seed: int, *names: object) -> int:
 
 
 def stream(seed: int, *names: object) -> random.Random:
-    """For decisions: which partner, when to jitter."""
+    """A stream for decisions: which partner, when to jitter."""
     return random.Random(seed_of(seed, *names))
 
 
 def arrays(seed: int, *names: object) -> np.random.Generator:
-    """For arrays of draws: which windows of the text make this micro-batch."""
+    """A stream for arrays of draws: which windows of the text make this micro-batch."""
     return np.random.default_rng(seed_of(seed, *names))

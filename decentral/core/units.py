@@ -1,4 +1,4 @@
-"""Units, and the spans of work that a user types: `90s`, `500steps`, `2e6tokens`."""
+"""Units, and amounts of work as a user types them: `90s`, `500steps`, `2e6tokens`."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Kind = Literal["s", "steps", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How much work: `value` seconds since joining, inner steps of this peer, or tokens of this peer."""
+    """An amount of work: seconds since joining, inner steps of this peer, or tokens of this peer."""
 
     value: float
     kind: Kind

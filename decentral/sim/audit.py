@@ -38,7 +38,7 @@ from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
 from decentral.sim.fault_injector import FaultInjector
 from decentral.sim.route_audit import RouteAudit
-from decentral.sim.surrogate import STEP_NOISE
+from decentral.sim.surrogate_model import STEP_NOISE
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
 from decentral.sim.virtual_host import VirtualHost
 
@@ -151,7 +151,7 @@ class InvariantAudit:
             held[mark] = [*windows, ((self._life(host.peer), closed.seq), host.agenda.now)]
         while len(held) > PUBLISHED:
             del held[next(iter(held))]
-        mixed = host.training.mixing.of(closed.fragment)
+        mixed = host.training.gossip.of(closed.fragment)
         if isinstance(mixed.rule, PushSumRule):
             weights = self.accounts[host.peer].weights
             weights[closed.fragment] = weights.get(closed.fragment, 1.0) - _weight(closed.layout, closed.blob)
@@ -163,7 +163,7 @@ class InvariantAudit:
     def _corrected(self, host: VirtualHost, fragment: int) -> None:
         """What a merge moved, and so what it moved the mean of all: the baseline has it, and nothing else since."""
         closed = self.accounts[host.peer].closed.pop(fragment, None)
-        rule = host.training.mixing.of(fragment).rule
+        rule = host.training.gossip.of(fragment).rule
         if closed is not None and isinstance(rule, PullRule):
             moved = rule.slow.baseline - closed
             self.drift[fragment] = self.drift.get(fragment, torch.zeros_like(moved)) + moved
@@ -234,7 +234,7 @@ class InvariantAudit:
     def _moved(self, host: VirtualHost) -> None:
         """What it gained begins with a donor's state, as a newcomer's does, though it may have held it before."""
         account, before = self.accounts[host.peer], {one.index for one in host.node.setup.fragments}
-        gained = {mixed.live.fragment.index for mixed in host.training.mixing.fragments} - before
+        gained = {mixed.live.fragment.index for mixed in host.training.gossip.fragments} - before
         account.merged = {name: window for name, window in account.merged.items() if name[1] not in gained}
         account.absorbed = {name for name in account.absorbed if name[1] not in gained}
         account.weights = {index: weight for index, weight in account.weights.items() if index not in gained}
@@ -338,7 +338,7 @@ class InvariantAudit:
     def mean_drift(self, living: Sequence[SimulatedPeer]) -> float:
         """How far all corrections together have moved the mean, in distances from the optimum at the start."""
         holders = Counter(
-            mixed.live.fragment.index for one in living if one.host for mixed in one.host.training.mixing.fragments
+            mixed.live.fragment.index for one in living if one.host for mixed in one.host.training.gossip.fragments
         )
         moved = [float(drift.square().mean().sqrt()) / max(1, holders[index]) for index, drift in self.drift.items()]
         return max(moved, default=0.0)
@@ -396,7 +396,7 @@ def distances(living: Sequence[SimulatedPeer]) -> dict[PeerId, float]:
     """Of each replica from the mean of all that hold the same: root mean square over the numbers."""
     weights: dict[int, dict[PeerId, Tensor]] = {}
     for member in living:
-        for mixed in member.host.training.mixing.fragments if member.host is not None else ():
+        for mixed in member.host.training.gossip.fragments if member.host is not None else ():
             weights.setdefault(mixed.live.fragment.index, {})[member.peer] = mixed.live.theta
     squares: dict[PeerId, list[Tensor]] = {}
     for held in weights.values():
@@ -407,12 +407,12 @@ def distances(living: Sequence[SimulatedPeer]) -> dict[PeerId, float]:
 
 
 def weights_of(host: VirtualHost) -> Tensor:
-    return torch.cat([mixed.live.theta for mixed in host.training.mixing.fragments])
+    return torch.cat([mixed.live.theta for mixed in host.training.gossip.fragments])
 
 
 def _weights(host: VirtualHost) -> dict[int, float]:
     """Of each fragment, in push-sum; else one."""
-    rules = {mixed.live.fragment.index: mixed.rule for mixed in host.training.mixing.fragments}
+    rules = {mixed.live.fragment.index: mixed.rule for mixed in host.training.gossip.fragments}
     return {index: float(rule.weight) if isinstance(rule, PushSumRule) else 1.0 for index, rule in rules.items()}
 
 

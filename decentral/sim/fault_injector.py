@@ -63,7 +63,7 @@ class FaultInjector:
         """Back without its disk, and so without its identity."""
         for member in self._members(fault):
             self.swarm.crash(member, keep_disk=False)
-            member.disk, member.has_run = None, False
+            member.disk.checkpoint, member.has_run = None, False
             self.swarm.start(self.swarm.add())
 
     def _leave(self, fault: Fault) -> None:

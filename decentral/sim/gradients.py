@@ -1,7 +1,7 @@
-"""Real gradients under a virtual clock: train/compute.py's Compute trains, only its seconds are the simulation's."""
+"""Real gradients in virtual time: train/compute.py's Compute trains; only its seconds are the simulation's."""
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,42 +12,21 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim.swarm import Shape, SimulatedPeer
 from decentral.sim.virtual_host import Training
-from decentral.train import data, stage_jobs
+from decentral.train import data
 from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.step import Device
 
 
-@dataclass(slots=True)
-class Trained:
+class Trained(Compute):
     """A Compute that steps when it is told to."""
 
-    compute: Compute
-    restored: bool
-
-    @property
-    def waits(self) -> bool:
-        return self.compute.waits
-
-    @property
-    def lr_step(self) -> int:
-        return self.compute.lr_step
-
-    @property
-    def mixing(self) -> FragmentGossip:
-        return self.compute.mixing
-
-    def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
+    def take_steps(self, count: int, seconds: Seconds) -> jobs.Stepped:
         assert count == 1, "real steps are made one by one"
-        return replace(self.compute.step(), seconds=seconds)
-
-    def work(self, job: jobs.Job) -> float:
-        hops = self.compute.hops
-        return stage_jobs.work(job, self.compute.cuts, hops.held if hops else {})
+        return replace(self.step(), seconds=seconds)
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
-        outcome = self.compute.do(job)
-        # The seconds of this machine are none of the simulation's: two runs of a seed must not differ by them.
+        """Leaves out the seconds that this machine took: two runs of a seed must not differ by them."""
+        outcome = super().do(job)
         return replace(outcome, seconds=0.0) if isinstance(outcome, jobs.Evaluated) else outcome
 
 
@@ -60,8 +39,9 @@ def real_gradients(shape: Shape) -> Shape:
     def train(member: SimulatedPeer) -> Training:
         place = folder / member.peer
         place.mkdir(exist_ok=True)
-        compute = Compute(ComputeSetup(run, member.peer, corpus, compress, device, place, member.span))
-        return Trained(compute, compute.resume())
+        trained = Trained(ComputeSetup(run, member.peer, corpus, compress, device, place, member.span))
+        trained.resume()
+        return trained
 
     device = Device(torch.device("cpu"), torch.float32)
     probe = Compute(ComputeSetup(run, PeerId("probe"), corpus, compress, device, folder))
@@ -71,5 +51,5 @@ def real_gradients(shape: Shape) -> Shape:
         pace=replace(shape.pace, steps_at_once=1),
         tokens_per_step=probe.micro_batch * run.model.context * run.train.accumulate,
         gradients=train,
-        donated=tuple(probe.state_layouts()),
+        donated=tuple(probe.gossip.state_layouts()),
     )

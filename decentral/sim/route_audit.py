@@ -74,7 +74,7 @@ class RouteAudit:
         training = host.training
         if not isinstance(training, SurrogateWorkload):
             return
-        for one in training.hops.stepped:
+        for one in training.span.stages.applied:
             name = (one.origin, one.number)
             spans = self.counted.setdefault(name, [])
             spans.append((one.first, one.last))
@@ -83,7 +83,7 @@ class RouteAudit:
                 self.violated("counted", f"{host.peer} counts {name} in layers {spans[-1]} again", host)
         self.counted_at = host.agenda.now
         steps = self._steps_of(host, life)
-        steps.did.extend(training.hops.stepped)
+        steps.did.extend(training.span.stages.applied)
         self._compare(host, steps)
 
     def logged(self, host: VirtualHost, life: int, line: Log) -> None:
@@ -164,7 +164,9 @@ class RouteAudit:
             return
         routes, stage, room = host.node.routes, host.node.routes.stage, host.node.routes.stage.capacity
         told = max((len(box.commit) + len(box.abort) for box in routes.outboxes.boxes.values()), default=0)
-        graphs = list(host.training.hops.held.values()) if isinstance(host.training, SurrogateWorkload) else []
+        graphs = (
+            list(host.training.span.stages.pending.values()) if isinstance(host.training, SurrogateWorkload) else []
+        )
         sizes: dict[str, tuple[float, float]] = {
             "legs": (len(routes.executions), MOST_HELD * room),
             "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * room),

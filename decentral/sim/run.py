@@ -294,7 +294,7 @@ def _loss(swarm: SimulatedSwarm) -> float:
     """Mean square of the average of the replicas: their distance from the optimum, if they are sketches."""
     weights: dict[int, list[torch.Tensor]] = {}
     for member in swarm.living:
-        for mixed in member.host.training.mixing.fragments if member.training and member.host is not None else ():
+        for mixed in member.host.training.gossip.fragments if member.training and member.host is not None else ():
             weights.setdefault(mixed.live.fragment.index, []).append(mixed.live.theta)
     means = [torch.stack(held).mean(dim=0).square() for held in weights.values()]
     return float(torch.cat(means).mean()) if means else 0.0

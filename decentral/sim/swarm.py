@@ -32,12 +32,13 @@ from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.sim.geography import Earth
 from decentral.sim.network_faults import NetworkFaults
-from decentral.sim.surrogate import NUMBERS, PlainCodecs, SurrogateCheckpoint, SurrogateWorkload, SyntheticCodecs
+from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
+from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, SyntheticCodecs
 from decentral.sim.virtual_claims import FarDirectory, VirtualClock, play
 from decentral.sim.virtual_host import Pace, Respond, Training, VirtualHost, Watch
-from decentral.train import gpt, memory, stage_runner, update_rules
+from decentral.train import gpt, memory, update_rules
+from decentral.train.activations import ActivationFormat
 from decentral.train.inner import fragments_of
-from decentral.train.span_change import RetainedState
 
 RUN = RunId("simulated-000000")
 EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
@@ -92,7 +93,7 @@ class Shape:
     spans: tuple[tuple[int, int], ...] = ()  # layers of the peers in turn, instead of those that they would choose
     moves: bool = True  # peers that hold spans change them, by plans and to cover lost layers; not those of `spans`
     plain: bool = False  # nothing is quantised: for thousands of peers
-    gradients: Callable[["SimulatedPeer"], Training] | None = None  # real ones instead of a sketch
+    gradients: Callable[["SimulatedPeer"], Training] | None = None  # real ones instead of a surrogate's
     donated: tuple[jobs.Layout, ...] | None = None  # a fragment's state as newcomers get it, if it is a real one
 
     @classmethod
@@ -105,13 +106,8 @@ class Shape:
 
     @property
     def model(self) -> claim_span.RoutedModel:
-        widths = gpt.widths(self.config.model)
-
-        @cache
-        def layout(layer: int, sequences: int) -> jobs.Layout:
-            return stage_runner.layout(self.config, compress, widths[layer], sequences)
-
-        kept = memory.needs(self.config, self.fragments).kept
+        layout = cache(ActivationFormat(self.config, compress, gpt.widths(self.config.model)).layout)
+        kept = memory.needs(self.config, self.fragments).activations
         return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, layout)
 
     def state_layouts(self) -> list[jobs.Layout]:
@@ -130,9 +126,7 @@ class SimulatedPeer:
     peer: PeerId
     host: VirtualHost | None = None
     port: Port | None = None
-    disk: SurrogateCheckpoint | None = None
-    shelf: dict[int, RetainedState] = field(default_factory=dict)  # on its disk, too: what it gave up
-    reserved: int = 0  # micro-batch numbers that its disk says may have been given out
+    disk: SurrogateDisk = field(default_factory=SurrogateDisk)
     span: tuple[int, int] | None = None  # layers with which its present life began
     placing: bool = False  # it looks for its layers
     has_run: bool = False  # its disk knows the run: a restart needs no contact
@@ -218,7 +212,8 @@ class SimulatedSwarm:
     def _wish(self, member: SimulatedPeer) -> claim_span.Wish:
         room = self.shape.memory[member.number % len(self.shape.memory)]
         spans = self.shape.spans
-        kept = member.disk.span if member.disk is not None else spans[member.number % len(spans)] if spans else None
+        saved = member.disk.checkpoint
+        kept = saved.span if saved is not None else spans[member.number % len(spans)] if spans else None
         return claim_span.Wish(self.shape.config, RUN, VirtualSigner(member.peer), (), room, kept)
 
     def _live(self, member: SimulatedPeer, contacts: tuple[PeerId, ...], placed: claim_span.Placed | None) -> None:
@@ -309,19 +304,8 @@ class SimulatedSwarm:
         shape = self.shape
         codecs = PlainCodecs(compress) if shape.plain else compress
         assert member.span is not None
-        return SurrogateWorkload(
-            shape.config,
-            member.peer,
-            shape.fragments,
-            member.span,
-            codecs,
-            chance,
-            shape.tokens_per_step,
-            self.model.layout,
-            disk=member.disk,
-            reserved=member.reserved,
-            shelf=member.shelf,
-        )
+        model = SurrogateModel(shape.config, shape.fragments, codecs, shape.tokens_per_step, self.model.layout)
+        return SurrogateWorkload(model, member.peer, member.span, chance, member.disk)
 
     def _step_s(self, member: SimulatedPeer) -> Seconds:
         return self.shape.pace.step_s * self.shape.throttles[member.number % len(self.shape.throttles)]
@@ -353,19 +337,14 @@ class SimulatedSwarm:
             restored_step=restored,
             routes=routes,
             memory_budget=MemoryBudget(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
-            retained=training.kept if isinstance(training, SurrogateWorkload) else (),
+            retained=training.retained_states() if isinstance(training, SurrogateWorkload) else (),
         )
 
     def _keep(self, member: SimulatedPeer, keep_disk: bool) -> None:
         assert member.host is not None
-        training = member.host.training
         member.book = tuple(sorted(member.host.node.roster.live)) or member.book
-        if isinstance(training, SurrogateWorkload):
-            member.disk = training.disk if keep_disk else None
-            member.reserved = training.reserved if keep_disk else 0
-            member.shelf = member.shelf if keep_disk else {}
         if not keep_disk:
-            member.has_run = False
+            member.disk, member.has_run = SurrogateDisk(), False
 
 
 @dataclass(slots=True)

@@ -90,8 +90,8 @@ def room_for(shape: Shape, count: int, under_way: int) -> int:
     """Bytes that any `count` fragments take with so many micro-batches under way; not enough for more fragments."""
     needs = memory.needs(shape.config, shape.fragments)
     starts = range(len(needs.fragments) - count + 1)
-    enough = max(needs.of(at, at + count, under_way) for at in starts)
-    more = [needs.of(at, at + count + 1) - 1 for at in starts[:-1]]
+    enough = max(needs.span_bytes(at, at + count, under_way) for at in starts)
+    more = [needs.span_bytes(at, at + count + 1) - 1 for at in starts[:-1]]
     return min([enough, *more])
 
 

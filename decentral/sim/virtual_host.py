@@ -1,8 +1,8 @@
-"""Drives a node in virtual time: the same effects as peers/hosts/host.py, carried out on an agenda.
+"""Drives a node in virtual time: the same effects as in peers/hosts/host.py, carried out on an agenda.
 
-A compute thread is a row of step edges: jobs wait for the next edge and are done there, in order, each for as long as
-it takes; a peer that waits for jobs (a newcomer, allreduce) does them at once. Steps between two edges at which
-nothing happens are made together, so that a peer which only trains costs nothing.
+A compute thread is a row of step edges. Jobs wait for the next edge and are done there, in order, and each takes its
+time; a peer that waits for jobs (a newcomer, allreduce) does them at once. The steps until the next edge at which
+something happens are made together, so that a peer which only trains costs nothing.
 """
 
 from collections import deque
@@ -36,38 +36,33 @@ from decentral.peers.node.progress import Stop
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
 from decentral.train.fragment_gossip import FragmentGossip
 
-WEIGH_S = 1.0  # what weighing plans takes
-EARLY_S = 1e-6  # what adding and taking away the epoch of the clock costs
+EVALUATION_S = 1.0  # how long the evaluation of plans takes
+EARLY_S = 1e-6  # the rounding error of adding and taking away the clock's epoch
 Respond = Callable[[Envelope], None]
 
 
 class Training(Protocol):
-    """train/compute.py's Compute behind an adapter, or sim/surrogate.py's Sketch."""
+    """A JobRunner that steps when it is told to: Trained in sim/gradients.py, SurrogateWorkload in sim/surrogate.py."""
+
+    restored: bool  # whether it goes on from a checkpoint
 
     @property
-    def waits(self) -> bool:
-        """Whether only a job can move it."""
-        ...
+    def waits(self) -> bool: ...
 
     @property
     def lr_step(self) -> int: ...
 
     @property
-    def restored(self) -> bool:
-        """Whether it goes on from a checkpoint."""
-        ...
+    def gossip(self) -> FragmentGossip: ...
 
-    @property
-    def mixing(self) -> FragmentGossip: ...
-
-    def step(self, count: int, seconds: Seconds) -> jobs.Stepped:
-        """So many steps at once, which have taken so long, other jobs included."""
+    def take_steps(self, count: int, seconds: Seconds) -> jobs.Stepped:
+        """Takes so many steps at once. They have taken so long, jobs before them included."""
         ...
 
     def do(self, job: jobs.Job) -> jobs.Outcome: ...
 
     def work(self, job: jobs.Job) -> float:
-        """How much of a micro-batch's computing, through the whole model, this job is; asked before it is done."""
+        """The job's share of a micro-batch's computing through the whole model; asked before it is done."""
         ...
 
 
@@ -84,7 +79,7 @@ class Wire(Protocol):
 
 
 class Watch(Protocol):
-    """Sees everything that a peer does. It may raise."""
+    """Is shown everything that a peer does. It may raise."""
 
     def handled(self, host: "VirtualHost", event: object, effects: list[Effect]) -> None: ...
 
@@ -93,22 +88,22 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a device is: seconds of a step with its noise, and of jobs by the bytes that they handle.
+    """How fast a device is: the seconds of a step with its noise, and of jobs by the bytes that they handle.
 
     A micro-batch through the whole model takes as long as a step; each peer of a route computes its part of it.
     """
 
     step_s: Seconds
-    noise: float = 0.0  # standard deviation of the steps between two edges, in steps
+    noise: float = 0.0  # standard deviation of a step's duration, as a share of it
     job_s: Seconds = 0.001
-    job_bytes: float = 1e9  # bytes/s of encoding, decoding, writing
+    job_bytes: float = 1e9  # bytes/s that encoding, decoding and writing handle
     report_s: Seconds = 10.0  # steps are reported at least this often
     steps_at_once: int = 1 << 30  # real gradients are made one by one
 
 
 @dataclass(slots=True)
 class Engine:
-    """The compute thread."""
+    """A compute thread in virtual time."""
 
     agenda: Agenda
     training: Training
@@ -117,13 +112,13 @@ class Engine:
     report: Callable[[jobs.Job | None, jobs.Outcome], None]
     inbox: deque[jobs.Job] = field(default_factory=deque)
     busy_s: Seconds = 0.0
-    began: Seconds | None = None  # of the steps under way; None: idle
+    began: Seconds | None = None  # when the present steps began; None: it is idle
     stretched: float = 1.0  # how much slower than its pace it is at present
     frozen: bool = False
-    last_computed: Seconds | None = None  # a step, or a part of a micro-batch
+    last_computed: Seconds | None = None  # when it last took a step or computed a part of a micro-batch
     slowest: float = 1.0  # the largest `stretched` so far
-    _step_s: Seconds = 0.0  # of each of the steps under way
-    _doing: bool = False  # a job
+    _step_s: Seconds = 0.0  # how long each of the present steps takes
+    _doing: bool = False  # whether a job is being done
     _timer: Timer | None = None
 
     def put(self, job: jobs.Job) -> None:
@@ -150,14 +145,14 @@ class Engine:
         self._go_on()
 
     def set_speed(self, stretched: float) -> None:
-        """From the step after the present one."""
+        """The new speed holds from the step after the present one."""
         self._make_steps(self.agenda.now)
         self.stretched, self.slowest = stretched, max(self.slowest, stretched)
         if self.began is not None:
             self._go_on()
 
     def _edge(self, now: Seconds) -> Seconds:
-        """The end of the step that is under way."""
+        """The end of the present step."""
         assert self.began is not None
         done = int((now - self.began) / self._step_s + 1e-9)
         return self.began + max(1, done + (self.began + done * self._step_s < now - 1e-9)) * self._step_s
@@ -174,7 +169,7 @@ class Engine:
             return
         computing_s = self._computing_s(job)
         outcome = self.training.do(job)
-        job_s = computing_s + self.pace.job_s + _weight(job, outcome) / self.pace.job_bytes
+        job_s = computing_s + self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
         self.busy_s += job_s
         if computing_s or isinstance(outcome, jobs.Stepped):
             self.last_computed = self.agenda.now + job_s
@@ -218,7 +213,7 @@ class Engine:
             self.last_computed = now
             seconds = count * self._step_s + self.busy_s
             self.began, self.busy_s = self.began + count * self._step_s, 0.0
-            self.report(None, self.training.step(count, seconds))
+            self.report(None, self.training.take_steps(count, seconds))
 
     def _at(self, when: Seconds, action: Callable[[], None]) -> None:
         self._cancel()
@@ -253,7 +248,7 @@ class VirtualHost:
         self._requests: dict[int, Respond] = {}
         self._last_request = 0
         self._timer: Timer | None = None
-        self._wake_at: Seconds = 0.0  # of the timer
+        self._wake_at: Seconds = 0.0  # when the timer wakes the node
         self._frozen: deque[object] | None = None  # events that came while the process was stopped
 
     def start(self) -> None:
@@ -267,7 +262,7 @@ class VirtualHost:
             self.end(reason)
 
     def end(self, reason: str) -> None:
-        """The process is gone, in whatever way."""
+        """The process is gone, whether it left or crashed."""
         self.ended = reason
         self.engine.halt()
         self._disarm()
@@ -337,7 +332,7 @@ class VirtualHost:
             case Learn():
                 pass
             case EvaluatePlans():
-                self.agenda.after(WEIGH_S, lambda: self.deliver(evaluate_plans(effect)))
+                self.agenda.after(EVALUATION_S, lambda: self.deliver(evaluate_plans(effect)))
             case Stop(reason):
                 self.agenda.after(0.0, lambda: self.stop(reason))
             case _:
@@ -357,10 +352,10 @@ class VirtualHost:
         return hear
 
     def _arm(self) -> None:
-        """One timer, for the node's next wish."""
+        """Keeps one timer, for the next time at which the node wants to wake."""
         wake_at = None if self.ended is not None or self._frozen is not None else self.node.wake_at
         if wake_at is not None and self._timer is not None and self._wake_at <= wake_at:
-            return  # it wakes early, and looks again: cheaper than a new timer after every event
+            return  # it wakes early and looks again, which is cheaper than a new timer after every event
         self._disarm()
         if wake_at is not None:
             self._wake_at = wake_at
@@ -372,7 +367,7 @@ class VirtualHost:
             self._timer = None
 
 
-def _weight(job: jobs.Job, outcome: jobs.Outcome) -> int:
+def _handled_bytes(job: jobs.Job, outcome: jobs.Outcome) -> int:
     """The bytes that a job handles."""
     match job, outcome:
         case jobs.Merge(contributions=parts), _:

@@ -19,14 +19,14 @@ FILE = "checkpoint.safetensors"
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> int:
-    """Replaces the folder's checkpoint; gives its size in bytes. Raises OSError and leaves the old one."""
+    """Replaces the folder's checkpoint; `facts` are JSON. Gives its bytes. Raises OSError and leaves the old one."""
     data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {"facts": json.dumps(facts)})
     write_atomically(folder / FILE, data)
     return len(data)
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The folder's checkpoint, or None where there is none. Raises UserError if it is damaged."""
+    """The tensors and facts of the folder's checkpoint; None where there is none. Raises UserError if it is damaged."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -39,7 +39,7 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
 
 
 def span(folder: Path) -> tuple[int, int] | None:
-    """The layers that the folder's checkpoint has, or None where there is none. Raises UserError if it is damaged."""
+    """Layers [first, last) of the folder's checkpoint; None where there is none. Raises UserError, as `read` does."""
     path = folder / FILE
     if not path.exists():
         return None
@@ -52,7 +52,7 @@ def span(folder: Path) -> tuple[int, int] | None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """The file has the old content or the new one at any moment, also after a power cut."""
+    """Writes a file that has the old content or the new one at any moment, also after a power cut. Raises OSError."""
     temporary = path.with_name(path.name + ".new")
     with temporary.open("wb") as file:
         file.write(data)

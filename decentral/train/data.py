@@ -1,8 +1,10 @@
 """Where tokens come from: the standard library's text, files of text, or a memory-mapped file of tokens.
 
-Rules. The text is cut into stretches of 16 Ki tokens, and a fixed share of them is held out, chosen by their
-number, so that every peer holds out the same. Micro-batch number k of a peer is a pure function of (seed, peer,
-k): the position in the data is one integer, and each peer has its own random stream.
+The tokens are cut into stretches of 16 Ki, and a fixed share of the stretches is held out, chosen by their number, so
+that every peer holds out the same ones. Micro-batch number k of a peer is a pure function of (seed, peer, k): the
+position in the data is one integer, and each peer has its own random stream.
+
+Shapes: B sequences, T positions (`context`).
 """
 
 import sysconfig
@@ -24,20 +26,20 @@ Tokens = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All tokens, and which stretches of them are for training and which are held out."""
+    """All tokens, and the stretches of them that are trained on and held out. Targets are the inputs one token on."""
 
     tokens: Tokens
     context: int
-    train: npt.NDArray[np.int64]  # first tokens of the stretches
-    held_out: npt.NDArray[np.int64]
-    stretch: int
+    train: npt.NDArray[np.int64]  # where each stretch begins that is trained on
+    held_out: npt.NDArray[np.int64]  # where each stretch begins that is held out
+    stretch: int  # tokens of a stretch
 
     def micro_batch(self, generator: np.random.Generator, sequences: int) -> tuple[Tensor, Tensor]:
-        """inputs_BT and targets_BT, int64: windows drawn at random from the training stretches."""
+        """inputs_BT and targets_BT, int64 on the CPU: windows drawn at random from the training stretches."""
         return self._draw(self.train, generator, sequences)
 
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
-        """The same held-out windows on every peer and every time."""
+        """inputs_BT and targets_BT, int64 on the CPU: the same held-out windows on every peer and every time."""
         return self._draw(self.held_out, rng.arrays(0, "held-out"), sequences)
 
     def _draw(
@@ -45,8 +47,8 @@ class Corpus:
     ) -> tuple[Tensor, Tensor]:
         starts = stretches[generator.integers(len(stretches), size=sequences)]
         starts = starts + generator.integers(self.stretch - self.context, size=sequences)
-        windows = np.stack([self.tokens[start : start + self.context + 1] for start in starts])
-        tokens_BT = torch.from_numpy(windows.astype(np.int64))
+        windows_BT = np.stack([self.tokens[start : start + self.context + 1] for start in starts])
+        tokens_BT = torch.from_numpy(windows_BT.astype(np.int64))  # with one position more
         return tokens_BT[:, :-1], tokens_BT[:, 1:]
 
 
@@ -92,18 +94,9 @@ def _map(data: config.DataConfig) -> Tokens:
 
 
 def _stdlib_files() -> list[Path]:
-    """The library's own modules: no tests, no site-packages, no generated tables of constants."""
+    """The standard library's modules, without tests, site-packages and generated tables of constants."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "__pycache__",
-        "idlelib",
-        "lib2to3",
-        "encodings",
-    }
+    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "encodings"}
     return sorted(path for path in root.rglob("*.py") if not skip.intersection(path.relative_to(root).parts[:-1]))
 
 
@@ -116,7 +109,7 @@ def _bytes_of(paths: list[Path]) -> Tokens:
 
 def _chunks(tokens: Tokens) -> Iterator[Tokens]:
     if tokens.dtype == np.uint8:
-        yield np.array([255])  # any byte may come; no need to look
+        yield np.array([255])  # a byte may have any value, so the vocabulary must have room for all of them
         return
     for start in range(0, len(tokens), 1 << 24):
         yield tokens[start : start + (1 << 24)]

@@ -2,13 +2,13 @@
 
 RMSNorm, rotary positions, SwiGLU, grouped-query attention (Touvron et al., arXiv 2307.09288). A layer is an
 `nn.Module` from one tensor to one tensor, and a model is a list of them, so a span is a slice of that list. The
-names inside a layer are those of Hugging Face's Llama; `to_llama` and `from_llama` add and remove the prefix.
+names inside a layer are those of Hugging Face's Llama; `to_llama` adds the prefix.
 
 Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channels of a head, V vocabulary.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from decentral.core.errors import UserError
 
 
 def build(model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
-    """Layers [first, last) with their initial weights, the same on every peer that has this seed, whatever its span.
+    """Layers [first, last) with their initial weights, on the CPU, the same on every peer of a run, whatever its span.
 
-    So the layers outside are made too, one at a time, and let go: it takes a layer's memory, not the model's (a user's
-    own function returns all at once). Raises UserError if `model.layers` names no function that returns modules.
+    The layers outside are built too, one at a time, and let go, so that only one more layer's memory is needed (a
+    user's own function returns all at once). Raises UserError if `model.layers` names no function that returns modules.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -34,7 +34,7 @@ def build(model: config.ModelConfig, seed: int, first: int = 0, last: int | None
 
 
 def parameters(model: config.ModelConfig) -> list[int]:
-    """How many each layer has; no weights are made."""
+    """The number of parameters of each layer; no weights are made."""
     if model.layers is None:
         return model.layer_parameters
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -42,7 +42,7 @@ def parameters(model: config.ModelConfig) -> list[int]:
 
 
 def widths(model: config.ModelConfig) -> list[int]:
-    """Numbers a token that enter each layer; tokens themselves enter the first one."""
+    """Numbers a token that enter each layer: D of its hidden_BTD, or 1 for the first layer, which tokens_BT enter."""
     if model.layers is None:
         return [1] + [model.d_model] * (model.depth + 1)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -54,7 +54,7 @@ def widths(model: config.ModelConfig) -> list[int]:
 
 
 def _ours(model: config.ModelConfig) -> Iterator[tuple[int, nn.Module]]:
-    """Each layer with its place, in the order in which they draw their weights: that is what a seed means."""
+    """Each layer with its index, in the order in which they draw their weights, on which a seed's weights depend."""
     for block in range(1, model.depth + 1):
         yield block, Block(model)
     yield 0, Embedding(model)
@@ -125,11 +125,11 @@ class Attention(nn.Module):
         out_BTD: Tensor = self.o_proj(out_BHTE.transpose(1, 2).reshape(B, T, -1))
         return out_BTD
 
-    def _rotate(self, x: Tensor) -> Tensor:
-        T = x.shape[-2]
-        left, right = x.chunk(2, dim=-1)
-        turned = torch.cat((-right, left), dim=-1)
-        return x * self.cos_TE[:T].to(x.dtype) + turned * self.sin_TE[:T].to(x.dtype)
+    def _rotate(self, x_BHTE: Tensor) -> Tensor:
+        T, dtype = x_BHTE.shape[-2], x_BHTE.dtype
+        left_BHTF, right_BHTF = x_BHTE.chunk(2, dim=-1)  # F: half of E
+        turned_BHTE = torch.cat((-right_BHTF, left_BHTF), dim=-1)
+        return x_BHTE * self.cos_TE[:T].to(dtype) + turned_BHTE * self.sin_TE[:T].to(dtype)
 
 
 class FeedForward(nn.Module):
@@ -160,24 +160,17 @@ class Head(nn.Module):
 
 
 def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, computed in fp32."""
+    """Mean cross-entropy in nats per token, a scalar, computed in fp32."""
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
 def to_llama(layers: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The weights under the names of Hugging Face's LlamaForCausalLM."""
+    """The weights under the names of Hugging Face's LlamaForCausalLM; they share their memory with the layers."""
     names = {}
     for index, layer in enumerate(layers):
         for name, tensor in layer.state_dict().items():
             names[_llama_name(index, len(layers), name)] = tensor
     return names
-
-
-def from_llama(layers: Sequence[nn.Module], weights: Mapping[str, Tensor]) -> None:
-    """Loads weights that have Hugging Face's names. Raises KeyError for a missing one."""
-    for index, layer in enumerate(layers):
-        own = {name: weights[_llama_name(index, len(layers), name)] for name in layer.state_dict()}
-        layer.load_state_dict(own)
 
 
 def _llama_name(index: int, count: int, name: str) -> str:
@@ -193,8 +186,9 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def _rotary(context: int, channels: int, theta: float) -> tuple[Tensor, Tensor]:
-    rates_E = theta ** (-torch.arange(0, channels, 2).float() / channels)
-    angles_TE = torch.outer(torch.arange(context).float(), rates_E).repeat(1, 2)
+    """cos_TE and sin_TE of the angles by which each position turns each pair of channels."""
+    rates_F = theta ** (-torch.arange(0, channels, 2).float() / channels)
+    angles_TE = torch.outer(torch.arange(context).float(), rates_F).repeat(1, 2)
     return angles_TE.cos(), angles_TE.sin()
 
 

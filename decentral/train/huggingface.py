@@ -2,8 +2,8 @@
 
     config.json  model.safetensors  tokenizer.json  tokenizer_config.json
 
-Token k is byte k, so the tokenizer is a byte-level BPE without merges. It is written as the plain JSON that it is; the
-vocabulary of a `tokens` data set is its owner's, who brings the tokenizer too.
+Token k is byte k, so the tokenizer is a byte-level BPE without merges, written as plain JSON. For a `tokens` data set
+no tokenizer is written: whoever made its tokens has one.
 """
 
 import json
@@ -23,7 +23,7 @@ BYTES = 256
 
 
 def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list[str]:
-    """The names of the files written. Raises UserError for a model that is no Llama, or a folder we cannot write."""
+    """Writes the folder and gives its files' names. Raises UserError if the model is no Llama, or the disk refuses."""
     if run.model.layers is not None:
         raise UserError(f"only the built-in model can be exported as a Llama; this run's is {run.model.layers}")
     weights = {name: tensor.detach().float().contiguous() for name, tensor in gpt.to_llama(layers).items()}
@@ -66,7 +66,7 @@ def llama(run: config.Config) -> dict[str, Any]:
 
 
 def tokenizer() -> dict[str, Any]:
-    """In the format of the `tokenizers` library: every byte is one token, and its number."""
+    """A tokenizer in the format of the `tokenizers` library: every byte is one token, with the byte's number."""
     whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
@@ -103,7 +103,7 @@ def tokenizer_config(run: config.Config) -> dict[str, Any]:
 
 
 def _visible() -> list[str]:
-    """The character that stands for each byte (GPT-2's table: printable bytes for themselves, others above 255)."""
+    """The character that stands for each byte in GPT-2's table: a printable byte for itself, others from 256 on."""
     themselves = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = [byte for byte in range(BYTES) if byte not in themselves]
     return [chr(byte) if byte in themselves else chr(BYTES + others.index(byte)) for byte in range(BYTES)]

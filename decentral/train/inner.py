@@ -1,4 +1,4 @@
-"""The live weights: a span's layers, kept as one flat vector per fragment, and AdamW on those vectors.
+"""The live weights: a span's layers, kept as one flat vector [n] per fragment, and AdamW on those vectors.
 
 Each parameter is a view into its fragment's vector, so that gossip, averaging and the optimizer are a few vector
 operations per fragment, however many tensors the layers have. Within a fragment the decayed parameters (matrices)
@@ -19,7 +19,7 @@ from decentral.train.outer import Moments
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
-    """How the run's model is cut for gossip."""
+    """The fragments of the run's model. Every peer of a run has the same ones."""
     return fragments(gpt.parameters(run.model), run.gossip.fragment_parameters)
 
 
@@ -38,7 +38,10 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
 
 
 class Live:
-    """One fragment's live weights theta [n], their gradient and AdamW moments, and what was trained since a close."""
+    """One fragment's live weights theta [n], their gradient and AdamW moments, and what was trained in the window.
+
+    The layers' parameters become views into theta, and their gradients into `grad`.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class Live:
         train: config.TrainConfig,
         start: int = 0,
     ) -> None:
-        """`layers` are those from layer `start` on."""
+        """`layers` begin with the model's layer `start`."""
         own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
         matrices = [p for p in own if p.ndim >= 2]
         gains = [p for p in own if p.ndim < 2]
@@ -57,17 +60,23 @@ class Live:
         self.grad = torch.zeros_like(self.theta)
         self.exp_avg = torch.zeros_like(self.theta)
         self.exp_avg_sq = torch.zeros_like(self.theta)
-        self.tokens = 0
-        self.lr_sum = 0.0  # sum of the learning rates since the last close
-        self.steps = 0  # of this AdamW: for its bias correction and for a newcomer's own warm-up
+        self.tokens = 0  # since the last window's end
+        self.lr_sum = 0.0  # sum of the learning rates since the last window's end
+        self.steps = 0  # of AdamW on this fragment: for its bias correction and for a newcomer's own warm-up
         self.train = train
-        self.betas = (train.beta1, train.beta2)
         self.decayed = sum(p.numel() for p in matrices)
         self._bind(matrices + gains)
 
     def moments(self) -> Moments:
-        beta1, beta2 = self.betas
-        return Moments(self.exp_avg_sq, 1 - beta1**self.steps, 1 - beta2**self.steps)
+        """AdamW's second moment and both bias corrections, as train/outer.py needs them."""
+        train, steps = self.train, self.steps
+        return Moments(self.exp_avg_sq, 1 - train.beta1**steps, 1 - train.beta2**steps)
+
+    def count(self, tokens: int, rate: float) -> None:
+        """A step was taken with so many tokens, at this learning rate."""
+        self.tokens += tokens
+        self.lr_sum += rate
+        self.steps += 1
 
     def _bind(self, parameters: Sequence[nn.Parameter]) -> None:
         start = 0
@@ -95,7 +104,7 @@ class Inner:
             live.grad.zero_()
 
     def clip(self) -> Tensor:
-        """Scales the whole gradient to at most `clip_norm`; gives its norm before. Not finite: the step is skipped."""
+        """Scales the gradient of all fragments to a norm of at most `clip_norm`; gives the norm that it had."""
         norm: Tensor = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(live.grad) for live in self.lives])
         )
@@ -105,30 +114,27 @@ class Inner:
         return norm
 
     def step(self, rate: float, tokens: int) -> None:
+        """AdamW with the present gradients; `rate` is the learning rate, `tokens` what the gradients are of."""
         for part in self._parts:
             _adamw(part, self.steps, rate, self.train)
         for live in self.lives:
-            live.tokens += tokens
-            live.lr_sum += rate
-            live.steps += 1
+            live.count(tokens, rate)
 
 
 def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> None:
-    """A step with one fragment's mean gradient [n], clipped by itself; none with one that is not finite."""
+    """AdamW on one fragment by itself, with its mean gradient [n], clipped by itself; no step if that is not finite.
+
+    `gradient` may be another vector than `live.grad`, and is scaled in place. `lr_step` is the swarm's.
+    """
     train = live.train
     norm = torch.linalg.vector_norm(gradient)
-    if torch.isfinite(norm):
-        gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        step_one(live, gradient, rate_at(train, lr_step, live.steps), tokens, train)
-
-
-def step_one(live: Live, gradient: Tensor, rate: float, tokens: int, train: config.TrainConfig) -> None:
-    """AdamW on one fragment by itself, with a gradient [n] that was gathered elsewhere than in `live.grad`."""
+    if not torch.isfinite(norm):
+        return
+    gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    rate = rate_at(train, lr_step, live.steps)
     for part in _parts(live, train.weight_decay, gradient):
         _adamw(part, live.steps, rate, train)
-    live.tokens += tokens
-    live.lr_sum += rate
-    live.steps += 1
+    live.count(tokens, rate)
 
 
 def _adamw(part: "_Part", steps: int, rate: float, train: config.TrainConfig) -> None:
@@ -152,7 +158,7 @@ def _adamw(part: "_Part", steps: int, rate: float, train: config.TrainConfig) ->
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stretch of a fragment with one weight decay: views, not copies."""
+    """A stretch of a fragment that has one weight decay. The tensors are views, not copies."""
 
     theta: Tensor
     grad: Tensor

@@ -1,4 +1,4 @@
-"""What a device can do, measured: FLOP/s of a matrix product, tokens/s on the run's model, a good micro-batch."""
+"""Measurements of a device: FLOP/s of a matrix product, tokens/s on the run's model, and a good micro-batch size."""
 
 import os
 import platform
@@ -13,14 +13,14 @@ from decentral.core.errors import UserError
 from decentral.train import gpt
 from decentral.train.step import Device, Forward
 
-MATMUL_S = 0.2  # how long to multiply
+MATMUL_S = 0.2  # how long matrices are multiplied
 LARGEST = 512  # sequences in a micro-batch, at most
-GOOD_ENOUGH = 0.9  # the smallest micro-batch that has this share of the best tokens/s: more steps for the same work
+GOOD_ENOUGH = 0.9  # share of the best tokens/s that a micro-batch must reach; the smallest one gives the most steps
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    device: str
+    device: str  # its name
     memory_bytes: int
     flops: float
     tokens_per_s: float
@@ -45,9 +45,10 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
 def measure(
     forward: Forward, model: config.ModelConfig, device: Device, micro_batch: int, share: float = 1.0
 ) -> Measured:
-    """Takes well under a second on a small model. Throttling and emulation count, as they do in training.
+    """Measures the device in well under a second on a small model. Throttling and emulation count, as in training.
 
-    `share`: the part of the model that `forward` is; tokens/s are those of the whole model.
+    `forward` maps tokens_BT to logits_BTV or to hidden_BTD. It computes this `share` of the model; tokens/s are given
+    for the whole model.
     """
     trained_s = max(_trained_s(forward, model, device, micro_batch), device.emulated_s * share) * device.throttle
     tokens_per_s = share * micro_batch * model.context / trained_s
@@ -55,7 +56,10 @@ def measure(
 
 
 def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> int:
-    """Sequences of the smallest micro-batch that is nearly as fast as the fastest one that fits the memory."""
+    """Sequences of the smallest micro-batch that is nearly as fast as the fastest one that fits the memory.
+
+    Raises UserError if not one sequence fits.
+    """
     rates: dict[int, float] = {}
     size = 1
     while size <= LARGEST and (not rates or rates[size // 2] > GOOD_ENOUGH * max(rates.values())):
@@ -71,7 +75,7 @@ def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> 
 
 
 def _trained_s(forward: Forward, model: config.ModelConfig, device: Device, sequences: int) -> float:
-    """Seconds of forward and backward; the best of three, for the first ones warm caches up."""
+    """Seconds of a forward and a backward pass: the best of three, because the first ones warm caches up."""
     tokens_BT = torch.zeros(sequences, model.context, dtype=torch.int64, device=device.device)
     best = float("inf")
     for _ in range(3):
@@ -86,13 +90,13 @@ def _trained_s(forward: Forward, model: config.ModelConfig, device: Device, sequ
 
 
 def _flops(device: Device) -> float:
-    """FLOP/s: 2 n^3 for a product of two n x n matrices in the training dtype."""
+    """FLOP/s in the training dtype, at 2 n^3 for a product of two n x n matrices."""
     n = 4096 if device.device.type == "cuda" else 512
-    left = torch.randn(n, n, device=device.device).to(device.dtype)
-    _wait(device, left @ left)
+    matrix_NN = torch.randn(n, n, device=device.device).to(device.dtype)
+    _wait(device, matrix_NN @ matrix_NN)
     began, products = time.perf_counter(), 0
     while time.perf_counter() - began < MATMUL_S:
-        _wait(device, left @ left)
+        _wait(device, matrix_NN @ matrix_NN)
         products += 1
     return 2 * n**3 * products / (time.perf_counter() - began)
 
@@ -112,6 +116,7 @@ def _name(device: Device) -> str:
 
 
 def memory_bytes(device: Device) -> int:
+    """The memory of the GPU, or of this machine."""
     if device.device.type == "cuda":
         return int(torch.cuda.get_device_properties(device.device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

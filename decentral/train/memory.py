@@ -1,14 +1,15 @@
-"""What a span takes of a device's memory: the model that decides which layers a peer may hold.
+"""What a span takes of a device's memory: the bytes from which a peer's possible layers follow.
 
-    a parameter   20 bytes  theta, its gradient, a sealed sum of gradients, two moments of AdamW    fp32
-                   4        each further sealed sum that `routes.sums` allows
-                  24        gossip by `pull`; each algorithm's record in decentral/algorithms has its own figure
-    the largest fragment, once
-                  16        vectors in passing while a window is closed, merged or given to a newcomer
-    a micro-batch under way
-                            the tensors that autograd keeps for the backward pass (`kept`), and what travels
+    for each parameter      20 bytes: theta, its gradient, a sealed sum of gradients, AdamW's two moments        fp32
+                             4 more for each further sealed sum that `routes.sums` allows
+                            24 more for gossip by `pull`: phi, baseline, momentum, residual and the closed window (20,
+                               fp32), and two published snapshots (4); each algorithm's record has its own figure
+    of the largest fragment 16 bytes for each parameter: vectors that exist while a window is closed, merged or given
+                               to a newcomer
+    for each micro-batch between its forward and its backward pass
+                            the tensors that autograd keeps (`activation_bytes`), and what travels
 
-The process around it (torch, libp2p, the data) is not in here. tests/train/test_memory.py holds the figures against
+The process around it (torch, libp2p, the data) is not counted. tests/train/test_memory.py holds the figures against
 what torch really keeps, and benchmarks/memory.py against what a process takes.
 """
 
@@ -23,29 +24,27 @@ from decentral.core.memory_needs import MemoryNeeds
 from decentral.train import gpt
 from decentral.train.inner import fragments_of
 
-TRAINING_BYTES = 20
+TRAINING_BYTES = 20  # for each parameter, as are the next three
 SUM_BYTES = 4
-PASSING_BYTES = 16
-MOST_AUTO_SEQUENCES = 512  # of a micro-batch whose size is `auto`
+SCRATCH_BYTES = 16
+UNKNOWN_LAYER_BYTES = 128  # a token, and number that enters a user's own layer: a guess on the safe side
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
 RETURNED_BYTES = 1 << 20
 
 
 def needs(run: config.Config, cuts: Sequence[Fragment] | None = None) -> MemoryNeeds:
-    """Of this run's model, in fp32 (bf16 keeps less). `cuts`: as if it were cut into these."""
+    """The bytes of this run's model in fp32 (bf16 keeps less). `cuts`: the fragments, if not those of the run."""
     model = run.model
     cut = tuple(cuts or fragments_of(run))
-    each_takes = TRAINING_BYTES + SUM_BYTES * (run.routes.slots - 1) + algorithm(run.gossip.algorithm).memory_bytes
-    state = [one.parameters * each_takes for one in cut]
+    parameter = TRAINING_BYTES + SUM_BYTES * (run.routes.slots - 1) + algorithm(run.gossip.algorithm).memory_bytes
+    state = tuple(one.parameters * parameter for one in cut)
+    scratch = tuple(one.parameters * SCRATCH_BYTES for one in cut)
     sequences = run.train.micro_batch if isinstance(run.train.micro_batch, int) else 1
-    layers = kept(model)
-    tokens = sequences * model.context
-    each = [tokens * sum(layers[one.first : one.last]) for one in cut]
-    passing = [one.parameters * PASSING_BYTES for one in cut]
-    return MemoryNeeds(cut, tuple(state), tuple(passing), tuple(each))
+    tokens, layers = sequences * model.context, activation_bytes(model)
+    return MemoryNeeds(cut, state, scratch, tuple(tokens * sum(layers[one.first : one.last]) for one in cut))
 
 
-def kept(model: config.ModelConfig) -> list[int]:
+def activation_bytes(model: config.ModelConfig) -> list[int]:
     """Bytes a token that each layer keeps from its forward pass for its backward pass, in fp32.
 
     A block keeps what each of its matrix products, norms, rotations and gates got: 14 vectors of its width, of which
@@ -53,18 +52,15 @@ def kept(model: config.ModelConfig) -> list[int]:
     their softmax. What is sent on is kept as well.
     """
     if model.layers is not None:
-        return [UNKNOWN_LAYER * width for width in gpt.widths(model)]
+        return [UNKNOWN_LAYER_BYTES * width for width in gpt.widths(model)]
     width, keys = model.d_model, model.d_model // model.n_heads * model.n_kv_heads
     block = 4 * (10 * width + 4 * keys + 5 * model.d_hidden)
     return [4 * width + 8, *([block] * model.depth), 4 * (3 * width + 3 * model.vocabulary)]
 
 
-UNKNOWN_LAYER = 128  # bytes a token and number that enters, for a user's own layer: a guess on the safe side
-
-
 def check(found: MemoryNeeds, memory_bytes: int) -> None:
     """Raises UserError if not one fragment fits."""
-    least = min(found.of(index, index + 1) for index in range(len(found.fragments)))
+    least = min(found.span_bytes(index, index + 1) for index in range(len(found.fragments)))
     if least > memory_bytes:
         raise UserError(
             f"--memory {memory_bytes}: the smallest part of this model takes {least} bytes; give more, or lower "
@@ -73,7 +69,7 @@ def check(found: MemoryNeeds, memory_bytes: int) -> None:
 
 
 def give_back_what_is_freed() -> None:
-    """Of tensors above RETURNED_BYTES on the CPU, at once. A process whose memory is counted needs that.
+    """Makes this process return freed tensors above RETURNED_BYTES on the CPU to the system at once.
 
     glibc raises that threshold with every tensor that is freed, up to 32 MiB, and keeps what is below: after some
     micro-batches a span had taken 1.4 times its bytes. Another C library decides for itself.

@@ -1,9 +1,8 @@
-"""What several peers' checkpoints are together: their average, and how far they are apart.
+"""Several peers' checkpoints taken together: their average, and how far they are apart.
 
 Peers may hold different fragments of a model; each fragment is averaged over those that hold it.
 """
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,15 +11,14 @@ from torch import Tensor, nn
 
 from decentral.core import config, jobs
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId
-from decentral.train import checkpoint, data, gpt
-from decentral.train.compute import Compute, ComputeSetup
+from decentral.train import checkpoint, data, gpt, step
 from decentral.train.inner import Live, fragments_of
-from decentral.train.sections import Codecs
-from decentral.train.step import Device
+from decentral.train.step import Device, chain
+
+AT_ONCE = 8  # sequences of held-out text that are evaluated together
 
 Weights = dict[int, Tensor]
-"""A vector for each fragment that a peer holds, by the fragment's index."""
+"""The live weights [n] of each fragment that a peer holds, by the fragment's index."""
 
 
 def read(folder: Path) -> Weights | None:
@@ -33,7 +31,7 @@ def read(folder: Path) -> Weights | None:
 
 
 def average(replicas: Sequence[Weights]) -> Weights:
-    """Of each fragment that somebody holds."""
+    """The mean of each fragment over those that hold it; fragments that nobody holds are left out."""
     return {
         index: torch.stack([own[index] for own in replicas if index in own]).mean(dim=0)
         for index in sorted({index for own in replicas for index in own})
@@ -68,15 +66,8 @@ def layers_with(run: config.Config, weights: Weights) -> list[nn.Module]:
     return layers
 
 
-def held_out_loss(run: config.Config, weights: Weights, codecs: Codecs) -> float:
-    """Of the run's model with these weights, in fp32 on the CPU."""
-    plain = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": 8})})
-    device = Device(torch.device("cpu"), torch.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = data.load(run.data, run.model)
-        compute = Compute(ComputeSetup(plain, PeerId("average"), corpus, codecs, device, Path(folder)))
-        for mixed in compute.mixing.fragments:
-            mixed.live.theta.copy_(weights[mixed.live.fragment.index])
-        outcome = compute.do(jobs.Evaluate())
-    assert isinstance(outcome, jobs.Evaluated)
-    return outcome.loss
+def held_out_loss(run: config.Config, weights: Weights) -> float:
+    """Held-out loss of the run's model with these weights, in fp32 on the CPU. Raises UserError if data is missing."""
+    batch = data.load(run.data, run.model).evaluation(run.train.eval_sequences)
+    cpu = Device(torch.device("cpu"), torch.float32)
+    return step.held_out_loss(chain(layers_with(run, weights), compiled=False), batch, cpu, AT_ONCE)

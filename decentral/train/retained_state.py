@@ -1,7 +1,7 @@
 """States of fragments that this peer has given up, kept beside its checkpoint: a layer whose last holder is lost can be
-had again from here.
+recovered from here.
 
-A file for each fragment, written like a checkpoint: the state as a newcomer would get it, with its sections, and the
+Each fragment has a file, written like a checkpoint: the state as a newcomer would get it, with its sections, and the
 learning-rate step at which it was given up.
 """
 
@@ -23,20 +23,20 @@ _NAME = "kept-{}.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class RetainedStateStore:
-    """The folder's kept states of one run, whose config has this digest."""
+    """The retained states in a folder, of the one run whose config has this digest."""
 
     folder: Path
     run: str
 
     def write(self, state: Donated, step: int) -> None:
-        """Replaces what was kept of this fragment. Raises OSError and leaves the old."""
+        """Replaces the retained state of this fragment. Raises OSError and leaves the old one."""
         fragment, layout, blob = state
         facts = {"run": self.run, "step": step, "layout": [asdict(section) for section in layout]}
         data = save({"state": np.frombuffer(blob, dtype=np.uint8)}, {"facts": json.dumps(facts)})
         write_atomically(self._path(fragment), data)
 
     def read(self, fragment: int) -> RetainedState | None:
-        """None if nothing of this run can be read."""
+        """The retained state of this fragment, or None if none of this run can be read."""
         found = self._facts(fragment)
         if found is None:
             return None
@@ -44,12 +44,12 @@ class RetainedStateStore:
             return *found, file.get_tensor("state").tobytes()
 
     def forget(self, fragments: Iterable[int]) -> None:
-        """Those that this peer holds again."""
+        """Deletes the states of fragments that this peer holds again."""
         for fragment in fragments:
             self._path(fragment).unlink(missing_ok=True)
 
-    def kept(self, fragments: Iterable[int]) -> RetainedStates:
-        """Which of these are here, and from which step."""
+    def steps(self, fragments: Iterable[int]) -> RetainedStates:
+        """Which of these fragments have a retained state, each with its learning-rate step."""
         found = ((fragment, self._facts(fragment)) for fragment in fragments)
         return tuple((fragment, facts[0]) for fragment, facts in found if facts is not None)
 

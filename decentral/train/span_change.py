@@ -1,46 +1,98 @@
-"""What a change of layers (jobs.Move) brings and takes, found and checked before anything changes."""
+"""A change of span (jobs.ChangeSpan): which fragments it brings and takes, and how a peer gets from one to the other.
 
-from collections.abc import Callable, Mapping, Sequence
+Everything is checked, and what is given up is on the disk, before anything changes; a change that fails is undone.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from decentral.core import jobs
-from decentral.train.fragment_gossip import unpacked
-from decentral.train.sections import Codecs
+from decentral.core.errors import ProtocolError
+from decentral.core.reasons import Reason
+from decentral.train.counters import Counters
+from decentral.train.fragment_gossip import FragmentGossip, unpacked
 
 RetainedState = tuple[int, jobs.Layout, bytes]
-"""Of a fragment that was given up: the learning-rate step, its sections, and the blob."""
+"""The state of a fragment that was given up: the learning-rate step, its sections, and the blob."""
+
+
+class RetainedStore(Protocol):
+    """The states of fragments that a peer has given up, on its disk: train/retained_state.py."""
+
+    def write(self, state: jobs.Donated, step: int) -> None:
+        """Raises OSError and leaves the old state."""
+        ...
+
+    def read(self, fragment: int) -> RetainedState | None: ...
+
+    def forget(self, fragments: Iterable[int]) -> None: ...
+
+    def steps(self, fragments: Iterable[int]) -> jobs.RetainedStates: ...
+
+
+class HeldSpan(Protocol):
+    """The fragments that a peer holds, and their gossip: train/span.py."""
+
+    cuts: tuple[jobs.Fragment, ...]  # of the whole model
+    fragments: list[jobs.Fragment]  # the held ones
+    gossip: FragmentGossip
+
+    def hold(self, first: int, last: int) -> None:
+        """Holds layers [first, last): those that are here as they are, the others with their initial weights."""
+        ...
+
+    def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
+        """The layout of every fragment's state, of the whole model."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class SpanChange:
-    gained: list[int]  # fragments
+    gained: list[int]  # indices of fragments
     lost: list[int]
-    states: dict[int, dict[str, Tensor]]  # of gained ones; what is not among them begins with its initial weights
+    states: dict[int, dict[str, Tensor]]  # of gained fragments; one that is missing begins with its initial weights
 
 
-def span_change_of(
-    job: jobs.ChangeSpan,
-    cuts: Sequence[jobs.Fragment],
-    held: Sequence[jobs.Fragment],
-    layouts: Mapping[int, jobs.Layout],
-    codecs: Codecs,
-    kept: Callable[[int], RetainedState | None],
-) -> SpanChange:
-    """`cuts` and `layouts`, of a fragment's state: of the whole model. `kept(fragment)`: what the disk has of it.
+def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, counters: Counters) -> jobs.SpanChanged:
+    """Holds the job's layers from now on. No execution may be pending. An outcome that is not accepted says why."""
+    held = span.fragments
+    try:
+        change = checked(job, span, retained)
+    except ProtocolError as error:
+        return jobs.SpanChanged(False, error.reason)
+    given_up = [(out.fragment, out.layout, out.blob) for out in map(span.gossip.export, change.lost)]
+    try:
+        for state in given_up:
+            retained.write(state, counters.lr_step)
+        span.hold(job.first, job.last)
+    except (OSError, RuntimeError) as error:  # a full disk, a device out of memory
+        if span.fragments != held:
+            span.hold(held[0].first, held[-1].last)
+            span.gossip.start(unpacked(span.gossip.codecs, given_up, dict(enumerate(span.all_state_layouts()))))
+        return jobs.SpanChanged(False, Reason.DISK if isinstance(error, OSError) else Reason.MEMORY)
+    span.gossip.start(change.states)
+    span.gossip.begin_anew(change.gained)
+    retained.forget(change.gained)
+    counters.follow(job.step)
+    return jobs.SpanChanged(True, kept=retained.steps(cut.index for cut in span.cuts))
+
+
+def checked(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore) -> SpanChange:
+    """What the job changes. A gained fragment's state comes from the job, or else from the disk if it fits.
 
     Raises ProtocolError if a state that came with the job is not as it should be.
     """
-    gained = [cut.index for cut in cuts if job.first <= cut.first < job.last and cut not in held]
+    held, layouts = span.fragments, dict(enumerate(span.all_state_layouts()))
+    gained = [cut.index for cut in span.cuts if job.first <= cut.first < job.last and cut not in held]
     lost = [cut.index for cut in held if not job.first <= cut.first < job.last]
     given = {fragment: (fragment, layout, blob) for fragment, layout, blob in job.blobs}
     for index in gained:
-        found = None if index in given else kept(index)
+        found = None if index in given else retained.read(index)
         if found is not None and found[1] == layouts[index]:
             given[index] = index, found[1], found[2]
     blobs = [given[index] for index in sorted(given)]
-    return SpanChange(gained, lost, unpacked(codecs, blobs, {index: layouts[index] for index in gained}))
-
-
-__all__ = ["RetainedState", "SpanChange", "span_change_of"]
+    states = unpacked(span.gossip.codecs, blobs, {index: layouts[index] for index in gained})
+    return SpanChange(gained, lost, states)

@@ -12,16 +12,19 @@ from decentral.train import gpt
 from decentral.train.inner import Inner, rate_at
 
 Fetch = Callable[[], tuple[Tensor, Tensor]]
+"""Gives the next micro-batch: inputs_BT and targets_BT."""
+
 Forward = Callable[[Tensor], Tensor]
+"""Maps tokens_BT to logits_BTV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where and in which arithmetic a peer computes."""
+    """The device on which a peer computes, its arithmetic, and how much slower than it is the device shall seem."""
 
     device: torch.device
     dtype: torch.dtype
-    throttle: float = 1.0  # this many times slower than it is
+    throttle: float = 1.0  # computing takes this many times as long
     emulated_s: float = 0.0  # a micro-batch takes at least this long
 
     def autocast(self) -> torch.autocast:
@@ -39,7 +42,10 @@ class StepReport:
 def train_step(
     forward: Forward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
 ) -> StepReport:
-    """One inner step of `train.accumulate` micro-batches. A gradient that is not finite is dropped, not applied."""
+    """One inner step with the mean gradient of `train.accumulate` micro-batches; one that is not finite is dropped.
+
+    `lr_step` is the swarm's step, from which the learning rate follows. The loss is the mean over the micro-batches.
+    """
     inner.zero_grad()
     losses, tokens = [], 0
     for _ in range(train.accumulate):
@@ -58,7 +64,7 @@ def train_step(
 
 @torch.no_grad()
 def held_out_loss(forward: Forward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
-    """Mean loss over the held-out windows, `at_once` sequences at a time."""
+    """Mean loss in nats per token over the held-out inputs_BT and targets_BT, `at_once` sequences at a time."""
     inputs_BT, targets_BT = batch
     total = 0.0
     for start in range(0, len(inputs_BT), at_once):
@@ -76,9 +82,9 @@ def chain(layers: Sequence[nn.Module], compiled: bool) -> Forward:
 
 
 def slow_down(device: Device, took_s: float, share: float = 1.0) -> None:
-    """Throttling and emulation sleep, so that several slow peers can share one machine; both count as computing.
+    """Sleeps as throttling and emulation ask for, so that several slow peers can share one machine.
 
-    `share`: of a whole micro-batch through the whole model.
+    `share`: what part of one micro-batch through the whole model was computed in `took_s`.
     """
     goal_s = max(took_s, device.emulated_s * share) * device.throttle
     if goal_s > took_s:

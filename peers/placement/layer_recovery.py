@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from decentral.core.ids import PeerId
-from decentral.core.memory_needs import MemoryNeeds, reach
+from decentral.core.memory_needs import MemoryNeeds, widest_span
 from decentral.core.units import Seconds
 
 RECOVERY_BACKOFF_S = 2.0  # upper bound of the random back-off
@@ -74,7 +74,7 @@ def ranked(
     holders = [sum(index in member.held for member in members.values()) for index in range(len(needs.fragments))]
     found = []
     for peer, member in members.items():
-        furthest = reach(needs, member.memory_bytes)
+        furthest = widest_span(needs, member.memory_bytes)
         options = []
         for begin in range(max(lost) + 1):
             end = furthest(begin)

@@ -63,7 +63,7 @@ class MemoryBudget:
 
     def fits(self, begin: int, end: int) -> bool:
         """A peer with a part of the model never moves to the whole model, which would train without routes."""
-        return 0 < end - begin < len(self.needs.fragments) and self.needs.of(begin, end) <= self.memory_bytes
+        return 0 < end - begin < len(self.needs.fragments) and self.needs.span_bytes(begin, end) <= self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class FragmentCosts(LayerCosts):
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
         """Infinite for the whole model: no peer moves to it (peers/placement/span_move.py)."""
-        return self.needs.of(first, last) if last - first < self.layers else float("inf")
+        return self.needs.span_bytes(first, last) if last - first < self.layers else float("inf")
 
 
 def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
@@ -116,7 +116,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
     return FragmentCosts(
         seconds_NL=parameters / parameters.sum() / speeds[:, None],
         state_L=np.array(needs.state, dtype=np.float64),
-        activation_L=np.array(needs.kept, dtype=np.float64),
+        activation_L=np.array(needs.activations, dtype=np.float64),
         snapshot_L=SNAPSHOT_BYTES * parameters / ROUND_S,
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),
         link_NN=links,

@@ -16,7 +16,7 @@ from decentral.train import memory
 RUN = RunId("gpt-3fa2c1")
 CONFIG = config.Config(model=config.ModelConfig(depth=4, width=128))
 NEEDS = memory.needs(CONFIG)
-HALF = max(NEEDS.of(0, 2), NEEDS.of(1, 3), NEEDS.of(2, 4))
+HALF = max(NEEDS.span_bytes(0, 2), NEEDS.span_bytes(1, 3), NEEDS.span_bytes(2, 4))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ async def chosen(
 
 def test_a_model_that_fits_is_held_whole_and_nobody_is_asked(identities: list[Identity]) -> None:
     network = Loopback()
-    assert asyncio.run(placed(network, identities[0], NEEDS.of(0, 4))).span is None
+    assert asyncio.run(placed(network, identities[0], NEEDS.span_bytes(0, 4))).span is None
     assert not network.records
 
 

@@ -32,7 +32,7 @@ def folders(setup_of: Callable[..., ComputeSetup]) -> list[Path]:
     for name, change in (("A", 0.25), ("B", -0.05)):
         setup = setup_of(name)
         compute = Compute(setup)
-        for mixed in compute.mixing.fragments:
+        for mixed in compute.gossip.fragments:
             mixed.live.theta.add_(change)
         compute.do(jobs.Save())
         Folder(setup.folder).write_run(RUN, setup.config)
@@ -53,12 +53,12 @@ def test_transformers_loads_the_folder_and_gives_the_averages_logits(
     out = tmp_path / "out"
     assert export.main(["--state-dir", *map(str, folders), "--out", str(out)]) == 0
     compute = Compute(setup_of("C"))
-    for mixed in compute.mixing.fragments:
+    for mixed in compute.gossip.fragments:
         mixed.live.theta.add_(0.1)  # the mean of both changes
     tokens_BT = torch.randint(0, 256, (2, 16))
     llama = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():
-        ours, theirs = nn.Sequential(*compute.layers)(tokens_BT), llama.eval()(tokens_BT).logits
+        ours, theirs = nn.Sequential(*compute.span.layers)(tokens_BT), llama.eval()(tokens_BT).logits
     assert torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -121,7 +121,7 @@ def test_live_peers_are_gathered_piece_by_piece_and_a_dead_one_is_left_out(
     transport: Transport = Serving(computes, dead)  # type: ignore[assignment]
     found = asyncio.run(export.gather(transport, RUN, first.setup.config, live))
     assert len(found) == (1 if dead else 2)
-    for mixed in first.mixing.fragments:
+    for mixed in first.gossip.fragments:
         assert torch.equal(found[0][mixed.live.fragment.index], mixed.live.theta)
 
 
@@ -129,7 +129,7 @@ def test_the_layouts_it_expects_are_those_that_peers_donate(setup_of: Callable[.
     for algorithm in ("pull", "symmetric", "push_sum", "allreduce", "synchronous"):
         compute = Compute(setup_of("A", algorithm=algorithm))
         expected = [layout for _, layout in export.donated_layouts(compute.setup.config)]
-        assert expected == compute.state_layouts()
+        assert expected == compute.gossip.state_layouts()
         assert set(compress.CODECS) >= {section.codec for layout in expected for section in layout}
 
 

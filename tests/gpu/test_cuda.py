@@ -1,4 +1,4 @@
-"""What must hold on a real GPU. Skipped, with the reason, where there is none."""
+"""Tests on a real GPU. They are skipped, with the reason, where there is none."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,8 +37,8 @@ def test_training_in_bf16_lowers_the_held_out_loss(setup_of: MakeSetup) -> None:
 def test_the_weights_stay_in_fp32_while_the_arithmetic_is_bf16(setup_of: MakeSetup) -> None:
     compute = Compute(setup_of(device="cuda", dtype=torch.bfloat16))
     compute.step()
-    assert {mixed.live.theta.dtype for mixed in compute.mixing.fragments} == {torch.float32}
-    assert {mixed.live.theta.device.type for mixed in compute.mixing.fragments} == {"cuda"}
+    assert {gossiped.live.theta.dtype for gossiped in compute.gossip.fragments} == {torch.float32}
+    assert {gossiped.live.theta.device.type for gossiped in compute.gossip.fragments} == {"cuda"}
 
 
 def test_compiled_training_runs_and_learns(setup_of: MakeSetup) -> None:
@@ -56,7 +56,7 @@ def test_the_bytes_from_cuda_are_those_from_the_cpu(codec: str, scale: float) ->
 
 @pytest.mark.parametrize("codec", ["q4", "int8"])
 def test_the_bytes_are_the_same_where_the_scale_is_a_bf16_number_exactly(codec: str) -> None:
-    """Division by a constant may round differently on CUDA (times the reciprocal): here it would show."""
+    """Division by a constant may round differently on CUDA, as a product with its reciprocal; this would show here."""
     levels = {"q4": 7, "int8": 127}[codec]
     values = torch.cat([torch.full((256,), float(levels * k)) for k in range(1, 257)])
     assert compress.encode(codec, values.cuda()) == compress.encode(codec, values)
@@ -82,10 +82,10 @@ def test_a_checkpoint_from_cuda_resumes_on_the_cpu(setup_of: MakeSetup) -> None:
     setup = setup_of(device="cuda", dtype=torch.bfloat16)
     on_cuda = Compute(setup)
     loss = after(on_cuda, 10)
-    on_cuda.save()
+    on_cuda.do(jobs.Save())
     on_cpu = Compute(replace(setup, device=Device(torch.device("cpu"), torch.float32)))
     assert on_cpu.resume()
-    for ours, theirs in zip(on_cpu.mixing.fragments, on_cuda.mixing.fragments, strict=True):
+    for ours, theirs in zip(on_cpu.gossip.fragments, on_cuda.gossip.fragments, strict=True):
         assert torch.equal(ours.live.theta, theirs.live.theta.cpu())
     assert held_out_loss(on_cpu) == pytest.approx(loss, abs=0.05)
     assert on_cpu.step().step == 11

@@ -87,8 +87,8 @@ def test_a_crash_with_its_disk_keeps_its_identity_and_goes_on_from_the_checkpoin
     stage.play(44)
     member = stage[1]
     assert not member.alive
-    assert member.disk is not None
-    saved = member.disk.own_steps
+    assert member.disk.checkpoint is not None
+    saved = member.disk.checkpoint.counters.own_steps
     stage.play(60)
     assert (member.lives, len(stage.swarm.members)) == (2, 4)
     assert member.training
@@ -113,7 +113,11 @@ def test_all_down_at_once_go_on_from_their_own_checkpoints() -> None:
     stage = Stage("crash all at 40; restart all at 45")
     stage.play(44)
     assert not stage.swarm.living
-    saved = [member.disk.own_steps for member in stage.swarm.members if member.disk is not None]
+    saved = [
+        member.disk.checkpoint.counters.own_steps
+        for member in stage.swarm.members
+        if member.disk.checkpoint is not None
+    ]
     stage.play(70)
     assert all(own_steps(member) >= steps > 0 for member, steps in zip(stage.swarm.members, saved, strict=True))
     stage.settle()

@@ -1,4 +1,4 @@
-"""Swarms that hold the model in spans, in virtual time: the real nodes, jobs and placement, with sketched weights."""
+"""Swarms that hold the model in spans, in virtual time: the real nodes, jobs and placement, with surrogate weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,8 @@ from decentral.sim.audit import Violation
 from decentral.sim.geography import Wires
 from decentral.sim.gradients import real_gradients
 from decentral.sim.run import RunReport, Scenario, Unwatched, run
-from decentral.sim.surrogate import DESCENT_RATE, STEP_NOISE, SurrogateWorkload
+from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
+from decentral.sim.surrogate_model import DESCENT_RATE, STEP_NOISE, SurrogateModel
 from decentral.sim.swarm import Shape
 from decentral.sim.virtual_host import Pace
 from decentral.train import memory
@@ -126,7 +127,7 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
     plain = Shape.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64)
     shape = real_gradients(plain)
     needs = memory.needs(shape.config, shape.fragments)
-    half = max(needs.of(0, 2), needs.of(1, len(needs.fragments)))
+    half = max(needs.span_bytes(0, 2), needs.span_bytes(1, len(needs.fragments)))
     shape = replace(shape, memory=(half,))
     losses: list[float] = []
 
@@ -141,21 +142,20 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
     assert sum(losses[-20:]) / 20 < 0.8 * sum(losses[:20]) / 20
 
 
-# The sketch's sums. Fragments are layers [0, 2) [2, 3) [3, 4) [4, 6).
+# The surrogate's sums. Fragments are layers [0, 2) [2, 3) [3, 4) [4, 6).
 
 
-def sketch(first: int, last: int) -> SurrogateWorkload:
+def surrogate(first: int, last: int) -> SurrogateWorkload:
     shape = shape_of(2)
-    chance = rng.arrays(1, "sketch")
-    return SurrogateWorkload(
-        shape.config, PeerId("P"), shape.fragments, (first, last), compress, chance, 64, shape.model.layout
-    )
+    chance = rng.arrays(1, "surrogate")
+    model = SurrogateModel(shape.config, shape.fragments, compress, 64, shape.model.layout)
+    return SurrogateWorkload(model, PeerId("P"), (first, last), chance, SurrogateDisk())
 
 
 def drawn(number: int) -> tuple[SurrogateWorkload, ForwardDone]:
     """An origin peer with layers [0, 3), and what it sends on of its micro-batch."""
-    origin = sketch(0, 3)
-    origin.micro_batches = number
+    origin = surrogate(0, 3)
+    origin.counters.micro_batches = number
     sent = origin.do(Draw(1, 3))
     assert isinstance(sent, ForwardDone)
     return origin, sent
@@ -165,7 +165,7 @@ def test_activations_and_gradients_have_the_real_model_s_sizes() -> None:
     origin, sent = drawn(7)
     assert (sent.number, sent.tokens) == (7, 64)
     assert len(sent.blob) == 64 * 32 * 2 + 64 * 2  # bf16 hidden values, u16 targets
-    back = sketch(3, 6).do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
+    back = surrogate(3, 6).do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
     assert isinstance(back, BackwardDone)
     assert len(back.blob) == 64 * 32 * 2
     assert isinstance(origin.do(Backward(1, back.layout, back.blob)), BackwardDone)
@@ -173,16 +173,16 @@ def test_activations_and_gradients_have_the_real_model_s_sizes() -> None:
 
 def test_a_step_moves_only_the_layers_that_the_micro_batch_went_through() -> None:
     _, sent = drawn(0)
-    middle = sketch(3, 6)
+    middle = surrogate(3, 6)
     passed = middle.do(Forward(1, 3, 4, 2, sent.layout, sent.blob))
     assert isinstance(passed, ForwardDone)
-    back = sketch(4, 6).do(Forward(1, 4, 6, 2, passed.layout, passed.blob))
+    back = surrogate(4, 6).do(Forward(1, 4, 6, 2, passed.layout, passed.blob))
     assert isinstance(back, BackwardDone)
     middle.do(Backward(1, back.layout, back.blob))
     sealed = middle.do(Seal())
     assert sealed == Sealed((1,))
     middle.do(Apply(0, 0, 0.0))
-    through, beside = (mixed.live for mixed in middle.mixing.fragments)
+    through, beside = (gossiped.live for gossiped in middle.gossip.fragments)
     assert (through.tokens, beside.tokens) == (64, 0)
     assert float(through.theta.mean()) == pytest.approx(1 - DESCENT_RATE, abs=5 * STEP_NOISE)
     assert float(beside.theta.mean()) == 1.0
@@ -190,32 +190,32 @@ def test_a_step_moves_only_the_layers_that_the_micro_batch_went_through() -> Non
 
 def test_a_sum_that_is_dropped_moves_nothing() -> None:
     _, sent = drawn(0)
-    last = sketch(3, 6)
+    last = surrogate(3, 6)
     last.do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
     last.do(Seal())
     last.do(Drop())
     last.do(Apply(0, 0, 0.0))
-    assert [mixed.live.tokens for mixed in last.mixing.fragments] == [0, 0]
+    assert [gossiped.live.tokens for gossiped in last.gossip.fragments] == [0, 0]
 
 
 def test_what_a_move_gives_up_is_on_the_disk_and_taken_back_from_there() -> None:
-    mover = sketch(0, 3)
+    mover = surrogate(0, 3)
     mover.do(jobs.Start(newcomer=False))
-    for mixed, weight in zip(mover.mixing.fragments, (0.25, 0.5), strict=True):
-        mixed.live.theta.fill_(weight)
-        mover.do(jobs.CloseWindow(mixed.live.fragment.index, 1))
-        mover.do(jobs.Merge(mixed.live.fragment.index, 1, ()))
+    for gossiped, weight in zip(mover.gossip.fragments, (0.25, 0.5), strict=True):
+        gossiped.live.theta.fill_(weight)
+        mover.do(jobs.CloseWindow(gossiped.live.fragment.index, 1))
+        mover.do(jobs.Merge(gossiped.live.fragment.index, 1, ()))
     assert mover.do(jobs.ChangeSpan(2, 4, (), 9)) == jobs.SpanChanged(True, kept=((0, 0),))
-    assert [float(mixed.live.theta[0]) for mixed in mover.mixing.fragments] == pytest.approx([0.5, 1.0], abs=0.01)
+    assert [float(gossiped.live.theta[0]) for gossiped in mover.gossip.fragments] == pytest.approx([0.5, 1.0], abs=0.01)
     assert mover.do(jobs.ChangeSpan(0, 3, (), 9)) == jobs.SpanChanged(True, kept=((2, 9),))
     assert mover.lr_step == 9
-    assert float(mover.mixing.fragments[0].live.theta[0]) == pytest.approx(0.25, abs=0.01)
+    assert float(mover.gossip.fragments[0].live.theta[0]) == pytest.approx(0.25, abs=0.01)
 
 
 def test_the_gradient_of_another_micro_batch_is_noticed() -> None:
     origin, _ = drawn(1)
     _, other = drawn(2)
-    back = sketch(3, 6).do(Forward(1, 3, 6, 2, other.layout, other.blob))
+    back = surrogate(3, 6).do(Forward(1, 3, 6, 2, other.layout, other.blob))
     assert isinstance(back, BackwardDone)
     with pytest.raises(AssertionError, match="gradient of"):
         origin.do(Backward(1, back.layout, back.blob))
@@ -224,13 +224,13 @@ def test_the_gradient_of_another_micro_batch_is_noticed() -> None:
 def test_activations_of_another_layer_are_noticed() -> None:
     _, sent = drawn(0)
     with pytest.raises(AssertionError, match="layer"):
-        sketch(3, 6).do(Forward(1, 4, 6, 2, sent.layout, sent.blob))
+        surrogate(3, 6).do(Forward(1, 4, 6, 2, sent.layout, sent.blob))
 
 
 @pytest.mark.parametrize("blob", [b"", bytes(17)])
 def test_what_has_not_the_right_length_is_refused_and_changes_nothing(blob: bytes) -> None:
     _, sent = drawn(0)
-    last = sketch(3, 6)
+    last = surrogate(3, 6)
     assert last.do(Forward(1, 3, 6, 2, sent.layout, blob)) == ExecutionFailed(1, "shape")
     assert last.do(Seal()) == Sealed(())
 

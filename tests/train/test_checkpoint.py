@@ -17,7 +17,7 @@ OLD = {"theta": torch.arange(5.0)}
 NEW = {"theta": torch.arange(5.0) + 1}
 
 
-def held(folder: Path) -> tuple[list[float], Any]:
+def saved(folder: Path) -> tuple[list[float], Any]:
     found = checkpoint.read(folder)
     assert found is not None
     tensors, facts = found
@@ -26,7 +26,7 @@ def held(folder: Path) -> tuple[list[float], Any]:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     size = checkpoint.write(tmp_path, OLD, {"step": 7, "window": [[1, 0.5]]})
-    assert held(tmp_path) == ([0, 1, 2, 3, 4], {"step": 7, "window": [[1, 0.5]]})
+    assert saved(tmp_path) == ([0, 1, 2, 3, 4], {"step": 7, "window": [[1, 0.5]]})
     assert size == (tmp_path / checkpoint.FILE).stat().st_size
 
 
@@ -37,7 +37,7 @@ def test_a_folder_without_a_checkpoint_has_none(tmp_path: Path) -> None:
 def test_a_new_checkpoint_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     checkpoint.write(tmp_path, OLD, {"step": 1})
     checkpoint.write(tmp_path, NEW, {"step": 2})
-    assert held(tmp_path) == ([1, 2, 3, 4, 5], {"step": 2})
+    assert saved(tmp_path) == ([1, 2, 3, 4, 5], {"step": 2})
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint.FILE]
 
 
@@ -54,15 +54,15 @@ def test_an_interrupted_write_leaves_the_old_one(
     with pytest.raises(OSError, match="No space left"):
         checkpoint.write(tmp_path, NEW, {"step": 2})
     monkeypatch.undo()
-    assert held(tmp_path) == ([0, 1, 2, 3, 4], {"step": 1})
+    assert saved(tmp_path) == ([0, 1, 2, 3, 4], {"step": 1})
 
 
-def test_half_a_file_left_by_a_kill_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_half_a_file_left_by_a_kill_does_no_harm(tmp_path: Path) -> None:
     checkpoint.write(tmp_path, OLD, {"step": 1})
     (tmp_path / (checkpoint.FILE + ".new")).write_bytes(b"half of a checkp")
-    assert held(tmp_path)[1] == {"step": 1}
+    assert saved(tmp_path)[1] == {"step": 1}
     checkpoint.write(tmp_path, NEW, {"step": 2})
-    assert held(tmp_path)[1] == {"step": 2}
+    assert saved(tmp_path)[1] == {"step": 2}
 
 
 @given(length=st.integers(0, 10**6))

@@ -30,11 +30,11 @@ def trained(setup: ComputeSetup, steps: int = 3) -> Compute:
 
 
 def weights(compute: Compute) -> Tensor:
-    return torch.cat([mixed.live.theta for mixed in compute.mixing.fragments]).cpu().clone()
+    return torch.cat([gossiped.live.theta for gossiped in compute.gossip.fragments]).cpu().clone()
 
 
 def close(compute: Compute, fragment: int = 0, seq: int = 1) -> Contribution:
-    """Ends the window; what it publishes, as others would contribute it."""
+    """Ends the window; gives what it publishes, as others would contribute it."""
     closed = compute.do(jobs.CloseWindow(fragment, seq))
     assert isinstance(closed, jobs.WindowClosed)
     return Contribution(compute.setup.peer, closed.tokens, closed.lr_sum, closed.layout, closed.blob)
@@ -303,7 +303,7 @@ def test_a_pseudo_gradient_a_thousand_times_too_long_moves_us_hardly_further_tha
 def test_absurd_claims_of_a_partner_do_not_blow_up_the_first_moment(setup_of: MakeSetup) -> None:
     ours, theirs = trained(setup_of("A", moment=1.0)), trained(setup_of("B", moment=1.0))
     close(ours)
-    first_moment = ours.mixing.fragments[0].live.exp_avg
+    first_moment = ours.gossip.fragments[0].live.exp_avg
     before = float(torch.linalg.vector_norm(first_moment))
     ours.do(jobs.Merge(0, 1, (replace(close(theirs), tokens=1 << 61, lr_sum=0.0),)))
     assert float(torch.linalg.vector_norm(first_moment)) < 10 * before
@@ -366,7 +366,7 @@ def test_a_fragment_that_nobody_gives_away_keeps_its_weights(setup_of: MakeSetup
     before = weights(newcomer)
     blobs = export(donor)
     assert newcomer.do(jobs.ImportState(tuple(blobs[:-1]), step=77)) == jobs.StateImported(True)
-    kept, last = newcomer.mixing.fragments[-1].live.theta, blobs[-1][0]
+    kept, last = newcomer.gossip.fragments[-1].live.theta, blobs[-1][0]
     assert torch.equal(kept, before[-len(kept) :])
     assert not torch.equal(weights(newcomer), before)
     assert not newcomer.do(jobs.ImportState(((last + 1, *blobs[-1][1:]),), step=78)).accepted  # type: ignore[union-attr]
@@ -382,7 +382,7 @@ def test_exporting_changes_nothing(setup_of: MakeSetup) -> None:
 
 
 def saved_and_resumed(compute: Compute) -> Compute:
-    compute.save()
+    compute.do(jobs.Save())
     again = Compute(compute.setup)
     assert again.resume()
     return again
@@ -415,9 +415,9 @@ def test_a_resumed_peer_publishes_the_same_bytes(setup_of: MakeSetup, algorithm:
 def test_a_checkpoint_holds_the_position_in_the_data(setup_of: MakeSetup) -> None:
     compute = trained(setup_of(), 5)
     again = saved_and_resumed(compute)
-    assert again.micro_batches == compute.micro_batches == 5
+    assert again.counters.micro_batches == compute.counters.micro_batches == 5
     assert again.step().loss == compute.step().loss
-    assert again.tokens == compute.tokens
+    assert again.counters.tokens == compute.counters.tokens
 
 
 def test_a_kill_between_close_and_merge_loses_no_progress(setup_of: MakeSetup) -> None:
@@ -444,7 +444,7 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(setup_of: MakeSetup) ->
 
 
 def test_a_checkpoint_of_another_run_is_a_user_error(setup_of: MakeSetup) -> None:
-    trained(setup_of()).save()
+    trained(setup_of()).do(jobs.Save())
     setup = setup_of()
     other = replace(setup, config=setup.config.model_copy(update={"seed": 8}))
     with pytest.raises(UserError, match="another run"):
@@ -454,7 +454,7 @@ def test_a_checkpoint_of_another_run_is_a_user_error(setup_of: MakeSetup) -> Non
 def test_a_checkpoint_of_other_shapes_is_a_user_error(setup_of: MakeSetup) -> None:
     """The user's own layers have changed since, under the same name."""
     compute = trained(setup_of())
-    compute.save()
+    compute.do(jobs.Save())
     found = checkpoint.read(compute.setup.folder)
     assert found is not None
     tensors, facts = found
@@ -478,7 +478,7 @@ def test_a_disk_that_refuses_is_a_failed_job_and_training_goes_on(setup_of: Make
 
 def test_weights_that_have_diverged_are_a_failed_job(setup_of: MakeSetup) -> None:
     compute = trained(setup_of())
-    compute.mixing.fragments[0].live.theta.fill_(float("nan"))
+    compute.gossip.fragments[0].live.theta.fill_(float("nan"))
     failed = compute.do(jobs.CloseWindow(0, 1))
     assert isinstance(failed, jobs.JobFailed)
     assert "diverged" in failed.reason
@@ -488,7 +488,7 @@ def test_weights_that_have_diverged_are_a_failed_job(setup_of: MakeSetup) -> Non
 
 
 def outcomes(compute: Compute, before: Iterable[jobs.Job], steps: int = 0) -> list[str]:
-    """What the thread reports, by kind, when these jobs wait for it and it may take so many steps."""
+    """The kinds of what the thread reports, when these jobs wait for it and it may take so many steps."""
     inbox: queue.SimpleQueue[jobs.Job] = queue.SimpleQueue()
     for job in before:
         inbox.put(job)

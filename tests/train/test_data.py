@@ -1,4 +1,4 @@
-"""Data: what is held out is never trained on, and a number is all that a position is."""
+"""Data: held-out text is never trained on, and a position in the data is one number."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ NUMBERS = config.ModelConfig(depth=1, width=32, context=CONTEXT, vocabulary=1 <<
 
 
 def positions(tmp_path: Path, count: int, held_out: float = 0.05) -> Corpus:
-    """A corpus whose token at each place is that place."""
+    """A corpus whose token at each position is that position."""
     path = tmp_path / "positions.bin"
     np.arange(count, dtype=np.uint32).tofile(path)
     return load(config.DataConfig(kind="tokens", path=str(path), token_bytes=4, held_out=held_out), NUMBERS)
@@ -64,10 +64,10 @@ def test_every_peer_evaluates_on_the_same_windows(tmp_path: Path) -> None:
 
 
 def test_targets_are_the_inputs_one_token_on(tmp_path: Path) -> None:
-    inputs, targets = positions(tmp_path, 10_000).micro_batch(rng.arrays(0), 5)
-    assert inputs.shape == targets.shape == (5, CONTEXT)
-    assert torch.equal(inputs + 1, targets)
-    assert inputs.dtype == torch.int64
+    inputs_BT, targets_BT = positions(tmp_path, 10_000).micro_batch(rng.arrays(0), 5)
+    assert inputs_BT.shape == targets_BT.shape == (5, CONTEXT)
+    assert torch.equal(inputs_BT + 1, targets_BT)
+    assert inputs_BT.dtype == torch.int64
 
 
 def test_the_same_number_gives_the_same_micro_batch(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_tokens_are_mapped_and_not_read(tmp_path: Path, dtype: type[np.generic],
     tokens = config.DataConfig.model_validate({"kind": "tokens", "path": str(path), "token_bytes": token_bytes})
     corpus = load(tokens, NUMBERS)
     assert isinstance(corpus.tokens, np.memmap)
-    inputs, _ = corpus.micro_batch(rng.arrays(0), 4)
-    assert torch.equal(inputs[:, 1:], inputs[:, :-1] + 1)
+    inputs_BT, _ = corpus.micro_batch(rng.arrays(0), 4)
+    assert torch.equal(inputs_BT[:, 1:], inputs_BT[:, :-1] + 1)
 
 
 def test_the_standard_library_is_there_without_a_download() -> None:

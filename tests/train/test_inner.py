@@ -20,8 +20,8 @@ CPU = Device(torch.device("cpu"), torch.float32)
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(seed))
-    return tokens[:, :-1], tokens[:, 1:]
+    tokens_BT = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(seed))
+    return tokens_BT[:, :-1], tokens_BT[:, 1:]
 
 
 def counts(layers: Sequence[nn.Module]) -> list[int]:
@@ -50,8 +50,8 @@ def test_flat_adamw_is_torchs_adamw_on_the_parameters() -> None:
     for step in range(8):
         train_step(chain(ours, False), lambda step=step: batch(step), inner, step, TRAIN, CPU)  # type: ignore[misc]
         adamw.zero_grad()
-        inputs, targets = batch(step)
-        gpt.loss_of(theirs(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        inputs_BT, targets_BT = batch(step)
+        gpt.loss_of(theirs(inputs_BT), targets_BT).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(theirs.parameters(), TRAIN.clip_norm)
         for group in adamw.param_groups:
             group["lr"] = rate_at(TRAIN, step, step)

@@ -1,4 +1,4 @@
-"""The memory model against what torch really keeps."""
+"""The model of a device's memory, compared with what torch really keeps."""
 
 import dataclasses
 import resource
@@ -16,7 +16,7 @@ from decentral.train.compute import Compute, ComputeSetup
 
 
 def really_kept(model: config.ModelConfig, layer: int) -> float:
-    """Bytes a token that autograd keeps of this layer, parameters and buffers left out."""
+    """Bytes a token that autograd keeps for this layer, parameters and buffers left out."""
     layers = gpt.build(model, 0)
     fixed = {t.untyped_storage().data_ptr() for one in layers for t in [*one.parameters(), *one.buffers()]}
     seen: dict[int, int] = {}
@@ -28,9 +28,9 @@ def really_kept(model: config.ModelConfig, layer: int) -> float:
         return tensor
 
     tokens_BT = torch.zeros(2, model.context, dtype=torch.int64)
-    hidden = tokens_BT if layer == 0 else torch.randn(2, model.context, model.d_model, requires_grad=True)
+    hidden_BTD = torch.randn(2, model.context, model.d_model, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = layers[layer](hidden)
+        out = layers[layer](tokens_BT if layer == 0 else hidden_BTD)
         if layer == len(layers) - 1:
             out = gpt.loss_of(out, tokens_BT)
     seen[out.untyped_storage().data_ptr()] = out.untyped_storage().nbytes()
@@ -41,7 +41,7 @@ def really_kept(model: config.ModelConfig, layer: int) -> float:
 @pytest.mark.parametrize("layer", [1, -1])
 def test_a_layer_keeps_about_what_the_model_says(width: int, layer: int) -> None:
     model = config.ModelConfig(depth=1, width=width, context=64)
-    said = memory.kept(model)[layer]
+    said = memory.activation_bytes(model)[layer]
     kept = really_kept(model, layer % 3)
     passing = 2 * 4 * model.vocabulary if layer == -1 else 0  # logits and their gradient, while the loss is taken
     assert 0.8 * kept <= said <= 1.3 * (kept + passing)
@@ -52,27 +52,27 @@ def test_the_state_of_a_parameter_is_what_the_tensors_take(setup_of: Callable[..
     compute = Compute(dataclasses.replace(setup, span=(1, 3)))
     for fragment in compute.fragments:
         compute.do(jobs.CloseWindow(fragment.index, 1))
-    assert compute.hops is not None
-    tensors = [t for name, t in compute.mixing.tensors().items() if not name.endswith("exp_avg_sq.")]
-    held = sum(t.numel() * t.element_size() for t in tensors)  # theta, two moments, phi, b, m, e, the closed window
-    held += sum(
-        t.numel() * 4 for t in (*compute.hops.sums.filled, *(t for slot in compute.hops.sums.sealed for t in slot))
+    tensors = [t for name, t in compute.gossip.tensors().items() if not name.endswith("exp_avg_sq.")]
+    taken = sum(t.numel() * t.element_size() for t in tensors)  # theta, two moments, phi, b, m, e, the closed window
+    taken += sum(
+        t.numel() * 4
+        for t in (*compute.span.stages.sums.filled, *(t for slot in compute.span.stages.sums.sealed for t in slot))
     )
     needs = memory.needs(setup.config)
     said = sum(fragment.parameters for fragment in compute.fragments) * 40
-    assert held == said
+    assert taken == said
     assert sum(needs.state[1:3]) == said + sum(fragment.parameters for fragment in compute.fragments) * 4
 
 
 def test_a_span_grows_as_far_as_the_memory_goes() -> None:
     needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
     count = len(needs.fragments)
-    assert memory_needs.reach(needs, needs.of(0, count))(0) == count
-    assert memory_needs.reach(needs, needs.of(0, count) - 1)(0) == count - 1
-    assert memory_needs.reach(needs, 1)(2) == 2
+    assert memory_needs.widest_span(needs, needs.span_bytes(0, count))(0) == count
+    assert memory_needs.widest_span(needs, needs.span_bytes(0, count) - 1)(0) == count - 1
+    assert memory_needs.widest_span(needs, 1)(2) == 2
 
 
-def test_a_memory_for_not_even_one_layer_is_the_users_to_mend() -> None:
+def test_a_memory_too_small_for_one_layer_is_a_user_error() -> None:
     needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
     with pytest.raises(UserError, match=r"--memory 1000: the smallest part of this model takes \d+ bytes"):
         memory.check(needs, 1000)
@@ -80,7 +80,7 @@ def test_a_memory_for_not_even_one_layer_is_the_users_to_mend() -> None:
 
 def test_room_for_more_micro_batches_is_used_up_to_a_limit() -> None:
     needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
-    assert needs.capacity(0, 2, needs.of(0, 2)) == memory_needs.LEAST_UNDER_WAY
+    assert needs.capacity(0, 2, needs.span_bytes(0, 2)) == memory_needs.LEAST_IN_FLIGHT
     assert needs.capacity(0, 2, 1 << 50) == MOST_UNDER_WAY
 
 
@@ -99,24 +99,24 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_the_narrower_a_span_the_more_micro_batches_it_must_have_room_for() -> None:
+def test_the_narrower_a_span_the_more_micro_batches_it_needs_memory_for() -> None:
     """The first of P stages holds P micro-batches while they are on their way."""
     found = memory.needs(
         config.Config(model=config.ModelConfig(depth=16), gossip=config.GossipConfig(fragment_parameters=1))
     )
     count = len(found.fragments)
     widths = (count, count // 2, count // 6, 1)
-    assert [found.least_under_way(width) for width in widths] == [4, 4, 8, count + 2]
-    assert [found.under_way(0, width) for width in widths] == [4, 4, 30, MOST_UNDER_WAY]
-    assert [found.under_way(count - 3, count), found.under_way(count - 1, count)] == [8, 20]
+    assert [found.required_in_flight(width) for width in widths] == [4, 4, 8, count + 2]
+    assert [found.wanted_in_flight(0, width) for width in widths] == [4, 4, 30, MOST_UNDER_WAY]
+    assert [found.wanted_in_flight(count - 3, count), found.wanted_in_flight(count - 1, count)] == [8, 20]
 
 
-def test_a_span_grows_as_far_as_its_micro_batches_have_room_and_at_least_as_they_must() -> None:
+def test_a_span_is_as_wide_as_its_wanted_micro_batches_allow_or_else_its_required_ones() -> None:
     found = memory.needs(
         config.Config(model=config.ModelConfig(depth=16), gossip=config.GossipConfig(fragment_parameters=1))
     )
-    well = found.of(3, 6, found.under_way(3, 6))
-    assert memory_needs.reach(found, well)(3) >= 6
-    assert found.of(3, 5) < found.of(3, 5, found.under_way(3, 5))
-    assert memory_needs.reach(found, found.of(3, 4))(3) == 4  # less than it should have, and all that it must
-    assert memory_needs.reach(found, found.of(3, 4) - 1)(3) == 3
+    enough = found.span_bytes(3, 6, found.wanted_in_flight(3, 6))
+    assert memory_needs.widest_span(found, enough)(3) >= 6
+    assert found.span_bytes(3, 5) < found.span_bytes(3, 5, found.wanted_in_flight(3, 5))
+    assert memory_needs.widest_span(found, found.span_bytes(3, 4))(3) == 4  # less than is wanted, all that is required
+    assert memory_needs.widest_span(found, found.span_bytes(3, 4) - 1)(3) == 3

@@ -1,4 +1,4 @@
-"""Spans at work: three peers with overlapping spans compute what one process computes."""
+"""Routes on real layers: three peers with overlapping spans compute what one process computes."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,7 +11,8 @@ from decentral.comm.wire import compress
 from decentral.core import config, jobs, rng
 from decentral.core.ids import PeerId
 from decentral.peers.planning import routing_weights
-from decentral.train import gpt, stage_runner
+from decentral.train import gpt
+from decentral.train.activations import ActivationFormat
 from decentral.train.compute import Compute, ComputeSetup
 from tests.comm.routes.route_world import World
 
@@ -35,18 +36,20 @@ def with_span(setup: ComputeSetup, span: tuple[int, int] | None, wire: str = "fp
 
 
 def world_of(computes: dict[str, Compute], per_step: int) -> World:
-    """The flow makes use of every span, so micro-batches leave and enter spans in the middle."""
+    """The routing weights use every span, so micro-batches leave and enter spans in the middle."""
     first = next(iter(computes.values()))
-    world = World(first.cuts)
+    world = World(first.span.cuts)
     speed: dict[routing_weights.Span, float] = {}
     for name, compute in computes.items():
         held = compute.fragments
         span = held[0].first, held[-1].last
-        world.add(name, *span, seconds=0.1, device=compute, layouts=compute.layout, per_step=per_step)
+        world.add(name, *span, seconds=0.1, device=compute, layouts=compute.span.layout, per_step=per_step)
         speed[held[0].index, held[-1].index + 1] = 1.0
     for name, peer in world.peers.items():
         held = computes[name].fragments
-        peer.routes.forwarding.weights = routing_weights.solve(first.cuts, speed, (held[0].index, held[-1].index + 1))
+        peer.routes.forwarding.weights = routing_weights.solve(
+            first.span.cuts, speed, (held[0].index, held[-1].index + 1)
+        )
     return world
 
 
@@ -57,7 +60,7 @@ def batches(compute: Compute, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def carried(world: World, micro_batches: int) -> None:
-    """Exactly so many are started, and come back."""
+    """The peer A begins exactly so many micro-batches, and all of them come back."""
     origin = world.peers[PeerId("A")].routes
     origin.own.quota = micro_batches
     world.start()
@@ -66,13 +69,12 @@ def carried(world: World, micro_batches: int) -> None:
 
 
 def summed(computes: Sequence[Compute]) -> dict[int, Tensor]:
-    """Each fragment's gradient, over all that hold it, by the tokens that each has seen."""
+    """Each fragment's mean gradient [n] a token, over all peers that hold it."""
     total: dict[int, Tensor] = {}
     tokens: dict[int, int] = {}
     for compute in computes:
-        assert compute.hops is not None
-        sums = compute.hops.sums
-        for index, live in enumerate(compute.inner.lives):
+        sums = compute.span.stages.sums
+        for index, live in enumerate(compute.span.inner.lives):
             name = live.fragment.index
             total[name] = total.get(name, torch.zeros(())) + sums.filled[index]
             tokens[name] = tokens.get(name, 0) + sums.filled_tokens[index]
@@ -84,21 +86,19 @@ def test_gradients_over_overlapping_spans_are_those_of_one_process(
 ) -> None:
     world = world_of(computes, per_step=1 << 30)
     carried(world, 12)
-    assert all(compute.hops and compute.hops.sums.executions for compute in computes.values()), (
-        "all have carried something"
-    )
-    hops_taken = {tokens for compute in computes.values() for tokens in compute.hops.sums.filled_tokens}  # type: ignore[union-attr]
-    assert len(hops_taken) > 1, "not all micro-batches went the same way"
+    assert all(compute.span.stages.sums.executions for compute in computes.values()), "all have carried something"
+    seen = {tokens for compute in computes.values() for tokens in compute.span.stages.sums.filled_tokens}
+    assert len(seen) > 1, "not all micro-batches took the same route"
     whole = Compute(with_span(setup_of("A"), None))
-    whole.inner.zero_grad()
+    whole.span.inner.zero_grad()
     for inputs_BT, targets_BT in batches(computes["A"], 12):
-        (gpt.loss_of(nn.Sequential(*whole.layers)(inputs_BT), targets_BT) / 12).backward()  # type: ignore[no-untyped-call]
+        (gpt.loss_of(nn.Sequential(*whole.span.layers)(inputs_BT), targets_BT) / 12).backward()  # type: ignore[no-untyped-call]
     found = summed(list(computes.values()))
-    for live in whole.inner.lives:
+    for live in whole.span.inner.lives:
         assert torch.allclose(found[live.fragment.index], live.grad, atol=1e-5, rtol=1e-5)
 
 
-def test_a_run_over_three_unequal_spans_loses_what_one_process_loses(setup_of: MakeSetup) -> None:
+def test_a_run_over_three_unequal_spans_has_the_losses_of_one_process(setup_of: MakeSetup) -> None:
     """One micro-batch at a time, so every step is taken before the next forward pass."""
     spans = {"A": (0, 1), "B": (1, 4), "C": (4, 5)}
     parts = {name: Compute(with_span(setup_of(name), span)) for name, span in spans.items()}
@@ -111,15 +111,15 @@ def test_a_run_over_three_unequal_spans_loses_what_one_process_loses(setup_of: M
         whole.step()
     apart = {index: theta for part in parts.values() for index, theta in thetas(part).items()}
     together = thetas(whole)
-    assert {part.own_steps for part in parts.values()} == {60}
+    assert {part.counters.own_steps for part in parts.values()} == {60}
     assert max(float((apart[index] - together[index]).abs().max()) for index in together) < 1e-3
-    for mixed in whole.mixing.fragments:
-        before = mixed.live.theta.clone()
-        mixed.live.theta.copy_(apart[mixed.live.fragment.index])
-        apart[mixed.live.fragment.index] = before
+    for gossiped in whole.gossip.fragments:
+        before = gossiped.live.theta.clone()
+        gossiped.live.theta.copy_(apart[gossiped.live.fragment.index])
+        apart[gossiped.live.fragment.index] = before
     carried_loss = whole.do(jobs.Evaluate())
-    for mixed in whole.mixing.fragments:
-        mixed.live.theta.copy_(apart[mixed.live.fragment.index])
+    for gossiped in whole.gossip.fragments:
+        gossiped.live.theta.copy_(apart[gossiped.live.fragment.index])
     plain_loss = whole.do(jobs.Evaluate())
     assert isinstance(carried_loss, jobs.Evaluated)
     assert isinstance(plain_loss, jobs.Evaluated)
@@ -128,7 +128,7 @@ def test_a_run_over_three_unequal_spans_loses_what_one_process_loses(setup_of: M
 
 
 def thetas(compute: Compute) -> dict[int, Tensor]:
-    return {mixed.live.fragment.index: mixed.live.theta.clone() for mixed in compute.mixing.fragments}
+    return {one.live.fragment.index: one.live.theta.clone() for one in compute.gossip.fragments}
 
 
 @pytest.mark.parametrize(("wire", "error"), [("bf16", 2**-8), ("int8", 1 / 127)])
@@ -147,8 +147,8 @@ def test_gradients_through_a_narrow_wire_point_the_same_way(setup_of: MakeSetup,
     for each in ("fp32", wire):
         computes = {name: Compute(with_span(setup_of(name), span, each)) for name, span in SPANS.items()}
         for compute in computes.values():
-            compute._position.known = 0
-            compute._position.reserved = 1 << 30
+            compute.numbers.least = 0
+            compute.numbers.reserved = 1 << 30
         carried(world_of(computes, per_step=1 << 30), 4)
         found[each] = torch.cat([part for _, part in sorted(summed(list(computes.values())).items())])
     apart = torch.linalg.vector_norm(found[wire] - found["fp32"]) / torch.linalg.vector_norm(found["fp32"])
@@ -162,8 +162,7 @@ def test_uneven_micro_batches_give_the_exact_mean_over_tokens(setup_of: MakeSetu
         for token, (layout, blob, sequences) in enumerate(parts):
             assert isinstance(compute.do(jobs.Forward(token, 2, 5, sequences, layout, blob)), jobs.BackwardDone)
     together = summed([one, other])
-    assert one.hops is not None
-    assert one.hops.sums.filled_tokens == [16, 16, 16]
+    assert one.span.stages.sums.filled_tokens == [16, 16, 16]
     both = Compute(with_span(setup_of("C"), (2, 5)))
     for token, (layout, blob, sequences) in enumerate((small, large)):
         both.do(jobs.Forward(token, 2, 5, sequences, layout, blob))
@@ -173,7 +172,7 @@ def test_uneven_micro_batches_give_the_exact_mean_over_tokens(setup_of: MakeSetu
 
 
 def _entering(compute: Compute, sequences: int) -> tuple[jobs.Layout, bytes, int]:
-    layout = compute.layout(2, sequences)
+    layout = compute.span.layout(2, sequences)
     hidden = torch.randn(sequences * 16 * 32, generator=torch.Generator().manual_seed(sequences))
     targets = torch.arange(sequences * 16, dtype=torch.int64).to(torch.uint16).view(torch.uint8).numpy().tobytes()
     return layout, compress.encode("fp32", hidden) + targets, sequences
@@ -193,9 +192,8 @@ def test_what_is_not_hidden_values_and_targets_is_refused_and_changes_nothing(se
     if flaw == "layout":
         layout = layout[::-1]
     assert compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob)) == jobs.ExecutionFailed(1, expected)
-    assert compute.hops is not None
-    assert compute.hops.sums.executions == []
-    assert not compute.hops.held
+    assert compute.span.stages.sums.executions == []
+    assert not compute.span.stages.pending
 
 
 def test_a_forgotten_execution_cannot_go_back(computes: dict[str, Compute]) -> None:
@@ -210,16 +208,16 @@ def test_a_forgotten_execution_cannot_go_back(computes: dict[str, Compute]) -> N
 def test_a_dropped_sum_moves_nothing_and_an_applied_one_does(computes: dict[str, Compute]) -> None:
     compute = computes["C"]
     layout, blob, sequences = _entering(compute, 2)
-    before = [mixed.live.theta.clone() for mixed in compute.mixing.fragments]
+    before = [gossiped.live.theta.clone() for gossiped in compute.gossip.fragments]
     compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob))
     assert compute.do(jobs.Seal()) == jobs.Sealed((1,))
     compute.do(jobs.Drop())
     compute.do(jobs.Apply(0, 0, 1.0))
-    assert all(torch.equal(m.live.theta, old) for m, old in zip(compute.mixing.fragments, before, strict=True))
+    assert all(torch.equal(m.live.theta, old) for m, old in zip(compute.gossip.fragments, before, strict=True))
     compute.do(jobs.Forward(2, 2, 5, sequences, layout, blob))
     compute.do(jobs.Seal())
     compute.do(jobs.Apply(0, 0, 1.0))
-    assert not any(torch.equal(m.live.theta, old) for m, old in zip(compute.mixing.fragments, before, strict=True))
+    assert not any(torch.equal(m.live.theta, old) for m, old in zip(compute.gossip.fragments, before, strict=True))
 
 
 def test_numbers_of_micro_batches_are_never_given_out_twice(setup_of: MakeSetup) -> None:
@@ -241,27 +239,26 @@ def test_a_span_has_the_weights_that_the_whole_model_has_there(setup_of: MakeSet
     whole = Compute(with_span(setup_of("A"), None))
     for span in SPANS.values():
         part = Compute(with_span(setup_of("A"), span))
-        for mixed in part.mixing.fragments:
-            same = whole.mixing.fragments[mixed.live.fragment.index]
-            assert torch.equal(mixed.live.theta, same.live.theta)
+        for gossiped in part.gossip.fragments:
+            same = whole.gossip.fragments[gossiped.live.fragment.index]
+            assert torch.equal(gossiped.live.theta, same.live.theta)
 
 
-def test_a_whole_model_peer_serves_hops_and_trains_on_by_itself(setup_of: MakeSetup) -> None:
+def test_a_whole_model_peer_serves_routes_and_goes_on_training_by_itself(setup_of: MakeSetup) -> None:
     compute = Compute(with_span(setup_of("A"), None))
     layout, blob, sequences = _entering(compute, 2)
     compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob))
     compute.step()
-    assert compute.hops is not None
-    assert compute.hops.sums.filled_tokens == [0, 0, 32, 32, 32]
+    assert compute.span.stages.sums.filled_tokens == [0, 0, 32, 32, 32]
     compute.do(jobs.Seal())
     stepped = compute.do(jobs.Apply(0, 0, 2.5))
     assert isinstance(stepped, jobs.Stepped)
-    assert [live.steps for live in compute.inner.lives] == [1, 1, 2, 2, 2]
+    assert [live.steps for live in compute.span.inner.lives] == [1, 1, 2, 2, 2]
 
 
 def test_layouts_name_what_travels() -> None:
     run = config.Config(model=config.ModelConfig(depth=1, width=32, context=16))
-    sections = stage_runner.layout(run, compress, 32, 2)
+    sections = ActivationFormat(run, compress, gpt.widths(run.model)).layout(1, 2)
     assert [(one.name, one.codec, one.elements, one.size) for one in sections] == [
         ("hidden", "bf16", 1024, 2048),
         ("targets", "u16", 32, 64),
@@ -275,9 +272,9 @@ def test_a_micro_batch_of_our_own_through_the_whole_model_goes_back_at_once(setu
     assert (backed.number, backed.tokens, backed.blob) == (0, 64, b"")
     alone = Compute(with_span(setup_of("B"), None))
     inputs_BT, targets_BT = batches(compute, 1)[0]
-    alone.inner.zero_grad()
-    (gpt.loss_of(alone.forward(inputs_BT), targets_BT) * 64).backward()  # type: ignore[no-untyped-call]
-    for one, other in zip(compute.inner.lives, alone.inner.lives, strict=True):
+    alone.span.inner.zero_grad()
+    (gpt.loss_of(alone.span.forward(inputs_BT), targets_BT) * 64).backward()  # type: ignore[no-untyped-call]
+    for one, other in zip(compute.span.inner.lives, alone.span.inner.lives, strict=True):
         assert torch.allclose(one.grad, other.grad, atol=1e-6)
 
 
@@ -293,7 +290,7 @@ def test_a_round_with_a_stray_execution_publishes_no_sum_and_the_next_one_starts
     closed = compute.do(jobs.CloseRound(1, (3,)))
     assert isinstance(closed, jobs.RoundClosed)
     assert [(one.fragment, one.tokens) for one in closed.sums] == [(2, 32), (3, 32), (4, 32)]
-    assert all(float(live.grad.abs().max()) == 0 for live in compute.inner.lives)
+    assert all(float(live.grad.abs().max()) == 0 for live in compute.span.inner.lives)
 
 
 def test_the_same_sums_in_any_order_of_arrival_give_the_same_bits(setup_of: MakeSetup) -> None:
@@ -312,7 +309,7 @@ def test_the_same_sums_in_any_order_of_arrival_give_the_same_bits(setup_of: Make
         stepped = compute.do(jobs.Advance(0, turned, (), 16, 1, 2.5))
         assert isinstance(stepped, jobs.Stepped)
         assert (stepped.lr_step, stepped.refused) == (1, ())
-        for live, first in zip(compute.inner.lives, replicas[0].inner.lives, strict=True):
+        for live, first in zip(compute.span.inner.lives, replicas[0].span.inner.lives, strict=True):
             assert live.steps == 1
             assert torch.equal(live.theta, first.theta)
 
@@ -322,11 +319,11 @@ def test_a_sum_that_is_not_finite_is_left_out_by_all_and_named(setup_of: MakeSet
     fragment = compute.fragments[0]
     layout = (jobs.Section("gradient", "fp32", fragment.parameters, 4 * fragment.parameters),)
     bad = jobs.Contribution(PeerId("X"), 16, 0.0, layout, b"\x00\x00\xc0\x7f" * fragment.parameters)
-    before = compute.inner.lives[0].theta.clone()
+    before = compute.span.inner.lives[0].theta.clone()
     stepped = compute.do(jobs.Advance(0, ((fragment.index, (bad,)),), (), 16, 1, 2.5))
     assert isinstance(stepped, jobs.Stepped)
     assert stepped.refused == ((fragment.index, PeerId("X"), "nan"),)
-    assert torch.equal(compute.inner.lives[0].theta, before)
+    assert torch.equal(compute.span.inner.lives[0].theta, before)
 
 
 def test_a_newcomer_of_a_synchronous_run_takes_the_same_step_as_its_donor(setup_of: MakeSetup) -> None:
@@ -348,7 +345,7 @@ def test_a_newcomer_of_a_synchronous_run_takes_the_same_step_as_its_donor(setup_
         )
         for compute in [donor, newcomer][: 1 + (round == 2)]:
             compute.do(jobs.Advance(round, sums, (), 0, 0, 2.5))
-    for one, other in zip(donor.inner.lives, newcomer.inner.lives, strict=True):
+    for one, other in zip(donor.span.inner.lives, newcomer.span.inner.lives, strict=True):
         assert (one.steps, other.steps) == (3, 3)
         assert torch.equal(one.theta, other.theta)
         assert torch.equal(one.exp_avg_sq, other.exp_avg_sq)

@@ -62,8 +62,8 @@ class Swarm:
                 run=RUN,
                 own=own,
                 fragments=compute.fragments,
-                state_layouts=compute.state_layouts(),
-                layers=compute.model_layers,
+                state_layouts=compute.gossip.state_layouts(),
+                layers=compute.span.model_layers,
                 profile=Profile("cpu", self.memory_budget(compute).memory_bytes, 1e9, 1e4),
                 addresses=(),
                 contacts=tuple(self.identities[contact].peer for contact in contacts),
@@ -79,13 +79,14 @@ class Swarm:
         return self.hosts[name]
 
     def routes(self, peer: PeerId, compute: Compute) -> stage.StageConfig:
-        held = compute.fragments
-        return stage.StageConfig(RUN, peer, held[0].first, held[-1].last, compute.cuts, 4, 8, 1, compute.layout)
+        held, span = compute.fragments, compute.span
+        return stage.StageConfig(RUN, peer, held[0].first, held[-1].last, span.cuts, 4, 8, 1, span.layout)
 
     def memory_budget(self, compute: Compute) -> MemoryBudget:
         """Enough for two of the three fragments."""
         needs = memory.needs(compute.setup.config)
-        return MemoryBudget(needs, max(needs.of(0, 2), needs.of(1, 3)), compute.layouts())
+        most = max(needs.span_bytes(0, 2), needs.span_bytes(1, 3))
+        return MemoryBudget(needs, most, compute.span.all_state_layouts())
 
     def folder(self, name: str) -> Path:
         return self.computes[name].setup.folder

@@ -63,30 +63,30 @@ class World(SimulatedSwarm):
 
     def _train(self, member: SimulatedPeer) -> Training:
         setup = self.make(member.peer)
-        compute = Compute(replace(setup, span=self.spans[member.number]))
-        self.computes[member.number] = compute
-        return Trained(compute, compute.resume())
+        compute = self.computes[member.number] = Trained(replace(setup, span=self.spans[member.number]))
+        compute.resume()
+        return compute
 
     def _setup(
         self, member: SimulatedPeer, training: Training, contacts: tuple[PeerId, ...], placed: Placed | None
     ) -> NodeSetup:
         assert isinstance(training, Trained)
-        compute = training.compute
+        compute = training
         held, run = compute.fragments, compute.setup.config
-        place = (RUN, member.peer, held[0].first, held[-1].last, compute.cuts, 8, 8, run.train.accumulate)
+        place = (RUN, member.peer, held[0].first, held[-1].last, compute.span.cuts, 8, 8, run.train.accumulate)
         return NodeSetup(
             config=run,
             run=RUN,
             own=VirtualSigner(member.peer),
             fragments=held,
-            state_layouts=compute.state_layouts(),
-            layers=compute.model_layers,
+            state_layouts=compute.gossip.state_layouts(),
+            layers=compute.span.model_layers,
             profile=Profile("cpu", 1 << 30, 1e9, 1e4),
             addresses=(),
             contacts=contacts,
             restored_step=compute.lr_step if training.restored else None,
-            routes=stage.StageConfig(*place, compute.layout, synchronous=True),
-            versions=compute.versions,
+            routes=stage.StageConfig(*place, compute.span.layout, synchronous=True),
+            versions=compute.counters.versions,
         )
 
     # What tests ask for
@@ -145,7 +145,7 @@ class World(SimulatedSwarm):
         return {tuple((peer, last) for last, peer in sorted(route)) for route in executions.values()}
 
     def weights(self, number: int) -> dict[int, Tensor]:
-        return {live.fragment.index: live.theta.clone() for live in self.computes[number].inner.lives}
+        return {live.fragment.index: live.theta.clone() for live in self.computes[number].span.inner.lives}
 
 
 def alone(setup: ComputeSetup, rounds: Sequence[Batches]) -> list[float]:
@@ -155,8 +155,8 @@ def alone(setup: ComputeSetup, rounds: Sequence[Batches]) -> list[float]:
     for batches in rounds:
         fetch = _fetching(setup, compute.micro_batch, batches)
         train = setup.config.train.model_copy(update={"accumulate": len(batches)})
-        report = train_step(compute.forward, fetch, compute.inner, compute.lr_step, train, setup.device)
-        compute.lr_step += 1
+        report = train_step(compute.span.forward, fetch, compute.span.inner, compute.lr_step, train, setup.device)
+        compute.counters.lr_step += 1
         losses.append(report.loss)
     return losses
 
@@ -164,14 +164,14 @@ def alone(setup: ComputeSetup, rounds: Sequence[Batches]) -> list[float]:
 def gradients(setup: ComputeSetup, weights: dict[int, Tensor], batches: Batches) -> tuple[dict[int, Tensor], float]:
     """The gradients by fragment of one process with these weights, of the mean loss over all tokens; and that loss."""
     compute = Compute(setup)
-    for live in compute.inner.lives:
+    for live in compute.span.inner.lives:
         live.theta.copy_(weights[live.fragment.index])
     fetch = _fetching(setup, compute.micro_batch, batches)
     inputs_BT, targets_BT = (torch.cat(part) for part in zip(*(fetch() for _ in batches), strict=True))
-    compute.inner.zero_grad()
-    loss = gpt.loss_of(compute.forward(inputs_BT), targets_BT)
+    compute.span.inner.zero_grad()
+    loss = gpt.loss_of(compute.span.forward(inputs_BT), targets_BT)
     loss.backward()  # type: ignore[no-untyped-call]
-    return {live.fragment.index: live.grad for live in compute.inner.lives}, float(loss.detach())
+    return {live.fragment.index: live.grad for live in compute.span.inner.lives}, float(loss.detach())
 
 
 def _fetching(setup: ComputeSetup, sequences: int, batches: Batches) -> Callable[[], tuple[Tensor, Tensor]]:

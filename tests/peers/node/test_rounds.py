@@ -67,7 +67,7 @@ def test_a_rounds_gradients_are_those_of_one_process(make_of: Callable[[int], Ma
     world.start_all(1.0)
     run_rounds(world, 3)  # by then all peers have measured the others
     number = world.rounds(0).number
-    held = [live for compute in world.computes.values() for live in compute.inner.lives]
+    held = [live for compute in world.computes.values() for live in compute.span.inner.lives]
     weights = {live.fragment.index: live.theta.clone() for live in held}
     before = [live.exp_avg.clone() for live in held]
     run_rounds(world, 1)

@@ -1,5 +1,7 @@
-"""The compute thread changes its layers: what stays is untouched, what comes is as it was given, what goes is kept."""
+"""A change of span: what stays is untouched, what comes is as it was given, what goes is retained on the disk."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,14 +20,14 @@ FIRST = (0, 2)
 
 
 def peer(setup_of: MakeSetup, name: str, span: tuple[int, int]) -> Compute:
-    """It has trained a little, so that its weights and moments are its own."""
+    """A peer that has trained a little, so that its weights and moments differ from others'."""
     compute = Compute(replace(setup_of(name), span=span))
-    for mixed in compute.mixing.fragments:
-        mixed.live.theta += 0.01 * torch.randn(
-            len(mixed.live.theta), generator=torch.Generator().manual_seed(len(name))
+    for gossiped in compute.gossip.fragments:
+        gossiped.live.theta += 0.01 * torch.randn(
+            len(gossiped.live.theta), generator=torch.Generator().manual_seed(len(name))
         )
-        mixed.live.exp_avg.fill_(0.5)
-        mixed.live.steps = 9
+        gossiped.live.exp_avg.fill_(0.5)
+        gossiped.live.steps = 9
     return compute
 
 
@@ -35,30 +37,30 @@ def state_of(compute: Compute, fragment: int) -> jobs.Donated:
     return exported.fragment, exported.layout, exported.blob
 
 
-def held(compute: Compute) -> dict[int, torch.Tensor]:
-    return {mixed.live.fragment.index: mixed.live.theta.clone() for mixed in compute.mixing.fragments}
+def thetas(compute: Compute) -> dict[int, torch.Tensor]:
+    return {one.live.fragment.index: one.live.theta.clone() for one in compute.gossip.fragments}
 
 
 def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
-    before = compute.mixing.fragments[0].live
+    before = compute.gossip.fragments[0].live
     state = state_of(donor, 0)
     assert compute.do(jobs.ChangeSpan(*FIRST, (state,), 40)) == jobs.SpanChanged(True, kept=((2, 0),))
     assert [fragment.index for fragment in compute.fragments] == [0, 1]
-    came, stayed = (mixed.live for mixed in compute.mixing.fragments)
+    came, stayed = (gossiped.live for gossiped in compute.gossip.fragments)
     assert stayed is before
     assert stayed.steps == 9
     phi = unpack(compute.setup.codecs, state[1], state[2])["phi"]
     assert torch.equal(came.theta, phi)
     assert not came.exp_avg.any()
     assert compute.lr_step == 40
-    layer = compute.layers[1]
+    layer = compute.span.layers[1]
     assert next(layer.parameters()).data_ptr() in range(
         stayed.theta.data_ptr(), stayed.theta.data_ptr() + 4 * len(stayed.theta)
     )
 
 
-def test_it_carries_micro_batches_through_its_new_layers(setup_of: MakeSetup) -> None:
+def test_micro_batches_pass_through_the_new_layers(setup_of: MakeSetup) -> None:
     compute, last, donor = peer(setup_of, "A", LAST), peer(setup_of, "D", LAST), peer(setup_of, "BB", FIRST)
     compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
     begun = compute.do(jobs.Draw(1, 2))
@@ -66,19 +68,19 @@ def test_it_carries_micro_batches_through_its_new_layers(setup_of: MakeSetup) ->
     backed = last.do(jobs.Forward(1, 2, 3, begun.sequences, begun.layout, begun.blob))
     assert isinstance(backed, jobs.BackwardDone)
     assert isinstance(compute.do(jobs.Backward(1, backed.layout, backed.blob)), jobs.BackwardDone)
-    before = held(compute)
+    before = thetas(compute)
     compute.do(jobs.Seal())
     assert isinstance(compute.do(jobs.Apply(begun.tokens, 1, backed.loss)), jobs.Stepped)
-    assert all(not torch.equal(theta, before[index]) for index, theta in held(compute).items())
+    assert all(not torch.equal(theta, before[index]) for index, theta in thetas(compute).items())
 
 
-def test_what_was_given_up_can_be_had_again_from_the_disk(setup_of: MakeSetup) -> None:
+def test_a_fragment_that_was_given_up_can_be_recovered_from_the_disk(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
-    compute.lr_step = 30
+    compute.counters.lr_step = 30
     given_up = state_of(compute, 2)
     compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
     found = Compute(replace(setup_of("A"), span=FIRST))  # after a restart
-    assert found.kept.kept(range(3)) == ((2, 30),)
+    assert found.retained.steps(range(3)) == ((2, 30),)
     assert found.do(jobs.ExportRetained(2)) == jobs.RetainedExported(2, 30, *given_up[1:])
     assert found.do(jobs.ChangeSpan(*LAST, (given_up,), 30)) == jobs.SpanChanged(True, kept=((0, 0),))
 
@@ -89,9 +91,9 @@ def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSet
     compute.do(jobs.Save())
     found = Compute(replace(setup_of("A"), span=FIRST))
     assert found.resume()
-    for index, theta in held(compute).items():
-        assert torch.equal(held(found)[index], theta)
-    assert [mixed.live.steps for mixed in found.mixing.fragments] == [0, 9]
+    for index, theta in thetas(compute).items():
+        assert torch.equal(thetas(found)[index], theta)
+    assert [gossiped.live.steps for gossiped in found.gossip.fragments] == [0, 9]
 
 
 @pytest.mark.parametrize(
@@ -102,15 +104,15 @@ def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSet
         (lambda state: (0, state[1], b"\xff" * len(state[2])), "nan"),
     ],
 )
-def test_a_state_that_is_none_changes_nothing(
+def test_an_invalid_state_changes_nothing(
     setup_of: MakeSetup, spoil: Callable[[jobs.Donated], jobs.Donated], reason: str
 ) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
-    before = held(compute)
+    before = thetas(compute)
     assert compute.do(jobs.ChangeSpan(*FIRST, (spoil(state_of(donor, 0)),), 40)) == jobs.SpanChanged(False, reason)
-    assert all(torch.equal(theta, before[index]) for index, theta in held(compute).items())
+    assert all(torch.equal(theta, before[index]) for index, theta in thetas(compute).items())
     assert compute.lr_step == 0
-    assert compute.kept.kept(range(3)) == ()
+    assert compute.retained.steps(range(3)) == ()
 
 
 def test_a_device_whose_memory_is_full_goes_back_to_its_old_layers(
@@ -135,18 +137,42 @@ def test_a_device_whose_memory_is_full_goes_back_to_its_old_layers(
 
 def test_a_full_disk_changes_nothing(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
-    before = held(compute)
+    before = thetas(compute)
     (compute.setup.folder / "kept-2.safetensors.new").mkdir()
     assert compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 40)) == jobs.SpanChanged(False, "disk")
-    assert all(torch.equal(theta, before[index]) for index, theta in held(compute).items())
+    assert all(torch.equal(theta, before[index]) for index, theta in thetas(compute).items())
 
 
-def test_a_kept_state_that_is_damaged_or_of_another_run_is_none(setup_of: MakeSetup) -> None:
+def test_a_retained_state_that_is_damaged_or_of_another_run_is_ignored(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
     compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
-    other = replace(compute.kept, run="another")
-    assert other.kept(range(3)) == ()
+    other = replace(compute.retained, run="another")
+    assert other.steps(range(3)) == ()
     path = compute.setup.folder / "kept-2.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert compute.kept.kept(range(3)) == ()
+    assert compute.retained.steps(range(3)) == ()
     assert compute.do(jobs.ExportRetained(2)) == jobs.RetainedExported(2, 0, (), b"")
+
+
+def test_layers_that_are_given_up_are_let_go_before_new_ones_are_built(
+    setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
+    head, build = weakref.ref(compute.span.layers[-1]), gpt.build
+    while_building: list[object] = []
+
+    def watching(model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
+        gc.collect()
+        while_building.append(head())
+        return build(model, seed, first, last)
+
+    monkeypatch.setattr(gpt, "build", watching)
+    compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
+    assert while_building == [None]
+
+
+def test_a_whole_model_peer_has_no_sums_of_gradients_before_a_route_needs_them(setup_of: MakeSetup) -> None:
+    span = Compute(setup_of("A")).span
+    assert span._stages is None
+    assert span.stages is span.stages
+    assert not span.stages.alone

@@ -1,0 +1,70 @@
+"""What travels between two layers: hidden values or their gradient, and the targets that the loss at the end needs.
+
+Shapes: B sequences, T positions, D width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decentral.core import config, jobs
+from decentral.core.errors import ProtocolError
+from decentral.core.jobs import Layout, Section
+from decentral.core.reasons import Reason
+from decentral.train.sections import Codecs
+
+
+class ActivationFormat:
+    """Encodes and decodes the micro-batches of one run. `widths[x]`: numbers a token that enter layer x."""
+
+    def __init__(self, run: config.Config, codecs: Codecs, widths: Sequence[int]) -> None:
+        self.codecs, self.widths = codecs, widths
+        self.wire, self.context, self.vocabulary = run.routes.wire, run.model.context, run.model.vocabulary
+
+    def layout(self, layer: int, sequences: int) -> Layout:
+        """The sections of a micro-batch that enters this layer."""
+        tokens = sequences * self.context
+        numbers = tokens * self.widths[layer]
+        codec, size = ("u16", 2) if self.vocabulary <= 1 << 16 else ("u32", 4)
+        return (
+            Section("hidden", self.wire, numbers, self.codecs.size(self.wire, numbers)),
+            Section("targets", codec, tokens, tokens * size),
+        )
+
+    def encode(self, hidden_BTD: Tensor) -> tuple[Section, bytes]:
+        """Hidden values, or a gradient of them. Raises ProtocolError for numbers that are not finite."""
+        flat = hidden_BTD.float().flatten()
+        blob = self.codecs.encode(self.wire, flat)
+        return Section("hidden", self.wire, flat.numel(), len(blob)), blob
+
+    def decode(self, sections: Layout, blob: bytes, shape: torch.Size) -> Tensor:
+        """fp32 on the CPU. Raises ProtocolError for what is not one section of this shape, whole and finite."""
+        if len(sections) != 1 or sections[0].codec != self.wire or sections[0].elements != shape.numel():
+            raise ProtocolError(Reason.SHAPE, "not the hidden values of this micro-batch")
+        return self.codecs.decode(self.wire, memoryview(blob), shape.numel()).view(shape)
+
+    def pack(self, layer: int, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Layout, bytes]:
+        """A micro-batch that leaves for this layer."""
+        section, hidden = self.encode(hidden_BTD)
+        expected = self.layout(layer, len(targets_BT))
+        assert section == expected[0], f"what enters layer {layer} is {section}, not {expected[0]}"
+        integers = targets_BT.cpu().to(_dtype(expected[1])).contiguous()
+        return expected, hidden + integers.view(torch.uint8).numpy().tobytes()
+
+    def unpack(self, job: jobs.Forward) -> tuple[Tensor, Tensor]:
+        """hidden_BTD fp32 and targets_BT int64, on the CPU. Raises ProtocolError for what is not both, and whole."""
+        B, T, D = job.sequences, self.context, self.widths[job.first]
+        expected = self.layout(job.first, B)
+        if job.layout != expected or len(job.blob) != sum(section.size for section in expected):
+            raise ProtocolError(Reason.SHAPE, "not what enters this layer")
+        hidden_BTD = self.decode(expected[:1], job.blob[: expected[0].size], torch.Size((B, T, D)))
+        integers = torch.frombuffer(bytearray(job.blob[expected[0].size :]), dtype=_dtype(expected[1]))
+        targets_BT = integers.to(torch.int64).view(B, T)
+        if int(targets_BT.max()) >= self.vocabulary:
+            raise ProtocolError(Reason.VOCABULARY, "a target that is no token")
+        return hidden_BTD, targets_BT
+
+
+def _dtype(targets: Section) -> torch.dtype:
+    return torch.uint16 if targets.codec == "u16" else torch.uint32

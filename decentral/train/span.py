@@ -1,0 +1,107 @@
+"""The layers that a peer holds: their live weights, their inner optimizer, their gossip, and their work for routes."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from decentral.core import config, jobs
+from decentral.core.ids import PeerId
+from decentral.train import gpt, update_rules
+from decentral.train.activations import ActivationFormat
+from decentral.train.fragment_gossip import FragmentGossip
+from decentral.train.inner import Inner, Live, fragments_of
+from decentral.train.sections import Codecs
+from decentral.train.stage_runner import StageRunner
+from decentral.train.step import Device, Forward, chain
+
+
+class Span:
+    """Holds no layers until `hold` says which, and then those until `hold` says others.
+
+    `forward` maps tokens_BT to logits_BTV where the span is the whole model. For a part of the model it only serves to
+    measure the device: zeros then stand for the hidden values that would enter.
+    """
+
+    def __init__(self, run: config.Config, peer: PeerId, codecs: Codecs, device: Device) -> None:
+        self.run, self.device = run, device
+        self.cuts = tuple(fragments_of(run))  # of the whole model
+        self.activations = ActivationFormat(run, codecs, gpt.widths(run.model))
+        self.layers: list[nn.Module] = []
+        self.fragments: list[jobs.Fragment] = []
+        self.gossip = FragmentGossip([], run.gossip, peer, codecs)
+        self.inner = Inner([], run.train)
+        self.forward: Forward = chain([], compiled=False)
+        self._stages: StageRunner | None = None
+
+    def hold(self, first: int, last: int) -> None:
+        """Holds layers [first, last): those that are here as they are, the others with their initial weights.
+
+        Layers that are not wanted any more are let go of before new ones are built, so that the device never holds
+        both. No execution may be pending. Raises RuntimeError where the device's memory is too small; another call of
+        `hold` must follow then.
+        """
+        run, device = self.run, self.device.device
+        wanted = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
+        assert (wanted[0].first, wanted[-1].last) == (first, last), "a span is whole fragments"
+        lives = {one.live.fragment: one.live for one in self.gossip.fragments if one.live.fragment in wanted}
+        start = self.fragments[0].first if self.fragments else 0
+        layers = {start + at: layer for at, layer in enumerate(self.layers) if first <= start + at < last}
+        self.layers, self.fragments, self._stages = [], [], None
+        self.inner, self.forward = Inner([], run.train), chain([], compiled=False)
+        self.gossip.hold(list(lives.values()))
+        for begin, end in _gaps(layers, first, last):
+            new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
+            layers |= dict(enumerate(new, begin))
+            lives |= {cut: Live(cut, new, device, run.train, begin) for cut in wanted if begin <= cut.first < end}
+        self.layers, self.fragments = [layers[at] for at in range(first, last)], wanted
+        ordered = [lives[fragment] for fragment in wanted]
+        self.gossip.hold(ordered)
+        self.inner = Inner(ordered, run.train)
+        chained = chain(self.layers, run.train.compile and device.type == "cuda")
+        self.forward = chained if first == 0 else self._from_zeros(chained, first)
+        if len(wanted) < len(self.cuts) or run.synchronous:
+            self._stages = self._at_work(alone=True)
+
+    @property
+    def model_layers(self) -> int:
+        return self.cuts[-1].last
+
+    @property
+    def share(self) -> float:
+        """The part of the model's parameters that this span has."""
+        return jobs.share(self.cuts, self.fragments[0].first, self.fragments[-1].last)
+
+    @property
+    def stages(self) -> StageRunner:
+        """The layers at work for routes. A peer that also steps by itself has no sums for them before the first use."""
+        if self._stages is None:
+            self._stages = self._at_work(alone=False)
+        return self._stages
+
+    def layout(self, layer: int, sequences: int) -> jobs.Layout:
+        """The layout of a micro-batch that enters this layer."""
+        return self.activations.layout(layer, sequences)
+
+    def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
+        """The layout of every fragment's state as a newcomer gets it, of the whole model."""
+        donated = update_rules.donated(self.run.gossip)
+        return tuple(update_rules.layout_of(donated, cut.parameters, self.gossip.codecs) for cut in self.cuts)
+
+    def _at_work(self, alone: bool) -> StageRunner:
+        return StageRunner(self.run, self.layers, self.inner.lives, self.activations, self.device, alone)
+
+    def _from_zeros(self, chained: Forward, first: int) -> Forward:
+        width = self.activations.widths[first]
+
+        def forward(tokens_BT: Tensor) -> Tensor:
+            return chained(torch.zeros(*tokens_BT.shape, width, device=tokens_BT.device, requires_grad=True))
+
+        return forward
+
+
+def _gaps(layers: Mapping[int, nn.Module], first: int, last: int) -> list[tuple[int, int]]:
+    """The stretches [begin, end) of [first, last) that are not among these layers."""
+    missing = [at for at in range(first, last) if at not in layers]
+    begins = [at for at in missing if at - 1 not in missing]
+    return [(begin, next(at for at in range(begin, last + 1) if at not in missing)) for begin in begins]
