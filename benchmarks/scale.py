@@ -25,9 +25,9 @@ from decentral.core.units import Seconds
 from decentral.peers.placement.span_choice import flow, holder_of
 from decentral.sim import run as runs
 from decentral.sim.faults import Fault
-from decentral.sim.geography import Wires
-from decentral.sim.run import Enough, Scenario, run
-from decentral.sim.swarm import Shape
+from decentral.sim.geography import TypicalLink
+from decentral.sim.run import Scenario, StopRun, run
+from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace, VirtualHost
 from decentral.train import memory
 
@@ -37,14 +37,14 @@ TOKENS = 64
 CONTEXT = 64
 SAMPLE_S = 60.0
 REPLACED_S = 60.0
-WIRES = Wires(0.03, 25e6, 125e6)
+WIRES = TypicalLink(0.03, 25e6, 125e6)
 
 
 @dataclass(slots=True)
 class Watching:
     """Tokens that were counted, and the peers that were there, minute by minute."""
 
-    shape: Shape
+    shape: SwarmSettings
     counted: float = 0.0  # tokens through the whole model, since the last sample
     begun: int = 0
     jobs_done: int = 0
@@ -87,7 +87,7 @@ class Watching:
         self.counted, self.begun, self.jobs_done = 0.0, 0, 0
 
 
-def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> Shape:
+def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> SwarmSettings:
     """`layers`: blocks, embedding and head included in the first and the last of as many fragments."""
     settings = [
         *(f"model.depth={layers}", "model.width=256", f"model.context={CONTEXT}", "train.micro_batch=1"),
@@ -95,12 +95,12 @@ def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> 
         *("gossip.partners=1", "gossip.max_age_s=3600", "swarm.checkpoint_every_s=3600", "routes.overlap=true"),
         *(f"swarm.shards={max(1, peers // 100)}", "swarm.record_ttl_s=900", "swarm.renew_s=300", "swarm.refresh_s=300"),
     ]
-    shape = Shape.of(config.load(None, [*settings, *overrides]), Pace(step_s, 0.05), THROTTLES, TOKENS)
+    shape = SwarmSettings.of(config.load(None, [*settings, *overrides]), Pace(step_s, 0.05), THROTTLES, TOKENS)
     count = len(shape.fragments)
     needs = memory.needs(shape.config, shape.fragments)
     widths = [max(1, round(count * part)) for part in PARTS]
     rooms = [needs.of(0, width, needs.under_way(0, width)) for width in widths]
-    return replace(shape, plain=True, moves=False, memory=tuple(rooms))
+    return replace(shape, unquantised=True, moves=False, memory=tuple(rooms))
 
 
 def churn(peers: int, seconds: Seconds, life_s: Seconds, seed: int) -> list[Fault]:
@@ -128,7 +128,7 @@ def main() -> None:
         watch.sample(at)
         print(json.dumps(watch.rows[-1] | {"wall_s": round(time.monotonic() - began)}), flush=True)
         if stopped:
-            raise Enough
+            raise StopRun
 
     stopped: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))

@@ -45,7 +45,7 @@ class CountAudit:
 
 
 @dataclass(slots=True)
-class Counts:
+class MicroBatchCounts:
     """What journals say of micro-batches, line by line."""
 
     spans: dict[tuple[str, int], list[Span]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Counts:
 
 def audit(journals: Iterable[Iterable[Mapping[str, Any]]], layers: int) -> CountAudit:
     """Of all lines of all peers' journals, over all their lives."""
-    counts = Counts()
+    counts = MicroBatchCounts()
     for line in (line for lines in journals for line in lines):
         counts.add(line["event"], line)
     return counts.result(layers)

@@ -46,7 +46,7 @@ class WallClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ClaimedSpan:
     """`span`: layers [first, last), or None for the whole model. `capacity`: micro-batches under way that fit."""
 
     span: tuple[int, int] | None
@@ -55,7 +55,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SpanRequest:
     """Who looks for a place, in which run, and for how much of the model there is room. `kept`: from a checkpoint."""
 
     run: config.Config
@@ -66,36 +66,38 @@ class Wish:
     kept: tuple[int, int] | None
 
 
-async def choose_place(wish: Wish, needs: memory_needs.MemoryNeeds, directory: Directory, clock: Clock) -> Placed:
+async def claim(
+    request: SpanRequest, needs: memory_needs.MemoryNeeds, directory: Directory, clock: Clock
+) -> ClaimedSpan:
     """Raises UserError if not even the smallest part of the model fits."""
-    own, shards, memory_bytes = wish.own, wish.run.swarm.shards, wish.memory_bytes
+    own, shards, memory_bytes = request.own, request.run.swarm.shards, request.memory_bytes
     count = len(needs.fragments)
-    if wish.kept is not None:
-        return _keep(needs, wish.kept, memory_bytes)
+    if request.kept is not None:
+        return _keep(needs, request.kept, memory_bytes)
     if needs.of(0, count) <= memory_bytes:
-        return Placed(None, needs.capacity(0, count, memory_bytes), memory_bytes)
+        return ClaimedSpan(None, needs.capacity(0, count, memory_bytes), memory_bytes)
     memory.check(needs, memory_bytes)
     reach = memory_needs.reach(needs, memory_bytes)
     chosen, claimed_at = None, float("inf")
-    key = records.key_of(wish.name, own.peer, shards)
+    key = records.key_of(request.name, own.peer, shards)
     for _ in range(CLAIM_ROUNDS):
-        found = await records.look(directory, wish.name, shards, clock.now(), own.open)
+        found = await records.look(directory, request.name, shards, clock.now(), own.open)
         others = _holders(needs, found, own.peer, claimed_at)
         typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
         choice = span_choice.choose(needs.fragments, others, typical, reach)
         if choice == chosen:
             break
         chosen, claimed_at = choice, clock.now()
-        claim = _claim(wish, needs.span(choice.begin, choice.end), claimed_at)
-        expires = claimed_at + wish.run.swarm.record_ttl_s  # by then our own record has taken its place
+        claim = _claim_record(request, needs.span(choice.begin, choice.end), claimed_at)
+        expires = claimed_at + request.run.swarm.record_ttl_s  # by then our own record has taken its place
         await directory.store(key, own.peer, own.seal(key, records.pack(claim), expires), expires)
         await clock.sleep(CLAIM_S)
     assert chosen is not None
     span = needs.span(chosen.begin, chosen.end)
-    return Placed(span, needs.capacity(chosen.begin, chosen.end, memory_bytes), memory_bytes)
+    return ClaimedSpan(span, needs.capacity(chosen.begin, chosen.end, memory_bytes), memory_bytes)
 
 
-def _keep(needs: memory_needs.MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> Placed:
+def _keep(needs: memory_needs.MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> ClaimedSpan:
     held = span_choice.holder_of(needs.fragments, *kept, 0.0)
     if needs.of(held.begin, held.end) > memory_bytes:
         raise UserError(
@@ -103,7 +105,7 @@ def _keep(needs: memory_needs.MemoryNeeds, kept: tuple[int, int], memory_bytes: 
             f"{needs.of(held.begin, held.end)} bytes; give as much, or use another --state-dir"
         )
     whole = (held.begin, held.end) == (0, len(needs.fragments))
-    return Placed(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)
+    return ClaimedSpan(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)
 
 
 def _holders(
@@ -127,8 +129,8 @@ def _mean(values: Iterable[float]) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-def _claim(wish: Wish, span: tuple[int, int], now: float) -> PeerRecord:
-    return PeerRecord(wish.name, now, wish.addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)
+def _claim_record(request: SpanRequest, span: tuple[int, int], now: float) -> PeerRecord:
+    return PeerRecord(request.name, now, request.addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +143,21 @@ class RoutedModel:
     layout: Callable[[int, int], Layout]
 
 
-def stage_config(wish: Wish, model: RoutedModel, held: Sequence[Fragment], capacity: int) -> StageConfig:
+def stage_config(request: SpanRequest, model: RoutedModel, held: Sequence[Fragment], capacity: int) -> StageConfig:
     """Our place in the routes of micro-batches, with these fragments."""
     whole = len(held) == len(model.cuts)
     return StageConfig(
-        run=wish.name,
-        peer=wish.own.peer,
+        run=request.name,
+        peer=request.own.peer,
         first=held[0].first,
         last=held[-1].last,
         cuts=model.cuts,
         most_sequences=model.most_sequences,
         capacity=capacity,
-        at_least=1 if whole and not wish.run.synchronous else wish.run.train.accumulate,
+        at_least=1 if whole and not request.run.synchronous else request.run.train.accumulate,
         layout=model.layout,
         activations=model.activations,
-        slots=wish.run.routes.slots,
-        overlap=wish.run.routes.overlap,
-        synchronous=wish.run.synchronous,
+        slots=request.run.routes.slots,
+        overlap=request.run.routes.overlap,
+        synchronous=request.run.synchronous,
     )

@@ -28,7 +28,7 @@ from decentral.train import huggingface, replicas, update_rules
 from decentral.train.inner import fragments_of
 from decentral.train.replicas import Weights
 from decentral.train.sections import unpack
-from decentral.visit import Visit, visit
+from decentral.visit import VisitedSwarm, visit
 
 MOST_HOLDERS = 16  # of a layer, who are asked for it: more would change the average by little
 EXPORT_LOOKS = 10  # into the DHT, until some peer's record is there
@@ -58,7 +58,7 @@ def _main(flags: argparse.Namespace) -> None:
 def from_folders(paths: Sequence[str]) -> tuple[config.Config, list[Weights]]:
     """Of peers' state folders, or of a folder that holds such (decentral.local's). Raises UserError."""
     folders = [found for path in paths for found in _state_folders(Path(path))]
-    runs = [state.Folder(folder).read_run() for folder in folders]
+    runs = [state.StateFolder(folder).read_run() for folder in folders]
     if len({run[1].digest() for run in runs if run is not None}) > 1:
         raise UserError("--state-dir: these folders belong to different runs; give those of one run")
     holders = [found for found in map(replicas.read, folders) if found is not None]
@@ -88,7 +88,7 @@ async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]
         return swarm.config, await gather(swarm.transport, swarm.run, swarm.config, live)
 
 
-async def look(swarm: Visit) -> dict[PeerId, PeerRecord]:
+async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:
     """The peers that train, by the DHT. Raises UserError if there are none."""
     for _ in range(EXPORT_LOOKS):
         found = await records.look(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
 
 from decentral import __version__, command, state, view
-from decentral.claim_span import Placed, RoutedModel, WallClock, Wish, choose_place, stage_config
+from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire import compress
 from decentral.comm.wire.identity import Identity
@@ -40,9 +40,9 @@ from decentral.peers.placement.span_move import MemoryBudget
 from decentral.peers.planning import swarm_plans
 from decentral.train import checkpoint, data, measure, memory
 from decentral.train.compute import Compute, ComputeSetup
-from decentral.visit import greet
+from decentral.visit import say_hello
 
-MEET_AGAIN_S = 10.0  # a peer that has met nobody tries its old addresses this often
+RECONNECT_S = 10.0  # a peer that has met nobody tries its old addresses this often
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,20 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _main(flags: argparse.Namespace) -> None:
-    with state.Folder.claim(flags.state_dir) as folder:
+    with state.StateFolder.claim(flags.state_dir) as folder:
         own = Identity.load_or_create(folder.path / "identity.key")
         transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
         try:
-            met = await meet(flags, folder, transport)
-            wish, placed = await place(flags, folder, own, met)
-            host = await prepare(flags, folder, transport, met, wish, placed)
+            access = await reach_swarm(flags, folder, transport)
+            request, claimed = await place(flags, folder, own, access)
+            host = await prepare(flags, folder, transport, access, request, claimed)
             await train(flags, folder, host)
         finally:
             await transport.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class SwarmAccess:
     """The run that this peer is in, and how it reaches the others."""
 
     run: RunId
@@ -74,16 +74,16 @@ class Met:
     addresses: tuple[str, ...]
 
 
-async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2p) -> Met:
+async def reach_swarm(flags: argparse.Namespace, folder: state.StateFolder, transport: Libp2p) -> SwarmAccess:
     kept = folder.read_run()
     if kept and (flags.config or flags.set):
         raise UserError(f"{folder.path} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
     if flags.join and (flags.config or flags.set):
         raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
-    contacts, welcome = await greet(flags.join, transport, kept[0] if kept else RunId(""))
+    contacts, welcome = await say_hello(flags.join, transport, kept[0] if kept else RunId(""))
     if kept:
         run, settings = kept
-        contacts += await _old_acquaintances(folder, transport)
+        contacts += await _reconnect(folder, transport)
     elif welcome:
         run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
     else:
@@ -95,10 +95,10 @@ async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2
     directory = await transport.directory(
         [*records.keys(run, settings.swarm.shards), swarm_plans.key_of(run)], contacts
     )
-    return Met(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
+    return SwarmAccess(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
 
 
-async def _old_acquaintances(folder: state.Folder, transport: Libp2p) -> list[PeerId]:
+async def _reconnect(folder: state.StateFolder, transport: Libp2p) -> list[PeerId]:
     """Whoever of those we knew before the restart is still, or again, where it was."""
 
     async def reach(addresses: tuple[str, ...]) -> PeerId | None:
@@ -114,45 +114,52 @@ async def _old_acquaintances(folder: state.Folder, transport: Libp2p) -> list[Pe
     return [peer for peer in reached if peer is not None]
 
 
-async def place(flags: argparse.Namespace, folder: state.Folder, own: Identity, met: Met) -> tuple[Wish, Placed]:
+async def place(
+    flags: argparse.Namespace, folder: state.StateFolder, own: Identity, access: SwarmAccess
+) -> tuple[SpanRequest, ClaimedSpan]:
     """The layers that we hold. A peer that comes back keeps what its checkpoint has, if it still fits."""
-    device = measure.choose(flags.device, met.config.train.dtype, 1.0, 0.0)
+    device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
     memory_bytes = flags.memory or measure.memory_bytes(device)
     kept = checkpoint.span(folder.path)
-    wish = Wish(met.config, met.run, own, met.addresses, memory_bytes, kept)
-    return wish, await choose_place(wish, memory.needs(met.config), met.directory, WallClock())
+    request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
+    return request, await claim(request, memory.needs(access.config), access.directory, WallClock())
 
 
 async def prepare(
-    flags: argparse.Namespace, folder: state.Folder, transport: Libp2p, met: Met, wish: Wish, placed: Placed
+    flags: argparse.Namespace,
+    folder: state.StateFolder,
+    transport: Libp2p,
+    access: SwarmAccess,
+    request: SpanRequest,
+    claimed: ClaimedSpan,
 ) -> Host:
-    run, own = met.config, wish.own
+    run, own = access.config, request.own
     device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
-    if placed.span is not None:
+    if claimed.span is not None:
         memory.give_back_what_is_freed()
     corpus = data.load(run.data, run.model)
-    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, placed.span))
+    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span))
     restored = compute.resume()
     setup = NodeSetup(
         config=run,
-        run=met.run,
+        run=access.run,
         own=own,
         fragments=compute.fragments,
         state_layouts=compute.state_layouts(),
         layers=compute.model_layers,
-        profile=_profile(flags, folder, compute, placed.memory_bytes),
-        addresses=met.addresses,
-        contacts=met.contacts,
+        profile=_profile(flags, folder, compute, claimed.memory_bytes),
+        addresses=access.addresses,
+        contacts=access.contacts,
         restored_step=compute.lr_step if restored else None,
         stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
-        routes=stage_config(wish, _model(compute), compute.fragments, placed.capacity),
-        room=MemoryBudget(memory.needs(run), placed.memory_bytes, compute.layouts()),
+        routes=stage_config(request, _model(compute), compute.fragments, claimed.capacity),
+        room=MemoryBudget(memory.needs(run), claimed.memory_bytes, compute.layouts()),
         kept=compute.kept.kept(cut.index for cut in compute.cuts),
         versions=compute.versions,
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
-    return Host(Node(setup), transport, met.directory, compute, journal, book, now)
+    return Host(Node(setup), transport, access.directory, compute, journal, book, now)
 
 
 def _model(compute: Compute) -> RoutedModel:
@@ -161,7 +168,7 @@ def _model(compute: Compute) -> RoutedModel:
     return RoutedModel(compute.cuts, most, memory.needs(compute.setup.config).kept, compute.layout)
 
 
-def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute, memory_bytes: int) -> Profile:
+def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
     """Measured once for this device, model and version; then read from the state folder."""
     device = compute.setup.device
     key = f"{__version__} {device} {compute.setup.config.digest()}" + (f" {compute.share}" if compute.share < 1 else "")
@@ -174,7 +181,7 @@ def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute, 
     return dataclasses.replace(found, memory_bytes=memory_bytes)  # no more than --memory is for the model
 
 
-async def train(flags: argparse.Namespace, folder: state.Folder, host: Host) -> None:
+async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
     node = host.node
     setup = node.setup
     shown = view.choose(plain=flags.plain or not sys.stdout.isatty())
@@ -184,7 +191,7 @@ async def train(flags: argparse.Namespace, folder: state.Folder, host: Host) -> 
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, host.stop, "interrupted")
-    beside = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_meet_again(host))]
+    beside = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_reconnect_when_alone(host))]
     try:
         reason = await host.run()
     finally:
@@ -203,13 +210,13 @@ async def _show(host: Host, shown: view.Display) -> None:
         shown.update(host.node, host.now())
 
 
-async def _meet_again(host: Host) -> None:
+async def _reconnect_when_alone(host: Host) -> None:
     """A swarm that died finds itself again: whoever is alone keeps looking where the others were."""
     transport, directory = host.transport, host.directory
     assert isinstance(transport, Libp2p)
     assert isinstance(directory, HivemindDirectory)
     while True:
-        await asyncio.sleep(MEET_AGAIN_S)
+        await asyncio.sleep(RECONNECT_S)
         if host.node.roster.live:
             continue
         for addresses in list(host.book.known.values()):

@@ -21,12 +21,12 @@ ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class StateFolder:
     path: Path
 
     @classmethod
     @contextmanager
-    def claim(cls, wanted: str | None) -> Iterator["Folder"]:
+    def claim(cls, wanted: str | None) -> Iterator["StateFolder"]:
         """The folder, made if need be and locked; without a wish the first new swarm/peer-N. Raises UserError."""
         path = Path(wanted) if wanted else _unused()
         try:

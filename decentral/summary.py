@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from decentral.comm.wire import compress
 from decentral.core.journal import read
-from decentral.state import Folder
+from decentral.state import StateFolder
 from decentral.train import replicas
 
 Line = dict[str, Any]
@@ -111,7 +111,7 @@ def glance(folders: Sequence[Path], since: float) -> str:
 def of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
     """Held-out loss of the average of all checkpoints, and their spread around it."""
     weights = [found for found in map(replicas.read, folders) if found is not None]
-    run = Folder(folders[0]).read_run()
+    run = StateFolder(folders[0]).read_run()
     if not weights or run is None or replicas.missing(run[1], replicas.average(weights)):
         return None, None
     loss = replicas.held_out_loss(run[1], replicas.average(weights), compress)

@@ -20,7 +20,7 @@ HELLO_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class VisitedSwarm:
     transport: Libp2p
     run: RunId
     config: config.Config
@@ -28,7 +28,7 @@ class Visit:
     directory: HivemindDirectory
 
 
-async def greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
+async def say_hello(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
     """Says hello at every --join address. Raises UserError if nobody there lets us in."""
     contacts, welcome, trouble = [], None, ""
     for address in join:
@@ -51,15 +51,15 @@ async def greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[lis
 
 
 @asynccontextmanager
-async def visit(join: Sequence[str]) -> AsyncIterator[Visit]:
+async def visit(join: Sequence[str]) -> AsyncIterator[VisitedSwarm]:
     """For as long as the swarm is looked at. Raises UserError if nobody at these addresses lets us in."""
     with tempfile.TemporaryDirectory() as folder:
         transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [])
         try:
-            contacts, welcome = await greet(join, transport, RunId(""))
+            contacts, welcome = await say_hello(join, transport, RunId(""))
             assert welcome is not None, "greet raises where nobody lets us in"
             run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
             directory = await transport.directory(records.keys(run, settings.swarm.shards), contacts)
-            yield Visit(transport, run, settings, contacts, directory)
+            yield VisitedSwarm(transport, run, settings, contacts, directory)
         finally:
             await transport.close()

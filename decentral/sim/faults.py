@@ -6,17 +6,17 @@
     slow 0 x5 at 10 for 20        its steps take 5 times as long
     leave 3 at 40                 Ctrl-C
     join 100 at 30                so many newcomers at once
-    part 0,1 at 20 for 15         peers 0 and 1 on one side, all others on the other
+    part 0,1 at 20 for 15         a partition: peers 0 and 1 on one side, all others on the other
     oneway 0>1 at 5 for 10        packets from 0 do not reach 1
     degrade 0-1 x0.1 at 5 for 10  a tenth of the link's rate is left
     skew 2 by -1.5 at 0           its clock is 1.5 s behind
     nat 3 at 0                    others reach it through a relay only
-    lie 2 nan at 10 for 20        it sends snapshots that are: nan, scaled, stale, replayed or corrupted
-    loss 0.05 at 5 for 20         of all messages lose a packet
-    corrupt 0.02 at 5 for 20      of all messages; also truncate, duplicate, reorder
-    late 2 at 5 for 20            directory records are found so many seconds late, a fifth of the looks are stale
+    lie 2 nan at 10 for 20        it is Byzantine: it sends snapshots that are nan, scaled, stale, replayed or corrupted
+    loss 0.05 at 5 for 20         this share of all messages loses a packet
+    corrupt 0.02 at 5 for 20      this share of all messages is damaged; also truncate, duplicate, reorder
+    late 2 at 5 for 20            directory records are found 2 s late, and a fifth of the lookups are stale
 
-Separated by semicolons or lines. `peers` are numbers, ranges such as 3-7, lists such as 0,2, or `all`.
+Faults are separated by semicolons or lines. Peers are numbers, ranges such as 3-7, lists such as 0,2, or `all`.
 """
 
 import csv
@@ -33,9 +33,9 @@ PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", 
 PAIRS = {"oneway": ">", "degrade": "-"}
 SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
 LIES = ("nan", "scaled", "stale", "replayed", "corrupted")
-LASTING = ("freeze", "slow", "part", "oneway", "degrade", "lie", *SHARES)  # those that end by themselves
+LASTING = ("freeze", "slow", "part", "oneway", "degrade", "lie", *SHARES)  # the kinds that end by themselves
 ALL = -1
-LONG_FREEZE_S = 75.0  # longer than any deadline of those who wait
+LONG_FREEZE_S = 75.0  # longer than any deadline of the peers that wait for an answer
 
 _FORM = re.compile(
     r"(?P<kind>[a-z]+)\s+(?P<whom>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z]+))?"
@@ -45,12 +45,14 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
+    """One fault. `str` gives the text that `parse` reads."""
+
     kind: str
     at: Seconds
-    peers: tuple[int, ...] = ()  # (ALL,): all
+    peers: tuple[int, ...] = ()  # members by number; (ALL,): all of them
     value: float = 0.0  # factor, share, seconds or count
     lasts: Seconds = 0.0
-    how: str = ""  # of a lie
+    how: str = ""  # for a lie: one of LIES
 
     def __str__(self) -> str:
         whom = "all" if self.peers == (ALL,) else ",".join(map(str, self.peers))
@@ -64,7 +66,7 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """Raises UserError with the part that is no fault."""
+    """The faults that a text describes. Raises UserError with the part that is no fault."""
     parts = [part.strip() for part in re.split(r"[;\n]", text)]
     return [_one(part) for part in parts if part and not part.startswith("#")]
 
@@ -103,7 +105,7 @@ def _built(kind: str, whom: str, value: str | None, at: Seconds, lasts: Seconds)
 
 
 def _number(text: str | None, negative: bool = False) -> float:
-    """Raises ValueError for what is none, nothing, or less than nothing."""
+    """Raises ValueError for a text that is no number, and for numbers that are not positive."""
     number = float(text or "nan")
     if not (number > 0 or (negative and number <= 0)):
         raise ValueError(text)
@@ -138,7 +140,7 @@ def trace(path: Path) -> list[Fault]:
 
 
 def draw(chance: Random, peers: int, until: Seconds, count: int) -> list[Fault]:
-    """So many faults by chance, of all kinds, all over by `until`. Who is crashed comes back, all but once."""
+    """`count` faults by chance, of all kinds, in order of time, that begin before `until`. Crashed peers come back."""
     faults: list[Fault] = []
     for _ in range(count):
         faults += _drawn(chance, peers, until)
@@ -183,4 +185,5 @@ def _drawn(chance: Random, peers: int, until: Seconds) -> Iterator[Fault]:
 
 
 def text_of(faults: Sequence[Fault]) -> str:
+    """The text from which `parse` reads these faults."""
     return "; ".join(map(str, faults))

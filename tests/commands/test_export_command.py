@@ -18,7 +18,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.joining.join import Donor
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.state import Folder
+from decentral.state import StateFolder
 from decentral.train import replicas
 from decentral.train.compute import Compute, ComputeSetup
 
@@ -35,7 +35,7 @@ def folders(setup_of: Callable[..., ComputeSetup]) -> list[Path]:
         for mixed in compute.mixing.fragments:
             mixed.live.theta.add_(change)
         compute.do(jobs.Save())
-        Folder(setup.folder).write_run(RUN, setup.config)
+        StateFolder(setup.folder).write_run(RUN, setup.config)
         made.append(setup.folder)
     return made
 
@@ -78,7 +78,7 @@ def test_fragments_that_different_peers_hold_are_put_together() -> None:
 
 
 def test_a_layer_that_nobody_holds_is_named(folders: list[Path], capfd: pytest.CaptureFixture[str]) -> None:
-    run = Folder(folders[0]).read_run()
+    run = StateFolder(folders[0]).read_run()
     assert run is not None
     weights = replicas.read(folders[0])
     assert weights is not None

@@ -12,7 +12,7 @@ from decentral import peer
 from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.ids import RunId
-from decentral.state import Folder
+from decentral.state import StateFolder
 
 ROOT = Path(__file__).parent.parent.parent
 LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
@@ -84,7 +84,7 @@ def test_a_damaged_identity(capfd: pytest.CaptureFixture[str], folder: Path) -> 
 @pytest.mark.parametrize("flags", [["default"], ["--set", "seed=2"]])
 def test_a_state_folder_whose_run_is_settled(capfd: pytest.CaptureFixture[str], folder: Path, flags: list[str]) -> None:
     folder.mkdir()
-    Folder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
     said = refusal(capfd, folder, *flags)
     assert "belongs to run gpt-3fa2c1" in said
     assert "leave CONFIG and --set out" in said

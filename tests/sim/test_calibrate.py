@@ -52,7 +52,7 @@ def test_exchanges_are_counted_between_the_first_step_line_and_the_last() -> Non
 
 def test_a_swarm_s_exchange_is_the_mean_over_exchanges_not_over_peers() -> None:
     often, seldom = figures_of(exchanges_per_s=3.0, exchange_s=0.1), figures_of(exchanges_per_s=1.0, exchange_s=0.5)
-    assert calibrate.swarm_of([often, seldom]).exchange_s == pytest.approx(0.2)
+    assert calibrate.swarm_figures([often, seldom]).exchange_s == pytest.approx(0.2)
 
 
 def test_steps_and_jobs_are_told_apart_by_how_many_there_were() -> None:

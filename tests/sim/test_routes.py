@@ -23,26 +23,26 @@ from decentral.core.jobs import (
 from decentral.peers.planning.swarm_plans import SwarmPlans
 from decentral.sim import faults, sweep
 from decentral.sim.audit import Violation
-from decentral.sim.geography import Wires
+from decentral.sim.geography import TypicalLink
 from decentral.sim.gradients import real_gradients
-from decentral.sim.run import RunReport, Scenario, Unwatched, run
+from decentral.sim.run import RunReport, Scenario, Unobserved, run
 from decentral.sim.surrogate import DESCENT_RATE, STEP_NOISE, SurrogateWorkload
-from decentral.sim.swarm import Shape
+from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
 from decentral.train import memory
 
 MODEL = [*sweep.SETTINGS, *sweep.SPAN_MODEL]
 
 
-def shape_of(fragments: int, *overrides: str, under_way: int = 8, step_s: float = 1.0) -> Shape:
+def settings_for(fragments: int, *overrides: str, under_way: int = 8, step_s: float = 1.0) -> SwarmSettings:
     """Each peer has room for so many fragments, of four."""
-    shape = Shape.of(config.load(None, [*MODEL, *overrides]), Pace(step_s, 0.05, report_s=5.0), (1.0,), 64)
-    return replace(shape, memory=(sweep.room_for(shape, fragments, under_way),))
+    settings = SwarmSettings.of(config.load(None, [*MODEL, *overrides]), Pace(step_s, 0.05, report_s=5.0), (1.0,), 64)
+    return replace(settings, memory=(sweep.memory_for(settings, fragments, under_way),))
 
 
-def scenario(spec: str = "", seconds: float = 60.0, peers: int = 4, shape: Shape | None = None) -> Scenario:
-    shape = shape or shape_of(2, "routes.overlap=true")
-    return Scenario(shape, peers, seconds, 1, tuple(faults.parse(spec)), Wires(0.01))
+def scenario(spec: str = "", seconds: float = 60.0, peers: int = 4, settings: SwarmSettings | None = None) -> Scenario:
+    settings = settings or settings_for(2, "routes.overlap=true")
+    return Scenario(settings, peers, seconds, 1, tuple(faults.parse(spec)), TypicalLink(0.01))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_micro_batch_costs_the_devices_together_one_pass_through_the_model(cal
 
 
 def test_a_peer_with_room_for_all_of_the_model_holds_it_and_trains_by_itself() -> None:
-    report = run(scenario(peers=2, seconds=20.0, shape=shape_of(4)))
+    report = run(scenario(peers=2, seconds=20.0, settings=settings_for(4)))
     assert all(one["tokens"] > 500 for one in report.by_peer)
     assert report.routed["everywhere"] == 0
 
@@ -103,7 +103,7 @@ SLOW = replace(scenario("slow 3 x5 at 30 for 300", seconds=180.0), peers=6)
 
 
 def test_peers_follow_one_plan_and_move_while_they_train() -> None:
-    planned, stayed = run(SLOW), run(replace(SLOW, shape=replace(SLOW.shape, moves=False)))
+    planned, stayed = run(SLOW), run(replace(SLOW, settings=replace(SLOW.settings, moves=False)))
     assert planned.moves["plan done"] >= 2
     assert planned.plans >= 1
     assert planned.routed["twice"] == stayed.routed["twice"] == stayed.plans == 0
@@ -123,19 +123,19 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
         *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
         *("train.warmup_steps=5", "routes.overlap=true"),
     ]
-    plain = Shape.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64)
-    shape = real_gradients(plain)
-    needs = memory.needs(shape.config, shape.fragments)
+    unspanned = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64)
+    settings = real_gradients(unspanned)
+    needs = memory.needs(settings.config, settings.fragments)
     half = max(needs.of(0, 2), needs.of(1, len(needs.fragments)))
-    shape = replace(shape, memory=(half,))
+    settings = replace(settings, memory=(half,))
     losses: list[float] = []
 
-    class Watching(Unwatched):
+    class LossObserver(Unobserved):
         def done(self, host: object, job: object, outcome: object) -> None:
             if isinstance(outcome, jobs.BackwardDone) and outcome.loss:
                 losses.append(outcome.loss / outcome.tokens)
 
-    report = run(Scenario(shape, 3, 80.0, 1, audited=False), watch=Watching())
+    report = run(Scenario(settings, 3, 80.0, 1, audited=False), observer=LossObserver())
     assert report.routed["everywhere"] > 50
     assert report.routed["twice"] == 0
     assert sum(losses[-20:]) / 20 < 0.8 * sum(losses[:20]) / 20
@@ -144,17 +144,17 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
 # The sketch's sums. Fragments are layers [0, 2) [2, 3) [3, 4) [4, 6).
 
 
-def sketch(first: int, last: int) -> SurrogateWorkload:
-    shape = shape_of(2)
+def surrogate(first: int, last: int) -> SurrogateWorkload:
+    settings = settings_for(2)
     chance = rng.arrays(1, "sketch")
     return SurrogateWorkload(
-        shape.config, PeerId("P"), shape.fragments, (first, last), compress, chance, 64, shape.model.layout
+        settings.config, PeerId("P"), settings.fragments, (first, last), compress, chance, 64, settings.model.layout
     )
 
 
 def drawn(number: int) -> tuple[SurrogateWorkload, ForwardDone]:
     """An origin peer with layers [0, 3), and what it sends on of its micro-batch."""
-    origin = sketch(0, 3)
+    origin = surrogate(0, 3)
     origin.micro_batches = number
     sent = origin.do(Draw(1, 3))
     assert isinstance(sent, ForwardDone)
@@ -165,7 +165,7 @@ def test_activations_and_gradients_have_the_real_model_s_sizes() -> None:
     origin, sent = drawn(7)
     assert (sent.number, sent.tokens) == (7, 64)
     assert len(sent.blob) == 64 * 32 * 2 + 64 * 2  # bf16 hidden values, u16 targets
-    back = sketch(3, 6).do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
+    back = surrogate(3, 6).do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
     assert isinstance(back, BackwardDone)
     assert len(back.blob) == 64 * 32 * 2
     assert isinstance(origin.do(Backward(1, back.layout, back.blob)), BackwardDone)
@@ -173,10 +173,10 @@ def test_activations_and_gradients_have_the_real_model_s_sizes() -> None:
 
 def test_a_step_moves_only_the_layers_that_the_micro_batch_went_through() -> None:
     _, sent = drawn(0)
-    middle = sketch(3, 6)
+    middle = surrogate(3, 6)
     passed = middle.do(Forward(1, 3, 4, 2, sent.layout, sent.blob))
     assert isinstance(passed, ForwardDone)
-    back = sketch(4, 6).do(Forward(1, 4, 6, 2, passed.layout, passed.blob))
+    back = surrogate(4, 6).do(Forward(1, 4, 6, 2, passed.layout, passed.blob))
     assert isinstance(back, BackwardDone)
     middle.do(Backward(1, back.layout, back.blob))
     sealed = middle.do(Seal())
@@ -190,7 +190,7 @@ def test_a_step_moves_only_the_layers_that_the_micro_batch_went_through() -> Non
 
 def test_a_sum_that_is_dropped_moves_nothing() -> None:
     _, sent = drawn(0)
-    last = sketch(3, 6)
+    last = surrogate(3, 6)
     last.do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
     last.do(Seal())
     last.do(Drop())
@@ -199,7 +199,7 @@ def test_a_sum_that_is_dropped_moves_nothing() -> None:
 
 
 def test_what_a_move_gives_up_is_on_the_disk_and_taken_back_from_there() -> None:
-    mover = sketch(0, 3)
+    mover = surrogate(0, 3)
     mover.do(jobs.Start(newcomer=False))
     for mixed, weight in zip(mover.mixing.fragments, (0.25, 0.5), strict=True):
         mixed.live.theta.fill_(weight)
@@ -215,7 +215,7 @@ def test_what_a_move_gives_up_is_on_the_disk_and_taken_back_from_there() -> None
 def test_the_gradient_of_another_micro_batch_is_noticed() -> None:
     origin, _ = drawn(1)
     _, other = drawn(2)
-    back = sketch(3, 6).do(Forward(1, 3, 6, 2, other.layout, other.blob))
+    back = surrogate(3, 6).do(Forward(1, 3, 6, 2, other.layout, other.blob))
     assert isinstance(back, BackwardDone)
     with pytest.raises(AssertionError, match="gradient of"):
         origin.do(Backward(1, back.layout, back.blob))
@@ -224,13 +224,13 @@ def test_the_gradient_of_another_micro_batch_is_noticed() -> None:
 def test_activations_of_another_layer_are_noticed() -> None:
     _, sent = drawn(0)
     with pytest.raises(AssertionError, match="layer"):
-        sketch(3, 6).do(Forward(1, 4, 6, 2, sent.layout, sent.blob))
+        surrogate(3, 6).do(Forward(1, 4, 6, 2, sent.layout, sent.blob))
 
 
 @pytest.mark.parametrize("blob", [b"", bytes(17)])
 def test_what_has_not_the_right_length_is_refused_and_changes_nothing(blob: bytes) -> None:
     _, sent = drawn(0)
-    last = sketch(3, 6)
+    last = surrogate(3, 6)
     assert last.do(Forward(1, 3, 6, 2, sent.layout, blob)) == ExecutionFailed(1, "shape")
     assert last.do(Seal()) == Sealed(())
 

@@ -11,15 +11,15 @@ from decentral.sim import faults, sweep
 from decentral.sim import run as runs
 from decentral.sim.audit import Violation
 from decentral.sim.gradients import real_gradients
-from decentral.sim.run import Enough, Scenario, run, shrink
-from decentral.sim.swarm import Shape
+from decentral.sim.run import Scenario, StopRun, run, shrink
+from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
 from decentral.train import outer
 
 
 def scenario(spec: str = "", seconds: float = 40.0, seed: int = 1, throttles: tuple[float, ...] = (1.0,)) -> Scenario:
-    shape = Shape.of(config.load(None, sweep.SETTINGS), Pace(0.4, 0.05, report_s=2.0), throttles, 1024)
-    return Scenario(shape, 3, seconds, seed, tuple(faults.parse(spec)))
+    settings = SwarmSettings.of(config.load(None, sweep.SETTINGS), Pace(0.4, 0.05, report_s=2.0), throttles, 1024)
+    return Scenario(settings, 3, seconds, seed, tuple(faults.parse(spec)))
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def test_samples_cover_the_run_and_see_who_is_there() -> None:
 
 
 def test_a_run_whose_watcher_has_seen_enough_reports_what_there_is() -> None:
-    def tell(at: Seconds) -> None:
+    def on_progress(at: Seconds) -> None:
         if at >= 10:
-            raise Enough
+            raise StopRun
 
-    stopped, whole = run(scenario(), tell), run(scenario(seconds=10.0))
+    stopped, whole = run(scenario(), on_progress), run(scenario(seconds=10.0))
     assert (stopped.seconds, stopped.samples[-1].at) == (10.0, 10.0)
     assert (stopped.tokens, stopped.digest) == (whole.tokens, whole.digest)
 
@@ -87,8 +87,8 @@ def test_real_gradients_learn_and_are_reproducible(text: Path) -> None:
         *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
         "gossip.fragment_parameters=1000",
     ]
-    shape = Shape.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(0.5), (1.0,), 64)
-    reports = [run(Scenario(real_gradients(shape), 2, 20.0, 1, audited=False)) for _ in range(2)]
+    settings = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(0.5), (1.0,), 64)
+    reports = [run(Scenario(real_gradients(settings), 2, 20.0, 1, audited=False)) for _ in range(2)]
     assert reports[0].digest == reports[1].digest
     assert reports[0].exchanges["done"] > 0
 
