@@ -147,8 +147,8 @@ def main() -> None:
         "share_settled": round(sum(row["share"] for row in settled) / max(1, len(settled)), 3),
         "begun_settled": round(sum(row["begun"] for row in settled) / max(1, len(settled)), 3),
         "fewest_holders": min((row["fewest_holders"] for row in settled), default=0),
-        "events": report.events,
-        "routed": report.routed,
+        "events": report.audit.events,
+        "routed": report.routes.routed,
     }
     print(json.dumps(result), flush=True)
     if args.json:

@@ -371,7 +371,11 @@ class PeerWire:
     def store(self, record: Announce) -> None:
         """The record is on its way whatever becomes of the peer: the last one of a peer that leaves is heard."""
         records, peer = self.swarm.records, self.member.peer
-        self._later(lambda: records.store(peer, record.key, record.subkey, record.value, record.expires))
+
+        def arrive() -> None:
+            records.store(peer, record.key, record.subkey, record.value, record.expires)
+
+        self._later(arrive)
 
     def fetch(self, key: str, done: Callable[[dict[str, bytes]], None]) -> None:
         def look() -> None:

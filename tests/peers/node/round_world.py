@@ -22,8 +22,9 @@ from decentral.peers.membership.records import Profile
 from decentral.peers.node.setup import NodeSetup
 from decentral.sim.geography import SwarmGeography, TypicalLink
 from decentral.sim.gradients import Trained
-from decentral.sim.swarm import RUN, SimulatedPeer, SimulatedSwarm, SwarmSettings, VirtualSigner
+from decentral.sim.swarm import RUN, SimulatedPeer, SimulatedSwarm, SwarmSettings
 from decentral.sim.virtual_host import Pace, Training, VirtualHost
+from decentral.sim.virtual_signer import VirtualSigner
 from decentral.train import gpt
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import train_step
