@@ -1,9 +1,9 @@
-"""python -m decentral.peer: one peer. Starts a swarm, joins one, or goes on where this state folder stopped.
+"""python -m decentral.peer: one peer, which starts a swarm, joins one, or goes on where its state folder stopped.
 
-meet     start libp2p, reach the swarm, learn the run and its config
-place    choose the layers to hold, where the memory does not take the whole model (decentral/claim_span.py)
-prepare  load data and model, resume the checkpoint, measure the device
-train    until Ctrl-C or --stop-after; save; leave
+reach_swarm   say hello to the swarm, and learn the run and its config
+claim_layers  choose the layers to hold, if the memory does not take the whole model (decentral/claim_span.py)
+prepare       load data and model, resume the checkpoint, measure the device
+train         until Ctrl-C or --stop-after; then save and leave
 """
 
 import argparse
@@ -42,7 +42,7 @@ from decentral.train import checkpoint, data, measure, memory
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.visit import say_hello
 
-RECONNECT_S = 10.0  # a peer that has met nobody tries its old addresses this often
+RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ async def _main(flags: argparse.Namespace) -> None:
         transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
         try:
             access = await reach_swarm(flags, folder, transport)
-            request, claimed = await place(flags, folder, own, access)
+            request, claimed = await claim_layers(flags, folder, own, access)
             host = await prepare(flags, folder, transport, access, request, claimed)
             await train(flags, folder, host)
         finally:
@@ -65,7 +65,7 @@ async def _main(flags: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SwarmAccess:
-    """The run that this peer is in, and how it reaches the others."""
+    """The run that this peer is in, and how it reaches the other peers."""
 
     run: RunId
     config: config.Config
@@ -75,6 +75,7 @@ class SwarmAccess:
 
 
 async def reach_swarm(flags: argparse.Namespace, folder: state.StateFolder, transport: Libp2p) -> SwarmAccess:
+    """The run is the folder's, else the swarm's at --join, else a new one. Raises UserError."""
     kept = folder.read_run()
     if kept and (flags.config or flags.set):
         raise UserError(f"{folder.path} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
@@ -99,7 +100,7 @@ async def reach_swarm(flags: argparse.Namespace, folder: state.StateFolder, tran
 
 
 async def _reconnect(folder: state.StateFolder, transport: Libp2p) -> list[PeerId]:
-    """Whoever of those we knew before the restart is still, or again, where it was."""
+    """Connects to the peers that are where they were before this peer restarted."""
 
     async def reach(addresses: tuple[str, ...]) -> PeerId | None:
         for address in addresses:
@@ -114,10 +115,10 @@ async def _reconnect(folder: state.StateFolder, transport: Libp2p) -> list[PeerI
     return [peer for peer in reached if peer is not None]
 
 
-async def place(
+async def claim_layers(
     flags: argparse.Namespace, folder: state.StateFolder, own: Identity, access: SwarmAccess
 ) -> tuple[SpanRequest, ClaimedSpan]:
-    """The layers that we hold. A peer that comes back keeps what its checkpoint has, if it still fits."""
+    """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
     memory_bytes = flags.memory or measure.memory_bytes(device)
     kept = checkpoint.span(folder.path)
@@ -133,6 +134,7 @@ async def prepare(
     request: SpanRequest,
     claimed: ClaimedSpan,
 ) -> Host:
+    """Builds the node and its host. Raises UserError if the device, the data or the checkpoint cannot be used."""
     run, own = access.config, request.own
     device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
     if claimed.span is not None:
@@ -169,7 +171,7 @@ def _model(compute: Compute) -> RoutedModel:
 
 
 def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
-    """Measured once for this device, model and version; then read from the state folder."""
+    """The device's profile: measured once for this device, model and version, then read from the state folder."""
     device = compute.setup.device
     key = f"{__version__} {device} {compute.setup.config.digest()}" + (f" {compute.share}" if compute.share < 1 else "")
     measured = folder.read_profile(key)
@@ -178,12 +180,12 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
         measured = measure.measure(compute.forward, model, device, compute.micro_batch, compute.share)
         folder.write_profile(key, measured)
     found = Profile(**dataclasses.asdict(measured), region=flags.region, software=f"decentral {__version__}")
-    return dataclasses.replace(found, memory_bytes=memory_bytes)  # no more than --memory is for the model
+    return dataclasses.replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
 
 
 async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
-    node = host.node
-    setup = node.setup
+    """Runs the host until it stops, and shows what it does. Exits with 1 if it stopped with an error."""
+    node, setup = host.node, host.node.setup
     shown = view.choose(plain=flags.plain or not sys.stdout.isatty())
     shown.introduce(node, folder.path)
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
@@ -191,11 +193,11 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, host.stop, "interrupted")
-    beside = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_reconnect_when_alone(host))]
+    tasks = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_reconnect_when_alone(host))]
     try:
         reason = await host.run()
     finally:
-        for task in beside:
+        for task in tasks:
             task.cancel()
         shown.close()
         host.journal.close()
@@ -211,7 +213,7 @@ async def _show(host: Host, shown: view.Display) -> None:
 
 
 async def _reconnect_when_alone(host: Host) -> None:
-    """A swarm that died finds itself again: whoever is alone keeps looking where the others were."""
+    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were."""
     transport, directory = host.transport, host.directory
     assert isinstance(transport, Libp2p)
     assert isinstance(directory, HivemindDirectory)

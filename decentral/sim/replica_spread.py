@@ -17,6 +17,7 @@ def fragments_of(host: VirtualHost) -> list[GossipedFragment]:
 
 
 def weights_of(host: VirtualHost) -> Tensor:
+    """All weights that a peer holds, in one vector."""
     return torch.cat([held.live.theta for held in fragments_of(host)])
 
 

@@ -27,7 +27,7 @@ LINK = TypicalLink(delay_s=0.02)
 
 
 class FaultySwarm:
-    """A swarm with its faults, faulty as far as a test wants."""
+    """A swarm with its faults, which a test plays for as long as it wants."""
 
     def __init__(self, spec: str = "", peers: int = 4, algorithm: str = "pull", unquantised: bool = False) -> None:
         run = config.load(None, [*SETTINGS, f"gossip.algorithm={algorithm}"])
