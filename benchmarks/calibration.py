@@ -25,8 +25,7 @@ from statistics import median
 
 from scipy.stats import spearmanr
 
-from decentral.core.journal import read
-from decentral.sim.calibrate import (
+from benchmarks.calibration_model import (
     DevicePace,
     Figures,
     Journals,
@@ -37,6 +36,7 @@ from decentral.sim.calibrate import (
     replay,
     swarm_figures,
 )
+from decentral.core.journal import read
 
 WARM_UP_S = 9.0  # the reference alone is still in its short windows then, on purpose
 MEASURED_S = 20.0

@@ -71,7 +71,7 @@ class LocalPeer:
         return next((line for line in lines if line["event"] == event and line["t"] >= since), None)
 
     def has_done(self, goal: Amount, since: float) -> bool:
-        """Whether it has done so many steps or tokens since then; False for a goal in seconds, which the swarm keeps."""
+        """Whether it has done so many steps or tokens since then. False for a goal in seconds: the swarm keeps it."""
         lines = read(self.folder / "journal.jsonl")
         steps = [line for line in lines if line["event"] == "step" and line["t"] >= since]
         if goal.kind == "s" or not steps:

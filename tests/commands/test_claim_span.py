@@ -1,4 +1,4 @@
-"""Where peers put themselves: all of the model if it fits, else what is missing, and never two at once."""
+"""Which layers peers claim: the whole model if it fits, else what is missing, and never all the same ones."""
 
 import asyncio
 from pathlib import Path

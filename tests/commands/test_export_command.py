@@ -1,4 +1,4 @@
-"""python -m decentral.export: what it writes is our model to transformers, and what goes wrong is one line."""
+"""python -m decentral.export: transformers reads our model from what it writes, and errors take one line."""
 
 import asyncio
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def test_a_layer_that_nobody_holds_is_named(folders: list[Path], capfd: pytest.C
 
 
 class Serving:
-    """A transport on which each named compute answers PullState as a live peer's donor does."""
+    """A transport on which each named compute answers StateRequest as a live peer's donor does."""
 
     def __init__(self, computes: dict[PeerId, Compute], dead: str = "") -> None:
         self.computes, self.dead = computes, dead

@@ -1,4 +1,4 @@
-"""python -m decentral.peer as a user gets it wrong: exit 2, one line on stderr that says what to do, no traceback."""
+"""python -m decentral.peer where the user makes a mistake: exit 2, and one line on stderr that says what to do."""
 
 import fcntl
 import os

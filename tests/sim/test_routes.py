@@ -1,4 +1,4 @@
-"""Swarms that hold the model in spans, in virtual time: the real nodes, jobs and placement, with sketched weights."""
+"""Swarms that hold the model in spans, in virtual time: real nodes, jobs and placement with surrogate weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ MODEL = [*sweep.SETTINGS, *sweep.SPAN_MODEL]
 
 
 def settings_for(fragments: int, *overrides: str, under_way: int = 8, step_s: float = 1.0) -> SwarmSettings:
-    """Each peer has room for so many fragments, of four."""
+    """The memory of each peer takes so many of the four fragments."""
     settings = SwarmSettings.of(config.load(None, [*MODEL, *overrides]), Pace(step_s, 0.05, report_s=5.0), (1.0,), 64)
     return replace(settings, memory=(sweep.memory_for(settings, fragments, under_way),))
 
@@ -80,7 +80,7 @@ def test_a_peer_with_room_for_all_of_the_model_holds_it_and_trains_by_itself() -
 
 
 def test_a_killed_peer_comes_back_to_its_layers_and_its_numbers_go_on() -> None:
-    """The audit holds that no number is counted twice; here that the swarm goes on."""
+    """The audit checks that no number is counted twice; this test, that the swarm goes on."""
     report = run(scenario("crash 0 at 20; restart 0 at 25; crash 1 at 30; restart 1 at 33", seconds=120.0))
     assert report.routes.routed["twice"] == 0
     assert report.by_peer[0]["lives"] == 2
@@ -90,13 +90,13 @@ def test_a_killed_peer_comes_back_to_its_layers_and_its_numbers_go_on() -> None:
 
 
 def test_a_layer_whose_holders_all_die_is_taken_over_by_another_peer() -> None:
-    """Nobody keeps a state of it, so it begins anew when its holders have had a minute to come back."""
+    """No peer has retained its state, so it begins anew when its holders have had a minute to come back."""
     report = run(scenario("crash 1,2 at 30", seconds=130.0))
     assert report.routes.moves == {"lost done": 1}
     assert report.routes.routed["twice"] == 0
     counted = {round(one.at): one.tokens for one in report.samples}
     assert counted[31] > 0
-    assert counted[90] - counted[40] < 64 * 8  # what was under way
+    assert counted[90] - counted[40] < 64 * 8  # only micro-batches that were under way
     assert counted[130] > counted[100] + 64 * 8
 
 
@@ -142,7 +142,7 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
     assert sum(losses[-20:]) / 20 < 0.8 * sum(losses[:20]) / 20
 
 
-# The sketch's sums. Fragments are layers [0, 2) [2, 3) [3, 4) [4, 6).
+# The surrogate's sums of gradients. Fragments are layers [0, 2) [2, 3) [3, 4) [4, 6).
 
 
 def surrogate(first: int, last: int) -> SurrogateWorkload:
@@ -247,6 +247,6 @@ def test_what_has_not_the_right_length_is_refused_and_changes_nothing(blob: byte
     ],
 )
 def test_a_job_costs_its_layers_share_of_a_micro_batch(job: jobs.Job, part: float) -> None:
-    """A third of it forward; at the model's end the backward pass follows at once."""
+    """The forward pass is a third of it. At the model's end the backward pass follows at once."""
     origin, _ = drawn(0)
     assert origin.work(job) == pytest.approx(part)

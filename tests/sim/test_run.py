@@ -24,7 +24,7 @@ def scenario(spec: str = "", seconds: float = 40.0, seed: int = 1, throttles: tu
 
 @pytest.fixture
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress is counted again and again: the baseline stays where it was."""
+    """Lets progress be counted again and again: the baseline stays where it was."""
     close = outer.close
 
     def broken(slow: outer.Slow, *rest: object) -> tuple[outer.Slow, object]:

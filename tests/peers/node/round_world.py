@@ -44,7 +44,7 @@ class World(SimulatedSwarm):
         self.computes: dict[int, Compute] = {}
         self.lines: dict[PeerId, list[dict[str, Any]]] = {}
         self.losses: dict[PeerId, dict[int, float]] = {}  # of each round
-        self.shape = replace(shape, gradients=self._train)
+        self.settings = replace(shape, gradients=self._train)
         self.journal = self._line
         for _ in spans:
             self.add()
