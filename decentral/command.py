@@ -6,9 +6,11 @@
 import argparse
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from decentral.core.errors import UserError
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,6 +30,14 @@ def size(text: str) -> int:
     if not 1 <= value < 1 << 60:
         raise ValueError("out of bounds")
     return int(value)
+
+
+def several(text: str, read: Callable[[str], T]) -> list[T]:
+    """The values between the commas of a text; none if `read` refuses one of them with a ValueError."""
+    try:
+        return [read(part) for part in text.split(",")]
+    except ValueError:
+        return []
 
 
 def run(main: Callable[[], None]) -> int:

@@ -234,10 +234,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _memories(text: str | None, peers: int) -> list[int]:
     if text is None:
         return []
-    try:
-        sizes = [command.size(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
+    sizes = command.several(text, command.size)
     if len(sizes) not in (1, peers):
         raise UserError(f"--memory expects one size or {peers}, such as 800MB,16GB; got {text!r}")
     return sizes * peers if len(sizes) == 1 else sizes
@@ -246,10 +243,7 @@ def _memories(text: str | None, peers: int) -> list[int]:
 def _throttles(text: str | None, peers: int) -> list[float]:
     if text is None:
         return [1.0] * peers
-    try:
-        factors = [float(part) for part in text.split(",")]
-    except ValueError:
-        factors = []
+    factors = command.several(text, float)
     if len(factors) != peers or not all(1 <= factor <= 1e4 for factor in factors):
         raise UserError(f"--throttle expects {peers} factors of at least 1, such as 1,1,1,10; got {text!r}")
     return factors

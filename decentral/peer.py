@@ -14,6 +14,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
@@ -101,18 +102,17 @@ async def reach_swarm(flags: argparse.Namespace, folder: state.StateFolder, tran
 
 async def _reconnect(folder: state.StateFolder, transport: Libp2p) -> list[PeerId]:
     """Connects to the peers that are where they were before this peer restarted."""
-
-    async def reach(addresses: tuple[str, ...]) -> PeerId | None:
-        for address in addresses:
-            try:
-                return await transport.connect(address)
-            except (AskError, UserError):
-                continue
-        return None
-
     known = AddressBook.load(folder.path / "peers.json").known
-    reached = await asyncio.gather(*(reach(addresses) for addresses in known.values()))
+    reached = await asyncio.gather(*(_connect(transport, addresses) for addresses in known.values()))
     return [peer for peer in reached if peer is not None]
+
+
+async def _connect(transport: Libp2p, addresses: Sequence[str]) -> PeerId | None:
+    """The peer at the first of these addresses that answers."""
+    for address in addresses:
+        with suppress(AskError, UserError):
+            return await transport.connect(address)
+    return None
 
 
 async def claim_layers(
@@ -222,12 +222,8 @@ async def _reconnect_when_alone(host: Host) -> None:
         if host.node.roster.live:
             continue
         for addresses in list(host.book.known.values()):
-            for address in addresses:
-                try:
-                    await directory.meet(await transport.connect(address))
-                    break
-                except (AskError, UserError):
-                    continue
+            if peer := await _connect(transport, addresses):
+                await directory.meet(peer)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

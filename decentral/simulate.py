@@ -117,8 +117,8 @@ def _sweep(flags: argparse.Namespace) -> None:
                 break
     finally:
         _write_report(flags.report, account())
-    last, took_s = flags.seed + played - 1, time.monotonic() - began
-    print(f"seeds {flags.seed} to {last}: {len(violated)} violated, {checks} jobs checked, {took_s:.0f} s")
+    done = f"{len(violated)} violated, {checks} jobs checked, {time.monotonic() - began:.0f} s"
+    print(f"seeds {flags.seed} to {flags.seed + played - 1}: {done}")
     if flags.json:
         print(json.dumps(account()))
     if violated:
@@ -248,20 +248,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(command.size(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected sizes such as 800MB,2GB; got {text!r}") from None
+    sizes = command.several(text, command.size)
+    if not sizes:
+        raise argparse.ArgumentTypeError(f"expected sizes such as 800MB,2GB; got {text!r}")
+    return tuple(sizes)
 
 
 def _factors(text: str) -> tuple[float, ...]:
-    try:
-        factors = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        factors = ()
+    factors = command.several(text, float)
     if not factors or min(factors) <= 0:
         raise argparse.ArgumentTypeError(f"expected factors such as 1,1,1,10; got {text!r}")
-    return factors
+    return tuple(factors)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,5 @@ class StateFolder:
 
 
 def _new_path() -> Path:
-    number = 1
-    while Path(f"swarm/peer-{number}").exists():
-        number += 1
-    return Path(f"swarm/peer-{number}")
+    paths = (Path(f"swarm/peer-{number}") for number in count(1))
+    return next(path for path in paths if not path.exists())

@@ -10,7 +10,7 @@ mass      push-sum: a peer's weight is what it had, less what it gave away, plus
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,11 +96,8 @@ class GossipAudit:
                 self.evidence.violated("fresh", f"window {found[-1][0]} of {one.peer} was {age_s:.0f} s old", host)
 
     def merged(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
-        found = self._publications(one, fragment)
+        found = self._checked_publications(host, one, fragment)
         if not found:
-            if not self.evidence.has_forged(one.peer):
-                detail = f"{one.peer} never published what was merged of fragment {fragment}"
-                self.evidence.violated("whole", detail, host)
             return
         history = self.histories[host.peer]
         last = history.merged.get((one.peer, fragment), (0, 0))
@@ -111,11 +108,8 @@ class GossipAudit:
         history.merged[one.peer, fragment] = newer[0]
 
     def absorbed(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
-        found = self._publications(one, fragment)
+        found = self._checked_publications(host, one, fragment)
         if not found:
-            if not self.evidence.has_forged(one.peer):
-                detail = f"{one.peer} never pushed what was added to fragment {fragment}"
-                self.evidence.violated("whole", detail, host)
             return
         history, pushes = self.histories[host.peer], [(one.peer, fragment, window) for window, _ in found]
         free = [push for push in pushes if push not in history.absorbed]
@@ -168,6 +162,13 @@ class GossipAudit:
                         self.evidence.violated("mass", detail, member.host)
             history.wrong = wrong
 
+    def _checked_publications(self, host: VirtualHost, one: jobs.Contribution, fragment: int) -> list[Publication]:
+        found = self._publications(one, fragment)
+        if not found and not self.evidence.has_forged(one.peer):
+            detail = f"{one.peer} never published what was merged of fragment {fragment}"
+            self.evidence.violated("whole", detail, host)
+        return found
+
     def _publications(self, one: jobs.Contribution, fragment: int) -> list[Publication]:
         return self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob), [])
 
@@ -180,12 +181,8 @@ def _weights(host: VirtualHost) -> dict[int, float]:
 
 def _weight_of(layout: jobs.Layout, blob: bytes) -> float:
     """The push-sum weight that a pushed blob carries."""
-    start = 0
-    for section in layout:
-        if section.name == "weight":
-            return float(np.frombuffer(memoryview(blob[start : start + section.size]), dtype=np.float32)[0])
-        start += section.size
-    raise AssertionError("a push without a weight")
+    content = next(content for name, content in _sections(layout, blob) if name == "weight")
+    return float(np.frombuffer(memoryview(content), dtype=np.float32)[0])
 
 
 def _fingerprint(blob: bytes) -> bytes:
@@ -195,8 +192,11 @@ def _fingerprint(blob: bytes) -> bytes:
 
 def _as_asked(closed: jobs.WindowClosed) -> list[bytes]:
     """The blob as a whole, and each of its sections: a partner may ask for either."""
-    parts, start = [closed.blob], 0
-    for section in closed.layout:
-        parts.append(closed.blob[start : start + section.size])
+    return [closed.blob, *(content for _, content in _sections(closed.layout, closed.blob))]
+
+
+def _sections(layout: jobs.Layout, blob: bytes) -> Iterator[tuple[str, bytes]]:
+    start = 0
+    for section in layout:
+        yield section.name, blob[start : start + section.size]
         start += section.size
-    return parts

@@ -218,13 +218,10 @@ class RunStatistics:
         found: dict[str, Seconds | None] = {}
         for fault in faults:
             over = fault.at + fault.lasts
-            well = (one.at for one in self.samples if one.at >= over and one.live == one.training)
-            first = next((at for at in well if self._rosters_right(at)), None)
+            later = (one for one in self.samples if one.at >= over)
+            first = next((one.at for one in later if one.live == one.training and not one.roster_error), None)
             found[str(fault)] = None if first is None else round(first - over, 2)
         return found
-
-    def _rosters_right(self, at: Seconds) -> bool:
-        return next(one.roster_error for one in self.samples if one.at == at) == 0.0
 
     def _digest(self) -> str:
         """Of all journal lines in their order, and of all weights at the end."""

@@ -107,12 +107,17 @@ class SimulatedPeer:
     stretched: float = 1.0  # how much slower than its pace it is at present
 
     @property
+    def life(self) -> VirtualHost | None:
+        """Its host while it is alive."""
+        return self.host if self.host is not None and self.host.ended is None else None
+
+    @property
     def alive(self) -> bool:
-        return self.host is not None and self.host.ended is None
+        return self.life is not None
 
     @property
     def training(self) -> bool:
-        return self.alive and self.host is not None and self.host.node.phase is NodePhase.TRAINING
+        return self.life is not None and self.life.node.phase is NodePhase.TRAINING
 
 
 AnswerFilter = Callable[[SimulatedPeer, PeerId, Envelope], Envelope]
@@ -219,36 +224,34 @@ class SimulatedSwarm:
     def crash(self, member: SimulatedPeer, keep_disk: bool = True) -> None:
         """kill -9: no other peer is told."""
         member.claiming = False
-        if not member.alive or member.host is None:
-            return
-        self._keep(member, keep_disk)
-        member.host.end("crashed")
-        self.network.unplug(member.peer)
+        if host := member.life:
+            self._keep(member, keep_disk)
+            host.end("crashed")
+            self.network.unplug(member.peer)
 
     def leave(self, member: SimulatedPeer) -> None:
         """Ctrl-C."""
         member.claiming = False
-        if not member.alive or member.host is None:
-            return
-        member.host.stop("interrupted")
-        member.host.training.do(jobs.Save())
-        self._keep(member, True)
-        self.network.unplug(member.peer)
+        if host := member.life:
+            host.stop("interrupted")
+            host.training.do(jobs.Save())
+            self._keep(member, True)
+            self.network.unplug(member.peer)
 
     def freeze(self, member: SimulatedPeer) -> None:
-        if member.alive and member.host is not None and member.port is not None:
+        if (host := member.life) and member.port is not None:
             member.port.frozen = True
-            member.host.freeze()
+            host.freeze()
 
     def thaw(self, member: SimulatedPeer) -> None:
-        if member.alive and member.host is not None and member.port is not None and member.port.frozen:
-            member.host.thaw()
+        if (host := member.life) and member.port is not None and member.port.frozen:
+            host.thaw()
             self.network.thaw(member.port)
 
     def slow_down(self, member: SimulatedPeer, times: float) -> None:
         member.stretched = times
-        if member.alive and member.host is not None:
-            member.host.engine.set_speed(times)
+        if host := member.life:
+            host.engine.set_speed(times)
 
     def clock(self, member: SimulatedPeer) -> Callable[[], Seconds]:
         return lambda: EPOCH + self.agenda.now + member.skew_s

@@ -123,7 +123,7 @@ def sweep(seeds: Iterable[int], processes: int) -> Iterator[SweepOutcome]:
         yield from map(play, seeds)
         return
     under_way: deque[Future[SweepOutcome]] = deque()
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         try:
             for seed in seeds:
                 under_way.append(pool.submit(play, seed))
@@ -133,7 +133,3 @@ def sweep(seeds: Iterable[int], processes: int) -> Iterator[SweepOutcome]:
                 yield under_way.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
