@@ -2,7 +2,7 @@
 
 together  after the last fault replicas come together again: no further apart than a few windows' noise
 drift     pull: all corrections together have moved the mean of the replicas by a bounded amount
-roster    some time after the last fault every peer knows exactly who is there, where the roster is not sharded
+roster    some time after the last fault every peer knows exactly which peers live, where the roster is not sharded
 """
 
 from collections import Counter

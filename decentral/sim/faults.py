@@ -1,4 +1,4 @@
-"""Faults: what goes wrong, when, for whom and for how long; written as text, drawn by chance, or read from a trace.
+"""Faults: what goes wrong, when, for which peers and for how long, from a text, by chance, or from a trace.
 
     crash 2 at 20                 kill -9; `restart 2 at 30` brings it back with its disk, `wipe 2 at 30` without
     crash all at 60; restart all at 65
@@ -38,7 +38,7 @@ ALL = -1
 LONG_FREEZE_S = 75.0  # longer than any deadline of the peers that wait for an answer
 
 _FORM = re.compile(
-    r"(?P<kind>[a-z]+)\s+(?P<whom>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z]+))?"
+    r"(?P<kind>[a-z]+)\s+(?P<target>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z]+))?"
     r"\s+at\s+(?P<at>\d+\.?\d*)(?:\s+for\s+(?P<lasts>\d+\.?\d*))?"
 )
 
@@ -55,14 +55,14 @@ class Fault:
     how: str = ""  # for a lie: one of LIES
 
     def __str__(self) -> str:
-        whom = "all" if self.peers == (ALL,) else ",".join(map(str, self.peers))
+        target = "all" if self.peers == (ALL,) else ",".join(map(str, self.peers))
         if self.kind in PAIRS:
-            whom = PAIRS[self.kind].join(map(str, self.peers))
+            target = PAIRS[self.kind].join(map(str, self.peers))
         words = {"slow": f" x{self.value:g}", "degrade": f" x{self.value:g}", "skew": f" by {self.value:g}"}
         if self.kind in (*SHARES, "join"):
-            whom = f"{self.value:g}"
+            target = f"{self.value:g}"
         middle = f" {self.how}" if self.kind == "lie" else words.get(self.kind, "")
-        return f"{self.kind} {whom}{middle} at {self.at:g}" + (f" for {self.lasts:g}" if self.lasts else "")
+        return f"{self.kind} {target}{middle} at {self.at:g}" + (f" for {self.lasts:g}" if self.lasts else "")
 
 
 def parse(text: str) -> list[Fault]:
@@ -75,10 +75,10 @@ def _one(text: str) -> Fault:
     found = _FORM.fullmatch(text)
     if found is None:
         raise UserError(f"--faults: {text!r} is no fault; expected such as 'crash 2 at 20' or 'slow 0 x5 at 10 for 20'")
-    kind, whom, value = found["kind"], found["whom"], found["value"]
+    kind, target, value = found["kind"], found["target"], found["value"]
     at, lasts = float(found["at"]), float(found["lasts"] or 0)
     try:
-        fault = _built(kind, whom, value, at, lasts)
+        fault = _built(kind, target, value, at, lasts)
     except ValueError:
         raise UserError(f"--faults: {text!r} is not complete; the forms stand in decentral/sim/faults.py") from None
     if kind in LASTING and not lasts:
@@ -86,22 +86,22 @@ def _one(text: str) -> Fault:
     return fault
 
 
-def _built(kind: str, whom: str, value: str | None, at: Seconds, lasts: Seconds) -> Fault:
+def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Seconds) -> Fault:
     if kind in (*SHARES, "join"):
-        return Fault(kind, at, value=_number(whom), lasts=lasts)
+        return Fault(kind, at, value=_number(target), lasts=lasts)
     if kind in PAIRS:
-        first, _, second = whom.partition(PAIRS[kind])
+        first, _, second = target.partition(PAIRS[kind])
         factor = _number(value) if kind == "degrade" else 0.0
         return Fault(kind, at, (int(first), int(second)), factor, lasts)
     if kind == "lie":
         if value not in LIES:
             raise UserError(f"--faults: a lie is one of {', '.join(LIES)}; got {value!r}")
-        return Fault(kind, at, _peers(whom), lasts=lasts, how=value)
+        return Fault(kind, at, _peers(target), lasts=lasts, how=value)
     if kind not in PEERS:
         known = ", ".join([*PEERS, *PAIRS, *SHARES, "join"])
         raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
     size = _number(value, negative=kind == "skew") if kind in ("slow", "skew") else 0.0
-    return Fault(kind, at, _peers(whom), size, lasts)
+    return Fault(kind, at, _peers(target), size, lasts)
 
 
 def _number(text: str | None, negative: bool = False) -> float:

@@ -36,7 +36,7 @@ Publication = tuple[Window, Seconds]
 """A blob's window, and when it was closed. A peer that made no step publishes the same blob in several windows."""
 
 Push = tuple[PeerId, int, Window]
-"""Who pushed, which fragment, in which window."""
+"""The peer that pushed, the fragment, and the window."""
 
 
 @dataclass(slots=True)

@@ -224,7 +224,7 @@ class RunStatistics:
         return found
 
     def _digest(self) -> str:
-        """Of all journal lines in their order, and of all weights at the end."""
+        """The hash of all journal lines in their order, and of all weights at the end."""
         for member in self.swarm.members:
             if member.host is not None:
                 self._hash.update(weights_of(member.host).numpy().tobytes())

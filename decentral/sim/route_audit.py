@@ -1,7 +1,7 @@
 """The rules of micro-batches that travel through several peers.
 
-    counted      no layer's weights count a micro-batch twice, whoever retried or restarted. The audit goes by what the
-                 sums of gradients hold, not by what their peers believe
+    counted      no layer's weights count a micro-batch twice, whichever peer retried or restarted. The audit
+                 goes by what the sums of gradients hold, not by what their peers believe
     told         the journals' `counted` lines say exactly what the sums held
     accounted    where nothing went wrong a micro-batch counts in all layers, or in none, or a journal says which
                  peer threw its gradients away
@@ -35,7 +35,7 @@ from decentral.sim.virtual_host import VirtualHost
 MOST_IN_SUMS = 64  # times a peer's capacity: a sum may wait for LONGEST_S
 MOST_OUTBOXES = 8  # times the number of living peers
 LONGEST_S = 60.0  # in which a micro-batch of these swarms is committed or aborted
-CONVERGED_S = 40.0  # in which all peers have seen who is there and which plans there are, and have judged them
+CONVERGED_S = 40.0  # in which all peers have seen each other and all plans, and have evaluated those
 ROUTE_STALLED_S = 2 * LONGEST_S  # without a micro-batch counted anywhere
 COUNTED_EVERYWHERE_S = 2 * LONGEST_S + 5.0  # after its first count a micro-batch counts everywhere, or never will
 
@@ -166,14 +166,14 @@ class RouteAudit:
         if host is None or host.node.routes is None:
             return
         routes, stage, capacity = host.node.routes, host.node.routes.stage, host.node.routes.stage.capacity
-        told = max((len(box.count) + len(box.release) for box in routes.outboxes.boxes.values()), default=0)
+        decided = max((len(box.count) + len(box.release) for box in routes.outboxes.boxes.values()), default=0)
         graphs = list(host.training.hops.held.values()) if isinstance(host.training, SurrogateWorkload) else []
         sizes: dict[str, tuple[float, float]] = {
             "executions": (len(routes.executions), MOST_HELD * capacity),
             "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * capacity),
             "graphs": (len(graphs), MOST_UNDER_WAY + JOBS_AT_ONCE),
             "spans' activations": (sum(stage.room(one.first, one.last) for one in graphs), capacity + JOBS_AT_ONCE),
-            "decisions for one peer": (told, 2 * decisions.DECISIONS_KEPT),
+            "decisions for one peer": (decided, 2 * decisions.DECISIONS_KEPT),
             "peers to be told": (len(routes.outboxes.boxes), MOST_OUTBOXES * max(living, 4)),
         }
         for what, (size, most) in sizes.items():

@@ -22,7 +22,7 @@ from decentral.sim.virtual_host import Observer
 
 SAMPLES = 200
 MANY_SIMULATED = 1000
-ROSTER_SETTLE_S = 30.0  # beyond a record's lifetime, until everybody must know who is there
+ROSTER_SETTLE_S = 30.0  # beyond a record's lifetime, until every peer must know which peers live
 ALL_AT_ONCE_S = 0.2  # between two starts of a small swarm
 START_SPREAD_S = 200.0  # in which a large one starts
 

@@ -1,6 +1,6 @@
 """Signatures of simulated peers: a keyed digest in the place of RSA, a thousand times cheaper.
 
-A simulated fault cannot forge it. Somebody who reads this file could.
+No simulated fault can forge it, though a reader of this file could.
 """
 
 import hashlib

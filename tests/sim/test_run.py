@@ -56,6 +56,15 @@ def test_the_report_counts_what_was_done() -> None:
     assert report.audit.checks > 100
 
 
+def test_json_is_flat_and_its_keys_have_one_order() -> None:
+    keys = list(run(scenario(seconds=5.0)).to_json())
+    assert keys == [
+        *("peers", "seconds", "seed", "tokens", "tokens_per_s", "busy_fraction", "sent_bytes", "received_bytes"),
+        *("exchanges", "failures", "exchange_s", "routed", "moves", "plans", "loss", "spread", "roster_error"),
+        *("recovery_s", "events", "checks", "farthest", "digest", "by_peer", "samples"),
+    ]
+
+
 def test_samples_cover_the_run_and_see_who_is_there() -> None:
     report = run(scenario("crash 1 at 20; restart 1 at 30"))
     assert (len(report.samples), report.samples[-1].at) == (runs.SAMPLES, 40.0)
