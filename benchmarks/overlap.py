@@ -69,7 +69,9 @@ class Watching:
         return min(shares, default=0.0)
 
 
-def shape_of(spans: Sequence[tuple[int, int]], overlap: bool, accumulate: int, throttles: Sequence[float]) -> SwarmSettings:
+def shape_of(
+    spans: Sequence[tuple[int, int]], overlap: bool, accumulate: int, throttles: Sequence[float]
+) -> SwarmSettings:
     """`spans` in fragments; memory is no limit."""
     overrides = [
         *("model.depth=4", "model.width=32", "model.context=32", "train.micro_batch=2"),
