@@ -15,7 +15,7 @@ from decentral.sim.evidence import Evidence
 from decentral.sim.swarm import SimulatedPeer
 from decentral.sim.virtual_host import VirtualHost
 
-MOST_ASKED = 64  # requests of a peer's own that are under way
+MOST_OWN_REQUESTS = 64  # of a peer, under way
 MOST_OPEN = 2 * MAX_STREAMS  # those that are being refused as busy are open for a moment too
 MOST_JOBS = 256
 LONGEST_REQUEST_S = 75.0 + 60.0  # patience, and the longest deadline
@@ -53,7 +53,7 @@ class BoundsAudit:
             self.evidence.violated("bounded", detail, host)
 
         peer, queued = host.peer, len(host.engine.inbox)
-        if len(port.open) > MOST_OPEN or len(port.asked) > MOST_ASKED or queued > MOST_JOBS:
+        if len(port.open) > MOST_OPEN or len(port.asked) > MOST_OWN_REQUESTS or queued > MOST_JOBS:
             violated(f"{peer}: {len(port.open)} open, {len(port.asked)} asked, {queued} jobs")
         oldest = min(port.open.values(), default=now)
         if now - oldest > LONGEST_ANSWER_S:
