@@ -25,8 +25,7 @@ from statistics import median
 
 from scipy.stats import spearmanr
 
-from decentral.core.journal import read
-from decentral.sim.calibrate import (
+from benchmarks.calibration_model import (
     DevicePace,
     Figures,
     Journals,
@@ -34,9 +33,10 @@ from decentral.sim.calibrate import (
     device_of,
     figures,
     predict,
-    retell,
-    swarm_of,
+    replay,
+    swarm_figures,
 )
+from decentral.core.journal import read
 
 WARM_UP_S = 9.0  # the reference alone is still in its short windows then, on purpose
 MEASURED_S = 20.0
@@ -110,7 +110,7 @@ def _compare(setting: Setting, device: DevicePace, journals: Journals, micro_bat
         setting,
         measured=figures(journals, WARM_UP_S, MEASURED_S),
         predicted=predict(known, device, WARM_UP_S, MEASURED_S),
-        retold=retell(known, device, journals, WARM_UP_S, MEASURED_S),
+        retold=replay(known, device, journals, WARM_UP_S, MEASURED_S),
     )
 
 
@@ -130,12 +130,12 @@ def _table(compared: Sequence[Compared]) -> str:
         f"{'busy':>11} | {'exchanges/s':>11} {'ms each':>11} {'kB each':>11} {'kB/s':>11}"
     ]
     for one in compared:
-        setting, real, said = one.setting, swarm_of(one.measured), swarm_of(one.predicted)
+        setting, real, said = one.setting, swarm_figures(one.measured), swarm_figures(one.predicted)
         throttles = ",".join(f"{throttle:g}" for throttle in setting.throttles)
         lines.append(
             f"{setting.name:14} {throttles:>12} {setting.window_s:6g} {setting.micro_batch_s:6g} | "
             f"{real.tokens_per_s:7.0f} {said.tokens_per_s:7.0f} {_off(real, said):+6.1%} "
-            f"{_off(real, swarm_of(one.retold)):+6.1%} | {real.busy:5.3f} {said.busy:5.3f} | "
+            f"{_off(real, swarm_figures(one.retold)):+6.1%} | {real.busy:5.3f} {said.busy:5.3f} | "
             f"{real.exchanges_per_s:5.1f} {said.exchanges_per_s:5.1f} {real.exchange_s * 1e3:5.1f} "
             f"{said.exchange_s * 1e3:5.1f} {real.exchange_bytes / 1e3:5.1f} {said.exchange_bytes / 1e3:5.1f} "
             f"{real.bytes_per_s / 1e3:5.0f} {said.bytes_per_s / 1e3:5.0f}"
@@ -154,10 +154,10 @@ def _agreements(compared: Sequence[Compared]) -> dict[str, tuple[float, float]]:
         ("predicted", lambda one: one.predicted),
         ("with own steps", lambda one: one.retold),
     ]
-    formula = ((swarm_of(one.measured).tokens_per_s, _formula(one.setting)) for one in compared)
+    formula = ((swarm_figures(one.measured).tokens_per_s, _formula(one.setting)) for one in compared)
     found = {"tokens/s of the swarm, by micro-batch and throttle without a simulator": _agreement(formula)}
     for how, simulated in told:
-        swarms = [(swarm_of(one.measured), swarm_of(simulated(one))) for one in compared]
+        swarms = [(swarm_figures(one.measured), swarm_figures(simulated(one))) for one in compared]
         peers = [pair for one in compared for pair in zip(one.measured, simulated(one), strict=True)]
         found[f"tokens/s of the swarm, {how}"] = _agreement((a.tokens_per_s, b.tokens_per_s) for a, b in swarms)
         found[f"tokens/s of each peer, {how}"] = _agreement((a.tokens_per_s, b.tokens_per_s) for a, b in peers)

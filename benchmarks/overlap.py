@@ -23,9 +23,9 @@ from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
 from decentral.peers.placement.span_choice import flow, holder_of
 from decentral.sim import faults
-from decentral.sim.geography import Wires
+from decentral.sim.geography import TypicalLink
 from decentral.sim.run import Scenario, run
-from decentral.sim.swarm import Shape
+from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace, VirtualHost
 
 LAYERS = 4  # groups of layers, of 100 ms each
@@ -70,20 +70,22 @@ class Watching:
         return min(shares, default=0.0)
 
 
-def shape_of(spans: Sequence[tuple[int, int]], overlap: bool, accumulate: int, throttles: Sequence[float]) -> Shape:
+def shape_of(
+    spans: Sequence[tuple[int, int]], overlap: bool, accumulate: int, throttles: Sequence[float]
+) -> SwarmSettings:
     """A swarm whose peers hold these `spans` of fragments, and whose memory is no limit."""
     overrides = [
         *("model.depth=4", "model.width=32", "model.context=32", "train.micro_batch=2"),
         *("gossip.fragment_parameters=10000", "gossip.window_s=10", "gossip.start_window_s=10"),
         *(f"routes.overlap={str(overlap).lower()}", f"train.accumulate={accumulate}"),
     ]
-    shape = Shape.of(config.load(None, overrides), Pace(STEP_S, job_s=JOB_S), tuple(throttles), TOKENS)
+    shape = SwarmSettings.of(config.load(None, overrides), Pace(STEP_S, job_s=JOB_S), tuple(throttles), TOKENS)
     cuts = shape.fragments
     layers = tuple((cuts[begin].first, cuts[end - 1].last) for begin, end in spans)
     return replace(shape, memory=(1 << 40,), spans=layers)
 
 
-def bound(shape: Shape, throttles: Sequence[float]) -> float:
+def bound(shape: SwarmSettings, throttles: Sequence[float]) -> float:
     """Tokens/s of the flow through the spans of `shape`, with links that cost nothing."""
     held = [
         holder_of(shape.fragments, *span, TOKENS / (STEP_S * slow))
@@ -107,9 +109,9 @@ def measure(delay_s: Seconds, overlap: bool, accumulate: int, seconds: Seconds) 
     }
 
 
-def play(shape: Shape, end: Seconds, delay_s: Seconds, watch: Watching, spec: str = "") -> None:
-    wires = Wires(delay_s, 1e9, 1e9, spread=0.0)
-    run(Scenario(shape, len(SPANS), end, 1, tuple(faults.parse(spec)), wires, audited=False), watch=watch)
+def play(shape: SwarmSettings, end: Seconds, delay_s: Seconds, watch: Watching, spec: str = "") -> None:
+    wires = TypicalLink(delay_s, 1e9, 1e9, spread=0.0)
+    run(Scenario(shape, len(SPANS), end, 1, tuple(faults.parse(spec)), wires, audited=False), observer=watch)
 
 
 def slowed(victim: int, delay_s: Seconds, seconds: Seconds) -> dict[str, Any]:

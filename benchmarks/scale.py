@@ -26,9 +26,9 @@ from decentral.core.units import Seconds
 from decentral.peers.placement.span_choice import flow, holder_of
 from decentral.sim import run as runs
 from decentral.sim.faults import Fault
-from decentral.sim.geography import Wires
-from decentral.sim.run import Enough, Scenario, run
-from decentral.sim.swarm import Shape
+from decentral.sim.geography import TypicalLink
+from decentral.sim.run import Scenario, StopRun, run
+from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace, VirtualHost
 from decentral.train import memory
 
@@ -38,14 +38,14 @@ TOKENS = 64
 CONTEXT = 64
 SAMPLE_S = 60.0
 REPLACED_S = 60.0
-WIRES = Wires(0.03, 25e6, 125e6)
+WIRES = TypicalLink(0.03, 25e6, 125e6)
 
 
 @dataclass(slots=True)
 class Watching:
     """The tokens that were counted, and the peers that were present, minute by minute."""
 
-    shape: Shape
+    shape: SwarmSettings
     counted: float = 0.0  # tokens through the whole model since the last sample
     begun: int = 0
     jobs_done: int = 0
@@ -88,7 +88,7 @@ class Watching:
         self.counted, self.begun, self.jobs_done = 0.0, 0, 0
 
 
-def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> Shape:
+def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> SwarmSettings:
     """A swarm for a model of `layers` blocks; the first and the last fragment include the embedding and the head."""
     settings = [
         *(f"model.depth={layers}", "model.width=256", f"model.context={CONTEXT}", "train.micro_batch=1"),
@@ -96,12 +96,12 @@ def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> 
         *("gossip.partners=1", "gossip.max_age_s=3600", "swarm.checkpoint_every_s=3600", "routes.overlap=true"),
         *(f"swarm.shards={max(1, peers // 100)}", "swarm.record_ttl_s=900", "swarm.renew_s=300", "swarm.refresh_s=300"),
     ]
-    shape = Shape.of(config.load(None, [*settings, *overrides]), Pace(step_s, 0.05), THROTTLES, TOKENS)
+    shape = SwarmSettings.of(config.load(None, [*settings, *overrides]), Pace(step_s, 0.05), THROTTLES, TOKENS)
     count = len(shape.fragments)
     needs = memory.needs(shape.config, shape.fragments)
     widths = [max(1, round(count * part)) for part in PARTS]
     memories = [needs.span_bytes(0, width, needs.wanted_in_flight(0, width)) for width in widths]
-    return replace(shape, plain=True, moves=False, memory=tuple(memories))
+    return replace(shape, unquantised=True, moves=False, memory=tuple(memories))
 
 
 def churn(peers: int, seconds: Seconds, life_s: Seconds, seed: int) -> list[Fault]:
@@ -129,7 +129,7 @@ def main() -> None:
         watch.sample(at)
         print(json.dumps(watch.rows[-1] | {"wall_s": round(time.monotonic() - began)}), flush=True)
         if stopped:
-            raise Enough
+            raise StopRun
 
     stopped: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: stopped.append(number))
@@ -148,8 +148,8 @@ def main() -> None:
         "share_settled": round(sum(row["share"] for row in settled) / max(1, len(settled)), 3),
         "begun_settled": round(sum(row["begun"] for row in settled) / max(1, len(settled)), 3),
         "fewest_holders": min((row["fewest_holders"] for row in settled), default=0),
-        "events": report.events,
-        "routed": report.routed,
+        "events": report.audit.events,
+        "routed": report.routes.routed,
     }
     print(json.dumps(result), flush=True)
     if args.json:

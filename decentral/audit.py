@@ -1,8 +1,9 @@
 """python -m decentral.audit: whether each layer counted each micro-batch once, or not at all, by the peers' journals.
 
-A `counted` line says which micro-batches' gradients went into an optimizer's step, through which layers. Of a
-micro-batch (origin peer, number) no two of them may overlap; where they reach from the first layer to the last it counted
-everywhere. In part: a peer died, or was told too late, after the others had counted it.
+A `counted` line says which micro-batches' gradients went into an optimizer's step, and through which layers. No two
+executions of a micro-batch, which has the origin peer's id and number, may count in the same layer. If together they
+cover all layers, the micro-batch counted everywhere. If not, it counted in part: a peer died after others had counted
+it, or was told too late.
 """
 
 import argparse
@@ -18,70 +19,8 @@ from decentral.core.errors import UserError
 from decentral.core.journal import read
 
 Span = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class CountAudit:
-    """Micro-batches by what became of them. `tokens`: of those that counted in all layers."""
-
-    everywhere: int
-    in_part: int
-    twice: tuple[tuple[str, int], ...]  # (origin peer, number) of those that some layer counted twice
-    dropped: int  # executions whose gradients were thrown away
-    tokens: int
-
-    @property
-    def sound(self) -> bool:
-        return not self.twice
-
-    def figures(self) -> dict[str, int]:
-        return {
-            "everywhere": self.everywhere,
-            "in_part": self.in_part,
-            "twice": len(self.twice),
-            "thrown_away": self.dropped,
-            "tokens": self.tokens,
-        }
-
-
-@dataclass(slots=True)
-class Counts:
-    """What journals say of micro-batches, line by line."""
-
-    spans: dict[tuple[str, int], list[Span]] = field(default_factory=dict)
-    tokens: dict[tuple[str, int], int] = field(default_factory=dict)
-    dropped: int = 0
-
-    def add(self, event: str, fields: Mapping[str, Any]) -> None:
-        if event == "uncounted":
-            self.dropped += len(fields["of"])
-        elif event == "counted":
-            for origin, number, first, last, count in fields["of"]:
-                self.spans.setdefault((origin, number), []).append((first, last))
-                self.tokens[origin, number] = count
-
-    def result(self, layers: int) -> CountAudit:
-        twice = tuple(sorted(name for name, held in self.spans.items() if overlap(held)))
-        everywhere = [name for name, held in self.spans.items() if name not in twice and covered(held) == layers]
-        in_part = len(self.spans) - len(everywhere) - len(twice)
-        return CountAudit(len(everywhere), in_part, twice, self.dropped, sum(self.tokens[name] for name in everywhere))
-
-
-def audit(journals: Iterable[Iterable[Mapping[str, Any]]], layers: int) -> CountAudit:
-    """Of all lines of all peers' journals, over all their lives."""
-    counts = Counts()
-    for line in (line for lines in journals for line in lines):
-        counts.add(line["event"], line)
-    return counts.result(layers)
-
-
-def overlap(spans: Sequence[Span]) -> bool:
-    ordered = sorted(spans)
-    return any(after[0] < before[1] for before, after in itertools.pairwise(ordered))
-
-
-def covered(spans: Sequence[Span]) -> int:
-    return sum(last - first for first, last in spans)
+MicroBatch = tuple[str, int]
+"""The origin peer, and its number for the micro-batch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,11 +42,77 @@ def _main(flags: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
+@dataclass(frozen=True, slots=True)
+class CountAudit:
+    """How many micro-batches were counted everywhere, in part or twice."""
+
+    everywhere: int
+    in_part: int
+    twice: tuple[MicroBatch, ...]  # those that some layer counted twice
+    dropped: int  # executions whose gradients were thrown away
+    tokens: int  # tokens of the micro-batches that counted everywhere
+
+    @property
+    def sound(self) -> bool:
+        return not self.twice
+
+    def figures(self) -> dict[str, int]:
+        return {
+            "everywhere": self.everywhere,
+            "in_part": self.in_part,
+            "twice": len(self.twice),
+            "thrown_away": self.dropped,
+            "tokens": self.tokens,
+        }
+
+
+@dataclass(slots=True)
+class MicroBatchCounts:
+    """What journals say of micro-batches, added up line by line."""
+
+    spans: dict[MicroBatch, list[Span]] = field(default_factory=dict)
+    tokens: dict[MicroBatch, int] = field(default_factory=dict)
+    dropped: int = 0
+
+    def add(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "uncounted":
+            self.dropped += len(fields["of"])
+        elif event == "counted":
+            for origin, number, first, last, count in fields["of"]:
+                self.spans.setdefault((origin, number), []).append((first, last))
+                self.tokens[origin, number] = count
+
+    def result(self, layers: int) -> CountAudit:
+        """The counts so far, for a model of so many layers."""
+        twice = tuple(sorted(name for name, held in self.spans.items() if overlap(held)))
+        everywhere = [name for name, held in self.spans.items() if name not in twice and covered(held) == layers]
+        in_part = len(self.spans) - len(everywhere) - len(twice)
+        return CountAudit(len(everywhere), in_part, twice, self.dropped, sum(self.tokens[name] for name in everywhere))
+
+
+def audit(journals: Iterable[Iterable[Mapping[str, Any]]], layers: int) -> CountAudit:
+    """Counts all lines of all peers' journals, over all their lives."""
+    counts = MicroBatchCounts()
+    for line in (line for lines in journals for line in lines):
+        counts.add(line["event"], line)
+    return counts.result(layers)
+
+
+def overlap(spans: Sequence[Span]) -> bool:
+    """Whether some layer is in two of the spans."""
+    ordered = sorted(spans)
+    return any(after[0] < before[1] for before, after in itertools.pairwise(ordered))
+
+
+def covered(spans: Sequence[Span]) -> int:
+    """The number of layers in spans that do not overlap."""
+    return sum(last - first for first, last in spans)
+
+
 def journals(folder: Path) -> list[Path]:
-    """Of a peer's state folder, or of a folder that holds such."""
-    found = (
-        [folder / "journal.jsonl"] if (folder / "journal.jsonl").exists() else sorted(folder.glob("*/journal.jsonl"))
-    )
+    """The journals in a peer's state folder, or in a folder of such. Raises UserError if there are none."""
+    own = folder / "journal.jsonl"
+    found = [own] if own.exists() else sorted(folder.glob("*/journal.jsonl"))
     if not found:
         raise UserError(f"{folder} has no journal.jsonl; give peers' state folders, or a folder of such")
     return found

@@ -1,6 +1,6 @@
-"""Which layers a peer holds: all, where its memory takes them; else those that help the swarm most.
+"""Which layers a peer holds: all of them if they fit into its memory, else those that help the swarm most.
 
-    look into the DHT  ->  choose (peers/placement/span_choice.py)  ->  claim: a record that says so  ->  wait, and look again
+    look into the DHT -> choose (peers/placement/span_choice.py) -> claim, by a record -> wait, and look again
 
 Of two peers that choose at the same time the later claim yields. A peer that comes back keeps its layers.
 """
@@ -25,8 +25,29 @@ from decentral.peers.placement import span_choice
 from decentral.peers.placement.span_choice import Holder
 from decentral.train import memory
 
-CLAIM_S = 1.0  # for others' claims to be seen
-CLAIM_ROUNDS = 6  # of claiming; the last choice stands
+CLAIM_S = 1.0  # how long a peer waits to see others' claims
+CLAIM_ROUNDS = 6  # after so many rounds of claiming the last choice stands
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRequest:
+    """A peer that looks for its layers, its run, and the memory that it has for the model."""
+
+    run: config.Config
+    name: RunId
+    own: Signer
+    addresses: tuple[str, ...]
+    memory_bytes: int
+    kept: tuple[int, int] | None  # the layers of its checkpoint, if it has one
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedSpan:
+    """The layers that a peer has claimed, and how many micro-batches under way fit beside them."""
+
+    span: tuple[int, int] | None  # [first, last); None: the whole model
+    capacity: int
+    memory_bytes: int
 
 
 class Clock(Protocol):
@@ -38,6 +59,8 @@ class Clock(Protocol):
 
 
 class WallClock:
+    """The Clock of a real peer."""
+
     def now(self) -> Seconds:
         return time.time()
 
@@ -45,57 +68,38 @@ class WallClock:
         await asyncio.sleep(seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """`span`: layers [first, last), or None for the whole model. `capacity`: micro-batches under way that fit."""
-
-    span: tuple[int, int] | None
-    capacity: int
-    memory_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """Who looks for a place, in which run, and for how much of the model there is room. `kept`: from a checkpoint."""
-
-    run: config.Config
-    name: RunId
-    own: Signer
-    addresses: tuple[str, ...]
-    memory_bytes: int
-    kept: tuple[int, int] | None
-
-
-async def choose_place(wish: Wish, needs: memory_needs.MemoryNeeds, directory: Directory, clock: Clock) -> Placed:
-    """Raises UserError if not even the smallest part of the model fits."""
-    own, shards, memory_bytes = wish.own, wish.run.swarm.shards, wish.memory_bytes
-    count = len(needs.fragments)
-    if wish.kept is not None:
-        return _keep(needs, wish.kept, memory_bytes)
+async def claim(
+    request: SpanRequest, needs: memory_needs.MemoryNeeds, directory: Directory, clock: Clock
+) -> ClaimedSpan:
+    """Chooses layers and claims them in the DHT. Raises UserError if not even the smallest part of the model fits."""
+    memory_bytes, count = request.memory_bytes, len(needs.fragments)
+    if request.kept is not None:
+        return _keep(needs, request.kept, memory_bytes)
     if needs.span_bytes(0, count) <= memory_bytes:
-        return Placed(None, needs.capacity(0, count, memory_bytes), memory_bytes)
+        return ClaimedSpan(None, needs.capacity(0, count, memory_bytes), memory_bytes)
     memory.check(needs, memory_bytes)
+    own, shards = request.own, request.run.swarm.shards
     reach = memory_needs.widest_span(needs, memory_bytes)
     chosen, claimed_at = None, float("inf")
-    key = records.key_of(wish.name, own.peer, shards)
+    key = records.key_of(request.name, own.peer, shards)
     for _ in range(CLAIM_ROUNDS):
-        found = await records.lookup(directory, wish.name, shards, clock.now(), own.open)
+        found = await records.lookup(directory, request.name, shards, clock.now(), own.open)
         others = _holders(needs, found, own.peer, claimed_at)
         typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
         choice = span_choice.choose(needs.fragments, others, typical, reach)
         if choice == chosen:
             break
         chosen, claimed_at = choice, clock.now()
-        claim = _claim(wish, needs.span(choice.begin, choice.end), claimed_at)
-        expires = claimed_at + wish.run.swarm.record_ttl_s  # by then our own record has taken its place
-        await directory.store(key, own.peer, own.seal(key, records.pack(claim), expires), expires)
+        record = _record(request, needs.span(choice.begin, choice.end), claimed_at)
+        expires = claimed_at + request.run.swarm.record_ttl_s  # by then the node's own record has taken its place
+        await directory.store(key, own.peer, own.seal(key, records.pack(record), expires), expires)
         await clock.sleep(CLAIM_S)
     assert chosen is not None
     span = needs.span(chosen.begin, chosen.end)
-    return Placed(span, needs.capacity(chosen.begin, chosen.end, memory_bytes), memory_bytes)
+    return ClaimedSpan(span, needs.capacity(chosen.begin, chosen.end, memory_bytes), memory_bytes)
 
 
-def _keep(needs: memory_needs.MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> Placed:
+def _keep(needs: memory_needs.MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> ClaimedSpan:
     held = span_choice.holder_of(needs.fragments, *kept, 0.0)
     if needs.span_bytes(held.begin, held.end) > memory_bytes:
         raise UserError(
@@ -103,13 +107,13 @@ def _keep(needs: memory_needs.MemoryNeeds, kept: tuple[int, int], memory_bytes: 
             f"{needs.span_bytes(held.begin, held.end)} bytes; give as much, or use another --state-dir"
         )
     whole = (held.begin, held.end) == (0, len(needs.fragments))
-    return Placed(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)
+    return ClaimedSpan(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)
 
 
 def _holders(
     needs: memory_needs.MemoryNeeds, found: dict[PeerId, PeerRecord], own: PeerId, claimed_at: float
 ) -> list[Holder]:
-    """Who trains, and who claimed before us. Those that were not measured yet count as the typical one."""
+    """The peers that train, and those that claimed before us. One that was not measured yet counts as typical."""
     earlier = {
         peer: record
         for peer, record in found.items()
@@ -123,39 +127,43 @@ def _holders(
 
 
 def _mean(values: Iterable[float]) -> float:
+    """The mean of the positive values; 0 if there are none."""
     known = [value for value in values if value > 0]
     return sum(known) / len(known) if known else 0.0
 
 
-def _claim(wish: Wish, span: tuple[int, int], now: float) -> PeerRecord:
-    return PeerRecord(wish.name, now, wish.addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)
+def _record(request: SpanRequest, span: tuple[int, int], now: float) -> PeerRecord:
+    return PeerRecord(request.name, now, request.addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)
+
+
+# What the claimed layers mean for routes
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedModel:
-    """A model as routes see it. `layout(layer, sequences)`: of what enters that layer."""
+    """A model as routes see it: where it is cut, and how large the activations are that enter each layer."""
 
-    cuts: tuple[Fragment, ...]  # of all of it
+    cuts: tuple[Fragment, ...]  # the fragments of the whole model
     most_sequences: int
     activations: tuple[int, ...]  # bytes that a micro-batch keeps in each of the cuts
-    layout: Callable[[int, int], Layout]
+    layout: Callable[[int, int], Layout]  # (layer, sequences) -> what enters that layer
 
 
-def stage_config(wish: Wish, model: RoutedModel, held: Sequence[Fragment], capacity: int) -> StageConfig:
-    """Our place in the routes of micro-batches, with these fragments."""
+def stage_config(request: SpanRequest, model: RoutedModel, held: Sequence[Fragment], capacity: int) -> StageConfig:
+    """This peer's stage in the routes of micro-batches, with the fragments that it holds."""
     whole = len(held) == len(model.cuts)
     return StageConfig(
-        run=wish.name,
-        peer=wish.own.peer,
+        run=request.name,
+        peer=request.own.peer,
         first=held[0].first,
         last=held[-1].last,
         cuts=model.cuts,
         max_sequences=model.most_sequences,
         capacity=capacity,
-        micro_batches_per_step=1 if whole and not wish.run.synchronous else wish.run.train.accumulate,
+        micro_batches_per_step=1 if whole and not request.run.synchronous else request.run.train.accumulate,
         layout=model.layout,
         activations=model.activations,
-        slots=wish.run.routes.slots,
-        overlap=wish.run.routes.overlap,
-        synchronous=wish.run.synchronous,
+        slots=request.run.routes.slots,
+        overlap=request.run.routes.overlap,
+        synchronous=request.run.synchronous,
     )

@@ -6,20 +6,22 @@
 import argparse
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from decentral.core.errors import UserError
 
+T = TypeVar("T")
+
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong flag is a UserError and so one line, without the usage above it."""
+    """An argparse parser whose error is a UserError, and so one line without the usage above it."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def size(text: str) -> int:
-    """Bytes: 800000000, 800MB, 16GB, 1.5e9. For argparse."""
+    """The bytes that a text such as 800000000, 800MB, 16GB or 1.5e9 means. Raises ValueError, as argparse wants."""
     number, unit = text.strip().rstrip("Bb"), 1
     for position, prefix in enumerate("kmgt", 1):
         if number.lower().endswith(prefix):
@@ -30,7 +32,16 @@ def size(text: str) -> int:
     return int(value)
 
 
+def several(text: str, read: Callable[[str], T]) -> list[T]:
+    """The values between the commas of a text; none if `read` refuses one of them with a ValueError."""
+    try:
+        return [read(part) for part in text.split(",")]
+    except ValueError:
+        return []
+
+
 def run(main: Callable[[], None]) -> int:
+    """Runs a command and gives its exit code. An error of our own is raised as it is, and so exits with 1."""
     try:
         main()
     except UserError as error:

@@ -1,7 +1,7 @@
 """python -m decentral.export: the swarm's model as a folder that Hugging Face's transformers loads.
 
-gather   every layer: of checkpoints (--state-dir), or of live peers (--join), who serve it as they do to a newcomer
-average  each layer over those who hold it
+gather   all layers from checkpoints (--state-dir), or from live peers (--join), which serve them as to a newcomer
+average  each layer over the peers that hold it
 write    config.json, model.safetensors, and a tokenizer of bytes
 """
 
@@ -28,12 +28,12 @@ from decentral.train import huggingface, replicas, update_rules
 from decentral.train.inner import fragments_of
 from decentral.train.replicas import Weights
 from decentral.train.sections import unpack
-from decentral.visit import Visit, visit
+from decentral.visit import VisitedSwarm, visit
 
-MOST_HOLDERS = 16  # of a layer, who are asked for it: more would change the average by little
-EXPORT_LOOKS = 10  # into the DHT, until some peer's record is there
+MOST_HOLDERS = 16  # of a layer are asked for it: more would change the average by little
+EXPORT_LOOKS = 10  # lookups in the DHT, until some peer's record is there
 EXPORT_LOOK_S = 1.0
-WEIGHTS = ("phi", "theta")  # what a donor's blob calls them, by algorithm
+WEIGHTS = ("phi", "theta")  # the names of the weights in a donor's blob, by algorithm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,9 +56,9 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def from_folders(paths: Sequence[str]) -> tuple[config.Config, list[Weights]]:
-    """Of peers' state folders, or of a folder that holds such (decentral.local's). Raises UserError."""
+    """The weights in peers' state folders, or in a folder of such, as decentral.local makes it. Raises UserError."""
     folders = [found for path in paths for found in _state_folders(Path(path))]
-    runs = [state.Folder(folder).read_run() for folder in folders]
+    runs = [state.StateFolder(folder).read_run() for folder in folders]
     if len({run[1].digest() for run in runs if run is not None}) > 1:
         raise UserError("--state-dir: these folders belong to different runs; give those of one run")
     holders = [found for found in map(replicas.read, folders) if found is not None]
@@ -80,7 +80,7 @@ def _state_folders(path: Path) -> list[Path]:
 
 
 async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]:
-    """What live peers give a newcomer. Raises UserError if nobody answers or a layer has no holder."""
+    """The weights that live peers give to a newcomer. Raises UserError if no peer answers or trains."""
     async with visit(join) as swarm:
         live = await look(swarm)
         for holder, record in live.items():
@@ -88,8 +88,8 @@ async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]
         return swarm.config, await gather(swarm.transport, swarm.run, swarm.config, live)
 
 
-async def look(swarm: Visit) -> dict[PeerId, PeerRecord]:
-    """The peers that train, by the DHT. Raises UserError if there are none."""
+async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:
+    """The peers that train, from their records in the DHT. Raises UserError if there are none."""
     for _ in range(EXPORT_LOOKS):
         found = await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
         live = {holder: record for holder, record in found.items() if record.phase == "training"}
@@ -104,18 +104,18 @@ async def look(swarm: Visit) -> dict[PeerId, PeerRecord]:
 async def gather(
     transport: Transport, run: RunId, settings: config.Config, live: dict[PeerId, PeerRecord]
 ) -> list[Weights]:
-    """Each fragment from its holders, MOST_HOLDERS of them at most; who fails is left out."""
+    """Fetches each fragment from its holders, MOST_HOLDERS at most. A holder that fails is left out."""
     layouts = donated_layouts(settings)
     shares: dict[PeerId, list[tuple[Fragment, Layout]]] = {holder: [] for holder in sorted(live)}
     for fragment, layout in layouts:
         able = [p for p in shares if live[p].first <= fragment.first and fragment.last <= live[p].last]
         for holder in able[:MOST_HOLDERS]:
             shares[holder].append((fragment, layout))
-    found = await asyncio.gather(*(_of_holder(transport, run, holder, share) for holder, share in shares.items()))
+    found = await asyncio.gather(*(_weights_of(transport, run, holder, share) for holder, share in shares.items()))
     return [weights for weights in found if weights]
 
 
-async def _of_holder(
+async def _weights_of(
     transport: Transport, run: RunId, holder: PeerId, share: Sequence[tuple[Fragment, Layout]]
 ) -> Weights:
     weights: Weights = {}
@@ -125,12 +125,12 @@ async def _of_holder(
             vectors = unpack(compress, layout, blob)
             weights[fragment.index] = next(vectors[name] for name in WEIGHTS if name in vectors)
     except (AskError, ProtocolError):
-        pass  # what came whole counts; the other holders have the rest
+        pass  # the fragments that came whole count; other holders have the rest
     return weights
 
 
 async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Incoming) -> bytes:
-    """Piece by piece, as a newcomer does. Raises AskError or ProtocolError."""
+    """Fetches one fragment's state piece by piece, as a newcomer does. Raises AskError or ProtocolError."""
     while not incoming.complete():
         offset = incoming.next_offset()
         assert offset is not None
@@ -144,6 +144,7 @@ async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Inc
 
 
 def donated_layouts(settings: config.Config) -> list[tuple[Fragment, Layout]]:
+    """Each fragment of the run's model, and the layout of the state that a donor gives of it."""
     donated = update_rules.donated(settings.gossip)
     return [(one, update_rules.layout_of(donated, one.parameters, compress)) for one in fragments_of(settings)]
 

@@ -1,8 +1,8 @@
 """python -m decentral.local: a whole swarm as processes on this machine, over libp2p on loopback.
 
-    start the first peer; the others join it; wait; Ctrl-C to each; read journals and checkpoints; summarise
+    start the first peer -> the others join it -> wait -> Ctrl-C to each -> summarise journals and checkpoints
 
-Nothing is emulated but slowness (--throttle): the peers are `python -m decentral.peer`, as anyone runs it.
+Only slowness is emulated (--throttle): the peers are `python -m decentral.peer`, as anyone runs it.
 """
 
 import argparse
@@ -59,18 +59,19 @@ def _main(flags: argparse.Namespace) -> None:
 
 @dataclass(slots=True)
 class LocalPeer:
-    """One peer process."""
+    """One peer process. What it has done is read from its journal."""
 
     number: int
     folder: Path
     process: "subprocess.Popen[bytes]"
 
     def happened(self, event: str, since: float) -> dict[str, object] | None:
+        """The first line of this event at or after `since` (Unix time)."""
         lines = read(self.folder / "journal.jsonl")
         return next((line for line in lines if line["event"] == event and line["t"] >= since), None)
 
     def has_done(self, goal: Amount, since: float) -> bool:
-        """Whether it has done so many steps or tokens since then."""
+        """Whether it has done so many steps or tokens since then. False for a goal in seconds: the swarm keeps it."""
         lines = read(self.folder / "journal.jsonl")
         steps = [line for line in lines if line["event"] == "step" and line["t"] >= since]
         if goal.kind == "s" or not steps:
@@ -80,7 +81,7 @@ class LocalPeer:
 
 
 class LocalSwarm:
-    """The processes that we started, and only those."""
+    """The peer processes that this command started, and only those."""
 
     def __init__(self, flags: argparse.Namespace, folder: Path) -> None:
         self.flags, self.folder = flags, folder
@@ -110,7 +111,7 @@ class LocalSwarm:
         console.print(f"    {Path(sys.executable)} -m decentral.peer --join {address}", soft_wrap=True)
 
     def wait(self, console: Console) -> None:
-        """Until --stop-after, counted from when the last one has joined."""
+        """Waits for --stop-after, counted from the time at which the last peer has joined."""
         columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         goal = self.stop_after.value if self.stop_after.kind == "s" else None
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -123,13 +124,13 @@ class LocalSwarm:
                         member.process.send_signal(signal.SIGINT)
                 if time.time() >= shown_at + 5:
                     shown_at = time.time()
-                    line = summary.glance(self.folders(), self.began)
+                    line = summary.progress_line(self.folders(), self.began)
                     bar.update(task, description=line, completed=shown_at - self.joined_at)
                     if not console.is_terminal:
                         console.print(f"{shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)
 
     def stop(self) -> None:
-        """Ctrl-C to every peer, and patience while they save."""
+        """Sends Ctrl-C to every peer, and waits while they save. A peer that takes too long is killed."""
         self.seconds = time.time() - self.joined_at
         for member in self.members:
             if member.process.poll() is None:
@@ -148,6 +149,7 @@ class LocalSwarm:
                 member.process.wait()
 
     def launch(self, number: int, join: str | None) -> None:
+        """Starts a peer. It goes on from its folder if it has one, else it joins at the address, or begins the run."""
         folder = self.folders()[number]
         folder.mkdir(parents=True, exist_ok=True)
         restart = (folder / "run.json").exists()
@@ -166,10 +168,11 @@ class LocalSwarm:
         self.members.append(LocalPeer(number, folder, process))
 
     def await_event(self, member: LocalPeer, event: str) -> None:
+        """Raises UserError if the peer ends before the event is in its journal, or takes longer than PEER_START_S."""
         deadline = time.time() + PEER_START_S
         while member.happened(event, self.began - 1) is None:
             if member.process.poll() is not None:
-                raise UserError(f"peer {member.number} did not start: {_last_words(member.folder)}")
+                raise UserError(f"peer {member.number} did not start: {_last_output(member.folder)}")
             if time.time() > deadline:
                 raise UserError(
                     f"peer {member.number} did not start within {PEER_START_S:.0f} s; is the machine loaded?"
@@ -180,7 +183,7 @@ class LocalSwarm:
         return any(member.process.poll() is None for member in self.members)
 
 
-def _last_words(folder: Path) -> str:
+def _last_output(folder: Path) -> str:
     lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("error: ") if lines else "it said nothing"
 
@@ -231,10 +234,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _memories(text: str | None, peers: int) -> list[int]:
     if text is None:
         return []
-    try:
-        sizes = [command.size(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
+    sizes = command.several(text, command.size)
     if len(sizes) not in (1, peers):
         raise UserError(f"--memory expects one size or {peers}, such as 800MB,16GB; got {text!r}")
     return sizes * peers if len(sizes) == 1 else sizes
@@ -243,10 +243,7 @@ def _memories(text: str | None, peers: int) -> list[int]:
 def _throttles(text: str | None, peers: int) -> list[float]:
     if text is None:
         return [1.0] * peers
-    try:
-        factors = [float(part) for part in text.split(",")]
-    except ValueError:
-        factors = []
+    factors = command.several(text, float)
     if len(factors) != peers or not all(1 <= factor <= 1e4 for factor in factors):
         raise UserError(f"--throttle expects {peers} factors of at least 1, such as 1,1,1,10; got {text!r}")
     return factors

@@ -1,9 +1,9 @@
-"""python -m decentral.peer: one peer. Starts a swarm, joins one, or goes on where this state folder stopped.
+"""python -m decentral.peer: one peer, which starts a swarm, joins one, or goes on where its state folder stopped.
 
-meet     start libp2p, reach the swarm, learn the run and its config
-place    choose the layers to hold, where the memory does not take the whole model (decentral/claim_span.py)
-prepare  load data and model, resume the checkpoint, measure the device
-train    until Ctrl-C or --stop-after; save; leave
+reach_swarm   say hello to the swarm, and learn the run and its config
+claim_layers  choose the layers to hold, if the memory does not take the whole model (decentral/claim_span.py)
+prepare       load data and model, resume the checkpoint, measure the device
+train         until Ctrl-C or --stop-after; then save and leave
 """
 
 import argparse
@@ -14,13 +14,14 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
 
 from decentral import __version__, command, state, view
-from decentral.claim_span import Placed, RoutedModel, WallClock, Wish, choose_place, stage_config
+from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire import compress
 from decentral.comm.wire.identity import Identity
@@ -40,9 +41,9 @@ from decentral.peers.placement.span_move import MemoryBudget
 from decentral.peers.planning import swarm_plans
 from decentral.train import checkpoint, data, measure, memory
 from decentral.train.compute import Compute, ComputeSetup
-from decentral.visit import greet
+from decentral.visit import say_hello
 
-MEET_AGAIN_S = 10.0  # a peer that has met nobody tries its old addresses this often
+RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,21 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _main(flags: argparse.Namespace) -> None:
-    with state.Folder.claim(flags.state_dir) as folder:
+    with state.StateFolder.claim(flags.state_dir) as folder:
         own = Identity.load_or_create(folder.path / "identity.key")
         transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
         try:
-            met = await meet(flags, folder, transport)
-            wish, placed = await place(flags, folder, own, met)
-            host = await prepare(flags, folder, transport, met, wish, placed)
+            access = await reach_swarm(flags, folder, transport)
+            request, claimed = await claim_layers(flags, folder, own, access)
+            host = await prepare(flags, folder, transport, access, request, claimed)
             await train(flags, folder, host)
         finally:
             await transport.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """The run that this peer is in, and how it reaches the others."""
+class SwarmAccess:
+    """The run that this peer is in, and how it reaches the other peers."""
 
     run: RunId
     config: config.Config
@@ -74,16 +75,17 @@ class Met:
     addresses: tuple[str, ...]
 
 
-async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2p) -> Met:
+async def reach_swarm(flags: argparse.Namespace, folder: state.StateFolder, transport: Libp2p) -> SwarmAccess:
+    """The run is the folder's, else the swarm's at --join, else a new one. Raises UserError."""
     kept = folder.read_run()
     if kept and (flags.config or flags.set):
         raise UserError(f"{folder.path} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
     if flags.join and (flags.config or flags.set):
         raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
-    contacts, welcome = await greet(flags.join, transport, kept[0] if kept else RunId(""))
+    contacts, welcome = await say_hello(flags.join, transport, kept[0] if kept else RunId(""))
     if kept:
         run, settings = kept
-        contacts += await _old_acquaintances(folder, transport)
+        contacts += await _reconnect(folder, transport)
     elif welcome:
         run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
     else:
@@ -95,64 +97,71 @@ async def meet(flags: argparse.Namespace, folder: state.Folder, transport: Libp2
     directory = await transport.directory(
         [*records.keys(run, settings.swarm.shards), swarm_plans.key_of(run)], contacts
     )
-    return Met(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
+    return SwarmAccess(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
 
 
-async def _old_acquaintances(folder: state.Folder, transport: Libp2p) -> list[PeerId]:
-    """Whoever of those we knew before the restart is still, or again, where it was."""
-
-    async def reach(addresses: tuple[str, ...]) -> PeerId | None:
-        for address in addresses:
-            try:
-                return await transport.connect(address)
-            except (AskError, UserError):
-                continue
-        return None
-
+async def _reconnect(folder: state.StateFolder, transport: Libp2p) -> list[PeerId]:
+    """Connects to the peers that are where they were before this peer restarted."""
     known = AddressBook.load(folder.path / "peers.json").known
-    reached = await asyncio.gather(*(reach(addresses) for addresses in known.values()))
+    reached = await asyncio.gather(*(_connect(transport, addresses) for addresses in known.values()))
     return [peer for peer in reached if peer is not None]
 
 
-async def place(flags: argparse.Namespace, folder: state.Folder, own: Identity, met: Met) -> tuple[Wish, Placed]:
-    """The layers that we hold. A peer that comes back keeps what its checkpoint has, if it still fits."""
-    device = measure.choose(flags.device, met.config.train.dtype, 1.0, 0.0)
+async def _connect(transport: Libp2p, addresses: Sequence[str]) -> PeerId | None:
+    """The peer at the first of these addresses that answers."""
+    for address in addresses:
+        with suppress(AskError, UserError):
+            return await transport.connect(address)
+    return None
+
+
+async def claim_layers(
+    flags: argparse.Namespace, folder: state.StateFolder, own: Identity, access: SwarmAccess
+) -> tuple[SpanRequest, ClaimedSpan]:
+    """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
+    device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
     memory_bytes = flags.memory or measure.memory_bytes(device)
     kept = checkpoint.span(folder.path)
-    wish = Wish(met.config, met.run, own, met.addresses, memory_bytes, kept)
-    return wish, await choose_place(wish, memory.needs(met.config), met.directory, WallClock())
+    request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
+    return request, await claim(request, memory.needs(access.config), access.directory, WallClock())
 
 
 async def prepare(
-    flags: argparse.Namespace, folder: state.Folder, transport: Libp2p, met: Met, wish: Wish, placed: Placed
+    flags: argparse.Namespace,
+    folder: state.StateFolder,
+    transport: Libp2p,
+    access: SwarmAccess,
+    request: SpanRequest,
+    claimed: ClaimedSpan,
 ) -> Host:
-    run, own = met.config, wish.own
+    """Builds the node and its host. Raises UserError if the device, the data or the checkpoint cannot be used."""
+    run, own = access.config, request.own
     device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
-    if placed.span is not None:
+    if claimed.span is not None:
         memory.give_back_what_is_freed()
     corpus = data.load(run.data, run.model)
-    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, placed.span))
+    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span))
     restored = compute.resume()
     setup = NodeSetup(
         config=run,
-        run=met.run,
+        run=access.run,
         own=own,
         fragments=compute.fragments,
         state_layouts=compute.gossip.state_layouts(),
         layers=compute.span.model_layers,
-        profile=_profile(flags, folder, compute, placed.memory_bytes),
-        addresses=met.addresses,
-        contacts=met.contacts,
+        profile=_profile(flags, folder, compute, claimed.memory_bytes),
+        addresses=access.addresses,
+        contacts=access.contacts,
         restored_step=compute.lr_step if restored else None,
         stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
-        routes=stage_config(wish, _model(compute), compute.fragments, placed.capacity),
-        memory_budget=MemoryBudget(memory.needs(run), placed.memory_bytes, compute.span.all_state_layouts()),
+        routes=stage_config(request, _model(compute), compute.fragments, claimed.capacity),
+        memory_budget=MemoryBudget(memory.needs(run), claimed.memory_bytes, compute.span.all_state_layouts()),
         retained=compute.retained_states(),
         versions=compute.counters.versions,
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
-    return Host(Node(setup), transport, met.directory, compute, journal, book, now)
+    return Host(Node(setup), transport, access.directory, compute, journal, book, now)
 
 
 def _model(compute: Compute) -> RoutedModel:
@@ -161,8 +170,8 @@ def _model(compute: Compute) -> RoutedModel:
     return RoutedModel(compute.span.cuts, most, memory.needs(compute.setup.config).activations, compute.span.layout)
 
 
-def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute, memory_bytes: int) -> Profile:
-    """Measured once for this device, model and version; then read from the state folder."""
+def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
+    """The device's profile: measured once for this device, model and version, then read from the state folder."""
     device = compute.setup.device
     key = f"{__version__} {device} {compute.setup.config.digest()}" + (
         f" {compute.span.share}" if compute.span.share < 1 else ""
@@ -173,12 +182,12 @@ def _profile(flags: argparse.Namespace, folder: state.Folder, compute: Compute, 
         measured = measure.measure(compute.span.forward, model, device, compute.micro_batch, compute.span.share)
         folder.write_profile(key, measured)
     found = Profile(**dataclasses.asdict(measured), region=flags.region, software=f"decentral {__version__}")
-    return dataclasses.replace(found, memory_bytes=memory_bytes)  # no more than --memory is for the model
+    return dataclasses.replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
 
 
-async def train(flags: argparse.Namespace, folder: state.Folder, host: Host) -> None:
-    node = host.node
-    setup = node.setup
+async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
+    """Runs the host until it stops, and shows what it does. Exits with 1 if it stopped with an error."""
+    node, setup = host.node, host.node.setup
     shown = view.choose(plain=flags.plain or not sys.stdout.isatty())
     shown.introduce(node, folder.path)
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
@@ -186,11 +195,11 @@ async def train(flags: argparse.Namespace, folder: state.Folder, host: Host) -> 
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, host.stop, "interrupted")
-    beside = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_meet_again(host))]
+    tasks = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_reconnect_when_alone(host))]
     try:
         reason = await host.run()
     finally:
-        for task in beside:
+        for task in tasks:
             task.cancel()
         shown.close()
         host.journal.close()
@@ -205,22 +214,18 @@ async def _show(host: Host, shown: view.Display) -> None:
         shown.update(host.node, host.now())
 
 
-async def _meet_again(host: Host) -> None:
-    """A swarm that died finds itself again: whoever is alone keeps looking where the others were."""
+async def _reconnect_when_alone(host: Host) -> None:
+    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were."""
     transport, directory = host.transport, host.directory
     assert isinstance(transport, Libp2p)
     assert isinstance(directory, HivemindDirectory)
     while True:
-        await asyncio.sleep(MEET_AGAIN_S)
+        await asyncio.sleep(RECONNECT_S)
         if host.node.roster.live:
             continue
         for addresses in list(host.book.known.values()):
-            for address in addresses:
-                try:
-                    await directory.meet(await transport.connect(address))
-                    break
-                except (AskError, UserError):
-                    continue
+            if peer := await _connect(transport, addresses):
+                await directory.meet(peer)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

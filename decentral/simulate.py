@@ -2,12 +2,12 @@
 
     python -m decentral.simulate --peers 50 --seconds 600 --faults "crash 3 at 60; restart 3 at 90"
     python -m decentral.simulate --peers 1000 --seconds 3600 --set gossip.window_s=60 --step-seconds 2
-    python -m decentral.simulate --sweep 300                      small swarms with faults by chance, all of them
+    python -m decentral.simulate --sweep 300                      300 small swarms with faults by chance
     python -m decentral.simulate --sweep 1 --seed 42 --shrink     one of them again, with as few faults as will do
 
-Nothing is trained, unless `--gradients` asks for it: a few numbers stand for the model, and their gossip is the real
-one. The audit watches all the while (decentral/sim/audit.py); a violation ends the run: exit 1, with the seed, the
-time, what the peer did last, and the line that replays it.
+Nothing is trained unless `--gradients` asks for it: a few numbers stand for the model, and their gossip is the real
+one. The audit checks all that happens (decentral/sim/audit.py). A violation ends the run with exit code 1, and tells
+the seed, the time, what the peer did last, and the command that replays it.
 """
 
 import argparse
@@ -32,15 +32,16 @@ from decentral.core.errors import UserError
 from decentral.core.units import readable_bytes
 from decentral.scheduler.shared import topology
 from decentral.sim import faults, plot, sweep
-from decentral.sim.audit import Violation
-from decentral.sim.geography import Wires
+from decentral.sim.evidence import Violation
+from decentral.sim.geography import TypicalLink
 from decentral.sim.gradients import real_gradients
-from decentral.sim.run import RunReport, Scenario, Tell, run, shrink
-from decentral.sim.swarm import Shape
+from decentral.sim.report import RouteReport, RunReport
+from decentral.sim.run import OnProgress, Scenario, run, shrink
+from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
 from decentral.train import memory
 
-UNAUDITED_FROM = 200  # peers; from here on nothing is quantised and not every event is audited
+MOST_AUDITED = 200  # peers; in larger swarms nothing is quantised and not every event is audited
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,88 +54,90 @@ def _main(flags: argparse.Namespace) -> None:
         _sweep(flags)
         return
     scenario = scenario_of(flags)
-    report = _watched(flags, scenario)
+    report = _run(flags, scenario)
     if flags.plot:
-        plot.of(report, Path(flags.plot))
+        plot.draw(report, Path(flags.plot))
     print(json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))
 
 
 def scenario_of(flags: argparse.Namespace) -> Scenario:
-    """What the flags describe. Raises UserError."""
+    """The scenario that the flags describe. Raises UserError."""
     run_config = config.load(flags.config, flags.set)
     if run_config.synchronous:
         raise UserError(
             "gossip.algorithm synchronous is not simulated; expected pull, symmetric, push_sum or allreduce"
         )
-    many = flags.peers > UNAUDITED_FROM
+    many = flags.peers > MOST_AUDITED
     pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
-    shape = replace(Shape.of(run_config, pace, flags.throttle, flags.tokens_per_step), plain=many, moves=not many)
+    settings = SwarmSettings.of(run_config, pace, flags.throttle, flags.tokens_per_step)
+    settings = replace(settings, unquantised=many, moves=not many)
     if flags.memory:
-        shape = replace(shape, memory=flags.memory)
-        check_memory(shape)
+        settings = replace(settings, memory=flags.memory)
+        check_memory(settings)
     if flags.gradients:
-        shape = real_gradients(shape)
+        settings = real_gradients(settings)
     drawn = faults.parse(flags.faults) if flags.faults else []
     drawn += faults.trace(Path(flags.trace)) if flags.trace else []
     if flags.random_faults:
         drawn += faults.draw(rng.stream(flags.seed, "faults"), flags.peers, flags.seconds, flags.random_faults)
-    wires = Wires(flags.delay_ms / 1e3, flags.up_mbps * 1e6 / 8, flags.down_mbps * 1e6 / 8)
+    link = TypicalLink(flags.delay_ms / 1e3, flags.up_mbps * 1e6 / 8, flags.down_mbps * 1e6 / 8)
     where = topology.load(flags.topology) if flags.topology else None
-    audited = flags.peers <= UNAUDITED_FROM and not flags.gradients
-    return Scenario(shape, flags.peers, flags.seconds, flags.seed, tuple(drawn), wires, where, audited)
+    audited = flags.peers <= MOST_AUDITED and not flags.gradients
+    return Scenario(settings, flags.peers, flags.seconds, flags.seed, tuple(drawn), link, where, audited)
 
 
-def _watched(flags: argparse.Namespace, scenario: Scenario) -> RunReport:
+def _run(flags: argparse.Namespace, scenario: Scenario) -> RunReport:
     try:
-        with _progress(scenario.seconds, quiet=flags.json) as tell:
-            return run(scenario, tell)
+        with _progress(scenario.seconds, quiet=flags.json) as on_progress:
+            return run(scenario, on_progress)
     except Violation as violation:
-        _explain(violation.rule, str(violation), violation.latest, scenario, _again(flags))
+        again = f"python -m decentral.simulate {shlex.join(flags.typed)}"
+        _explain(str(violation), violation.latest, scenario, again)
         if flags.shrink:
             _shrink(scenario, violation.rule)
         raise SystemExit(1) from None
 
 
 def _sweep(flags: argparse.Namespace) -> None:
-    """Seeds from --seed on; at the end one line that counts them. Exit 1 if any was violated."""
+    """Plays the seeds from --seed on, and prints one line that counts them. Exits with 1 if any was violated."""
     began, violated, checks, played = time.monotonic(), list[dict[str, Any]](), 0, 0
 
     def account() -> dict[str, Any]:
         seconds = round(time.monotonic() - began, 1)
         return {"first_seed": flags.seed, "played": played, "checks": checks, "seconds": seconds, "violated": violated}
 
-    _leave(flags.report, account())
+    _write_report(flags.report, account())
     try:
         for outcome in sweep.sweep(range(flags.seed, flags.seed + flags.sweep), flags.processes):
             checks, played = checks + outcome.checks, played + 1
             if outcome.violated:
-                violated.append(_found(outcome, flags.shrink))
-                _leave(flags.report, account())
+                violated.append(_report_violation(outcome, flags.shrink))
+                _write_report(flags.report, account())
             if flags.for_seconds and time.monotonic() > began + flags.for_seconds:
                 break
     finally:
-        _leave(flags.report, account())
-    last, took_s = flags.seed + played - 1, time.monotonic() - began
-    print(f"seeds {flags.seed} to {last}: {len(violated)} violated, {checks} jobs checked, {took_s:.0f} s")
+        _write_report(flags.report, account())
+    done = f"{len(violated)} violated, {checks} jobs checked, {time.monotonic() - began:.0f} s"
+    print(f"seeds {flags.seed} to {flags.seed + played - 1}: {done}")
     if flags.json:
         print(json.dumps(account()))
     if violated:
         raise SystemExit(1)
 
 
-def _found(outcome: sweep.SweepOutcome, shrunk: bool) -> dict[str, Any]:
-    """Tells of a seed that was violated, and gives what a report keeps of it."""
+def _report_violation(outcome: sweep.SweepOutcome, shrunk: bool) -> dict[str, Any]:
+    """Explains the violation that a seed found, and gives what the report of the sweep keeps of it."""
     scenario = sweep.scenario_of(outcome.seed)
     again = f"python -m decentral.simulate --sweep 1 --seed {outcome.seed}"
-    _explain(outcome.violated, outcome.said, outcome.latest, scenario, again)
+    _explain(outcome.said, outcome.latest, scenario, again)
     if shrunk:
         _shrink(scenario, outcome.violated)
     kept = {"seed": outcome.seed, "rule": outcome.violated, "said": outcome.said, "faults": outcome.faults}
     return kept | {"latest": outcome.latest, "again": again}
 
 
-def _leave(path: str | None, account: dict[str, Any]) -> None:
-    """The report as it stands: a sweep that is stopped leaves what it has found."""
+def _write_report(path: str | None, account: dict[str, Any]) -> None:
+    """Writes the report as it stands, so that a sweep that is stopped leaves what it has found."""
     if path is None:
         return
     try:
@@ -143,7 +146,7 @@ def _leave(path: str | None, account: dict[str, Any]) -> None:
         raise UserError(f"--report {path}: {error.strerror}; choose a place that can be written") from None
 
 
-def _explain(rule: str, said: str, latest: Sequence[str], scenario: Scenario, again: str) -> None:
+def _explain(said: str, latest: Sequence[str], scenario: Scenario, again: str) -> None:
     print(f"violated: {said}", file=sys.stderr)
     print(f"  seed {scenario.seed}, {scenario.peers} peers, faults: {faults.text_of(scenario.faults)}", file=sys.stderr)
     for line in latest:
@@ -156,52 +159,46 @@ def _shrink(scenario: Scenario, rule: str) -> None:
     print(f"  fewest faults: {faults.text_of(fewest) or 'none'}", file=sys.stderr)
 
 
-def _again(flags: argparse.Namespace) -> str:
-    return f"python -m decentral.simulate {shlex.join(flags.typed)}"
-
-
 def _show(report: RunReport, console: Console) -> None:
-    done, solo, failed = (report.exchanges.get(name, 0) for name in ("done", "solo", "failed"))
-    why = ", ".join(f"{reason} {count}" for reason, count in sorted(report.failures.items()))
+    work, gossip, replicas, audit = report.throughput, report.gossip, report.replicas, report.audit
+    done, solo, failed = (gossip.exchanges.get(name, 0) for name in ("done", "solo", "failed"))
+    why = ", ".join(f"{reason} {count}" for reason, count in sorted(gossip.failures.items()))
     console.print(
-        f"{report.peers} peers, {report.seconds:g} virtual seconds, seed {report.seed}: {report.events:,} events\n"
-        f"  {report.tokens_per_s:,.0f} tokens/s, least busy peer {report.busy_fraction:.3f}\n"
+        f"{report.peers} peers, {report.seconds:g} virtual seconds, seed {report.seed}: {audit.events:,} events\n"
+        f"  {work.tokens_per_s:,.0f} tokens/s, least busy peer {work.busy_fraction:.3f}\n"
         f"  exchanges {done}/{solo}/{failed} (done/solo/failed{': ' + why if why else ''}), "
-        f"{report.exchange_s:.3f} s each; sent {readable_bytes(report.sent_bytes)}, "
-        f"received {readable_bytes(report.received_bytes)}\n"
-        f"{_routed(report)}"
-        f"  spread {report.spread:.4f}, loss {report.loss:.4f}, roster error {report.roster_error:.3f}\n"
-        f"  {report.checks} jobs audited; digest {report.digest}",
+        f"{gossip.exchange_s:.3f} s each; sent {readable_bytes(work.sent_bytes)}, "
+        f"received {readable_bytes(work.received_bytes)}\n"
+        f"{_routed(report.routes)}"
+        f"  spread {replicas.spread:.4f}, loss {replicas.loss:.4f}, roster error {replicas.roster_error:.3f}\n"
+        f"  {audit.checks} jobs audited; digest {audit.digest}",
         soft_wrap=True,
     )
     for fault, seconds in report.recovery_s.items():
         console.print(f"  {fault}: all well {'not again' if seconds is None else f'{seconds:.1f} s later'}")
 
 
-def _routed(report: RunReport) -> str:
-    if not report.routed:
+def _routed(routes: RouteReport) -> str:
+    if not routes.routed:
         return ""
-    counts = report.routed
+    counts = routes.routed
+    done, failed = (sum(n for name, n in routes.moves.items() if name.endswith(end)) for end in ("done", "failed"))
     return (
         f"  micro-batches: {counts['everywhere']} counted once in all layers ({counts['tokens']:,} tokens), "
         f"{counts['in_part']} in a part of them, {counts['twice']} twice; "
         f"{counts['thrown_away']} executions' gradients thrown away\n"
-        f"  plans {report.plans}, moves {_moves(report, 'done')}/{_moves(report, 'failed')} (done/failed)\n"
+        f"  plans {routes.plans}, moves {done}/{failed} (done/failed)\n"
     )
 
 
-def _moves(report: RunReport, outcome: str) -> int:
-    return sum(count for name, count in report.moves.items() if name.endswith(outcome))
-
-
-def check_memory(shape: Shape) -> None:
-    """Raises UserError if some peer has not even room for the smallest part of the model."""
-    for room in shape.memory:
-        memory.check(memory.needs(shape.config, shape.fragments), room)
+def check_memory(settings: SwarmSettings) -> None:
+    """Raises UserError if the memory of some peer does not even take the smallest part of the model."""
+    for memory_bytes in settings.memory:
+        memory.check(memory.needs(settings.config, settings.fragments), memory_bytes)
 
 
 @contextmanager
-def _progress(seconds: float, quiet: bool) -> Iterator[Tell]:
+def _progress(seconds: float, quiet: bool) -> Iterator[OnProgress]:
     console = Console(file=sys.stderr)
     columns = (
         TextColumn("{task.completed:.0f} of {task.total:.0f} virtual seconds"),
@@ -251,20 +248,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(command.size(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected sizes such as 800MB,2GB; got {text!r}") from None
+    sizes = command.several(text, command.size)
+    if not sizes:
+        raise argparse.ArgumentTypeError(f"expected sizes such as 800MB,2GB; got {text!r}")
+    return tuple(sizes)
 
 
 def _factors(text: str) -> tuple[float, ...]:
-    try:
-        factors = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        factors = ()
+    factors = command.several(text, float)
     if not factors or min(factors) <= 0:
         raise argparse.ArgumentTypeError(f"expected factors such as 1,1,1,10; got {text!r}")
-    return factors
+    return tuple(factors)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class StateFolder:
+    """One peer's folder. Its files are read when they are asked for, and written atomically."""
+
     path: Path
 
     @classmethod
     @contextmanager
-    def claim(cls, wanted: str | None) -> Iterator["Folder"]:
-        """The folder, made if need be and locked; without a wish the first new swarm/peer-N. Raises UserError."""
-        path = Path(wanted) if wanted else _unused()
+    def claim(cls, wanted: str | None) -> Iterator["StateFolder"]:
+        """Locks the folder, and makes it if need be; if none is named, it is a new swarm/peer-N. Raises UserError."""
+        path = Path(wanted) if wanted else _new_path()
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / "lock").open("w")
@@ -42,7 +45,7 @@ class Folder:
             yield cls(path.absolute())
 
     def read_run(self) -> tuple[RunId, config.Config] | None:
-        """The run that this folder belongs to."""
+        """The run that this folder belongs to; None for a new folder. Raises UserError if the file is damaged."""
         kept = self._read("run.json")
         if kept is None:
             return None
@@ -55,13 +58,13 @@ class Folder:
         self._write("run.json", {"run": run, "config": settings.canonical()})
 
     def listen(self, wanted: Sequence[str]) -> list[str]:
-        """Where to listen: as asked, else where this peer listened before, so that others find it again."""
+        """The addresses to listen at: `wanted`, else where this peer listened before, so that others find it again."""
         kept = self._read("listen.json") or {}
         asked = list(wanted) or [ANYWHERE]
         return [kept.get(address, address) for address in asked]
 
     def write_listen(self, addresses: Sequence[str]) -> None:
-        """Keeps the ports that `tcp/0` got."""
+        """Keeps the port that `tcp/0` became."""
         ports = {address.split("/tcp/")[1].split("/")[0] for address in addresses if "/tcp/" in address}
         if len(ports) == 1:
             port = ports.pop()
@@ -91,8 +94,6 @@ class Folder:
         write_atomically(self.path / name, json.dumps(content, indent=1).encode())
 
 
-def _unused() -> Path:
-    number = 1
-    while Path(f"swarm/peer-{number}").exists():
-        number += 1
-    return Path(f"swarm/peer-{number}")
+def _new_path() -> Path:
+    paths = (Path(f"swarm/peer-{number}") for number in count(1))
+    return next(path for path in paths if not path.exists())

@@ -1,4 +1,4 @@
-"""What a local swarm did, from its peers' journals and checkpoints."""
+"""The summary of a local swarm, from its peers' journals and checkpoints: docs/PROTOCOL.md has its contract."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,19 +6,23 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from decentral.core.journal import read
-from decentral.state import Folder
+from decentral.state import StateFolder
 from decentral.train import replicas
 
-Line = dict[str, Any]
+Line = dict[str, Any]  # one line of a journal
 
 
 class ExchangeCounts(TypedDict):
+    """Exchanges by outcome."""
+
     done: int
     solo: int
     failed: int
 
 
 class PeerSummary(TypedDict):
+    """What one peer did in its last life."""
+
     peer: str
     throttle: float
     micro_batches: int
@@ -31,6 +35,8 @@ class PeerSummary(TypedDict):
 
 
 class SwarmSummary(TypedDict):
+    """What all peers did together. A loss or spread that is not known is None."""
+
     seconds: float
     tokens: int
     tokens_per_s: float
@@ -41,18 +47,20 @@ class SwarmSummary(TypedDict):
 
 
 class Summary(TypedDict):
+    """The JSON object of `decentral.local --summary`."""
+
     peers: list[PeerSummary]
     swarm: SwarmSummary
 
 
 def summarise(folders: Sequence[Path], throttles: Sequence[float], seconds: float) -> Summary:
-    """The contract of `decentral.local --summary`: docs/PROTOCOL.md."""
-    journals = [last_life(list(read(folder / "journal.jsonl"))) for folder in folders]
-    peers = [of_peer(lines, throttle) for lines, throttle in zip(journals, throttles, strict=True)]
+    """What `decentral.local --summary` writes. `seconds`: for how long the swarm trained."""
+    journals = [_last_life(list(read(folder / "journal.jsonl"))) for folder in folders]
+    peers = [_of_peer(lines, throttle) for lines, throttle in zip(journals, throttles, strict=True)]
     tokens = sum(peer["tokens"] for peer in peers)
     evals = [[line["loss"] for line in lines if line["event"] == "eval"] for lines in journals]
     lasts = [peer["loss_last"] for peer in peers if peer["loss_last"] is not None]
-    heldout_loss, spread = of_replicas(folders)
+    heldout_loss, spread = _of_replicas(folders)
     swarm = SwarmSummary(
         seconds=round(seconds, 2),
         tokens=tokens,
@@ -65,13 +73,13 @@ def summarise(folders: Sequence[Path], throttles: Sequence[float], seconds: floa
     return Summary(peers=peers, swarm=swarm)
 
 
-def last_life(lines: list[Line]) -> list[Line]:
-    """What a peer wrote since it was last started."""
+def _last_life(lines: list[Line]) -> list[Line]:
+    """The lines that a peer wrote since it was last started."""
     starts = [index for index, line in enumerate(lines) if line["event"] == "started"]
     return lines[starts[-1] :] if starts else []
 
 
-def of_peer(lines: list[Line], throttle: float) -> PeerSummary:
+def _of_peer(lines: list[Line], throttle: float) -> PeerSummary:
     steps = [line for line in lines if line["event"] == "step"]
     outcomes = Counter(line["outcome"] for line in lines if line["event"] == "exchange")
     traffic = [line for line in lines if line["event"] == "traffic"]
@@ -81,7 +89,7 @@ def of_peer(lines: list[Line], throttle: float) -> PeerSummary:
         throttle=throttle,
         micro_batches=sum(line["micro_batches"] for line in steps),
         tokens=sum(line["tokens"] for line in steps),
-        busy_fraction=busy_fraction(steps, joined_at),
+        busy_fraction=_busy_fraction(steps, joined_at),
         exchanges=ExchangeCounts(done=outcomes["done"], solo=outcomes["solo"], failed=outcomes["failed"]),
         sent_bytes=traffic[-1]["sent_bytes"] if traffic else 0,
         received_bytes=traffic[-1]["received_bytes"] if traffic else 0,
@@ -89,8 +97,8 @@ def of_peer(lines: list[Line], throttle: float) -> PeerSummary:
     )
 
 
-def busy_fraction(steps: Sequence[Line], joined_at: float | None) -> float:
-    """Of the time from joining to the last step, the part in which the compute thread was computing."""
+def _busy_fraction(steps: Sequence[Line], joined_at: float | None) -> float:
+    """The part of the time from joining to the last step in which the compute thread was computing."""
     if joined_at is None or not steps or steps[-1]["t"] <= joined_at:
         return 0.0
     busy_s = float(sum(line["seconds"] for line in steps))
@@ -98,8 +106,8 @@ def busy_fraction(steps: Sequence[Line], joined_at: float | None) -> float:
     return round(min(1.0, busy_s / elapsed_s), 4)
 
 
-def glance(folders: Sequence[Path], since: float) -> str:
-    """One line about a running swarm."""
+def progress_line(folders: Sequence[Path], since: float) -> str:
+    """One line about a running swarm: each peer's loss and step, from journal lines that are not older than `since`."""
     parts = []
     for folder in folders:
         steps = [line for line in read(folder / "journal.jsonl") if line["event"] == "step" and line["t"] >= since]
@@ -107,10 +115,10 @@ def glance(folders: Sequence[Path], since: float) -> str:
     return "loss " + ", ".join(parts)
 
 
-def of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
-    """Held-out loss of the average of all checkpoints, and their spread around it."""
+def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
+    """The held-out loss of the average of all checkpoints, and their spread around it; None if a layer is missing."""
     weights = [found for found in map(replicas.read, folders) if found is not None]
-    run = Folder(folders[0]).read_run()
+    run = StateFolder(folders[0]).read_run()
     if not weights or run is None or replicas.missing(run[1], replicas.average(weights)):
         return None, None
     loss = replicas.held_out_loss(run[1], replicas.average(weights))

@@ -1,4 +1,4 @@
-"""What a peer shows: a live view on a terminal, or a line every few seconds."""
+"""What a peer shows its user: a live view on a terminal, or a line every few seconds."""
 
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,9 @@ from decentral.peers.node.node import Node, NodePhase
 
 
 class Display(Protocol):
-    interval_s: float
+    """Shows a node from its start to its end."""
+
+    interval_s: float  # between two updates
 
     def introduce(self, node: Node, folder: Path) -> None: ...
 
@@ -24,10 +26,13 @@ class Display(Protocol):
 
 
 def choose(plain: bool) -> Display:
-    return Plain() if plain else Screen()
+    """The display for a terminal, or a plain one."""
+    return LineDisplay() if plain else LiveDisplay()
 
 
-class Plain:
+class LineDisplay:
+    """A line of figures every few seconds."""
+
     interval_s = 5.0
 
     def introduce(self, node: Node, folder: Path) -> None:
@@ -39,8 +44,8 @@ class Plain:
     def close(self) -> None: ...
 
 
-class Screen:
-    """A progress bar (of --stop-after, else of the time to the next checkpoint) over a table of figures."""
+class LiveDisplay:
+    """A progress bar towards --stop-after over a table of figures and a table of peers."""
 
     interval_s = 0.5
 
@@ -65,6 +70,7 @@ class Screen:
 
 
 def introduction(node: Node, folder: Path) -> str:
+    """What the user reads first: the run, the device, and how others join."""
     setup = node.setup
     parameters = sum(fragment.parameters for fragment in setup.fragments)
     profile = setup.profile
@@ -80,12 +86,14 @@ def introduction(node: Node, folder: Path) -> str:
 
 
 def farewell(node: Node, folder: Path, reason: str) -> None:
+    """Prints what the user reads last."""
     progress = node.progress
     loss = "-" if progress.loss is None else f"{progress.loss:.3f}"
     print(f"stopped ({reason}) after {progress.tokens:,} tokens, loss {loss}; saved in {folder}", flush=True)
 
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:
+    """The figures of both displays, by their names."""
     progress = node.progress
     busy = _busy(node, now)
     return {

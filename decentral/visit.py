@@ -1,4 +1,4 @@
-"""How a command comes to a live swarm: it says hello; to look only, it does so under a key that it throws away."""
+"""How a command reaches a live swarm: it says hello. One that only looks does so under a key that it throws away."""
 
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -20,7 +20,9 @@ HELLO_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class VisitedSwarm:
+    """A swarm that a command looks at, and the connections through which it does."""
+
     transport: Libp2p
     run: RunId
     config: config.Config
@@ -28,8 +30,26 @@ class Visit:
     directory: HivemindDirectory
 
 
-async def greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
-    """Says hello at every --join address. Raises UserError if nobody there lets us in."""
+@asynccontextmanager
+async def visit(join: Sequence[str]) -> AsyncIterator[VisitedSwarm]:
+    """Connects for as long as the swarm is looked at. Raises UserError if no peer at these addresses answers."""
+    with tempfile.TemporaryDirectory() as folder:
+        transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [])
+        try:
+            contacts, welcome = await say_hello(join, transport, RunId(""))
+            assert welcome is not None, "say_hello raises where no peer answers"
+            run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
+            directory = await transport.directory(records.keys(run, settings.swarm.shards), contacts)
+            yield VisitedSwarm(transport, run, settings, contacts, directory)
+        finally:
+            await transport.close()
+
+
+async def say_hello(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
+    """Says hello at every --join address: the peers that gave a welcome, and the first welcome.
+
+    Raises UserError if there are addresses and no peer there gave one.
+    """
     contacts, welcome, trouble = [], None, ""
     for address in join:
         try:
@@ -48,18 +68,3 @@ async def greet(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[lis
     if join and not contacts:
         raise UserError(f"{trouble}; check the address, that the peer there runs, and its port")
     return contacts, welcome
-
-
-@asynccontextmanager
-async def visit(join: Sequence[str]) -> AsyncIterator[Visit]:
-    """For as long as the swarm is looked at. Raises UserError if nobody at these addresses lets us in."""
-    with tempfile.TemporaryDirectory() as folder:
-        transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [])
-        try:
-            contacts, welcome = await greet(join, transport, RunId(""))
-            assert welcome is not None, "greet raises where nobody lets us in"
-            run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
-            directory = await transport.directory(records.keys(run, settings.swarm.shards), contacts)
-            yield Visit(transport, run, settings, contacts, directory)
-        finally:
-            await transport.close()

@@ -1,4 +1,4 @@
-"""Faults: what goes wrong, when, for whom and for how long; written as text, drawn by chance, or read from a trace.
+"""Faults: what goes wrong, when, for which peers and for how long, from a text, by chance, or from a trace.
 
     crash 2 at 20                 kill -9; `restart 2 at 30` brings it back with its disk, `wipe 2 at 30` without
     crash all at 60; restart all at 65
@@ -6,17 +6,17 @@
     slow 0 x5 at 10 for 20        its steps take 5 times as long
     leave 3 at 40                 Ctrl-C
     join 100 at 30                so many newcomers at once
-    part 0,1 at 20 for 15         peers 0 and 1 on one side, all others on the other
+    part 0,1 at 20 for 15         a partition: peers 0 and 1 on one side, all others on the other
     oneway 0>1 at 5 for 10        packets from 0 do not reach 1
     degrade 0-1 x0.1 at 5 for 10  a tenth of the link's rate is left
     skew 2 by -1.5 at 0           its clock is 1.5 s behind
     nat 3 at 0                    others reach it through a relay only
-    lie 2 nan at 10 for 20        it sends snapshots that are: nan, scaled, stale, replayed or corrupted
-    loss 0.05 at 5 for 20         of all messages lose a packet
-    corrupt 0.02 at 5 for 20      of all messages; also truncate, duplicate, reorder
-    late 2 at 5 for 20            directory records are found so many seconds late, a fifth of the looks are stale
+    lie 2 nan at 10 for 20        it is Byzantine: it sends snapshots that are nan, scaled, stale, replayed or corrupted
+    loss 0.05 at 5 for 20         this share of all messages loses a packet
+    corrupt 0.02 at 5 for 20      this share of all messages is damaged; also truncate, duplicate, reorder
+    late 2 at 5 for 20            directory records are found 2 s late, and a fifth of the lookups are stale
 
-Separated by semicolons or lines. `peers` are numbers, ranges such as 3-7, lists such as 0,2, or `all`.
+Faults are separated by semicolons or lines. Peers are numbers, ranges such as 3-7, lists such as 0,2, or `all`.
 """
 
 import csv
@@ -33,38 +33,40 @@ PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", 
 PAIRS = {"oneway": ">", "degrade": "-"}
 SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
 LIES = ("nan", "scaled", "stale", "replayed", "corrupted")
-LASTING = ("freeze", "slow", "part", "oneway", "degrade", "lie", *SHARES)  # those that end by themselves
+LASTING = ("freeze", "slow", "part", "oneway", "degrade", "lie", *SHARES)  # the kinds that end by themselves
 ALL = -1
-LONG_FREEZE_S = 75.0  # longer than any deadline of those who wait
+LONG_FREEZE_S = 75.0  # longer than any deadline of the peers that wait for an answer
 
 _FORM = re.compile(
-    r"(?P<kind>[a-z]+)\s+(?P<whom>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z]+))?"
+    r"(?P<kind>[a-z]+)\s+(?P<target>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z]+))?"
     r"\s+at\s+(?P<at>\d+\.?\d*)(?:\s+for\s+(?P<lasts>\d+\.?\d*))?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
+    """One fault. `str` gives the text that `parse` reads."""
+
     kind: str
     at: Seconds
-    peers: tuple[int, ...] = ()  # (ALL,): all
+    peers: tuple[int, ...] = ()  # members by number; (ALL,): all of them
     value: float = 0.0  # factor, share, seconds or count
     lasts: Seconds = 0.0
-    how: str = ""  # of a lie
+    how: str = ""  # for a lie: one of LIES
 
     def __str__(self) -> str:
-        whom = "all" if self.peers == (ALL,) else ",".join(map(str, self.peers))
+        target = "all" if self.peers == (ALL,) else ",".join(map(str, self.peers))
         if self.kind in PAIRS:
-            whom = PAIRS[self.kind].join(map(str, self.peers))
+            target = PAIRS[self.kind].join(map(str, self.peers))
         words = {"slow": f" x{self.value:g}", "degrade": f" x{self.value:g}", "skew": f" by {self.value:g}"}
         if self.kind in (*SHARES, "join"):
-            whom = f"{self.value:g}"
+            target = f"{self.value:g}"
         middle = f" {self.how}" if self.kind == "lie" else words.get(self.kind, "")
-        return f"{self.kind} {whom}{middle} at {self.at:g}" + (f" for {self.lasts:g}" if self.lasts else "")
+        return f"{self.kind} {target}{middle} at {self.at:g}" + (f" for {self.lasts:g}" if self.lasts else "")
 
 
 def parse(text: str) -> list[Fault]:
-    """Raises UserError with the part that is no fault."""
+    """The faults that a text describes. Raises UserError with the part that is no fault."""
     parts = [part.strip() for part in re.split(r"[;\n]", text)]
     return [_one(part) for part in parts if part and not part.startswith("#")]
 
@@ -73,10 +75,10 @@ def _one(text: str) -> Fault:
     found = _FORM.fullmatch(text)
     if found is None:
         raise UserError(f"--faults: {text!r} is no fault; expected such as 'crash 2 at 20' or 'slow 0 x5 at 10 for 20'")
-    kind, whom, value = found["kind"], found["whom"], found["value"]
+    kind, target, value = found["kind"], found["target"], found["value"]
     at, lasts = float(found["at"]), float(found["lasts"] or 0)
     try:
-        fault = _built(kind, whom, value, at, lasts)
+        fault = _built(kind, target, value, at, lasts)
     except ValueError:
         raise UserError(f"--faults: {text!r} is not complete; the forms stand in decentral/sim/faults.py") from None
     if kind in LASTING and not lasts:
@@ -84,26 +86,26 @@ def _one(text: str) -> Fault:
     return fault
 
 
-def _built(kind: str, whom: str, value: str | None, at: Seconds, lasts: Seconds) -> Fault:
+def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Seconds) -> Fault:
     if kind in (*SHARES, "join"):
-        return Fault(kind, at, value=_number(whom), lasts=lasts)
+        return Fault(kind, at, value=_number(target), lasts=lasts)
     if kind in PAIRS:
-        first, _, second = whom.partition(PAIRS[kind])
+        first, _, second = target.partition(PAIRS[kind])
         factor = _number(value) if kind == "degrade" else 0.0
         return Fault(kind, at, (int(first), int(second)), factor, lasts)
     if kind == "lie":
         if value not in LIES:
             raise UserError(f"--faults: a lie is one of {', '.join(LIES)}; got {value!r}")
-        return Fault(kind, at, _peers(whom), lasts=lasts, how=value)
+        return Fault(kind, at, _peers(target), lasts=lasts, how=value)
     if kind not in PEERS:
         known = ", ".join([*PEERS, *PAIRS, *SHARES, "join"])
         raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
     size = _number(value, negative=kind == "skew") if kind in ("slow", "skew") else 0.0
-    return Fault(kind, at, _peers(whom), size, lasts)
+    return Fault(kind, at, _peers(target), size, lasts)
 
 
 def _number(text: str | None, negative: bool = False) -> float:
-    """Raises ValueError for what is none, nothing, or less than nothing."""
+    """Raises ValueError for a text that is no number, and for numbers that are not positive."""
     number = float(text or "nan")
     if not (number > 0 or (negative and number <= 0)):
         raise ValueError(text)
@@ -138,7 +140,7 @@ def trace(path: Path) -> list[Fault]:
 
 
 def draw(chance: Random, peers: int, until: Seconds, count: int) -> list[Fault]:
-    """So many faults by chance, of all kinds, all over by `until`. Who is crashed comes back, all but once."""
+    """`count` faults by chance, of all kinds, in order of time, that begin before `until`. Crashed peers come back."""
     faults: list[Fault] = []
     for _ in range(count):
         faults += _drawn(chance, peers, until)
@@ -183,4 +185,5 @@ def _drawn(chance: Random, peers: int, until: Seconds) -> Iterator[Fault]:
 
 
 def text_of(faults: Sequence[Fault]) -> str:
+    """The text from which `parse` reads these faults."""
     return "; ".join(map(str, faults))

@@ -1,4 +1,4 @@
-"""Where the simulated peers are: delays and rates of their wires, from a topology file or from a few numbers."""
+"""Where the simulated peers are: delays and rates of their links, from a topology file or from a few numbers."""
 
 from dataclasses import dataclass, field
 
@@ -9,11 +9,12 @@ from decentral.scheduler.shared.topology import Topology
 
 RELAY_DELAYS = 2.0  # a path through a relay is about this much longer
 RELAY_RATE = 1.25e6  # bytes/s: what a volunteer's relay gives away
+PROCESSING_S = 1e-4  # on each way, beside the delay of the link
 
 
 @dataclass(frozen=True, slots=True)
-class Wires:
-    """Of peers of which nothing else is known. Rates in bytes/s."""
+class TypicalLink:
+    """The access links of peers of which nothing else is known. Rates in bytes/s."""
 
     delay_s: Seconds = 0.03  # one way, of the typical link
     up: float = 2.5e6
@@ -22,23 +23,23 @@ class Wires:
 
 
 @dataclass(slots=True)
-class Earth:
+class SwarmGeography:
     """A Geography: per peer where each differs, per pair where a topology says so, and what faults do to them."""
 
     seed: int
-    wires: Wires = field(default_factory=Wires)
+    link: TypicalLink = field(default_factory=TypicalLink)
     topology: Topology | None = None
     relayed: set[PeerId] = field(default_factory=set)  # behind a NAT: others reach them through a relay
     degraded: dict[frozenset[PeerId], float] = field(default_factory=dict)  # share of a link's rate that is left
     _places: dict[PeerId, int] = field(default_factory=dict)
-    _own: dict[PeerId, tuple[Seconds, float, float]] = field(default_factory=dict)
+    _own: dict[PeerId, tuple[Seconds, float, float]] = field(default_factory=dict)  # half a delay, rates up and down
 
-    def place(self, peer: PeerId, number: int) -> None:
-        """Number `number` of the swarm: the topology's peers in turn."""
+    def add(self, peer: PeerId, number: int) -> None:
+        """Places a peer by its number in the swarm: the topology's places are taken in turn."""
         self._places[peer] = number
         draw = rng.stream(self.seed, "wires", number)
-        half, up, down = self.wires.delay_s / 2, self.wires.up, self.wires.down
-        spread = self.wires.spread
+        half, up, down = self.link.delay_s / 2, self.link.up, self.link.down
+        spread = self.link.spread
         self._own[peer] = (
             half * draw.lognormvariate(0, spread),
             up * draw.lognormvariate(0, spread),
@@ -56,9 +57,10 @@ class Earth:
             delay_s = self._own[source][0] + self._own[target][0]
         else:
             delay_s = float(self.topology.delay_s[self._at(source), self._at(target)])
-        return delay_s * (RELAY_DELAYS if target in self.relayed or source in self.relayed else 1.0) + 1e-4
+        return delay_s * (RELAY_DELAYS if target in self.relayed or source in self.relayed else 1.0) + PROCESSING_S
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
+        """The rate of the pair's own link in bytes/s, beside the two access links."""
         rate = float("inf")
         if self.topology is not None:
             rate = float(self.topology.bandwidth[self._at(source), self._at(target)])
@@ -66,10 +68,8 @@ class Earth:
             rate = min(rate, RELAY_RATE)
         if not self.degraded:
             return rate
-        return min(rate, self._finite(source, target)) * self.degraded.get(frozenset((source, target)), 1.0)
-
-    def _finite(self, source: PeerId, target: PeerId) -> float:
-        return min(self.up(source), self.down(target))
+        rate = min(rate, self.up(source), self.down(target))
+        return rate * self.degraded.get(frozenset((source, target)), 1.0)
 
     def _at(self, peer: PeerId) -> int:
         assert self.topology is not None

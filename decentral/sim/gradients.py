@@ -10,7 +10,7 @@ from decentral.comm.wire import compress
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.sim.swarm import Shape, SimulatedPeer
+from decentral.sim.swarm import SimulatedPeer, SwarmSettings
 from decentral.sim.virtual_host import Training
 from decentral.train import data
 from decentral.train.compute import Compute, ComputeSetup
@@ -30,7 +30,7 @@ class Trained(Compute):
         return replace(outcome, seconds=0.0) if isinstance(outcome, jobs.Evaluated) else outcome
 
 
-def real_gradients(shape: Shape) -> Shape:
+def real_gradients(shape: SwarmSettings) -> SwarmSettings:
     """The same swarm, with the config's model trained on its data; checkpoints in a temporary folder."""
     run = shape.config
     corpus = data.load(run.data, run.model)

@@ -1,15 +1,15 @@
-"""A report as a picture: tokens/s, spread of the replicas, and live peers over virtual time."""
+"""A run's report as a picture: tokens/s, spread of the replicas, and live peers over virtual time."""
 
 from pathlib import Path
 
 from decentral.core.errors import UserError
-from decentral.sim.run import RunReport
+from decentral.sim.report import RunReport
 
-SMOOTHED = 10  # samples that a rate is over
+SMOOTHED = 10  # samples over which a rate is taken
 
 
-def of(report: RunReport, path: Path) -> None:
-    """Writes a PNG. Raises UserError without matplotlib, or where it cannot be written."""
+def draw(report: RunReport, path: Path) -> None:
+    """Writes a PNG. Raises UserError without matplotlib, or where the file cannot be written."""
     try:
         import matplotlib
 

@@ -1,16 +1,16 @@
-"""What must hold of micro-batches that travel, beside what sim/audit.py holds of gossip.
+"""The rules of micro-batches that travel through several peers.
 
-    counted      no layer's weights count a micro-batch twice, whoever retried or restarted; by what the sums of
-                 gradients hold, not by what their peers believe
+    counted      no layer's weights count a micro-batch twice, whichever peer retried or restarted. The audit
+                 goes by what the sums of gradients hold, not by what their peers believe
     told         the journals' `counted` lines say exactly what the sums held
     accounted    where nothing went wrong a micro-batch counts in all layers, or in none, or a journal says which
                  peer threw its gradients away
     covered      a layer's last living holder does not let go of it
-    bounded      executions, what waits to be settled, held activations and the ledger have limits
-    converges    all who follow a plan follow the same one, soon after somebody found it
+    bounded      executions, decisions that wait to be told, held activations and the ledger have limits
+    converges    all peers that follow a plan follow the same one, soon after some peer found it
     goes on      while each layer has a holder and nothing is wrong with the network, micro-batches are counted
 
-Assertions in sim/surrogate_stages.py hold that activations and gradients come where they belong.
+Assertions in sim/surrogate_stages.py check that activations and gradients come where they belong.
 """
 
 from collections import deque
@@ -32,45 +32,46 @@ from decentral.sim.surrogate_stages import SurrogateGradient
 from decentral.sim.swarm import SimulatedPeer
 from decentral.sim.virtual_host import VirtualHost
 
-MOST_IN_SUMS = 64  # times the executions that a peer has room for: a sum may wait for LONGEST_S
-MOST_TOLD = 8  # times the peers that are there: outboxes
-LONGEST_S = 60.0  # in which a micro-batch of these swarms is settled, or given up
-CONVERGED_S = 40.0  # after which all have seen who is there, and which plans are, and judged them
+MOST_IN_SUMS = 64  # times a peer's capacity: a sum may wait for LONGEST_S
+MOST_OUTBOXES = 8  # times the number of living peers
+LONGEST_S = 60.0  # in which a micro-batch of these swarms is committed or aborted
+CONVERGED_S = 40.0  # in which all peers have seen each other and all plans, and have evaluated those
 ROUTE_STALLED_S = 2 * LONGEST_S  # without a micro-batch counted anywhere
-SETTLED_S = 2 * LONGEST_S + 5.0  # after its first count a micro-batch counts everywhere, or will not
+COUNTED_EVERYWHERE_S = 2 * LONGEST_S + 5.0  # after its first count a micro-batch counts everywhere, or never will
 
 Violated = Callable[[str, str, VirtualHost | None], None]
+"""Reports a rule that was broken, with the detail and the peer concerned."""
 
 
 @dataclass(slots=True)
-class Steps:
-    """What a peer's sums held and what its journal said, as far as only one of the two is known."""
+class UnmatchedGradients:
+    """Gradients of which only one is known so far: that a sum held them, or that the journal counted them."""
 
     life: int
-    did: deque[SurrogateGradient] = field(default_factory=deque)
-    said: deque[SurrogateGradient] = field(default_factory=deque)
+    summed: deque[SurrogateGradient] = field(default_factory=deque)
+    journaled: deque[SurrogateGradient] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
 class RouteAudit:
+    """Compares sums of gradients with journals, holders with fragments, and plans with one another."""
+
     violated: Violated
     counted: dict[tuple[str, int], list[Span]] = field(default_factory=dict)  # by origin peer and number
     first_at: dict[tuple[str, int], Seconds] = field(default_factory=dict)
     thrown_away: set[tuple[str, int]] = field(default_factory=set)
-    troubled_at: Seconds = 0.0  # the last moment at which a layer had no holder, or somebody was not to be reached
+    troubled_at: Seconds = 0.0  # the last moment at which a layer had no holder or a peer could not be reached
     counted_at: Seconds = 0.0
-    _steps: dict[PeerId, Steps] = field(default_factory=dict)
+    _unmatched: dict[PeerId, UnmatchedGradients] = field(default_factory=dict)
     _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # by fragment: peer, and which life
-    _plans: dict[PeerId, tuple[SwarmPlan | None, Seconds]] = field(
-        default_factory=dict
-    )  # that it follows, and since when
-    _there: frozenset[tuple[PeerId, int]] = frozenset()  # who trains, and in which life
-    _changed_at: Seconds = 0.0  # that
+    _followed: dict[PeerId, tuple[SwarmPlan | None, Seconds]] = field(default_factory=dict)  # a plan, and since when
+    _there: frozenset[tuple[PeerId, int]] = frozenset()  # the peers that train, and in which life
+    _changed_at: Seconds = 0.0  # when `_there` last changed
 
     # Event by event
 
     def stepped(self, host: VirtualHost, life: int) -> None:
-        """A sum has been applied to the weights."""
+        """Takes the gradients of a sum that has been applied to the weights."""
         training = host.training
         if not isinstance(training, SurrogateWorkload):
             return
@@ -82,40 +83,42 @@ class RouteAudit:
             if overlap(spans):
                 self.violated("counted", f"{host.peer} counts {name} in layers {spans[-1]} again", host)
         self.counted_at = host.agenda.now
-        steps = self._steps_of(host, life)
-        steps.did.extend(training.span.stages.applied)
-        self._compare(host, steps)
+        unmatched = self._unmatched_of(host, life)
+        unmatched.summed.extend(training.span.stages.applied)
+        self._compare(host, unmatched)
 
     def logged(self, host: VirtualHost, life: int, line: Log) -> None:
+        """Takes a `counted` or `uncounted` line of a peer's journal."""
         if line.event == "uncounted":
             self.thrown_away |= {(one[0], one[1]) for one in line.fields["of"]}
             return
         if not isinstance(host.training, SurrogateWorkload):
             return
-        steps = self._steps_of(host, life)
-        steps.said.extend(SurrogateGradient(*one) for one in line.fields["of"])
-        self._compare(host, steps)
+        unmatched = self._unmatched_of(host, life)
+        unmatched.journaled.extend(SurrogateGradient(*one) for one in line.fields["of"])
+        self._compare(host, unmatched)
 
-    def _steps_of(self, host: VirtualHost, life: int) -> Steps:
-        steps = self._steps.get(host.peer)
-        if steps is None or steps.life != life:
-            steps = self._steps[host.peer] = Steps(life)
-        return steps
+    def _unmatched_of(self, host: VirtualHost, life: int) -> UnmatchedGradients:
+        unmatched = self._unmatched.get(host.peer)
+        if unmatched is None or unmatched.life != life:
+            unmatched = self._unmatched[host.peer] = UnmatchedGradients(life)
+        return unmatched
 
-    def _compare(self, host: VirtualHost, steps: Steps) -> None:
-        while steps.did and steps.said:
-            did, said = steps.did.popleft(), steps.said.popleft()
-            if did != said:
-                self.violated("told", f"the journal says {said}, the sum held {did}", host)
+    def _compare(self, host: VirtualHost, unmatched: UnmatchedGradients) -> None:
+        while unmatched.summed and unmatched.journaled:
+            summed, journaled = unmatched.summed.popleft(), unmatched.journaled.popleft()
+            if summed != journaled:
+                self.violated("told", f"the journal says {journaled}, the sum held {summed}", host)
 
     # Now and then
 
     def check(
         self, living: Sequence[SimulatedPeer], fragments: Sequence[jobs.Fragment], trouble: bool, now: Seconds
     ) -> None:
+        """The rules that hold at any time. `trouble`: something is wrong with the network or a process."""
         for member in living:
             self._check_bounds(member, len(living))
-        holders = self._covered(living, fragments)
+        holders = self._check_holders(living, fragments)
         if trouble or not all(holders[one.index] for one in fragments):
             self.troubled_at = now
         quiet_since = max(self.troubled_at, self.counted_at)
@@ -132,9 +135,9 @@ class RouteAudit:
         for member in living:
             spans = member.host.node.span_manager if member.training and member.host is not None else None
             plan = spans.swarm_plans.adopted if spans else None
-            known, since = self._plans.get(member.peer, (None, now))
+            known, since = self._followed.get(member.peer, (None, now))
             if known is None or known != plan:
-                self._plans[member.peer] = plan, now
+                self._followed[member.peer] = plan, now
             elif now - max(since, quiet_since) > CONVERGED_S:
                 followed.append((member, known))
         for member, plan in followed[1:]:
@@ -142,7 +145,7 @@ class RouteAudit:
                 first = followed[0][0].peer
                 self.violated("converges", f"{member.peer} and {first} follow different plans", member.host)
 
-    def _covered(
+    def _check_holders(
         self, living: Sequence[SimulatedPeer], fragments: Sequence[jobs.Fragment]
     ) -> dict[int, dict[PeerId, int]]:
         holders: dict[int, dict[PeerId, int]] = {one.index: {} for one in fragments}
@@ -162,18 +165,21 @@ class RouteAudit:
         host = member.host
         if host is None or host.node.routes is None:
             return
-        routes, stage, room = host.node.routes, host.node.routes.stage, host.node.routes.stage.capacity
-        told = max((len(box.commit) + len(box.abort) for box in routes.outboxes.boxes.values()), default=0)
+        routes, stage, capacity = host.node.routes, host.node.routes.stage, host.node.routes.stage.capacity
+        decided = max((len(box.commit) + len(box.abort) for box in routes.outboxes.boxes.values()), default=0)
         graphs = (
             list(host.training.span.stages.pending.values()) if isinstance(host.training, SurrogateWorkload) else []
         )
         sizes: dict[str, tuple[float, float]] = {
-            "legs": (len(routes.executions), MOST_HELD * room),
-            "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * room),
+            "executions": (len(routes.executions), MOST_HELD * capacity),
+            "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * capacity),
             "graphs": (len(graphs), MOST_UNDER_WAY + JOBS_AT_ONCE),
-            "spans' activations": (sum(stage.memory_share(one.first, one.last) for one in graphs), room + JOBS_AT_ONCE),
-            "settles for one peer": (told, 2 * decisions.DECISIONS_KEPT),
-            "peers to be told": (len(routes.outboxes.boxes), MOST_TOLD * max(living, 4)),
+            "spans' activations": (
+                sum(stage.memory_share(one.first, one.last) for one in graphs),
+                capacity + JOBS_AT_ONCE,
+            ),
+            "decisions for one peer": (decided, 2 * decisions.DECISIONS_KEPT),
+            "peers to be told": (len(routes.outboxes.boxes), MOST_OUTBOXES * max(living, 4)),
         }
         for what, (size, most) in sizes.items():
             if size > most:
@@ -182,7 +188,8 @@ class RouteAudit:
     # At the end
 
     def finish(self, layers: int, now: Seconds, undisturbed: bool) -> None:
-        old = (name for name, at in self.first_at.items() if now - at > SETTLED_S)
+        """The rule at the end. `undisturbed`: the run had no faults."""
+        old = (name for name, at in self.first_at.items() if now - at > COUNTED_EVERYWHERE_S)
         missed = [name for name in old if covered(self.counted[name]) < layers and name not in self.thrown_away]
         if undisturbed and missed:
             self.violated("accounted", f"{missed[0]} counts in layers {self.counted[missed[0]]} only", None)

@@ -1,7 +1,7 @@
-"""Small swarms with faults by chance, seed after seed: what a seed stands for, and many of them on all cores.
+"""The sweep: small swarms with faults by chance, one for each seed, many of them on all cores.
 
-A seed decides the number of peers, their speeds, the algorithm, the wires, and from one to five faults. The clock of
-these swarms is quick (windows of 3 s, records of 24 s), so that two minutes hold everything that happens in an hour.
+A seed decides the number of peers, their speeds, the algorithm, the links, and one to five faults. Windows of these
+swarms last 3 s and records 24 s, so that two minutes hold everything that happens in an hour elsewhere.
 """
 
 from collections import deque
@@ -16,18 +16,18 @@ import torch
 from decentral.core import config, rng
 from decentral.core.units import Seconds
 from decentral.sim import faults
-from decentral.sim.audit import Violation
-from decentral.sim.geography import Wires
+from decentral.sim.evidence import Violation
+from decentral.sim.geography import TypicalLink
 from decentral.sim.run import ROSTER_SETTLE_S, Scenario, run
-from decentral.sim.swarm import Shape
+from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
 from decentral.train import memory
 
 FAULTS_UNTIL_S: Seconds = 60.0
-SPANS_EVERY = 4  # seeds, of which the last stands for a swarm whose peers hold spans of the model
+SPANS_EVERY = 4  # in every so many seeds, the last one stands for a swarm whose peers hold spans of the model
 SPAN_MODEL = [
     *("model.depth=4", "model.width=32", "model.context=32", "train.micro_batch=2"),
-    "gossip.fragment_parameters=10000",  # four of them
+    "gossip.fragment_parameters=10000",  # which makes four fragments
 ]
 ALGORITHMS = ("pull", "pull", "pull", "symmetric", "push_sum", "allreduce")
 SETTINGS = [
@@ -44,51 +44,54 @@ AHEAD = 8  # seeds that wait for a process
 
 @dataclass(frozen=True, slots=True)
 class SweepOutcome:
+    """What came of one seed: a digest, or the rule that was violated and what is known of it."""
+
     seed: int
     digest: str
     checks: int
-    violated: str = ""  # the rule, if one was
+    violated: str = ""  # the rule; empty where none was violated
     said: str = ""
-    latest: tuple[str, ...] = ()
+    latest: tuple[str, ...] = ()  # the last events of the peer concerned
     faults: str = ""
-    farthest: float = 0.0  # of the replicas at the end, in windows' noise
+    farthest: float = 0.0  # a replica's distance from the mean at the end, in windows' noise
 
 
 def scenario_of(seed: int) -> Scenario:
+    """The scenario that a seed stands for; always the same one."""
     chance = rng.stream(seed, "sweep")
     peers = chance.randint(3, 6)
     throttles = tuple(chance.choice([1.0, 1.0, 1.5, 4.0]) for _ in range(peers))
     algorithm = chance.choice(ALGORITHMS)
     spans = seed % SPANS_EVERY == SPANS_EVERY - 1
-    shape = _shape_of_spans(algorithm, throttles, seed) if spans else _shape(algorithm, throttles)
+    settings = _span_settings(algorithm, throttles, seed) if spans else _settings(algorithm, throttles)
     drawn = faults.draw(chance, peers, FAULTS_UNTIL_S, chance.randint(1, 5))
     over = max(fault.at + fault.lasts for fault in drawn)
-    seconds = over + shape.config.swarm.record_ttl_s + ROSTER_SETTLE_S + 1
-    wires = Wires(delay_s=chance.choice([0.005, 0.05, 0.2]))
-    return Scenario(shape, peers, seconds, seed, tuple(drawn), wires)
+    seconds = over + settings.config.swarm.record_ttl_s + ROSTER_SETTLE_S + 1
+    link = TypicalLink(delay_s=chance.choice([0.005, 0.05, 0.2]))
+    return Scenario(settings, peers, seconds, seed, tuple(drawn), link)
 
 
 @cache
-def _shape(algorithm: str, throttles: tuple[float, ...]) -> Shape:
+def _settings(algorithm: str, throttles: tuple[float, ...]) -> SwarmSettings:
     run_config = config.load(None, [*SETTINGS, f"gossip.algorithm={algorithm}"])
-    return Shape.of(run_config, Pace(0.4, 0.05, report_s=5.0), throttles, 1024)
+    return SwarmSettings.of(run_config, Pace(0.4, 0.05, report_s=5.0), throttles, 1024)
 
 
-def _shape_of_spans(algorithm: str, throttles: tuple[float, ...], seed: int) -> Shape:
-    """Of four fragments each peer has room for one to three, most for two; few have room for all."""
+def _span_settings(algorithm: str, throttles: tuple[float, ...], seed: int) -> SwarmSettings:
+    """The memory of each peer takes one to three of the four fragments, mostly two; a few take all."""
     chance = rng.stream(seed, "spans")
     overlap = chance.random() < 0.5
     accumulate = chance.choice([1, 1, 2, 4])
     run_config = _span_config(algorithm, overlap, accumulate)
-    shape = Shape.of(run_config, Pace(1.0, 0.05, report_s=5.0), throttles, 64)
+    settings = SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=5.0), throttles, 64)
     under_way = chance.choice([4, 6, 8])
-    sizes = [chance.choice([1, 2, 2, 2, 3, len(shape.fragments)]) for _ in throttles]
-    return replace(shape, memory=tuple(room_for(shape, size, under_way) for size in sizes))
+    sizes = [chance.choice([1, 2, 2, 2, 3, len(settings.fragments)]) for _ in throttles]
+    return replace(settings, memory=tuple(memory_for(settings, size, under_way) for size in sizes))
 
 
-def room_for(shape: Shape, count: int, under_way: int) -> int:
-    """Bytes that any `count` fragments take with so many micro-batches under way; not enough for more fragments."""
-    needs = memory.needs(shape.config, shape.fragments)
+def memory_for(settings: SwarmSettings, count: int, under_way: int) -> int:
+    """Bytes that any `count` fragments take with so many micro-batches under way, and that more do not fit into."""
+    needs = memory.needs(settings.config, settings.fragments)
     starts = range(len(needs.fragments) - count + 1)
     enough = max(needs.span_bytes(at, at + count, under_way) for at in starts)
     more = [needs.span_bytes(at, at + count + 1) - 1 for at in starts[:-1]]
@@ -102,25 +105,25 @@ def _span_config(algorithm: str, overlap: bool, accumulate: int) -> config.Confi
 
 
 def play(seed: int) -> SweepOutcome:
-    """One seed, and what came of it. An error of our own is an outcome too."""
+    """Plays one seed. An error of our own is an outcome too."""
     scenario = scenario_of(seed)
     text = faults.text_of(scenario.faults)
     try:
         report = run(scenario)
     except Violation as violation:
         return SweepOutcome(seed, "", 0, violation.rule, str(violation), tuple(violation.latest), text)
-    except Exception as error:  # an assertion of ours: the sweep goes on and names the seed
+    except Exception as error:  # such as a failed assertion: the sweep goes on and names the seed
         return SweepOutcome(seed, "", 0, "raised", f"{type(error).__name__}: {error}", (), text)
-    return SweepOutcome(seed, report.digest, report.checks, farthest=report.farthest)
+    return SweepOutcome(seed, report.audit.digest, report.audit.checks, farthest=report.audit.farthest)
 
 
 def sweep(seeds: Iterable[int], processes: int) -> Iterator[SweepOutcome]:
-    """As they come, in the order of the seeds. Who stops listening waits for at most AHEAD seeds of each process."""
+    """The outcomes in the order of the seeds. A caller that stops early waits for at most AHEAD seeds per process."""
     if processes == 1:
         yield from map(play, seeds)
         return
     under_way: deque[Future[SweepOutcome]] = deque()
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         try:
             for seed in seeds:
                 under_way.append(pool.submit(play, seed))
@@ -130,7 +133,3 @@ def sweep(seeds: Iterable[int], processes: int) -> Iterator[SweepOutcome]:
                 yield under_way.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)

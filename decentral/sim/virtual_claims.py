@@ -1,4 +1,4 @@
-"""decentral/claim_span.py in virtual time: what a real peer awaits happens on an agenda."""
+"""decentral/claim_span.py in virtual time: the waits of its coroutine happen on an agenda."""
 
 import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 @types.coroutine
 def wait(seconds: Seconds) -> Generator[Seconds, None, None]:
-    """What everything that is awaited here comes down to."""
+    """Suspends the coroutine for this long. Everything that is awaited here comes down to it."""
     yield seconds
 
 
 def play(agenda: Agenda, work: Coroutine[Seconds, None, T], done: Callable[[T], None]) -> None:
-    """Lets the coroutine run, each wait as long as it says, and gives its result to `done`."""
+    """Runs the coroutine on the agenda: each wait takes as long as it says, and `done` gets the result."""
     try:
         seconds = work.send(None)
     except StopIteration as over:
@@ -30,6 +30,8 @@ def play(agenda: Agenda, work: Coroutine[Seconds, None, T], done: Callable[[T], 
 
 @dataclass(frozen=True, slots=True)
 class VirtualClock:
+    """A Clock (decentral/claim_span.py) that waits on the agenda."""
+
     now: Callable[[], Seconds]
 
     async def sleep(self, seconds: Seconds) -> None:
@@ -37,15 +39,15 @@ class VirtualClock:
 
 
 @dataclass(frozen=True, slots=True)
-class FarDirectory:
-    """A directory whose looks take their time."""
+class DelayedDirectory:
+    """A directory whose lookups take `lookup_s` each."""
 
     near: VirtualDirectory
-    look_s: Seconds
+    lookup_s: Seconds
 
     async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
         return await self.near.store(key, subkey, value, expires)
 
     async def fetch(self, key: str) -> Mapping[str, bytes]:
-        await wait(self.look_s)
+        await wait(self.lookup_s)
         return await self.near.fetch(key)

@@ -78,8 +78,8 @@ class Wire(Protocol):
     def fetch(self, key: str, done: Callable[[dict[str, bytes]], None]) -> None: ...
 
 
-class Watch(Protocol):
-    """Is shown everything that a peer does. It may raise."""
+class Observer(Protocol):
+    """Sees everything that a peer does. It may raise."""
 
     def handled(self, host: "VirtualHost", event: object, effects: list[Effect]) -> None: ...
 
@@ -237,12 +237,12 @@ class VirtualHost:
         agenda: Agenda,
         clock: Callable[[], Seconds],
         chance: Random,
-        watch: Watch,
+        observer: Observer,
         journal: Callable[[PeerId, Seconds, Log], None],
     ) -> None:
         self.node, self.wire, self.training, self.agenda, self.clock = node, wire, training, agenda, clock
         self.engine = Engine(agenda, training, pace, chance, self._report)
-        self.watch, self.journal = watch, journal
+        self.observer, self.journal = observer, journal
         self.peer = node.setup.own.peer
         self.ended: str | None = None
         self._requests: dict[int, Respond] = {}
@@ -296,7 +296,7 @@ class VirtualHost:
 
     def _report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
         if job is not None:
-            self.watch.done(self, job, outcome)
+            self.observer.done(self, job, outcome)
         self.deliver(outcome)
 
     def _wake(self) -> None:
@@ -310,7 +310,7 @@ class VirtualHost:
     # Effects
 
     def _carry_all(self, event: object, effects: list[Effect]) -> None:
-        self.watch.handled(self, event, effects)
+        self.observer.handled(self, event, effects)
         for effect in effects:
             self._carry(effect)
         self._arm()

@@ -1,4 +1,4 @@
-"""python -m decentral.audit: once, in part, or twice."""
+"""python -m decentral.audit: whether micro-batches counted once, in part, or twice."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ def line(*executions: tuple[str, int, int, int], event: str = "counted") -> dict
     return {"t": 1.0, "event": event, "of": [[*execution, 10] for execution in executions]}
 
 
-def test_a_micro_batch_counts_once_where_its_hops_meet() -> None:
+def test_a_micro_batch_counts_once_where_its_executions_meet() -> None:
     found = audit.audit([[line(("A", 1, 0, 2))], [line(("A", 1, 2, 3), ("A", 2, 2, 3))]], 3)
     assert (found.everywhere, found.in_part, found.twice, found.tokens) == (1, 1, (), 10)
 
 
-def test_hops_that_overlap_have_counted_twice() -> None:
+def test_executions_that_overlap_have_counted_twice() -> None:
     found = audit.audit([[line(("A", 1, 0, 2))], [line(("A", 1, 1, 3))]], 3)
     assert not found.sound
     assert found.twice == (("A", 1),)
@@ -37,7 +37,7 @@ def write(folder: Path, *lines: dict[str, object]) -> None:
     (folder / "journal.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 
 
-def test_the_command_says_so_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "peer-0", line(("A", 1, 0, 2)))
     write(tmp_path / "peer-1", line(("A", 1, 2, 3)))
     assert audit.main([str(tmp_path)]) == 0
@@ -47,12 +47,12 @@ def test_the_command_says_so_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixt
     )
 
 
-def test_twice_is_exit_1(tmp_path: Path) -> None:
+def test_a_micro_batch_that_counted_twice_is_exit_1(tmp_path: Path) -> None:
     write(tmp_path / "peer-0", line(("A", 1, 0, 3)), line(("A", 1, 0, 3)))
     with pytest.raises(SystemExit):
         audit.main([str(tmp_path)])
 
 
-def test_a_folder_without_journals(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_journals_is_exit_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert audit.main([str(tmp_path)]) == 2
     assert "has no journal.jsonl" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Where peers put themselves: all of the model if it fits, else what is missing, and never two at once."""
+"""Which layers peers claim: the whole model if it fits, else what is missing, and never all the same ones."""
 
 import asyncio
 from pathlib import Path
@@ -30,34 +30,34 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim_span, "CLAIM_S", 0.01)
 
 
-async def placed(network: Loopback, own: Identity, memory_bytes: int) -> claim_span.Placed:
+async def claimed(network: Loopback, own: Identity, memory_bytes: int) -> claim_span.ClaimedSpan:
     return await chosen(own, LoopbackDirectory(network), memory_bytes, None)
 
 
 async def chosen(
     own: Identity, directory: LoopbackDirectory, memory_bytes: int, kept: tuple[int, int] | None
-) -> claim_span.Placed:
-    wish = claim_span.Wish(CONFIG, RUN, own, (), memory_bytes, kept)
-    return await claim_span.choose_place(wish, NEEDS, directory, claim_span.WallClock())
+) -> claim_span.ClaimedSpan:
+    request = claim_span.SpanRequest(CONFIG, RUN, own, (), memory_bytes, kept)
+    return await claim_span.claim(request, NEEDS, directory, claim_span.WallClock())
 
 
 def test_a_model_that_fits_is_held_whole_and_nobody_is_asked(identities: list[Identity]) -> None:
     network = Loopback()
-    assert asyncio.run(placed(network, identities[0], NEEDS.span_bytes(0, 4))).span is None
+    assert asyncio.run(claimed(network, identities[0], NEEDS.span_bytes(0, 4))).span is None
     assert not network.records
 
 
 def test_peers_that_come_one_after_another_cover_the_model(identities: list[Identity]) -> None:
     network = Loopback()
-    spans = [asyncio.run(placed(network, own, HALF)).span for own in identities[:2]]
+    spans = [asyncio.run(claimed(network, own, HALF)).span for own in identities[:2]]
     assert spans == [(0, 3), (3, 6)]
 
 
 def test_peers_that_come_at_once_do_not_all_take_the_same(identities: list[Identity]) -> None:
     network = Loopback()
 
-    async def together() -> list[claim_span.Placed]:
-        return list(await asyncio.gather(*(placed(network, own, HALF) for own in identities)))
+    async def together() -> list[claim_span.ClaimedSpan]:
+        return list(await asyncio.gather(*(claimed(network, own, HALF) for own in identities)))
 
     spans = [one.span for one in asyncio.run(together())]
     covered = {layer for span in spans if span for layer in range(*span)}
@@ -80,7 +80,7 @@ def test_a_checkpoint_that_does_not_fit_any_more_is_the_users_to_mend(identities
 def test_claims_of_others_that_are_no_records_are_left_out(identities: list[Identity]) -> None:
     network = Loopback()
     network.records[f"{RUN}/peers", "QmNobody"] = (b"garbage", 4e9)
-    assert asyncio.run(placed(network, identities[0], HALF)).span == (0, 3)
+    assert asyncio.run(claimed(network, identities[0], HALF)).span == (0, 3)
 
 
 @pytest.mark.parametrize(

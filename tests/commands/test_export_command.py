@@ -1,4 +1,4 @@
-"""python -m decentral.export: what it writes is our model to transformers, and what goes wrong is one line."""
+"""python -m decentral.export: transformers reads our model from what it writes, and errors take one line."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.state import Folder
+from decentral.state import StateFolder
 from decentral.train import replicas
 from decentral.train.compute import Compute, ComputeSetup
 
@@ -35,7 +35,7 @@ def folders(setup_of: Callable[..., ComputeSetup]) -> list[Path]:
         for mixed in compute.gossip.fragments:
             mixed.live.theta.add_(change)
         compute.do(jobs.Save())
-        Folder(setup.folder).write_run(RUN, setup.config)
+        StateFolder(setup.folder).write_run(RUN, setup.config)
         made.append(setup.folder)
     return made
 
@@ -78,7 +78,7 @@ def test_fragments_that_different_peers_hold_are_put_together() -> None:
 
 
 def test_a_layer_that_nobody_holds_is_named(folders: list[Path], capfd: pytest.CaptureFixture[str]) -> None:
-    run = Folder(folders[0]).read_run()
+    run = StateFolder(folders[0]).read_run()
     assert run is not None
     weights = replicas.read(folders[0])
     assert weights is not None
@@ -91,7 +91,7 @@ def test_a_layer_that_nobody_holds_is_named(folders: list[Path], capfd: pytest.C
 
 
 class Serving:
-    """A transport on which each named compute answers PullState as a live peer's donor does."""
+    """A transport on which each named compute answers StateRequest as a live peer's donor does."""
 
     def __init__(self, computes: dict[PeerId, Compute], dead: str = "") -> None:
         self.computes, self.dead = computes, dead

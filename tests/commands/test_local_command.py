@@ -25,7 +25,7 @@ TINY = [
     "--set",
     "gossip.window_s=0.25",
 ]
-LIMIT_S = 240.0  # for a loaded machine; a swarm of three takes a tenth of it
+LIMIT_S = 240.0  # enough on a loaded machine; a swarm of three takes a tenth of it
 
 PEER_KEYS = {
     "peer": str,
@@ -98,7 +98,7 @@ def test_what_the_first_peer_says_is_what_the_user_reads(capfd: pytest.CaptureFi
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder and the summary of three peers that trained sixty steps each, one of them four times slower."""
+    """The folder and the summary of three peers that trained 300 steps each, one of them four times slower."""
     folder = tmp_path_factory.mktemp("swarm")
     flags = [
         "--peers",

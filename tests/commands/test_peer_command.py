@@ -1,4 +1,4 @@
-"""python -m decentral.peer as a user gets it wrong: exit 2, one line on stderr that says what to do, no traceback."""
+"""python -m decentral.peer where the user makes a mistake: exit 2, and one line on stderr that says what to do."""
 
 import fcntl
 import os
@@ -12,7 +12,7 @@ from decentral import peer
 from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.ids import RunId
-from decentral.state import Folder
+from decentral.state import StateFolder
 
 ROOT = Path(__file__).parent.parent.parent
 LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
@@ -84,7 +84,7 @@ def test_a_damaged_identity(capfd: pytest.CaptureFixture[str], folder: Path) -> 
 @pytest.mark.parametrize("flags", [["default"], ["--set", "seed=2"]])
 def test_a_state_folder_whose_run_is_settled(capfd: pytest.CaptureFixture[str], folder: Path, flags: list[str]) -> None:
     folder.mkdir()
-    Folder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
     said = refusal(capfd, folder, *flags)
     assert "belongs to run gpt-3fa2c1" in said
     assert "leave CONFIG and --set out" in said

@@ -92,7 +92,7 @@ def test_a_bad_flag_is_one_line_and_exit_2(flags: list[str], capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("uncounted")
-def test_a_violation_is_exit_1_and_says_all_that_it_takes_to_see_it_again(
+def test_a_violation_is_exit_1_and_says_how_to_see_it_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = [*SMALL, "--faults", "crash 1 at 12; restart 1 at 15"]

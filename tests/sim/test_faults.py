@@ -44,7 +44,7 @@ def test_whatever_is_drawn_can_be_written_and_read_again(seed: int, peers: int, 
 
 
 @given(st.integers(0, 10**6))
-def test_what_is_drawn_is_in_order_and_who_goes_down_comes_up(seed: int) -> None:
+def test_drawn_faults_are_in_order_and_a_peer_that_goes_down_comes_up(seed: int) -> None:
     drawn = faults.draw(Random(seed), 5, 60.0, 5)
     assert [fault.at for fault in drawn] == sorted(fault.at for fault in drawn)
     for peer in range(5):
@@ -59,7 +59,7 @@ def test_every_kind_is_drawn_sooner_or_later() -> None:
     assert kinds == {*faults.PEERS, *faults.PAIRS, *faults.SHARES, "join"}
 
 
-def test_several_stand_on_lines_or_between_semicolons_and_comments_are_none() -> None:
+def test_faults_are_separated_by_lines_or_semicolons_and_comments_are_skipped() -> None:
     text = "crash 0 at 1; restart 0 at 2\n# the night\nleave 1 at 3;\n"
     assert [fault.kind for fault in faults.parse(text)] == ["crash", "restart", "leave"]
 

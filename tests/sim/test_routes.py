@@ -1,4 +1,4 @@
-"""Swarms that hold the model in spans, in virtual time: the real nodes, jobs and placement, with surrogate weights."""
+"""Swarms that hold the model in spans, in virtual time: real nodes, jobs and placement with surrogate weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,28 +22,29 @@ from decentral.core.jobs import (
 )
 from decentral.peers.planning.swarm_plans import SwarmPlans
 from decentral.sim import faults, sweep
-from decentral.sim.audit import Violation
-from decentral.sim.geography import Wires
+from decentral.sim.evidence import Violation
+from decentral.sim.geography import TypicalLink
 from decentral.sim.gradients import real_gradients
-from decentral.sim.run import RunReport, Scenario, Unwatched, run
+from decentral.sim.report import RunReport
+from decentral.sim.run import Scenario, run
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import DESCENT_RATE, STEP_NOISE, SurrogateModel
-from decentral.sim.swarm import Shape
+from decentral.sim.swarm import SwarmSettings, Unobserved
 from decentral.sim.virtual_host import Pace
 from decentral.train import memory
 
 MODEL = [*sweep.SETTINGS, *sweep.SPAN_MODEL]
 
 
-def shape_of(fragments: int, *overrides: str, under_way: int = 8, step_s: float = 1.0) -> Shape:
-    """Each peer has room for so many fragments, of four."""
-    shape = Shape.of(config.load(None, [*MODEL, *overrides]), Pace(step_s, 0.05, report_s=5.0), (1.0,), 64)
-    return replace(shape, memory=(sweep.room_for(shape, fragments, under_way),))
+def settings_for(fragments: int, *overrides: str, under_way: int = 8, step_s: float = 1.0) -> SwarmSettings:
+    """The memory of each peer takes so many of the four fragments."""
+    settings = SwarmSettings.of(config.load(None, [*MODEL, *overrides]), Pace(step_s, 0.05, report_s=5.0), (1.0,), 64)
+    return replace(settings, memory=(sweep.memory_for(settings, fragments, under_way),))
 
 
-def scenario(spec: str = "", seconds: float = 60.0, peers: int = 4, shape: Shape | None = None) -> Scenario:
-    shape = shape or shape_of(2, "routes.overlap=true")
-    return Scenario(shape, peers, seconds, 1, tuple(faults.parse(spec)), Wires(0.01))
+def scenario(spec: str = "", seconds: float = 60.0, peers: int = 4, settings: SwarmSettings | None = None) -> Scenario:
+    settings = settings or settings_for(2, "routes.overlap=true")
+    return Scenario(settings, peers, seconds, 1, tuple(faults.parse(spec)), TypicalLink(0.01))
 
 
 @pytest.fixture(scope="module")
@@ -52,37 +53,37 @@ def calm() -> RunReport:
 
 
 def test_peers_with_spans_train_together_and_each_layer_counts_each_micro_batch_once(calm: RunReport) -> None:
-    assert calm.tokens > 60 * 64
-    assert calm.routed["twice"] == 0
-    assert calm.routed["everywhere"] > 60
-    assert calm.routed["in_part"] < 0.1 * calm.routed["everywhere"]
+    assert calm.throughput.tokens > 60 * 64
+    assert calm.routes.routed["twice"] == 0
+    assert calm.routes.routed["everywhere"] > 60
+    assert calm.routes.routed["in_part"] < 0.1 * calm.routes.routed["everywhere"]
 
 
 def test_the_weights_descend_as_micro_batches_are_counted(calm: RunReport) -> None:
-    assert calm.loss < 0.5  # 1 at the start
+    assert calm.replicas.loss < 0.5  # 1 at the start
 
 
 def test_a_swarm_of_spans_has_one_digest_for_one_seed(calm: RunReport) -> None:
-    assert run(scenario()).digest == calm.digest != run(replace(scenario(), seed=2)).digest
+    assert run(scenario()).audit.digest == calm.audit.digest != run(replace(scenario(), seed=2)).audit.digest
 
 
 def test_a_micro_batch_costs_the_devices_together_one_pass_through_the_model(calm: RunReport) -> None:
     """Devices are busy for as long as the micro-batches that were counted take, and a little for gossip and retries."""
     busy_s = sum(one["busy_fraction"] for one in calm.by_peer) * 55
-    assert calm.routed["everywhere"] * 1.0 < busy_s * 1.1
-    assert busy_s < 1.3 * calm.routed["everywhere"] * 1.0
+    assert calm.routes.routed["everywhere"] * 1.0 < busy_s * 1.1
+    assert busy_s < 1.3 * calm.routes.routed["everywhere"] * 1.0
 
 
 def test_a_peer_with_room_for_all_of_the_model_holds_it_and_trains_by_itself() -> None:
-    report = run(scenario(peers=2, seconds=20.0, shape=shape_of(4)))
+    report = run(scenario(peers=2, seconds=20.0, settings=settings_for(4)))
     assert all(one["tokens"] > 500 for one in report.by_peer)
-    assert report.routed["everywhere"] == 0
+    assert report.routes.routed["everywhere"] == 0
 
 
 def test_a_killed_peer_comes_back_to_its_layers_and_its_numbers_go_on() -> None:
-    """The audit holds that no number is counted twice; here that the swarm goes on."""
+    """The audit checks that no number is counted twice; this test, that the swarm goes on."""
     report = run(scenario("crash 0 at 20; restart 0 at 25; crash 1 at 30; restart 1 at 33", seconds=120.0))
-    assert report.routed["twice"] == 0
+    assert report.routes.routed["twice"] == 0
     assert report.by_peer[0]["lives"] == 2
     assert report.by_peer[0]["tokens"] > 0
     late = [one.tokens for one in report.samples]
@@ -90,13 +91,13 @@ def test_a_killed_peer_comes_back_to_its_layers_and_its_numbers_go_on() -> None:
 
 
 def test_a_layer_whose_holders_all_die_is_taken_over_by_another_peer() -> None:
-    """Nobody keeps a state of it, so it begins anew when its holders have had a minute to come back."""
+    """No peer has retained its state, so it begins anew when its holders have had a minute to come back."""
     report = run(scenario("crash 1,2 at 30", seconds=130.0))
-    assert report.moves == {"lost done": 1}
-    assert report.routed["twice"] == 0
+    assert report.routes.moves == {"lost done": 1}
+    assert report.routes.routed["twice"] == 0
     counted = {round(one.at): one.tokens for one in report.samples}
     assert counted[31] > 0
-    assert counted[90] - counted[40] < 64 * 8  # what was under way
+    assert counted[90] - counted[40] < 64 * 8  # only micro-batches that were under way
     assert counted[130] > counted[100] + 64 * 8
 
 
@@ -104,11 +105,11 @@ SLOW = replace(scenario("slow 3 x5 at 30 for 300", seconds=180.0), peers=6)
 
 
 def test_peers_follow_one_plan_and_move_while_they_train() -> None:
-    planned, stayed = run(SLOW), run(replace(SLOW, shape=replace(SLOW.shape, moves=False)))
-    assert planned.moves["plan done"] >= 2
-    assert planned.plans >= 1
-    assert planned.routed["twice"] == stayed.routed["twice"] == stayed.plans == 0
-    last_third = [report.tokens - report.samples[-67].tokens for report in (planned, stayed)]
+    planned, stayed = run(SLOW), run(replace(SLOW, settings=replace(SLOW.settings, moves=False)))
+    assert planned.routes.moves["plan done"] >= 2
+    assert planned.routes.plans >= 1
+    assert planned.routes.routed["twice"] == stayed.routes.routed["twice"] == stayed.routes.plans == 0
+    last_third = [report.throughput.tokens - report.samples[-67].tokens for report in (planned, stayed)]
     assert last_third[0] > 1.1 * last_third[1]
 
 
@@ -124,31 +125,31 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
         *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
         *("train.warmup_steps=5", "routes.overlap=true"),
     ]
-    plain = Shape.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64)
-    shape = real_gradients(plain)
-    needs = memory.needs(shape.config, shape.fragments)
+    unspanned = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64)
+    settings = real_gradients(unspanned)
+    needs = memory.needs(settings.config, settings.fragments)
     half = max(needs.span_bytes(0, 2), needs.span_bytes(1, len(needs.fragments)))
-    shape = replace(shape, memory=(half,))
+    settings = replace(settings, memory=(half,))
     losses: list[float] = []
 
-    class Watching(Unwatched):
+    class LossObserver(Unobserved):
         def done(self, host: object, job: object, outcome: object) -> None:
             if isinstance(outcome, jobs.BackwardDone) and outcome.loss:
                 losses.append(outcome.loss / outcome.tokens)
 
-    report = run(Scenario(shape, 3, 80.0, 1, audited=False), watch=Watching())
-    assert report.routed["everywhere"] > 50
-    assert report.routed["twice"] == 0
+    report = run(Scenario(settings, 3, 80.0, 1, audited=False), observer=LossObserver())
+    assert report.routes.routed["everywhere"] > 50
+    assert report.routes.routed["twice"] == 0
     assert sum(losses[-20:]) / 20 < 0.8 * sum(losses[:20]) / 20
 
 
-# The surrogate's sums. Fragments are layers [0, 2) [2, 3) [3, 4) [4, 6).
+# The surrogate's sums of gradients. Fragments are layers [0, 2) [2, 3) [3, 4) [4, 6).
 
 
 def surrogate(first: int, last: int) -> SurrogateWorkload:
-    shape = shape_of(2)
+    settings = settings_for(2)
     chance = rng.arrays(1, "surrogate")
-    model = SurrogateModel(shape.config, shape.fragments, compress, 64, shape.model.layout)
+    model = SurrogateModel(settings.config, settings.fragments, compress, 64, settings.model.layout)
     return SurrogateWorkload(model, PeerId("P"), (first, last), chance, SurrogateDisk())
 
 
@@ -246,6 +247,6 @@ def test_what_has_not_the_right_length_is_refused_and_changes_nothing(blob: byte
     ],
 )
 def test_a_job_costs_its_layers_share_of_a_micro_batch(job: jobs.Job, part: float) -> None:
-    """A third of it forward; at the model's end the backward pass follows at once."""
+    """The forward pass is a third of it. At the model's end the backward pass follows at once."""
     origin, _ = drawn(0)
     assert origin.work(job) == pytest.approx(part)

@@ -9,22 +9,22 @@ from decentral.core import config
 from decentral.core.units import Seconds
 from decentral.sim import faults, sweep
 from decentral.sim import run as runs
-from decentral.sim.audit import Violation
+from decentral.sim.evidence import Violation
 from decentral.sim.gradients import real_gradients
-from decentral.sim.run import Enough, Scenario, run, shrink
-from decentral.sim.swarm import Shape
+from decentral.sim.run import Scenario, StopRun, run, shrink
+from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
 from decentral.train import outer
 
 
 def scenario(spec: str = "", seconds: float = 40.0, seed: int = 1, throttles: tuple[float, ...] = (1.0,)) -> Scenario:
-    shape = Shape.of(config.load(None, sweep.SETTINGS), Pace(0.4, 0.05, report_s=2.0), throttles, 1024)
-    return Scenario(shape, 3, seconds, seed, tuple(faults.parse(spec)))
+    settings = SwarmSettings.of(config.load(None, sweep.SETTINGS), Pace(0.4, 0.05, report_s=2.0), throttles, 1024)
+    return Scenario(settings, 3, seconds, seed, tuple(faults.parse(spec)))
 
 
 @pytest.fixture
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress is counted again and again: the baseline stays where it was."""
+    """Lets progress be counted again and again: the baseline stays where it was."""
     close = outer.close
 
     def broken(slow: outer.Slow, *rest: object) -> tuple[outer.Slow, object]:
@@ -37,23 +37,32 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_seed_gives_the_same_digest_and_another_seed_another() -> None:
     spec = "crash 1 at 20; restart 1 at 25; loss 0.1 at 10 for 10; lie 2 scaled at 10 for 10"
     first, again, other = (run(scenario(spec, seed=seed)) for seed in (1, 1, 2))
-    assert first.digest == again.digest != other.digest
+    assert first.audit.digest == again.audit.digest != other.audit.digest
     assert first.to_json() == again.to_json()
 
 
 def test_whether_it_is_audited_changes_nothing() -> None:
-    assert run(scenario()).digest == run(replace(scenario(), audited=False)).digest
+    assert run(scenario()).audit.digest == run(replace(scenario(), audited=False)).audit.digest
 
 
 def test_the_report_counts_what_was_done() -> None:
     report = run(scenario(throttles=(1.0, 1.0, 4.0)))
     tokens = [one["tokens"] for one in report.by_peer]
-    assert report.tokens == sum(tokens)
+    assert report.throughput.tokens == sum(tokens)
     assert tokens[2] == pytest.approx(tokens[0] / 4, rel=0.15)
-    assert report.exchanges["done"] > 20
-    assert report.sent_bytes > 0
-    assert 0.9 < report.busy_fraction <= 1
-    assert report.checks > 100
+    assert report.gossip.exchanges["done"] > 20
+    assert report.throughput.sent_bytes > 0
+    assert 0.9 < report.throughput.busy_fraction <= 1
+    assert report.audit.checks > 100
+
+
+def test_json_is_flat_and_its_keys_have_one_order() -> None:
+    keys = list(run(scenario(seconds=5.0)).to_json())
+    assert keys == [
+        *("peers", "seconds", "seed", "tokens", "tokens_per_s", "busy_fraction", "sent_bytes", "received_bytes"),
+        *("exchanges", "failures", "exchange_s", "routed", "moves", "plans", "loss", "spread", "roster_error"),
+        *("recovery_s", "events", "checks", "farthest", "digest", "by_peer", "samples"),
+    ]
 
 
 def test_samples_cover_the_run_and_see_who_is_there() -> None:
@@ -64,13 +73,13 @@ def test_samples_cover_the_run_and_see_who_is_there() -> None:
 
 
 def test_a_run_whose_watcher_has_seen_enough_reports_what_there_is() -> None:
-    def tell(at: Seconds) -> None:
+    def on_progress(at: Seconds) -> None:
         if at >= 10:
-            raise Enough
+            raise StopRun
 
-    stopped, whole = run(scenario(), tell), run(scenario(seconds=10.0))
+    stopped, whole = run(scenario(), on_progress), run(scenario(seconds=10.0))
     assert (stopped.seconds, stopped.samples[-1].at) == (10.0, 10.0)
-    assert (stopped.tokens, stopped.digest) == (whole.tokens, whole.digest)
+    assert (stopped.throughput.tokens, stopped.audit.digest) == (whole.throughput.tokens, whole.audit.digest)
 
 
 def test_recovery_is_timed_from_the_end_of_each_fault() -> None:
@@ -87,10 +96,10 @@ def test_real_gradients_learn_and_are_reproducible(text: Path) -> None:
         *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
         "gossip.fragment_parameters=1000",
     ]
-    shape = Shape.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(0.5), (1.0,), 64)
-    reports = [run(Scenario(real_gradients(shape), 2, 20.0, 1, audited=False)) for _ in range(2)]
-    assert reports[0].digest == reports[1].digest
-    assert reports[0].exchanges["done"] > 0
+    settings = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(0.5), (1.0,), 64)
+    reports = [run(Scenario(real_gradients(settings), 2, 20.0, 1, audited=False)) for _ in range(2)]
+    assert reports[0].audit.digest == reports[1].audit.digest
+    assert reports[0].gossip.exchanges["done"] > 0
 
 
 # A violation

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentral.claim_span import Placed
+from decentral.claim_span import ClaimedSpan
 from decentral.comm.rounds.round import Rounds
 from decentral.comm.routes import stage
 from decentral.core import jobs, rng
@@ -20,10 +20,11 @@ from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.setup import NodeSetup
-from decentral.sim.geography import Earth, Wires
+from decentral.sim.geography import SwarmGeography, TypicalLink
 from decentral.sim.gradients import Trained
-from decentral.sim.swarm import RUN, Shape, SimulatedPeer, SimulatedSwarm, VirtualSigner
+from decentral.sim.swarm import RUN, SimulatedPeer, SimulatedSwarm, SwarmSettings
 from decentral.sim.virtual_host import Pace, Training, VirtualHost
+from decentral.sim.virtual_signer import VirtualSigner
 from decentral.train import gpt
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import train_step
@@ -37,13 +38,13 @@ class World(SimulatedSwarm):
     """Peers by number, each with its span, and what their compute threads did."""
 
     def __init__(self, make: Make, spans: Sequence[Span], delay_s: Seconds = 0.01, job_s: Seconds = 0.001) -> None:
-        shape = Shape.of(make(PeerId("probe")).config, Pace(step_s=job_s, job_s=job_s), (1.0,), 64)
-        super().__init__(shape, 0, Earth(0, Wires(delay_s=delay_s, up=1e8, down=1e8)), self)
+        shape = SwarmSettings.of(make(PeerId("probe")).config, Pace(step_s=job_s, job_s=job_s), (1.0,), 64)
+        super().__init__(shape, 0, SwarmGeography(0, TypicalLink(delay_s=delay_s, up=1e8, down=1e8)), self)
         self.make, self.spans = make, spans
         self.computes: dict[int, Compute] = {}
         self.lines: dict[PeerId, list[dict[str, Any]]] = {}
-        self.losses: dict[PeerId, dict[int, float]] = {}  # by round
-        self.shape = replace(shape, gradients=self._train)
+        self.losses: dict[PeerId, dict[int, float]] = {}  # of each round
+        self.settings = replace(shape, gradients=self._train)
         self.journal = self._line
         for _ in spans:
             self.add()
@@ -68,7 +69,7 @@ class World(SimulatedSwarm):
         return compute
 
     def _setup(
-        self, member: SimulatedPeer, training: Training, contacts: tuple[PeerId, ...], placed: Placed | None
+        self, member: SimulatedPeer, training: Training, contacts: tuple[PeerId, ...], placed: ClaimedSpan | None
     ) -> NodeSetup:
         assert isinstance(training, Trained)
         compute = training

@@ -190,12 +190,12 @@ def test_two_parts_of_a_swarm_that_went_on_apart_become_one_again(make_of: Calla
     world = World(make_of(4), [None, None, None], job_s=0.2)
     world.start_all(0.5)
     run_rounds(world, 2)
-    world.sky.sides, world.sky.parted_at = {world.members[2].peer: 1}, world.agenda.now
+    world.network_faults.sides, world.network_faults.parted_at = {world.members[2].peer: 1}, world.agenda.now
     world.agenda.run(world.agenda.now + 20.0)
     apart = world.rounds(2).now_in
     assert apart is not None
     assert [one.peer for one in apart.members] == [world.members[2].peer]
-    world.sky.sides.clear()
+    world.network_faults.sides.clear()
     world.agenda.run(world.agenda.now + 30.0)
     run_rounds(world, 1)
     assert len(world.rounds(0).now_in.members) == 3  # type: ignore[union-attr]

@@ -37,7 +37,7 @@ from decentral.peers.planning.swarm_plans import (
 )
 from decentral.scheduler.shared.arrays import Ints
 from decentral.scheduler.throughput import max_flow
-from decentral.sim.swarm import VirtualSigner
+from decentral.sim.virtual_signer import VirtualSigner
 
 RUN = RunId("gpt-3fa2c1")
 CUTS = tuple(Fragment(index, index, index + 1, 100) for index in range(4))

@@ -1,9 +1,9 @@
-"""Is the simulator right? A real run of `decentral.local` and a simulated one, compared by their journals, read alike.
+"""Is the simulator right? A real run of `decentral.local` and a simulated one are compared by their journals.
 
-    reference run (two equal peers) -> Device -> any other setting, simulated -> figures, beside the measured ones
+    reference run (two equal peers) -> DevicePace -> any other setting, simulated -> figures, beside the measured ones
 
-Of the settings that are predicted nothing is measured beforehand: the device knows what one unthrottled peer needs for
-a step and for its windows' jobs, and what a question costs on this machine; all else follows from the setting.
+Nothing is measured beforehand in the settings that are predicted. DevicePace holds what one unthrottled peer needs for
+a step and for its windows' jobs, and what a request costs on this machine; all else follows from the setting.
 """
 
 from bisect import bisect_right
@@ -19,29 +19,27 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.sim.geography import Earth, Wires
-from decentral.sim.run import Unwatched
-from decentral.sim.swarm import Shape, SimulatedSwarm
+from decentral.sim.geography import PROCESSING_S, SwarmGeography, TypicalLink
+from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 from decentral.sim.virtual_host import Pace
 
-Line = dict[str, Any]  # of a journal: docs/PROTOCOL.md
-Journals = Sequence[Sequence[Line]]  # of a run's peers
+Line = dict[str, Any]  # one line of a journal: docs/PROTOCOL.md
+Journals = Sequence[Sequence[Line]]  # one journal for each peer of a run
 
-JOIN_ALLOWANCE_S = 10.0  # of virtual time in which everybody has surely joined
-APART_S = 0.1  # between the starts of two newcomers
-FASTEST_RATE = 1e10  # bytes/s: where larger answers took no longer than small ones
-JOB_S = 2e-4  # of a job that handles nothing, such as the start
-WIRE_S = 2e-4  # what sim/geography.py adds to a question and its answer
+JOIN_ALLOWANCE_S = 10.0  # virtual time in which every peer has surely joined
+START_GAP_S = 0.1  # between the starts of two newcomers
+FASTEST_RATE = 1e10  # bytes/s, which stands for: larger answers took no longer than small ones
+JOB_S = 2e-4  # what a job takes that handles no bytes, such as the start
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A run of decentral.local, as far as its command line tells."""
+    """A run of decentral.local, as its command line describes it."""
 
     name: str
     throttles: tuple[float, ...]
     window_s: Seconds
-    micro_batch_s: Seconds  # emulated; 0: as long as it takes
+    micro_batch_s: Seconds  # emulated duration of a micro-batch; 0: as long as it takes
     model: tuple[str, ...]  # overrides of the config that all settings share
 
     @property
@@ -64,11 +62,11 @@ class Setting:
 class DevicePace:
     """What one unthrottled peer of the reference run needs."""
 
-    beside_s: Seconds  # of a step, beside the emulated micro-batch: clipping, AdamW, and how late a sleep ends
+    beside_s: Seconds  # a step beside its emulated micro-batch: clipping, AdamW, and how late a sleep ends
     job_bytes: float  # bytes/s of a window's jobs: encoding a snapshot, decoding and merging the partners'
-    latency_s: Seconds  # of a question and its answer, without the blob
+    latency_s: Seconds  # a request and its answer, without the blob
     rate: float  # bytes/s of the blob
-    start_s: Seconds  # of a newcomer, while the first peer trains; several at once share the machine
+    start_s: Seconds  # the start of a newcomer, while the first peer trains; several at once share the machine
     noise: float  # standard deviation of the steps between two lines, in steps
 
     def step_s(self, throttle: float, micro_batch_s: Seconds) -> Seconds:
@@ -78,10 +76,10 @@ class DevicePace:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one peer did, per second of the measured time; of exchanges, those done."""
+    """What one peer did, per second of the measured time. Only exchanges that were done count."""
 
     tokens_per_s: float
-    step_s: Seconds  # of computing, a window's jobs included
+    step_s: Seconds  # computing time of a step, a window's jobs included
     busy: float
     exchanges_per_s: float
     exchange_s: Seconds  # mean
@@ -89,17 +87,17 @@ class Figures:
     bytes_per_s: float
 
 
-# Figures of a run
+# What a run did
 
 
 def figures(journals: Journals, warm_up_s: Seconds, seconds: Seconds) -> list[Figures]:
-    """Of each peer, over `seconds` that begin `warm_up_s` after the last one has joined."""
+    """The figures of each peer, over `seconds` that begin `warm_up_s` after the last one has joined."""
     begins = max(line["t"] for lines in journals for line in lines if line["event"] == "joined") + warm_up_s
-    return [_of_peer([line for line in lines if begins < line["t"] <= begins + seconds]) for lines in journals]
+    return [_figures_of_peer([line for line in lines if begins < line["t"] <= begins + seconds]) for lines in journals]
 
 
-def _of_peer(lines: Sequence[Line]) -> Figures:
-    """A step line tells what happened since the one before, so the first one only opens the time that counts."""
+def _figures_of_peer(lines: Sequence[Line]) -> Figures:
+    """A step line tells what happened since the one before, so the first one only begins the time that counts."""
     steps = [line for line in lines if line["event"] == "step"]
     assert len(steps) > 1, "the measured time is too short for two step lines"
     since, until = steps[0]["t"], steps[-1]["t"]
@@ -118,8 +116,8 @@ def _of_peer(lines: Sequence[Line]) -> Figures:
     )
 
 
-def swarm_of(peers: Sequence[Figures]) -> Figures:
-    """Of all peers together: rates are sums, and means are over exchanges and over peers."""
+def swarm_figures(peers: Sequence[Figures]) -> Figures:
+    """The figures of all peers together: rates are sums, and means are over exchanges and over peers."""
     count = sum(one.exchanges_per_s for one in peers)
     weights = [one.exchanges_per_s / count if count else 0.0 for one in peers]
     return Figures(
@@ -137,11 +135,14 @@ def swarm_of(peers: Sequence[Figures]) -> Figures:
 
 
 def device_of(reference: Setting, journals: Journals) -> DevicePace:
-    """Of a run of unthrottled peers whose windows were short at first and longer later, so that their cost shows."""
+    """The pace of the device that ran the reference: unthrottled peers, windows short at first and longer later.
+
+    The cost of a window shows in the difference between the two. Raises AssertionError where no exchange was quick.
+    """
     gossip = reference.config.gossip
     rows = [row for lines in journals for row in _step_rows(lines)]
     step_s, byte_s = _least_squares(rows)
-    off = [(seconds - byte_s * handled) / steps - step_s for steps, handled, seconds in rows]
+    errors = [(seconds - byte_s * handled) / steps - step_s for steps, handled, seconds in rows]
     fresh_s = min(gossip.window_s, gossip.start_window_s) / 2
     latency_s, rate = _link((line for lines in journals for line in lines if line.get("outcome") == "done"), fresh_s)
     joined = sorted(line["t"] for lines in journals for line in lines if line["event"] == "joined")
@@ -151,19 +152,19 @@ def device_of(reference: Setting, journals: Journals) -> DevicePace:
         latency_s=latency_s,
         rate=rate,
         start_s=(joined[-1] - joined[0]) / max(1, len(joined) - 1),
-        noise=float(np.std(off)) / step_s,
+        noise=float(np.std(errors)) / step_s,
     )
 
 
 def _step_rows(lines: Sequence[Line]) -> list[tuple[int, float, Seconds]]:
     """(steps, bytes that jobs handled, seconds of computing) of each step line.
 
-    Left out are lines in whose time an evaluation, a checkpoint or a newcomer fell: those cost time of another kind.
+    A line is left out if an evaluation, a checkpoint or a newcomer fell into its time, which cost time of another kind.
     """
     others = [line["t"] for line in lines if line["event"] in ("eval", "checkpoint", "joined", "peer_joined")]
     exchanges = [line for line in lines if line["event"] == "exchange"]
     whole = max((line["received_bytes"] for line in exchanges), default=0)  # a partner's snapshot is as large as ours
-    windows = sorted({(line["t"], line["fragment"]) for line in exchanges})  # one line for each of its partners
+    windows = sorted({(line["t"], line["fragment"]) for line in exchanges})  # a window has one line for each partner
     handled = [(t, whole) for t, _ in windows] + [(line["t"], line["received_bytes"]) for line in exchanges]
     handled.sort()
     times, totals = [t for t, _ in handled], [0, *accumulate(size for _, size in handled)]
@@ -177,7 +178,7 @@ def _step_rows(lines: Sequence[Line]) -> list[tuple[int, float, Seconds]]:
 
 
 def _least_squares(rows: Sequence[tuple[int, float, Seconds]]) -> list[float]:
-    """Seconds of a step, and of a byte that a job handles."""
+    """The seconds that a step takes, and those that a job takes for each byte."""
     counts, seconds = np.array([row[:2] for row in rows], dtype=float), np.array([row[2] for row in rows])
     scale = np.maximum(counts.max(axis=0), 1.0)  # bytes are a million times as many as steps
     solved = np.linalg.lstsq(counts / scale, seconds, rcond=None)[0] / scale
@@ -185,9 +186,10 @@ def _least_squares(rows: Sequence[tuple[int, float, Seconds]]) -> list[float]:
 
 
 def _link(done: Iterable[Line], fresh_s: Seconds) -> tuple[Seconds, float]:
-    """Latency and rate, from the questions that were answered at once.
+    """Latency and rate, from the requests that were answered at once.
 
-    Their snapshots are older than they are. A much older one was given to a question whose patience was over.
+    The snapshot that answers such a request is older than the request. A much older one answers a request that had
+    been held until its patience was over.
     """
     at_once = [
         (line["received_bytes"], line["seconds"])
@@ -211,15 +213,15 @@ def _link(done: Iterable[Line], fresh_s: Seconds) -> tuple[Seconds, float]:
 
 
 def predict(setting: Setting, device: DevicePace, warm_up_s: Seconds, seconds: Seconds) -> list[Figures]:
-    """From the setting and the device alone."""
+    """The figures of a setting, from the setting and the device alone."""
     paces = [device.step_s(throttle, setting.micro_batch_s) for throttle in setting.throttles]
     return figures(simulate(setting, device, paces, warm_up_s + seconds), warm_up_s, seconds)
 
 
-def retell(
+def replay(
     setting: Setting, device: DevicePace, journals: Journals, warm_up_s: Seconds, seconds: Seconds
 ) -> list[Figures]:
-    """With each peer's own step, as its journal has it."""
+    """The figures of a setting that was measured, simulated with each peer's own step as its journal has it."""
     measured = figures(journals, warm_up_s, seconds)
     jobs_s = [_bytes_per_step(lines) / device.job_bytes for lines in journals]
     paces = [max(1e-4, one.step_s - own_s) for one, own_s in zip(measured, jobs_s, strict=True)]
@@ -234,10 +236,10 @@ def _bytes_per_step(lines: Sequence[Line]) -> float:
 def simulate(setting: Setting, device: DevicePace, step_s: Sequence[Seconds], seconds: Seconds) -> list[list[Line]]:
     """The journals of a run of `seconds` after everybody has joined, on peers whose steps take so long."""
     pace = Pace(step_s[0], device.noise, JOB_S, device.job_bytes, report_s=1.0)
-    shape = Shape.of(setting.config, pace, [own / step_s[0] for own in step_s], setting.tokens_per_step)
-    delay_s = max(0.0, device.latency_s - WIRE_S) / 2
-    earth = Earth(0, Wires(delay_s, device.rate, device.rate, spread=0.0))
-    swarm = SimulatedSwarm(replace(shape, plain=True), 0, earth, Unwatched())  # times and sizes, no numbers
+    settings = SwarmSettings.of(setting.config, pace, [own / step_s[0] for own in step_s], setting.tokens_per_step)
+    delay_s = max(0.0, device.latency_s - 2 * PROCESSING_S) / 2
+    geography = SwarmGeography(0, TypicalLink(delay_s, device.rate, device.rate, spread=0.0))
+    swarm = SimulatedSwarm(replace(settings, unquantised=True), 0, geography)  # times and sizes, no numbers
     journals: dict[PeerId, list[Line]] = {}
 
     def write(peer: PeerId, t: Seconds, line: Log) -> None:
@@ -247,7 +249,7 @@ def simulate(setting: Setting, device: DevicePace, step_s: Sequence[Seconds], se
     members = [swarm.add() for _ in step_s]
     swarm.start(members[0])
     for member in members[1:]:
-        swarm.agenda.run(device.start_s * (len(members) - 1) + APART_S * member.number)
+        swarm.agenda.run(device.start_s * (len(members) - 1) + START_GAP_S * member.number)
         swarm.start(member)
     swarm.agenda.run(swarm.agenda.now + JOIN_ALLOWANCE_S + seconds)
     return [journals[member.peer] for member in members]

@@ -1,0 +1,204 @@
+"""The rules of gossip, checked at every close, merge and push: what is merged is whole, fresh, and counted once.
+
+whole     what is merged is, byte for byte, what its partner published, or a whole section of it
+once      no peer merges the same window of a partner twice, restarts from a checkpoint included
+baseline  after a close the baseline is the live weights: no progress is left to be counted again
+fresh     no window is taken for a merge that was published longer ago than `max_age_s`, clocks aside
+mass      push-sum: a peer's weight is what it had, less what it gave away, plus what came to it; no mass of a
+          push comes to two peers (Kempe, Dobra and Gehrke, 2003)
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from decentral.algorithms.pull import PullRule
+from decentral.algorithms.push_sum import PushSumRule
+from decentral.comm.gossip.pull import ENOUGH_PERIODS, PullExchange
+from decentral.core import jobs
+from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
+from decentral.sim.bounds_audit import SLACK_S, slowest_step_s
+from decentral.sim.evidence import Evidence
+from decentral.sim.replica_spread import fragments_of
+from decentral.sim.virtual_host import VirtualHost
+
+PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
+MASS_ERROR = 1e-3  # the relative error of a push-sum weight that rounding explains
+
+Window = tuple[int, int]
+"""The life of the peer that published the window, and the window's number."""
+
+Publication = tuple[Window, Seconds]
+"""A blob's window, and when it was closed. A peer that made no step publishes the same blob in several windows."""
+
+Push = tuple[PeerId, int, Window]
+"""The peer that pushed, the fragment, and the window."""
+
+
+@dataclass(slots=True)
+class MergeHistory:
+    """What has gone into one peer's weights. A restart from a checkpoint goes back to what the checkpoint has."""
+
+    merged: dict[tuple[PeerId, int], Window] = field(default_factory=dict)  # the newest, by partner and fragment
+    saved: dict[tuple[PeerId, int], Window] = field(default_factory=dict)  # `merged`, as the checkpoint has it
+    absorbed: set[Push] = field(default_factory=set)
+    weights: dict[int, float] = field(default_factory=dict)  # push-sum: the weight that each fragment must have
+    wrong: dict[int, float] = field(default_factory=dict)  # the fragments whose weight was wrong at the last check
+
+
+@dataclass(slots=True)
+class GossipAudit:
+    """Compares what peers merge with what their partners published."""
+
+    evidence: Evidence
+    published: dict[tuple[PeerId, int], dict[bytes, list[Publication]]] = field(default_factory=dict)
+    histories: dict[PeerId, MergeHistory] = field(default_factory=lambda: defaultdict(MergeHistory))
+    taken: dict[Push, PeerId] = field(default_factory=dict)  # the peer that has the mass of each push
+
+    # What happens to a peer's weights
+
+    def closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
+        held = self.published.setdefault((host.peer, closed.fragment), {})
+        for blob in _as_asked(closed):
+            fingerprint = _fingerprint(blob)
+            windows = held.pop(fingerprint, [])[-PUBLISHED:]  # re-inserted below, so the newest blob stands last
+            window = (self.evidence.life(host.peer), closed.seq)
+            held[fingerprint] = [*windows, (window, host.agenda.now)]
+        while len(held) > PUBLISHED:
+            del held[next(iter(held))]
+        gossiped = host.training.gossip.of(closed.fragment)
+        if isinstance(gossiped.rule, PushSumRule):
+            weights = self.histories[host.peer].weights
+            weights[closed.fragment] = weights.get(closed.fragment, 1.0) - _weight_of(closed.layout, closed.blob)
+        if isinstance(gossiped.rule, PullRule) and not torch.equal(gossiped.rule.slow.baseline, gossiped.live.theta):
+            self.evidence.violated("baseline", "progress that was published is still in the baseline", host)
+
+    def taken_for_merge(self, host: VirtualHost, fragment: int, contributions: Sequence[jobs.Contribution]) -> None:
+        """Checks the age of contributions when the machine takes them. A process that is stopped later is excused.
+
+        The other algorithms have no limit: an all-reduce round is as old as its slowest peer, and the two sides of a
+        symmetric exchange merge it both or not at all.
+        """
+        node = host.node
+        exchange = node.gossip.running.get(fragment)
+        if not isinstance(exchange, PullExchange) or exchange.blocking:
+            return
+        period_s = node.selection.period_s(exchange.size)
+        limit_s = node.setup.config.gossip.max_age_s + ENOUGH_PERIODS * period_s
+        limit_s += self.evidence.skew_s() + SLACK_S + slowest_step_s(host)
+        for one in contributions:
+            found = self._publications(one, fragment)
+            if found and host.agenda.now - found[-1][1] > limit_s:
+                age_s = host.agenda.now - found[-1][1]
+                self.evidence.violated("fresh", f"window {found[-1][0]} of {one.peer} was {age_s:.0f} s old", host)
+
+    def merged(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
+        found = self._checked_publications(host, one, fragment)
+        if not found:
+            return
+        history = self.histories[host.peer]
+        last = history.merged.get((one.peer, fragment), (0, 0))
+        newer = [window for window, _ in found if window > last]
+        if not newer:
+            detail = f"window {found[-1][0]} of {one.peer}, fragment {fragment}, was merged again"
+            self.evidence.violated("once", detail, host)
+        history.merged[one.peer, fragment] = newer[0]
+
+    def absorbed(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
+        found = self._checked_publications(host, one, fragment)
+        if not found:
+            return
+        history, pushes = self.histories[host.peer], [(one.peer, fragment, window) for window, _ in found]
+        free = [push for push in pushes if push not in history.absorbed]
+        free = [push for push in free if self.taken.get(push) in (None, host.peer)]
+        push = [*pushes, *free][-1]  # windows without a step between them have the same blob: a free one is meant
+        if push in history.absorbed:
+            self.evidence.violated("once", f"push {push[-1]} of {one.peer} was added again", host)
+        history.absorbed.add(push)
+        owner = self.taken.setdefault(push, host.peer)
+        if owner != host.peer:
+            detail = f"push {push[-1]} of {one.peer} went to {owner} and to {host.peer}"
+            self.evidence.violated("mass", detail, host)
+        history.weights[fragment] = history.weights.get(fragment, 1.0) + _weight_of(one.layout, one.blob)
+
+    def saved(self, host: VirtualHost) -> None:
+        history = self.histories[host.peer]
+        history.saved = dict(history.merged)
+
+    def joined(self, host: VirtualHost, from_donors: bool) -> None:
+        """A new life has the weight of its checkpoint. The mass that only its last life had taken is nobody's."""
+        history = self.histories[host.peer]
+        history.weights = _weights(host)
+        self.taken = {push: owner for push, owner in self.taken.items() if owner != host.peer}
+        if host.node.setup.restored_step is not None:
+            history.merged = {} if from_donors else dict(history.saved)
+
+    def moved(self, host: VirtualHost) -> None:
+        """A fragment that was gained begins with a donor's state, though the peer may have held it before."""
+        history, before = self.histories[host.peer], {one.index for one in host.node.setup.fragments}
+        gained = {held.live.fragment.index for held in fragments_of(host)} - before
+        history.merged = {name: window for name, window in history.merged.items() if name[1] not in gained}
+        history.absorbed = {push for push in history.absorbed if push[1] not in gained}
+        history.weights = {index: weight for index, weight in history.weights.items() if index not in gained}
+
+    # Now and then
+
+    def check_mass(self) -> None:
+        """A weight is wrong if it is so at two checks in a row: between a job and its report the two may differ."""
+        for member in self.evidence.swarm.living:
+            assert member.host is not None
+            if not member.training or (member.port is not None and member.port.frozen):
+                continue
+            history, wrong = self.histories[member.peer], dict[int, float]()
+            for fragment, weight in _weights(member.host).items():
+                due = history.weights.get(fragment, 1.0)
+                if weight <= 0 or abs(weight - due) > MASS_ERROR * max(weight, due):
+                    wrong[fragment] = due
+                    if history.wrong.get(fragment) == due:
+                        detail = f"{member.peer} weighs {weight:g} instead of {due:g}"
+                        self.evidence.violated("mass", detail, member.host)
+            history.wrong = wrong
+
+    def _checked_publications(self, host: VirtualHost, one: jobs.Contribution, fragment: int) -> list[Publication]:
+        found = self._publications(one, fragment)
+        if not found and not self.evidence.has_forged(one.peer):
+            detail = f"{one.peer} never published what was merged of fragment {fragment}"
+            self.evidence.violated("whole", detail, host)
+        return found
+
+    def _publications(self, one: jobs.Contribution, fragment: int) -> list[Publication]:
+        return self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob), [])
+
+
+def _weights(host: VirtualHost) -> dict[int, float]:
+    """The push-sum weight of each fragment; 1 where the algorithm has none."""
+    rules = {held.live.fragment.index: held.rule for held in fragments_of(host)}
+    return {index: float(rule.weight) if isinstance(rule, PushSumRule) else 1.0 for index, rule in rules.items()}
+
+
+def _weight_of(layout: jobs.Layout, blob: bytes) -> float:
+    """The push-sum weight that a pushed blob carries."""
+    content = next(content for name, content in _sections(layout, blob) if name == "weight")
+    return float(np.frombuffer(memoryview(content), dtype=np.float32)[0])
+
+
+def _fingerprint(blob: bytes) -> bytes:
+    """The audit's own digest: it must not believe the digests that it audits."""
+    return hashlib.sha256(memoryview(blob)).digest()
+
+
+def _as_asked(closed: jobs.WindowClosed) -> list[bytes]:
+    """The blob as a whole, and each of its sections: a partner may ask for either."""
+    return [closed.blob, *(content for _, content in _sections(closed.layout, closed.blob))]
+
+
+def _sections(layout: jobs.Layout, blob: bytes) -> Iterator[tuple[str, bytes]]:
+    start = 0
+    for section in layout:
+        yield section.name, blob[start : start + section.size]
+        start += section.size

@@ -1,0 +1,231 @@
+"""What a simulated run reports: figures of the whole swarm and of each peer, samples on the way, and a digest."""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any
+
+import msgpack
+
+from decentral.audit import MicroBatchCounts
+from decentral.core.ids import PeerId
+from decentral.core.machine import Log
+from decentral.core.units import Seconds
+from decentral.sim.faults import Fault
+from decentral.sim.replica_spread import distances, loss_of_mean, weights_of
+from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
+
+SAMPLED = 256  # peers that a sample looks at closely
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The swarm at one moment of virtual time."""
+
+    at: Seconds
+    live: int
+    training: int
+    tokens: int  # trained so far, by all peers together
+    spread: float
+    roster_error: float  # mean over peers: wrong entries, over those there should be
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """What the peers trained and moved. `busy_fraction`: the least of the peers that lived through the run."""
+
+    tokens: int
+    tokens_per_s: float
+    busy_fraction: float
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeReport:
+    """Gossip exchanges by outcome, failed ones by reason, and the mean time of those done."""
+
+    exchanges: dict[str, int]
+    failures: dict[str, int]
+    exchange_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RouteReport:
+    """What became of micro-batches and spans, where peers hold spans of the model."""
+
+    routed: dict[str, int]  # micro-batches by what became of them: decentral/audit.py
+    moves: dict[str, int]  # changes of span, by why and outcome: "plan done"
+    plans: int  # different plans that were followed
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """The replicas and the rosters at the end."""
+
+    loss: float
+    spread: float
+    roster_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What identifies the run, and what its audit has seen. `farthest`: a replica's distance, in windows' noise."""
+
+    events: int
+    checks: int
+    farthest: float
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One simulated run. The same scenario gives the same report."""
+
+    peers: int
+    seconds: Seconds
+    seed: int
+    throughput: Throughput
+    gossip: ExchangeReport
+    routes: RouteReport
+    replicas: ReplicaReport
+    recovery_s: dict[str, Seconds | None]  # by fault; None: not before the end
+    audit: AuditReport
+    by_peer: list[dict[str, Any]]
+    samples: list[Sample]
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat object: the figures of each group stand beside the others."""
+        flat: dict[str, Any] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            flat |= asdict(value) if is_dataclass(value) and not isinstance(value, type) else {one.name: value}
+        return flat | {"samples": [asdict(sample) for sample in self.samples]}
+
+
+@dataclass(slots=True)
+class RunStatistics:
+    """Reads the peers' journals as they are written, and takes samples."""
+
+    swarm: SimulatedSwarm
+    samples: list[Sample] = field(default_factory=list)
+    exchanges: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    exchange_s: Seconds = 0.0  # the sum over exchanges done
+    tokens: Counter[PeerId] = field(default_factory=Counter)
+    busy_s: dict[PeerId, Seconds] = field(default_factory=lambda: defaultdict(float))
+    joined_at: dict[PeerId, Seconds] = field(default_factory=dict)
+    last_at: dict[PeerId, Seconds] = field(default_factory=dict)
+    counts: MicroBatchCounts = field(default_factory=MicroBatchCounts)
+    moves: Counter[str] = field(default_factory=Counter)
+    plans: set[str] = field(default_factory=set)
+    _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
+    _pack: Any = field(default_factory=lambda: msgpack.Packer().pack)  # one packer for all lines: there are many
+
+    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        """Takes one journal line of a peer, written at its clock's time `t`."""
+        fields = log.fields
+        self._hash.update(self._pack((peer, round(t, 6), log.event, fields)))
+        match log.event:
+            case "step":
+                self.tokens[peer] += fields["tokens"]
+                self.busy_s[peer] += fields["seconds"]
+                self.last_at[peer] = t
+            case "exchange":
+                self.exchanges[fields["outcome"]] += 1
+                if fields["outcome"] == "done":
+                    self.exchange_s += fields["seconds"]
+                elif fields["outcome"] == "failed":
+                    self.failures[fields["reason"]] += 1
+            case "joined":
+                self.joined_at[peer], self.busy_s[peer] = t, 0.0
+            case "counted" | "uncounted":
+                self.counts.add(log.event, fields)
+            case "move":
+                self.moves[f"{fields['why']} {fields['outcome']}"] += 1
+            case "plan":
+                self.plans.add(fields["digest"])
+
+    def sample(self) -> None:
+        living = self.swarm.living
+        training = [member for member in living if member.training]
+        apart = distances(training[:SAMPLED])
+        spread = (sum(d * d for d in apart.values()) / len(apart)) ** 0.5 if apart else 0.0
+        error = self._roster_error(living[:SAMPLED])
+        at = self.swarm.agenda.now
+        self.samples.append(Sample(at, len(living), len(training), sum(self.tokens.values()), spread, error))
+
+    def _roster_error(self, living: Sequence[SimulatedPeer]) -> float:
+        """Where the roster is sharded nobody has to know everybody: only the dead that are still in it count."""
+        there = {member.peer for member in self.swarm.members if member.alive}
+        sharded = self.swarm.settings.config.swarm.shards > 1
+        if len(there) < 2:
+            return 0.0
+        wrong, known = 0, 0
+        for member in living:
+            assert member.host is not None
+            live = member.host.node.roster.live.keys()
+            wrong += len(live - there) + (0 if sharded else len(there - live) - 1)
+            known += max(1, len(live))
+        return wrong / known
+
+    def report(self, peers: int, faults: Sequence[Fault], checks: int, farthest: float) -> RunReport:
+        """The run so far. `checks` and `farthest` come from the audit."""
+        swarm, last = self.swarm, self.samples[-1]
+        by_peer = [self._of(member) for member in swarm.members]
+        counted = self.counts.result(swarm.settings.fragments[-1].last).figures() if swarm.settings.memory else {}
+        mean_s = round(self.exchange_s / max(1, self.exchanges["done"]), 4)
+        loss = loss_of_mean(member for member in swarm.living if member.training)
+        return RunReport(
+            peers,
+            swarm.agenda.now,
+            swarm.seed,
+            self._throughput(by_peer),
+            ExchangeReport(dict(self.exchanges), dict(self.failures), mean_s),
+            RouteReport(counted, dict(self.moves), len(self.plans)),
+            ReplicaReport(loss, last.spread, last.roster_error),
+            self._recoveries(faults),
+            AuditReport(swarm.agenda.events, checks, round(farthest, 2), self._digest()),
+            by_peer,
+            self.samples,
+        )
+
+    def _throughput(self, by_peer: Sequence[dict[str, Any]]) -> Throughput:
+        tokens = sum(self.tokens.values())
+        busy = [one["busy_fraction"] for one in by_peer if one["lives"] == 1 and one["alive"]]
+        sent, received = (sum(one[name] for one in by_peer) for name in ("sent_bytes", "received_bytes"))
+        return Throughput(tokens, round(tokens / self.swarm.agenda.now, 1), min(busy, default=0.0), sent, received)
+
+    def _of(self, member: SimulatedPeer) -> dict[str, Any]:
+        peer = member.peer
+        since = self.last_at.get(peer, 0.0) - self.joined_at.get(peer, 0.0)
+        node = member.host.node if member.host is not None else None
+        return {
+            "peer": peer,
+            "lives": member.lives,
+            "alive": member.alive,
+            "tokens": self.tokens[peer],
+            "tokens_per_s": round(self.tokens[peer] / since, 1) if since > 0 else 0.0,
+            "busy_fraction": round(min(1.0, self.busy_s[peer] / since), 4) if since > 0 else 0.0,
+            "sent_bytes": node.traffic.sent_bytes if node else 0,
+            "received_bytes": node.traffic.received_bytes if node else 0,
+            "exchanges": dict(node.traffic.exchanges) if node else {},
+        }
+
+    def _recoveries(self, faults: Sequence[Fault]) -> dict[str, Seconds | None]:
+        """The time from the end of each fault until all living peers train and know each other."""
+        found: dict[str, Seconds | None] = {}
+        for fault in faults:
+            over = fault.at + fault.lasts
+            later = (one for one in self.samples if one.at >= over)
+            first = next((one.at for one in later if one.live == one.training and not one.roster_error), None)
+            found[str(fault)] = None if first is None else round(first - over, 2)
+        return found
+
+    def _digest(self) -> str:
+        """The hash of all journal lines in their order, and of all weights at the end."""
+        for member in self.swarm.members:
+            if member.host is not None:
+                self._hash.update(weights_of(member.host).numpy().tobytes())
+        return str(self._hash.hexdigest())

@@ -1,0 +1,47 @@
+"""Signatures of simulated peers: a keyed digest in the place of RSA, a thousand times cheaper.
+
+No simulated fault can forge it, though a reader of this file could.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgpack
+
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualSigner:
+    """A Signer (comm/wire/identity.py)."""
+
+    peer: PeerId
+
+    def seal(self, key: str, body: bytes, expires: float) -> bytes:
+        record: bytes = msgpack.packb([body, expires, _signature(key, self.peer, body, expires)])
+        return record
+
+    def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
+        body, expires = _opened(key, peer, record)
+        if not now < expires:
+            raise ProtocolError(Reason.EXPIRED, f"{now - expires:.0f} s ago")
+        return body, expires
+
+
+@lru_cache(maxsize=1 << 14)
+def _opened(key: str, peer: PeerId, record: bytes) -> tuple[bytes, float]:
+    """Many peers read the same record, so what one has found out is kept for all."""
+    try:
+        body, expires, signature = msgpack.unpackb(record)
+    except Exception as error:  # msgpack raises a dozen kinds for garbage
+        raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
+    if signature != _signature(key, peer, body, expires):
+        raise ProtocolError(Reason.SIGNATURE, "not the peer's")
+    return body, expires
+
+
+def _signature(key: str, peer: PeerId, body: bytes, expires: float) -> bytes:
+    return hashlib.blake2b(body, digest_size=16, key=f"{key} {peer} {expires!r}".encode()[-64:]).digest()

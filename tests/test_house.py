@@ -1,0 +1,144 @@
+"""The limits of the product's code: sizes, one definition for each name, and docstrings where folders meet.
+
+The limits apply to the product's modules as tests/test_floors.py lists them, and neither to tests nor to benchmarks. An
+exception is an entry of EXCEPTIONS, with the reason for which the code is better as it is.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from tests.test_floors import MODULES
+
+FILE_LINES = 450
+FUNCTION_LINES = 60
+CLASS_METHODS = 25
+CLASS_ATTRIBUTES = 18
+SEAMS = {"core", "comm", "scheduler", "train", "peers", "sim"}  # folders between which a function needs a docstring
+EXCEPTIONS: dict[str, str] = {}  # "module", "module.Class" or "module.function" -> why no limit applies to it
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+def classes(module: str) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(tree(module)) if isinstance(node, ast.ClassDef))
+
+
+def functions(module: str) -> Iterator[Function]:
+    return (node for node in ast.walk(tree(module)) if isinstance(node, Function))
+
+
+def attributes(owner: ast.ClassDef) -> set[str]:
+    """Annotated fields, and the attributes of `self` that methods assign."""
+    found = set[str]()
+    for node in ast.walk(owner):
+        match node:
+            case ast.AnnAssign(target=ast.Name(name)) if node in owner.body:
+                found.add(name)
+            case ast.Attribute(value=ast.Name("self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def constants(module: str) -> Iterator[tuple[str, str]]:
+    """Public names in upper case that the module assigns, each with the expression that is its value."""
+    for node in tree(module).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(name)], value=value) | ast.AnnAssign(target=ast.Name(name), value=value):
+                if name.isupper() and not name.startswith("_") and value is not None:
+                    yield name, ast.unparse(value)
+
+
+def folder(module: str) -> str:
+    return module.split(".")[0]
+
+
+def seam_uses(module: str) -> set[tuple[str, str]]:
+    """The (module, name) pairs that a module uses of other folders: `from m import name`, and `m.name`."""
+    imported: dict[str, str] = {}  # modules by the names that they have in this one
+    used = set[tuple[str, str]]()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("decentral"):
+            source = (node.module or "").removeprefix("decentral").removeprefix(".")
+            for alias in node.names:
+                below = f"{source}.{alias.name}".removeprefix(".")
+                if below in MODULES:
+                    imported[alias.asname or alias.name] = below
+                used.add((source, alias.name))
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+            used.add((imported[node.value.id], node.attr))
+    return {(source, name) for source, name in used if source in MODULES and folder(source) != folder(module)}
+
+
+@cache
+def seam_names() -> dict[str, set[str]]:
+    """By module: the names of it that another folder uses."""
+    names = defaultdict[str, set[str]](set)
+    for user in MODULES:
+        for source, name in seam_uses(user) if folder(user) in SEAMS else ():
+            names[source].add(name)
+    return names
+
+
+def repeated(found: Iterator[tuple[str, str]]) -> dict[str, set[str]]:
+    """Of (name, place) pairs, the names that several places have."""
+    places = defaultdict[str, set[str]](set)
+    for name, place in found:
+        places[name].add(place)
+    return {name: where for name, where in sorted(places.items()) if len(where) > 1}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_file_is_no_longer_than_its_limit(module: str) -> None:
+    lines = MODULES[module].read_text().count("\n")
+    assert module in EXCEPTIONS or lines <= FILE_LINES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_function_fits_a_screen(module: str) -> None:
+    for node in functions(module):
+        lines = (node.end_lineno or 0) - node.lineno + 1
+        assert f"{module}.{node.name}" in EXCEPTIONS or lines <= FUNCTION_LINES, f"{node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_class_has_few_methods_and_attributes(module: str) -> None:
+    for node in classes(module):
+        methods = sum(isinstance(one, Function) for one in node.body)
+        sizes = f"{node.name} has {methods} methods and {len(attributes(node))} attributes"
+        small = methods <= CLASS_METHODS and len(attributes(node)) <= CLASS_ATTRIBUTES
+        assert f"{module}.{node.name}" in EXCEPTIONS or small, sizes
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_says_what_it_is(module: str) -> None:
+    assert ast.get_docstring(tree(module))
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if folder(module) in SEAMS])
+def test_a_function_that_another_folder_uses_has_a_docstring(module: str) -> None:
+    public = [node for node in tree(module).body if isinstance(node, Function) and node.name in seam_names()[module]]
+    assert [node.name for node in public if not ast.get_docstring(node)] == []
+
+
+def test_a_public_class_is_defined_once() -> None:
+    defined = ((node.name, module) for module in MODULES for node in classes(module) if not node.name.startswith("_"))
+    assert repeated(defined) == {}
+
+
+def test_a_public_constant_has_one_value() -> None:
+    assert repeated(one for module in MODULES for one in constants(module)) == {}
+
+
+def test_an_exception_names_code_that_is_there() -> None:
+    defined = {f"{module}.{node.name}" for module in MODULES for node in [*classes(module), *functions(module)]}
+    assert set(EXCEPTIONS) <= defined | set(MODULES)
