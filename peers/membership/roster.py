@@ -11,7 +11,6 @@ sample of the swarm, and its costs do not grow with the number of peers.
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from random import Random
 
 from decentral.comm.wire.identity import Signer
@@ -19,7 +18,7 @@ from decentral.comm.wire.transport import Announce, Answered, AskFailed, Found, 
 from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Woke, log
+from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
@@ -68,14 +67,13 @@ class Roster:
 
     @property
     def wake_at(self) -> Seconds | None:
-        soon = min(self._renew_at, self._refresh_at)
-        return soon if self._expiry_at is None or soon <= self._expiry_at else self._expiry_at
+        return earliest((self._renew_at, self._refresh_at, self._expiry_at))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
                 return self._expire(now) + self._renew(now) + self._refresh(now)
-            case Found(key, values) if key in _known_keys(self.run, self.limits.shards):
+            case Found(key, values) if key in records.keys(self.run, self.limits.shards):
                 return self._found(key, values, now)
             case Answered(peer=peer) if peer in self.live:
                 self.live[peer].failures = 0
@@ -89,9 +87,8 @@ class Roster:
 
     def refresh_soon(self, now: Seconds) -> None:
         """Looks up records soon, because an unknown peer has asked us something, and is probably a newcomer."""
-        if self.limits.shards > 1:
-            return  # with shards nobody knows all peers
-        self._refresh_at = min(self._refresh_at, now + REFRESH_SOON_S)
+        if self.limits.shards == 1:  # with more nobody knows all peers
+            self._refresh_at = min(self._refresh_at, now + REFRESH_SOON_S)
 
     def leave(self, now: Seconds) -> list[Effect]:
         return [self._announce(now, leaving=True)]
@@ -112,11 +109,10 @@ class Roster:
         if now < self._refresh_at:
             return []
         self._refresh_at = now + max(self.limits.refresh_s, len(self.live) / PEERS_PER_REFRESH_S)
-        own = records.key_of(self.run, self.own.peer, self.limits.shards)
-        lookups = (
-            [own] if self.limits.shards == 1 else [own, self.chance.choice(records.keys(self.run, self.limits.shards))]
-        )
         self._forget(now)
+        lookups = [records.key_of(self.run, self.own.peer, self.limits.shards)]
+        if self.limits.shards > 1:
+            lookups.append(self.chance.choice(records.keys(self.run, self.limits.shards)))
         return [Lookup(key) for key in dict.fromkeys(lookups)]
 
     def _expire(self, now: Seconds) -> list[Effect]:
@@ -157,13 +153,10 @@ class Roster:
         self.live[peer] = RosterEntry(record, expires, known.failures if known else 0)
         self.holders.put(peer, record)
         self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
-        effects: list[Effect] = []
-        if known is None or known.record.addresses != record.addresses:
-            effects.append(Learn(peer, record.addresses))
         if known is None:
-            profile = record.profile
-            effects.append(log("peer_joined", peer=peer, device=profile.device, region=profile.region))
-        return effects
+            joined = log("peer_joined", peer=peer, device=record.profile.device, region=record.profile.region)
+            return [Learn(peer, record.addresses), joined]
+        return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []
 
     def _unanswered(self, peer: PeerId, now: Seconds) -> list[Effect]:
         entry = self.live[peer]
@@ -185,8 +178,3 @@ class Roster:
         del self.live[peer]
         self.holders.drop(peer)
         return [log("peer_left", peer=peer, reason=reason)]
-
-
-@cache
-def _known_keys(run: RunId, shards: int) -> frozenset[str]:
-    return frozenset(records.keys(run, shards))

@@ -237,14 +237,14 @@ class Node:
     def _started(self, event: jobs.Started, now: Seconds) -> list[Effect]:
         self.phase = NodePhase.TRAINING
         if self.progress.joined_at is None:
-            self.progress.begin(now, event.step, fetched=bool(self.join.used))
+            self.progress.begin(now, event.step, fetched=bool(self.join.fetch.used))
         self.prober.wake_at = now + PROBE_AFTER_S
         if not self.rounds:
             self.gossip.begin(now)
         self.roster.renew_soon(now)
         seconds = round(now - self.join.began_at, 3)
         lines: list[Effect] = [
-            log("joined", peers=len(self.roster.live), donors=sorted(self.join.used), seconds=seconds)
+            log("joined", peers=len(self.roster.live), donors=sorted(self.join.fetch.used), seconds=seconds)
         ]
         if self.route_planner is None:
             return lines
