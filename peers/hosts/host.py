@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.transport import (
@@ -67,7 +68,7 @@ class Host:
     now: Callable[[], Seconds]
     _inbox: "queue.SimpleQueue[jobs.Job]" = field(default_factory=queue.SimpleQueue)
     _requests: dict[int, asyncio.Future[Envelope]] = field(default_factory=dict)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _tasks: set[asyncio.Task[object]] = field(default_factory=set)
     _last_request: int = 0
     _timer: asyncio.TimerHandle | None = None
     _stopped: asyncio.Future[str] = field(init=False)
@@ -112,9 +113,7 @@ class Host:
         self._deliver(Woke())
 
     def _compute(self, loop: asyncio.AbstractEventLoop) -> None:
-        def report(outcome: jobs.Outcome) -> None:
-            loop.call_soon_threadsafe(self._deliver, outcome)
-
+        report = partial(loop.call_soon_threadsafe, self._deliver)
         try:
             self.compute.run(self._inbox, report)
         except Exception as error:  # a bug, or a device that is gone: the peer stops with this reason
@@ -139,7 +138,8 @@ class Host:
             case Log(event, fields):
                 self.journal.write(event, **fields)
             case Announce():
-                self._spawn(self._announce(effect), name="announce")
+                stored = self.directory.store(effect.key, effect.subkey, effect.value, effect.expires)
+                self._spawn(stored, name="announce")
             case Lookup(key):
                 self._spawn(self._lookup(key))
             case Learn(peer, addresses):
@@ -158,12 +158,10 @@ class Host:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wake_at = self.node.wake_at
-        if wake_at is not None:
-            delay = max(0.0, wake_at - self.now())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
+        if (wake_at := self.node.wake_at) is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, wake_at - self.now()), self._wake)
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -181,9 +179,6 @@ class Host:
     async def _evaluate(self, asked: EvaluatePlans) -> None:
         """Evaluates plans in a thread of their own, as it may take seconds."""
         self._deliver(await asyncio.to_thread(evaluate_plans, asked))
-
-    async def _announce(self, record: Announce) -> None:
-        await self.directory.store(record.key, record.subkey, record.value, record.expires)
 
     async def _lookup(self, key: str) -> None:
         self._deliver(Found(key, await self.directory.fetch(key)))

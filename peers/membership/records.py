@@ -19,7 +19,7 @@ from decentral.comm.wire.transport import Directory
 from decentral.core import rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import RetainedStates
+from decentral.core.jobs import Fragment, RetainedStates
 from decentral.core.reasons import Reason
 
 Label = Annotated[str, Strict(), Field(max_length=128)]
@@ -58,6 +58,10 @@ class PeerRecord:
     round: Count = 0  # number of the all-reduce round
     phase: PeerPhase = "joining"
     kept: Annotated[RetainedStates, Field(max_length=256)] = ()  # fragment and step of each state that it retains
+
+    def covers(self, fragment: Fragment) -> bool:
+        """Whether the peer holds all layers of the fragment."""
+        return self.first <= fragment.first and fragment.last <= self.last
 
 
 _PEER = TypeAdapter(PeerRecord)

@@ -154,11 +154,8 @@ def _run_of(message: Message) -> str | None:
     """The run that a question is about; None for messages that this peer answers, or refuses, whatever their run is."""
     if isinstance(message, messages.Swap | messages.Push):
         return message.offered.run
-    if isinstance(
-        message, (messages.StateRequest, messages.Pull, messages.SwapCommit, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)
-    ):
-        return message.run
-    return None
+    about_run = (messages.StateRequest, messages.Pull, messages.SwapCommit, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)
+    return message.run if isinstance(message, about_run) else None
 
 
 def _reply(event: Asked, message: Message) -> Reply:

@@ -5,7 +5,7 @@ none: its rounds (comm/rounds/round.py) take their place, and questions for exch
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -44,21 +44,16 @@ class FragmentExchanges:
         return max((one.seq for one in self.running.values()), default=0) if self.algorithm.blocking else 0
 
     def begin(self, now: Seconds) -> None:
-        """Begins the exchanges of all fragments that we hold."""
-        self.running = {fragment.index: self._exchange(fragment, now) for fragment in self.setup().fragments}
+        """Begins the exchanges of those fragments of ours that have none yet."""
         self._wake = None
-
-    def add(self, fragments: Iterable[Fragment], now: Seconds) -> None:
-        """Begins the exchanges of those fragments that have none yet."""
-        for fragment in fragments:
+        for fragment in self.setup().fragments:
             if fragment.index not in self.running:
                 self.running[fragment.index] = self._exchange(fragment, now)
-                self._wake = None
 
     def drop(self, lost: Sequence[int]) -> None:
+        self._wake = None
         for index in lost:
             self.running.pop(index, None)
-            self._wake = None
 
     def woke(self, event: Woke, now: Seconds) -> list[Effect]:
         effects: list[Effect] = []
@@ -93,6 +88,3 @@ class FragmentExchanges:
         gossip, own = setup.config.gossip, setup.own.peer
         context = FragmentContext(setup.run, own, fragment.index, phase, gossip, self.selection, newest)
         return known.machine(context, context.next_close(now, 0))
-
-
-__all__ = ["FragmentExchanges"]

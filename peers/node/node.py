@@ -50,6 +50,7 @@ from decentral.peers.planning.plan_evaluation import PlansEvaluated
 from decentral.peers.planning.swarm_plans import key_of as plan_key
 
 PROBE_AFTER_S = 2.0  # from the start of training to the first probe
+FragmentJobDone = jobs.WindowClosed | jobs.Merged | jobs.Absorbed  # outcomes of what an exchange has the device do
 
 
 class NodePhase(Enum):
@@ -97,9 +98,8 @@ class Node:
         assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
         if setup.routes:
             self._make_routes()
-        self.own_record = OwnRecord(
-            self._present_setup, self.meter, self.progress, self.donor, self.gossip, self.routes
-        )
+        state = (self.meter, self.progress, self.donor, self.gossip)
+        self.own_record = OwnRecord(self._present_setup, *state, self.routes)
         machines = (self.progress, self.donor, self.gossip, self.rounds)
         self.answers = Answers(self._present_setup, self._is_training, self.handlers, *machines)
         self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
@@ -242,17 +242,15 @@ class Node:
         if not self.rounds:
             self.gossip.begin(now)
         self.roster.renew_soon(now)
-        seconds = round(now - self.join.began_at, 3)
-        lines: list[Effect] = [
-            log("joined", peers=len(self.roster.live), donors=sorted(self.join.fetch.used), seconds=seconds)
-        ]
+        donors, seconds = sorted(self.join.fetch.used), round(now - self.join.began_at, 3)
+        line = log("joined", peers=len(self.roster.live), donors=donors, seconds=seconds)
         if self.route_planner is None:
-            return lines
+            return [line]
         if self.rounds:
             self.rounds.begin(event.step, self.join.taken())
         routes = self.route_planner.routes
         routes.active = self.rounds is None
-        return lines + self._review_routes_and_span(self.route_planner, now) + routes.handle(Woke(), now)
+        return [line, *self._review_routes_and_span(self.route_planner, now), *routes.handle(Woke(), now)]
 
     def _stepped(self, event: jobs.Stepped, now: Seconds) -> list[Effect]:
         routed = self.routes.handle(event, now) if self.routes else []
@@ -262,11 +260,9 @@ class Node:
     def _to_join(self, event: object, now: Seconds) -> list[Effect]:
         return self.join.handle(event, now, self.selection.donors())
 
-    def _to_exchange(
-        self, event: Answered | AskFailed | jobs.WindowClosed | jobs.Merged | jobs.Absorbed, now: Seconds
-    ) -> list[Effect]:
+    def _to_exchange(self, event: Answered | AskFailed | FragmentJobDone, now: Seconds) -> list[Effect]:
         tag = event.tag if isinstance(event, Answered | AskFailed) else event
-        assert isinstance(tag, ExchangeTag | jobs.WindowClosed | jobs.Merged | jobs.Absorbed)
+        assert isinstance(tag, ExchangeTag | FragmentJobDone)
         return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
 
     def _advance_round(self, rounds: Rounds, now: Seconds) -> list[Effect]:

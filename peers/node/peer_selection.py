@@ -78,7 +78,7 @@ class PeerSelection:
         """The peers that may be in the run already."""
         return sorted({*self.roster.live, *self.setup().contacts})
 
-    def trainers(self) -> Sequence[PeerId]:
+    def trainers(self) -> list[PeerId]:
         """The peers that train, as far as we know."""
         return sorted(peer for peer, entry in self.roster.live.items() if entry.record.phase == "training")
 
@@ -87,11 +87,7 @@ class PeerSelection:
     def holders(self, fragment: int) -> list[PeerId]:
         """The other peers that hold the fragment and train."""
         cut = self.setup().cut(fragment)
-        return sorted(
-            peer
-            for peer, entry in self.roster.live.items()
-            if entry.record.phase == "training" and entry.record.first <= cut.first and cut.last <= entry.record.last
-        )
+        return [peer for peer in self.trainers() if self.roster.live[peer].record.covers(cut)]
 
     def newest_retained(self, fragment: int) -> tuple[int, list[PeerId]]:
         """The learning-rate step of the newest state that others retain, or NEVER, and the peers that retain it."""
@@ -107,13 +103,11 @@ class PeerSelection:
         entry = self.roster.live.get(peer)
         if entry is None:
             return self.setup().whole
-        holds = entry.record.first <= fragment.first and fragment.last <= entry.record.last
-        return holds and (self.setup().whole or entry.record.phase == "training")
+        return entry.record.covers(fragment) and (self.setup().whole or entry.record.phase == "training")
 
     def donors(self) -> list[PeerId]:
         """The peers that a newcomer may ask: those that train, or all while nobody trains."""
-        training = [peer for peer, entry in self.roster.live.items() if entry.record.phase == "training"]
-        return sorted(training) or self.live()
+        return self.trainers() or self.live()
 
     def live(self) -> list[PeerId]:
         return sorted(self.roster.live)

@@ -113,7 +113,7 @@ class SpanManager:
         assert setup.routes is not None
         self.donor.fragments = setup.fragments
         self.route_planner.routes.hold(setup.routes)
-        self.gossip.add(setup.fragments, now)
+        self.gossip.begin(now)
         if list(setup.fragments) != list(before.fragments):
             self.selection.roster.renew_soon(now)
             self.selection.progress.save_soon(now)
@@ -123,22 +123,17 @@ class SpanManager:
     # SpanView: what moves ask about the swarm
 
     def holders(self, fragment: int) -> list[PeerId]:
-        """The other peers that hold the fragment and train."""
         return self.selection.holders(fragment)
 
     def retainers(self, fragment: int) -> list[PeerId]:
-        """The other peers that retain its newest state, if that is newer than the one that we retain."""
         step, peers = self.selection.newest_retained(fragment)
         return peers if step > dict(self.donor.retained).get(fragment, NEVER) else []
 
     def retains(self, fragment: int) -> bool:
-        """Whether we retain a state of it ourselves."""
         return fragment in dict(self.donor.retained)
 
     def _is_retained(self, fragment: int) -> bool:
         return self.retains(fragment) or bool(self.retainers(fragment))
-
-    # The swarm
 
     def _members(self) -> tuple[dict[PeerId, TrainingPeer], list[range]]:
         """The peers that train, ourselves included, and the spans of the peers that are joining.

@@ -191,8 +191,8 @@ class SpanMove:
             case Drained() if self.phase is MovePhase.DRAINING:
                 self._enter(MovePhase.SWITCHING)
                 self.wake_at = None
-                cuts = self.budget.needs.fragments[self.target.start : self.target.stop]
-                return [ChangeSpan(cuts[0].first, cuts[-1].last, self.fetch.donated(), self.fetch.step)]
+                first, last = self.budget.needs.span(self.target.start, self.target.stop)
+                return [ChangeSpan(first, last, self.fetch.donated(), self.fetch.step)]
             case SpanChanged(accepted, reason) if self.phase is MovePhase.SWITCHING:
                 return self._arrive(now) if accepted else self._fail(reason, now)
         return []
@@ -255,14 +255,13 @@ class SpanMove:
     def _arrive(self, now: Seconds) -> list[Effect]:
         line = self._line("done", "", now)
         self.held = self.target
-        return [line, *self._end()]
+        return self._end(line)
 
     def _fail(self, reason: str, now: Seconds) -> list[Effect]:
-        line = self._line("failed", reason, now)
         self.rest_until = now + MOVE_RETRY_S * (1 + self.chance.random())
-        return [line, *self._end()]
+        return self._end(self._line("failed", reason, now))
 
-    def _end(self) -> list[Effect]:
+    def _end(self, line: Effect) -> list[Effect]:
         """Gives the leases back, and forgets what was fetched."""
         granted, self.requests.granted = self.requests.granted, {}
         self._enter(MovePhase.IDLE)
@@ -272,20 +271,13 @@ class SpanMove:
             for index, peers in granted.items()
             for peer in peers
         ]
-        return [HoldSpan(self.held), *over]
+        return [line, HoldSpan(self.held), *over]
 
     def _line(self, outcome: str, reason: str, now: Seconds) -> Effect:
-        cuts, target = self.budget.needs.fragments, self.target
-        return log(
-            "move",
-            outcome=outcome,
-            reason=reason,
-            why=self.why,
-            first=cuts[target.start].first,
-            last=cuts[target.stop - 1].last,
-            donors=sorted(self.fetch.used),
-            seconds=round(now - self._began_at, 3),
-        )
+        first, last = self.budget.needs.span(self.target.start, self.target.stop)
+        donors, seconds = sorted(self.fetch.used), round(now - self._began_at, 3)
+        how = {"outcome": outcome, "reason": reason, "why": self.why}
+        return log("move", **how, first=first, last=last, donors=donors, seconds=seconds)
 
     def _grant(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[Effect]:
         """Answers a lease request. If we are about to give up the same fragment, the lower of the two ids yields."""
