@@ -30,10 +30,9 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
 from decentral.peers.joining.join import Join, JoinPhase, JoinTag
-from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.prober import Prober, ProbeTag
 from decentral.peers.membership.records import PeerRecord
-from decentral.peers.membership.roster import Roster
+from decentral.peers.membership.roster import Holders, Roster
 from decentral.peers.node.answers import ROUND_QUESTIONS, ROUTE_QUESTIONS, Answers
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from decentral.peers.node.handlers import Handlers

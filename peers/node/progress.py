@@ -57,7 +57,7 @@ class TrainingProgress:
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest((self._eval_at, self._save_at, self._stop_at() if self.stop_after else None))
+        return earliest((self._eval_at, self._save_at, self._stop_at()))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
