@@ -12,23 +12,10 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
+from decentral.comm.wire import transport as wire
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.transport import (
-    Announce,
-    Answered,
-    Ask,
-    Asked,
-    AskError,
-    AskFailed,
-    Directory,
-    Found,
-    Lookup,
-    Reply,
-    Transport,
-)
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
@@ -60,8 +47,8 @@ def clock() -> Callable[[], Seconds]:
 @dataclass(slots=True)
 class Host:
     node: Node
-    transport: Transport
-    directory: Directory
+    transport: wire.Transport
+    directory: wire.Directory
     compute: Computing
     journal: Journal
     book: AddressBook
@@ -103,7 +90,7 @@ class Host:
         future: asyncio.Future[Envelope] = asyncio.get_running_loop().create_future()
         self._requests[number] = future
         try:
-            self._deliver(Asked(number, sender, envelope))
+            self._deliver(wire.Asked(number, sender, envelope))
             return await future
         finally:
             self._requests.pop(number, None)
@@ -113,7 +100,9 @@ class Host:
         self._deliver(Woke())
 
     def _compute(self, loop: asyncio.AbstractEventLoop) -> None:
-        report = partial(loop.call_soon_threadsafe, self._deliver)
+        def report(outcome: jobs.Outcome) -> None:
+            loop.call_soon_threadsafe(self._deliver, outcome)
+
         try:
             self.compute.run(self._inbox, report)
         except Exception as error:  # a bug, or a device that is gone: the peer stops with this reason
@@ -129,18 +118,18 @@ class Host:
 
     def _carry(self, effect: Effect) -> None:
         match effect:
-            case Ask():
+            case wire.Ask():
                 self._spawn(self._ask(effect))
-            case Reply(request, envelope):
+            case wire.Reply(request, envelope):
                 future = self._requests.get(request)
                 if future is not None and not future.done():
                     future.set_result(envelope)
             case Log(event, fields):
                 self.journal.write(event, **fields)
-            case Announce():
+            case wire.Announce():
                 stored = self.directory.store(effect.key, effect.subkey, effect.value, effect.expires)
                 self._spawn(stored, name="announce")
-            case Lookup(key):
+            case wire.Lookup(key):
                 self._spawn(self._lookup(key))
             case Learn(peer, addresses):
                 self.transport.learn(peer, addresses)
@@ -166,22 +155,22 @@ class Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask(self, ask: Ask) -> None:
+    async def _ask(self, ask: wire.Ask) -> None:
         began = self.now()
         try:
             answer = await self.transport.ask(ask.to, ask.envelope, ask.deadline_s, ask.max_blob_bytes)
-        except AskError as error:
-            self._deliver(AskFailed(ask.tag, ask.to, error.reason, self.now() - began))
+        except wire.AskError as error:
+            self._deliver(wire.AskFailed(ask.tag, ask.to, error.reason, self.now() - began))
             return
         moved = (answer.seconds, answer.sent_bytes, answer.received_bytes)
-        self._deliver(Answered(ask.tag, ask.to, answer.envelope, *moved))
+        self._deliver(wire.Answered(ask.tag, ask.to, answer.envelope, *moved))
 
     async def _evaluate(self, asked: EvaluatePlans) -> None:
         """Evaluates plans in a thread of their own, as it may take seconds."""
         self._deliver(await asyncio.to_thread(evaluate_plans, asked))
 
     async def _lookup(self, key: str) -> None:
-        self._deliver(Found(key, await self.directory.fetch(key)))
+        self._deliver(wire.Found(key, await self.directory.fetch(key)))
 
     async def _report_refusals(self) -> None:
         """Writes to the journal how many invalid questions and records came from other peers, by reason."""

@@ -63,7 +63,6 @@ class Incoming:
         return self.here == self.total
 
     def forget(self) -> None:
-        """Discards the pieces that are here."""
         self.pieces.clear()
         self.here = self._from = 0
 

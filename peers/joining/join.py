@@ -97,7 +97,9 @@ class Join:
             return self._start_from_what_is_here()
         if not self.fetch.donors:
             self.fetch.failures.clear()
-        if not live and self._only_strangers(known) and now < self.began_at + GIVE_UP_S:
+        incoming = self.fetch.incoming.values()
+        known_donor = any(self._can_donate(peer, one.fragment) for peer in known for one in incoming)
+        if known and not live and not known_donor and now < self.began_at + GIVE_UP_S:
             self.wake_at = now + JOIN_RETRY_S  # contacts are there, but their records, with their spans, are not yet
             return []
         self._skip_fragments_without_holder(known)
@@ -116,11 +118,6 @@ class Join:
 
     def _start_from_what_is_here(self) -> list[Effect]:
         return self._import() if self.fetch.incoming else self._finish("checkpoint" if self.restored else "alone")
-
-    def _only_strangers(self, known: Sequence[PeerId]) -> bool:
-        """Whether there are peers, but none of them is known to have anything that we need."""
-        incoming = self.fetch.incoming.values()
-        return bool(known) and not any(self._can_donate(peer, one.fragment) for peer in known for one in incoming)
 
     def _can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
         """Whether it holds the fragment, or, where we fetch a retained state, whether it has the newest one."""

@@ -70,7 +70,6 @@ class Holders:
 
     @property
     def count(self) -> int:
-        """The number of peers that hold something."""
         return len(self._places)
 
     def put(self, peer: PeerId, record: PeerRecord) -> None:

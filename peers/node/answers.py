@@ -90,10 +90,9 @@ class Answers:
             case messages.Probe():
                 return MAX_PROBE_BYTES
             case messages.Swap(offered) | messages.Push(offered):
-                held = {fragment.index: fragment.parameters for fragment in setup.fragments}
-                known = offered.fragment in held
                 snapshot_bytes = algorithm(setup.config.gossip.algorithm).snapshot_bytes
-                return int(held[offered.fragment] * snapshot_bytes) + BLOB_SLACK_BYTES if known else 0
+                held = {one.index: int(one.parameters * snapshot_bytes) + BLOB_SLACK_BYTES for one in setup.fragments}
+                return held.get(offered.fragment, 0)
             case messages.ForwardRequest() if setup.routes:
                 return setup.routes.size(message)
         return 0

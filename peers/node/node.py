@@ -170,8 +170,10 @@ class Node:
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         """The effects of this event, in the order in which a host has to carry them out."""
-        if self.phase is NodePhase.LEFT:
-            return self._handle_after_leaving(event, now)
+        if self.phase is NodePhase.LEFT:  # what still comes in while the last checkpoint is written
+            if isinstance(event, Asked):
+                return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
+            return self.progress.handle(event, now) if isinstance(event, jobs.Saved) else []
         effects = self.handlers.handle(event, event, now)
         if self.span_manager:
             effects = self.span_manager.carry_out(effects, now)
@@ -284,12 +286,6 @@ class Node:
                 self.roster.renew_soon(now)
             route_planner.refresh(now)
         return self.span_manager.review(now) if self.span_manager and now >= self.span_manager.wake_at else []
-
-    def _handle_after_leaving(self, event: object, now: Seconds) -> list[Effect]:
-        """Handles the events that still come in while the last checkpoint is written."""
-        if isinstance(event, Asked):
-            return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
-        return self.progress.handle(event, now) if isinstance(event, jobs.Saved) else []
 
     # What the machines ask the node
 

@@ -53,7 +53,6 @@ class OwnRecord:
         )
 
     def profile(self) -> Profile:
-        """The present profile, as measured by now."""
         setup = self.setup()
         # A peer with the whole model trains alone. The speed of the others is that of their part in routes.
         measured = self.progress.tokens_per_s if setup.whole else self.routes.load.speed if self.routes else 0.0

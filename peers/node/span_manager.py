@@ -108,7 +108,6 @@ class SpanManager:
         return self.answers.refuse_about(lost)
 
     def _hold(self, held: range, now: Seconds) -> list[Effect]:
-        """These fragments are the span of this peer from now on."""
         before, setup = self.setup(), self.replace_setup(held)
         assert setup.routes is not None
         self.donor.fragments = setup.fragments

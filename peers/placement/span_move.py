@@ -137,11 +137,6 @@ class SpanMove:
         """Fragments that the move under way gives up."""
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
-    @property
-    def gained(self) -> list[int]:
-        """Fragments that the move under way adds."""
-        return [] if self.phase is MovePhase.IDLE else [index for index in self.target if index not in self.held]
-
     def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[Effect]:
         """Begins a move to these fragments, unless one is under way or this peer holds them already.
 
@@ -158,7 +153,7 @@ class SpanMove:
         if any(len(self.view.holders(index)) < self.needed for index in self.lost):
             return self._fail(Reason.NEEDED, now)  # before anything is fetched in vain
         self.fetch = self._new_fetch()
-        incoming = {index: self._incoming(index) for index in self.gained}
+        incoming = {index: self._incoming(index) for index in target if index not in self.held}
         if not may_initialise and any(one is None and not self.view.retains(index) for index, one in incoming.items()):
             return self._fail(Reason.DONORS, now)
         self.fetch.begin((one for one in incoming.values() if one is not None), now)
@@ -177,10 +172,10 @@ class SpanMove:
             case Answered(tag=MoveTag()) | AskFailed(tag=MoveTag()) if self.phase is MovePhase.FETCHING:
                 effects = self.fetch.handle(event, now)
                 return effects + self._review(now) if self.fetch.complete else effects
-            case Answered(tag=LeaseTag() as tag, peer=peer, envelope=Envelope(message)):
-                return self._lease_answered(tag, peer if isinstance(message, Done) else None, now)
-            case AskFailed(tag=LeaseTag() as tag):
-                return self._lease_answered(tag, None, now)
+            case Answered(tag=LeaseTag() as tag) | AskFailed(tag=LeaseTag() as tag) if self._awaits(tag):
+                granted = isinstance(event, Answered) and isinstance(event.envelope.message, Done)
+                self.requests.answered(tag.fragment, event.peer if granted else None)
+                return [] if self.requests.unanswered else self._drain(now)
             case Asked(request, sender, Envelope(LeaseRequest(fragment=index, over=True))):
                 self.granted.end(index, sender)
                 return [_reply(request, Done())]
@@ -232,11 +227,8 @@ class SpanMove:
         self.requests.unanswered = len(asks)
         return asks or self._drain(now)
 
-    def _lease_answered(self, tag: LeaseTag, granted_by: PeerId | None, now: Seconds) -> list[Effect]:
-        if self.phase is not MovePhase.LEASING or tag.number != self.requests.number:
-            return []
-        self.requests.answered(tag.fragment, granted_by)
-        return [] if self.requests.unanswered else self._drain(now)
+    def _awaits(self, tag: LeaseTag) -> bool:
+        return self.phase is MovePhase.LEASING and tag.number == self.requests.number
 
     def _drain(self, now: Seconds) -> list[Effect]:
         """Begins to drain, if enough leases were granted."""
