@@ -100,10 +100,9 @@ class Answers:
     def _any_run(self, event: Asked, now: Seconds) -> list[Effect]:
         """Answers the questions that peers of any run, or of none, may ask."""
         match event.envelope.message:
-            case messages.Hello(run) if run in ("", self.setup().run):
-                return [_reply(event, messages.Welcome(self.setup().run, self.setup().config.canonical()))]
             case messages.Hello(run):
-                return [_reply(event, self._other_run(run))]
+                welcome = messages.Welcome(self.setup().run, self.setup().config.canonical())
+                return [_reply(event, welcome if run in ("", self.setup().run) else self._other_run(run))]
             case messages.Ping(nonce):
                 return [_reply(event, messages.Pong(nonce))]
             case messages.Probe(download_bytes):

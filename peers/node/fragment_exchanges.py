@@ -59,8 +59,7 @@ class FragmentExchanges:
         effects: list[Effect] = []
         if self._wake is None or now >= self._wake:
             for index, exchange in self.running.items():
-                wake_at = exchange.wake_at
-                if wake_at is not None and now >= wake_at:
+                if (wake_at := exchange.wake_at) is not None and now >= wake_at:
                     effects += self.tell(index, event, now)
         return effects
 
@@ -74,9 +73,8 @@ class FragmentExchanges:
         setup, known = self.setup(), self.algorithm
         if index not in self.running and not known.exact:
             return Refused(Reason.NOT_READY if setup.holds(index) else Reason.FRAGMENT)
-        if not isinstance(message, known.questions):
-            return Refused(Reason.ALGORITHM, f"this run gossips by {known.name}")
-        return None
+        unknown = not isinstance(message, known.questions)
+        return Refused(Reason.ALGORITHM, f"this run gossips by {known.name}") if unknown else None
 
     def _exchange(self, fragment: Fragment, now: Seconds) -> GossipMachine:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""

@@ -55,9 +55,8 @@ class PeerSelection:
         rates = [rate for rate in (self.meter.typical_down(), self.meter.typical_up()) if rate]
         if not rates or not size:
             return window_s
-        parameters = sum(fragment.parameters for fragment in setup.fragments)
-        largest = max(fragment.parameters for fragment in setup.fragments)
-        round_bytes = size / largest * parameters * gossip.partners
+        parameters = [fragment.parameters for fragment in setup.fragments]
+        round_bytes = size / max(parameters) * sum(parameters) * gossip.partners
         windows = -(-round_bytes // (gossip.link_share * min(rates) * window_s))
         return window_s * max(1.0, windows)
 

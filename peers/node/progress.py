@@ -107,9 +107,8 @@ class TrainingProgress:
         self.loss = step.loss if self.loss is None else 0.95 * self.loss + 0.05 * step.loss
         lines = self.flush(now) if now >= self._line_at + LINE_S else []
         reached = {"steps": step.step, "tokens": self.tokens}.get(self.stop_after.kind if self.stop_after else "", 0)
-        if self.stop_after and 0 < self.stop_after.value <= reached:
-            lines += [Stop(f"--stop-after {self.stop_after}")]
-        return lines
+        stops = self.stop_after and 0 < self.stop_after.value <= reached
+        return [*lines, Stop(f"--stop-after {self.stop_after}")] if stops else lines
 
     def _due(self, now: Seconds) -> list[Effect]:
         effects: list[Effect] = []

@@ -88,13 +88,9 @@ class SpanManager:
         routes, move = self.route_planner.routes, self.span_move
         done: list[Effect] = []
         for effect in effects:
-            match effect:
-                case HoldSpan(fragments):
-                    done += self._hold(fragments, now)
-                case ChangeSpan():
-                    done += [*self._give_up(move.lost), effect]
-                case _:
-                    done.append(effect)
+            if isinstance(effect, ChangeSpan):
+                done += self._give_up(move.lost)
+            done += self._hold(effect.fragments, now) if isinstance(effect, HoldSpan) else [effect]
         if move.drains and not routes.draining:
             routes.drain()
             done += routes.handle(Woke(), now)

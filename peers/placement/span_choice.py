@@ -54,8 +54,7 @@ def choose(
     Ties go to the earliest span. `others` and `tokens_per_s` have speeds in tokens/s of the whole model.
     """
     count, share_F = len(fragments), _shares(fragments)
-    ends = {begin: reach(begin) for begin in range(count)}
-    options = [Holder(begin, end, tokens_per_s) for begin, end in ends.items() if end > begin]
+    options = [Holder(begin, reach(begin), tokens_per_s) for begin in range(count) if reach(begin) > begin]
     widest = [one for one in options if not any(o.begin < one.begin and one.end <= o.end for o in options)]
     behind_F, uncovered_F = np.zeros(count), np.ones(count, dtype=bool)
     for other in others:  # a peer's speed is taken as spread evenly over its span

@@ -79,19 +79,15 @@ class Drained:
 
 
 class SpanView(Protocol):
-    """What a move needs to know of the swarm; peers/node/span_manager.py has it from the roster."""
+    """What a move needs to know of the swarm; peers/node/span_manager.py has it from the roster.
 
-    def holders(self, fragment: int) -> Sequence[PeerId]:
-        """The other peers that hold this fragment and train."""
-        ...
+    The other peers that hold a fragment and train, those that retain its newest state if that is newer than the one
+    that we retain, and whether we retain one ourselves.
+    """
 
-    def retainers(self, fragment: int) -> Sequence[PeerId]:
-        """The other peers that retain its newest state, if that is newer than the one that we retain."""
-        ...
-
-    def retains(self, fragment: int) -> bool:
-        """Whether we retain a state of it ourselves."""
-        ...
+    def holders(self, fragment: int) -> Sequence[PeerId]: ...
+    def retainers(self, fragment: int) -> Sequence[PeerId]: ...
+    def retains(self, fragment: int) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,15 +271,12 @@ class SpanMove:
         """Answers a lease request. If we are about to give up the same fragment, the lower of the two ids yields."""
         if index not in self.held:
             return [_reply(request, Refused(Reason.FRAGMENT))]
-        effects: list[Effect] = []
-        if index in self.lost:
-            if self.phase is MovePhase.SWITCHING or self.own > sender:
-                return [_reply(request, Refused(Reason.MOVING))]
-            effects = self._fail(Reason.YIELDED, now)
+        gives_it_up = index in self.lost
+        if gives_it_up and (self.phase is MovePhase.SWITCHING or self.own > sender):
+            return [_reply(request, Refused(Reason.MOVING))]
+        effects = self._fail(Reason.YIELDED, now) if gives_it_up else []
         self.granted.grant(index, sender, now)
         return [*effects, _reply(request, Done())]
-
-    # Donors
 
     def _new_fetch(self) -> Fetch:
         return Fetch(self.run, MoveTag, self.chance, lambda peer, fragment: peer in self._donors(fragment.index))

@@ -161,8 +161,6 @@ class SwarmPlans:
         self._move_at = now + PLAN_RETRY_S * (1 + self.chance.random())
         return span
 
-    # Evaluations
-
     def _evaluate(self, members: Mapping[PeerId, TrainingPeer], searches: bool) -> EvaluatePlans:
         self._number += 1
         proposals = tuple(plan for plan, _ in self._known.values())
@@ -207,8 +205,6 @@ class SwarmPlans:
         key, expires = key_of(self.run), now + PLAN_S
         self._known[self.own.peer] = plan, expires
         return Announce(key, self.own.peer, self.own.seal(key, pack(plan), expires), expires)
-
-    # Others' plans
 
     def _read(self, values: Mapping[str, bytes], now: Seconds) -> None:
         """Takes each proposer's latest plan, among them ours from before a restart; the DHT may show older ones again.
