@@ -39,7 +39,6 @@ class PeerSelection:
         return holders if count is None else self._draw(holders, min(count, len(holders)))
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """How long `size` bytes from that peer may take."""
         return self.meter.deadline_s(peer, size)
 
     def period_s(self, size: int) -> Seconds:
@@ -74,11 +73,9 @@ class PeerSelection:
     # RoundView
 
     def acquaintances(self) -> Sequence[PeerId]:
-        """The peers that may be in the run already."""
         return sorted({*self.roster.live, *self.setup().contacts})
 
     def trainers(self) -> list[PeerId]:
-        """The peers that train, as far as we know."""
         return sorted(peer for peer, entry in self.roster.live.items() if entry.record.phase == "training")
 
     # For moves and newcomers

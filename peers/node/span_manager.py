@@ -10,7 +10,7 @@ the compute thread changes the layers, exchanges and questions about those that 
 exchanges, donor and record go by the new span.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decentral.core import rng
@@ -89,7 +89,9 @@ class SpanManager:
         done: list[Effect] = []
         for effect in effects:
             if isinstance(effect, ChangeSpan):
-                done += self._give_up(move.lost)
+                self.donor.fragments = [cut for cut in self.setup().fragments if cut.index not in move.lost]
+                self.gossip.drop(move.lost)
+                done += self.answers.refuse_about(move.lost)
             done += self._hold(effect.fragments, now) if isinstance(effect, HoldSpan) else [effect]
         if move.drains and not routes.draining:
             routes.drain()
@@ -97,11 +99,6 @@ class SpanManager:
         if move.phase is MovePhase.DRAINING and routes.idle:
             done += self.carry_out(move.handle(Drained(), now), now)
         return done
-
-    def _give_up(self, lost: Sequence[int]) -> list[Effect]:
-        self.donor.fragments = [cut for cut in self.setup().fragments if cut.index not in lost]
-        self.gossip.drop(lost)
-        return self.answers.refuse_about(lost)
 
     def _hold(self, held: range, now: Seconds) -> list[Effect]:
         before, setup = self.setup(), self.replace_setup(held)

@@ -185,7 +185,10 @@ class SpanMove:
                 first, last = self.budget.needs.span(self.target.start, self.target.stop)
                 return [ChangeSpan(first, last, self.fetch.donated(), self.fetch.step)]
             case SpanChanged(accepted, reason) if self.phase is MovePhase.SWITCHING:
-                return self._arrive(now) if accepted else self._fail(reason, now)
+                if not accepted:
+                    return self._fail(reason, now)
+                line, self.held = self._line("done", "", now), self.target
+                return self._end(line)
         return []
 
     # The move under way
@@ -239,11 +242,6 @@ class SpanMove:
         """Whether too few of the peers that granted a lease still hold what we give up."""
         held = {index: set(self.view.holders(index)) for index in self.lost}
         return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.lost)
-
-    def _arrive(self, now: Seconds) -> list[Effect]:
-        line = self._line("done", "", now)
-        self.held = self.target
-        return self._end(line)
 
     def _fail(self, reason: str, now: Seconds) -> list[Effect]:
         self.rest_until = now + MOVE_RETRY_S * (1 + self.chance.random())

@@ -140,8 +140,7 @@ def reachable(old: Ints, new: Ints, fragments: int, holders: int) -> bool:
     waiting = [peer for peer, target in enumerate(targets) if target != now[peer]]
     while waiting:
         able = (p for p in waiting if all(held[i] > holders for i in now[p] if i not in targets[p]))
-        peer = next(able, None)
-        if peer is None:
+        if (peer := next(able, None)) is None:
             return False
         for index in range(fragments):
             held[index] += (index in targets[peer]) - (index in now[peer])
