@@ -117,7 +117,7 @@ class Answers:
             return [_reply(event, Refused(Reason.UNEXPECTED))]
         if self.span_move:
             return self.span_move.handle(event, now)
-        return [_reply(event, messages.Done() if setup.holds(message.fragment) else Refused(Reason.FRAGMENT))]
+        return [_reply(event, messages.Done() if message.fragment in setup.held else Refused(Reason.FRAGMENT))]
 
     def _state(self, event: Asked, now: Seconds) -> list[Effect]:
         message = event.envelope.message

@@ -72,7 +72,7 @@ class FragmentExchanges:
         """Why a question about a fragment is not one for its exchange; None if it is."""
         setup, known = self.setup(), self.algorithm
         if index not in self.running and not known.exact:
-            return Refused(Reason.NOT_READY if setup.holds(index) else Reason.FRAGMENT)
+            return Refused(Reason.NOT_READY if index in setup.held else Reason.FRAGMENT)
         unknown = not isinstance(message, known.questions)
         return Refused(Reason.ALGORITHM, f"this run gossips by {known.name}") if unknown else None
 

@@ -82,7 +82,7 @@ class PeerSelection:
 
     def holders(self, fragment: int) -> list[PeerId]:
         """The other peers that hold the fragment and train."""
-        cut = self.setup().cut(fragment)
+        cut = next(cut for cut in self.setup().cuts if cut.index == fragment)
         return [peer for peer in self.trainers() if self.roster.live[peer].record.covers(cut)]
 
     def newest_retained(self, fragment: int) -> tuple[int, list[PeerId]]:
