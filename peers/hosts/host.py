@@ -12,22 +12,10 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+from decentral.comm.wire import transport as wire
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.transport import (
-    Announce,
-    Answered,
-    Ask,
-    Asked,
-    AskError,
-    AskFailed,
-    Directory,
-    Found,
-    Lookup,
-    Reply,
-    Transport,
-)
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
@@ -59,15 +47,15 @@ def clock() -> Callable[[], Seconds]:
 @dataclass(slots=True)
 class Host:
     node: Node
-    transport: Transport
-    directory: Directory
+    transport: wire.Transport
+    directory: wire.Directory
     compute: Computing
     journal: Journal
     book: AddressBook
     now: Callable[[], Seconds]
     _inbox: "queue.SimpleQueue[jobs.Job]" = field(default_factory=queue.SimpleQueue)
     _requests: dict[int, asyncio.Future[Envelope]] = field(default_factory=dict)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _tasks: set[asyncio.Task[object]] = field(default_factory=set)
     _last_request: int = 0
     _timer: asyncio.TimerHandle | None = None
     _stopped: asyncio.Future[str] = field(init=False)
@@ -102,7 +90,7 @@ class Host:
         future: asyncio.Future[Envelope] = asyncio.get_running_loop().create_future()
         self._requests[number] = future
         try:
-            self._deliver(Asked(number, sender, envelope))
+            self._deliver(wire.Asked(number, sender, envelope))
             return await future
         finally:
             self._requests.pop(number, None)
@@ -130,17 +118,18 @@ class Host:
 
     def _carry(self, effect: Effect) -> None:
         match effect:
-            case Ask():
+            case wire.Ask():
                 self._spawn(self._ask(effect))
-            case Reply(request, envelope):
+            case wire.Reply(request, envelope):
                 future = self._requests.get(request)
                 if future is not None and not future.done():
                     future.set_result(envelope)
             case Log(event, fields):
                 self.journal.write(event, **fields)
-            case Announce():
-                self._spawn(self._announce(effect), name="announce")
-            case Lookup(key):
+            case wire.Announce():
+                stored = self.directory.store(effect.key, effect.subkey, effect.value, effect.expires)
+                self._spawn(stored, name="announce")
+            case wire.Lookup(key):
                 self._spawn(self._lookup(key))
             case Learn(peer, addresses):
                 self.transport.learn(peer, addresses)
@@ -158,35 +147,30 @@ class Host:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wake_at = self.node.wake_at
-        if wake_at is not None:
-            delay = max(0.0, wake_at - self.now())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
+        if (wake_at := self.node.wake_at) is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, wake_at - self.now()), self._wake)
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask(self, ask: Ask) -> None:
+    async def _ask(self, ask: wire.Ask) -> None:
         began = self.now()
         try:
             answer = await self.transport.ask(ask.to, ask.envelope, ask.deadline_s, ask.max_blob_bytes)
-        except AskError as error:
-            self._deliver(AskFailed(ask.tag, ask.to, error.reason, self.now() - began))
+        except wire.AskError as error:
+            self._deliver(wire.AskFailed(ask.tag, ask.to, error.reason, self.now() - began))
             return
         moved = (answer.seconds, answer.sent_bytes, answer.received_bytes)
-        self._deliver(Answered(ask.tag, ask.to, answer.envelope, *moved))
+        self._deliver(wire.Answered(ask.tag, ask.to, answer.envelope, *moved))
 
     async def _evaluate(self, asked: EvaluatePlans) -> None:
         """Evaluates plans in a thread of their own, as it may take seconds."""
         self._deliver(await asyncio.to_thread(evaluate_plans, asked))
 
-    async def _announce(self, record: Announce) -> None:
-        await self.directory.store(record.key, record.subkey, record.value, record.expires)
-
     async def _lookup(self, key: str) -> None:
-        self._deliver(Found(key, await self.directory.fetch(key)))
+        self._deliver(wire.Found(key, await self.directory.fetch(key)))
 
     async def _report_refusals(self) -> None:
         """Writes to the journal how many invalid questions and records came from other peers, by reason."""

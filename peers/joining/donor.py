@@ -11,16 +11,9 @@ from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Reply
+from decentral.core import jobs
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import (
-    ExportRetained,
-    ExportState,
-    Fragment,
-    Layout,
-    RetainedExported,
-    RetainedStates,
-    StateExported,
-)
+from decentral.core.jobs import Fragment, Layout, RetainedExported, RetainedStates
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -67,11 +60,11 @@ class Donor:
         if export is not None and now < export.expires_at and not outdated:
             return [self._piece(request, pull, export)]
         self._waiting.setdefault(name, []).append((request, pull))
-        job = ExportRetained(pull.fragment) if pull.kept else ExportState(pull.fragment)
+        job = jobs.ExportRetained(pull.fragment) if pull.kept else jobs.ExportState(pull.fragment)
         return [job] if len(self._waiting[name]) == 1 else []
 
     def exported(
-        self, done: StateExported | RetainedExported, step: int, now: Seconds, version: bytes = bytes(16)
+        self, done: jobs.StateExported | RetainedExported, step: int, now: Seconds, version: bytes = bytes(16)
     ) -> list[Effect]:
         """The compute thread has encoded a state, or has none: then its layout is empty."""
         name = (done.fragment, isinstance(done, RetainedExported))
@@ -89,8 +82,8 @@ class Donor:
         """Whether this newcomer is one of those that are served."""
         if newcomer not in self._served and len(self._served) >= MOST_SERVED:
             self._served = {peer: at for peer, at in self._served.items() if now < at + SERVED_S}
-        if newcomer not in self._served and len(self._served) >= MOST_SERVED:
-            return False
+            if len(self._served) >= MOST_SERVED:
+                return False
         self._served[newcomer] = now
         return True
 

@@ -63,7 +63,6 @@ class Incoming:
         return self.here == self.total
 
     def forget(self) -> None:
-        """Discards the pieces that are here."""
         self.pieces.clear()
         self.here = self._from = 0
 
@@ -115,7 +114,7 @@ class Fetch:
 
     @property
     def complete(self) -> bool:
-        return all(one.complete() for one in self.incoming.values())
+        return not self.missing()
 
     def donated(self) -> tuple[Donated, ...]:
         return tuple((index, one.layout, one.blob()) for index, one in sorted(self.incoming.items()))
@@ -129,16 +128,10 @@ class Fetch:
         kept = [peer for peer in self.donors if peer in willing]
         others = [peer for peer in willing if peer not in kept]
         self.donors = kept + self.chance.sample(others, max(0, min(len(others), DONORS - len(kept))))
-        self.donors += self._holders_of_the_rest(willing)
-
-    def _holders_of_the_rest(self, willing: Sequence[PeerId]) -> list[PeerId]:
-        """One more donor for each incomplete fragment that none of the donors holds."""
-        found: list[PeerId] = []
-        for one in self.incoming.values():
+        for one in self.missing():  # one more donor for each of them that none of the donors holds
             holders = [peer for peer in willing if self.holds(peer, one.fragment)]
-            if holders and not one.complete() and not {*holders} & {*self.donors, *found}:
-                found.append(self.chance.choice(holders))
-        return found
+            if holders and not {*holders} & {*self.donors}:
+                self.donors.append(self.chance.choice(holders))
 
     def fetch_again(self) -> bool:
         """Discards fragments of an earlier step than others, once for each step: their holders may have caught up."""
@@ -151,13 +144,11 @@ class Fetch:
 
     def _some_have_failed_holders_only(self, known: Sequence[PeerId]) -> bool:
         """Whether all holders of some missing fragment have been left out: then they are asked again."""
-        return any(
-            all(self.failures[peer] >= FAILURES for peer in known if self.holds(peer, one.fragment))
-            for one in self._missing()
-            if any(self.holds(peer, one.fragment) for peer in known)
-        )
+        held_by = ([peer for peer in known if self.holds(peer, one.fragment)] for one in self.missing())
+        return any(holders and all(self.failures[peer] >= FAILURES for peer in holders) for holders in held_by)
 
-    def _missing(self) -> list[Incoming]:
+    def missing(self) -> list[Incoming]:
+        """The fragments of which some pieces are not here yet."""
         return [one for one in self.incoming.values() if not one.complete()]
 
     def ask(self) -> list[Effect]:
@@ -165,20 +156,19 @@ class Fetch:
         effects: list[Effect] = []
         if all(one.next_offset() is None for one in self.incoming.values()):
             return effects  # everything is here or requested
-        for _ in range(IN_FLIGHT):
-            for position, donor in enumerate(self.donors):
-                if self._in_flight[donor] < IN_FLIGHT:
-                    effects += self._ask_one(donor, position)
+        for position, donor in [*enumerate(self.donors)] * IN_FLIGHT:
+            if self._in_flight[donor] < IN_FLIGHT:
+                effects += self._ask_one(donor, position)
         return effects
 
     def handle(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """Takes the answer to a request, and gives the next requests."""
         assert isinstance(event.tag, FetchTag)
-        index, offset = event.tag.fragment, event.tag.offset
-        incoming = self.incoming.get(index)
+        offset, incoming = event.tag.offset, self.incoming.get(event.tag.fragment)
         if incoming is None:
             return []  # this fragment is not fetched any more
         incoming.request_over(offset)
+        self._in_flight[event.peer] -= 1
         if isinstance(event, AskFailed):
             return self._failed(event.peer, event.reason)
         message = event.envelope.message
@@ -187,13 +177,11 @@ class Fetch:
         if self.exact and message.step > incoming.step:
             incoming.forget()
         if self.exact and (message.step < incoming.step or (incoming.pieces and message.version != incoming.version)):
-            self._in_flight[event.peer] -= 1
             return self._not_now(event.peer)  # it will soon take the step that others have taken
         try:
             incoming.take(message, event.envelope.blob)
         except ProtocolError as error:
             return self._failed(event.peer, error.reason)
-        self._in_flight[event.peer] -= 1
         self.last_piece_at, self.step = now, max(self.step, message.step)
         self.used.add(event.peer)
         return [] if self.complete else self.ask()
@@ -201,29 +189,24 @@ class Fetch:
     def _ask_one(self, donor: PeerId, position: int) -> list[Effect]:
         """The next request for this donor. Donors in different positions begin with different fragments."""
         held = [one for _, one in sorted(self.incoming.items()) if self.holds(donor, one.fragment)]
-        count = len(held)
-        order = [held[(position + shift) % count] for shift in range(count)]
-        for incoming in order:
-            offset = incoming.next_offset()
+        for shift in range(len(held)):
+            incoming = held[(position + shift) % len(held)]
+            offset, index = incoming.next_offset(), incoming.fragment.index
             if offset is not None:
                 incoming.requested.add(offset)
                 self._in_flight[donor] += 1
-                index = incoming.fragment.index
                 question = Envelope(StateRequest(self.run, index, offset, PIECE_BYTES, incoming.retained))
                 return [Ask(self.tag(index, offset), donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)]
         return []
 
     def _failed(self, donor: PeerId, reason: str) -> list[Effect]:
-        self._in_flight[donor] -= 1
         if reason == Reason.BUSY:  # it serves enough newcomers: others are asked instead
             self.busy += 1
             return self._not_now(donor)
         self.failures[donor] += 1
-        lines: list[Effect] = []
         if self.failures[donor] == FAILURES:
-            self.donors = [peer for peer in self.donors if peer != donor]
-            lines.append(log("donor_failed", peer=donor, reason=reason))
-        return lines + self.ask()
+            return [log("donor_failed", peer=donor, reason=reason), *self._not_now(donor)]
+        return self.ask()
 
     def _not_now(self, donor: PeerId) -> list[Effect]:
         self.donors = [peer for peer in self.donors if peer != donor]

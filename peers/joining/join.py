@@ -60,15 +60,6 @@ class Join:
     def __post_init__(self) -> None:
         self.fetch = Fetch(self.run, JoinTag, self.chance, self._can_donate, self.exact)
 
-    @property
-    def donors(self) -> list[PeerId]:
-        return self.fetch.donors
-
-    @property
-    def used(self) -> set[PeerId]:
-        """The donors that gave us something."""
-        return self.fetch.used
-
     def taken(self) -> dict[int, tuple[int, bytes]]:
         """Step and version of each fragment that came from donors."""
         return {index: (one.step, one.version) for index, one in self.fetch.incoming.items() if self.imported}
@@ -99,14 +90,16 @@ class Join:
         """Chooses donors and asks them; where there are none, starts from what is here."""
         known = sorted({*live, *self.contacts})
         self._prefer_retained(known)
-        missing = [one.fragment for one in self.fetch.incoming.values() if not one.complete()]
-        self.fetch.choose([peer for peer in known if any(self._can_donate(peer, fragment) for fragment in missing)])
-        if not self.donors and (not known or now > self.fetch.last_piece_at + GIVE_UP_S):
+        missing = self.fetch.missing()
+        self.fetch.choose([peer for peer in known if any(self._can_donate(peer, one.fragment) for one in missing)])
+        if not self.fetch.donors and (not known or now > self.fetch.last_piece_at + GIVE_UP_S):
             self.fetch.incoming = {index: one for index, one in self.fetch.incoming.items() if one.complete()}
             return self._start_from_what_is_here()
-        if not self.donors:
+        if not self.fetch.donors:
             self.fetch.failures.clear()
-        if not live and self._only_strangers(known) and now < self.began_at + GIVE_UP_S:
+        incoming = self.fetch.incoming.values()
+        known_donor = any(self._can_donate(peer, one.fragment) for peer in known for one in incoming)
+        if known and not live and not known_donor and now < self.began_at + GIVE_UP_S:
             self.wake_at = now + JOIN_RETRY_S  # contacts are there, but their records, with their spans, are not yet
             return []
         self._skip_fragments_without_holder(known)
@@ -124,14 +117,7 @@ class Join:
                 one.retained = not held and bool(retainers) and (not self.restored or step > self.own_step)
 
     def _start_from_what_is_here(self) -> list[Effect]:
-        if self.fetch.incoming:
-            return self._import()
-        return self._finish("checkpoint" if self.restored else "alone")
-
-    def _only_strangers(self, known: Sequence[PeerId]) -> bool:
-        """Whether there are peers, but none of them is known to have anything that we need."""
-        incoming = self.fetch.incoming.values()
-        return bool(known) and not any(self._can_donate(peer, one.fragment) for peer in known for one in incoming)
+        return self._import() if self.fetch.incoming else self._finish("checkpoint" if self.restored else "alone")
 
     def _can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
         """Whether it holds the fragment, or, where we fetch a retained state, whether it has the newest one."""
@@ -169,7 +155,7 @@ class Join:
     def _start_over(self, reason: str, now: Seconds) -> list[Effect]:
         """What the donors sent is no state of this model: the newcomer asks again, after a pause."""
         self.phase, self.wake_at = JoinPhase.WAITING, now + JOIN_RETRY_S
-        self.fetch.failures.update(dict.fromkeys(self.used, 1))
+        self.fetch.failures.update(dict.fromkeys(self.fetch.used, 1))
         self.fetch.begin(self._all_fragments(), self.fetch.last_piece_at)
         return [log("error", reason=f"the donated state was refused: {reason}")]
 

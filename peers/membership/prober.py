@@ -61,21 +61,18 @@ class Prober:
         links = self.meter.links
         new = [peer for peer in sorted(peers) if peer not in links or not links[peer].up]
         missing = PROBED_PEERS - sum(1 for link in links.values() if link.up)
+        self._queue = []
         chosen = self.rng.sample(new, max(0, min(missing, len(new))))
-        self._queue = [(peer, what) for peer in chosen for what in self._unknown(peer)]
-
-    def _unknown(self, peer: PeerId) -> list[str]:
-        """The probes of a peer. There is no download from a peer whose downlink is known, such as a donor."""
-        link = self.meter.links.get(peer)
-        return ["ping", "ping", "down", "up"] if link is None or not link.down else ["ping", "ping", "up"]
+        for peer in chosen:  # no download from a peer whose downlink is known, such as a donor
+            known_down = peer in links and links[peer].down
+            self._queue += [(peer, what) for what in ("ping", "ping", "down", "up") if what != "down" or not known_down]
 
     def _next(self) -> list[Effect]:
         if not self._queue:
             return []
         peer, what = self._queue.pop(0)
-        return [Ask(ProbeTag(what), peer, self._question(what), PROBE_DEADLINE_S, PROBE_BYTES)]
-
-    def _question(self, what: str) -> Envelope:
         if what == "ping":
-            return Envelope(Ping(self.rng.getrandbits(32)))
-        return Envelope(Probe(PROBE_BYTES)) if what == "down" else Envelope(Probe(0), zeros(PROBE_BYTES))
+            question = Envelope(Ping(self.rng.getrandbits(32)))
+        else:
+            question = Envelope(Probe(PROBE_BYTES)) if what == "down" else Envelope(Probe(0), zeros(PROBE_BYTES))
+        return [Ask(ProbeTag(what), peer, question, PROBE_DEADLINE_S, PROBE_BYTES)]

@@ -19,7 +19,7 @@ from decentral.comm.wire.transport import Directory
 from decentral.core import rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import RetainedStates
+from decentral.core.jobs import Fragment, RetainedStates
 from decentral.core.reasons import Reason
 
 Label = Annotated[str, Strict(), Field(max_length=128)]
@@ -59,6 +59,10 @@ class PeerRecord:
     phase: PeerPhase = "joining"
     kept: Annotated[RetainedStates, Field(max_length=256)] = ()  # fragment and step of each state that it retains
 
+    def covers(self, fragment: Fragment) -> bool:
+        """Whether the peer holds all layers of the fragment."""
+        return self.first <= fragment.first and fragment.last <= self.last
+
 
 _PEER = TypeAdapter(PeerRecord)
 _NAMES = [field.name for field in dataclasses.fields(PeerRecord)]
@@ -67,13 +71,9 @@ SMALL_BYTES = 2048  # larger records are not cached: several thousand of this si
 
 
 def pack(record: PeerRecord) -> bytes:
-    fields = {name: getattr(record, name) for name in _NAMES} | {"profile": _plain(record.profile)}
-    body: bytes = msgpack.packb(fields)
+    profile = {name: getattr(record.profile, name) for name in _PROFILE_NAMES}
+    body: bytes = msgpack.packb({name: getattr(record, name) for name in _NAMES} | {"profile": profile})
     return body
-
-
-def _plain(profile: Profile) -> dict[str, Any]:
-    return {name: getattr(profile, name) for name in _PROFILE_NAMES}
 
 
 @cache
@@ -88,8 +88,7 @@ def key_of(run: RunId, peer: PeerId, shards: int) -> str:
     return keys(run, shards)[rng.seed_of(0, "shard", peer) % shards]
 
 
-Open = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]
-"""comm/wire/identity.py's Signer.open."""
+Open = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]  # comm/wire/identity.py's Signer.open
 
 
 async def lookup(
@@ -100,8 +99,7 @@ async def lookup(
     for key in keys(run, shards):
         for subkey, value in (await directory.fetch(key)).items():
             try:
-                body, _ = opened(key, PeerId(subkey), value, now)
-                record = unpack(body)
+                record = unpack(opened(key, PeerId(subkey), value, now)[0])
             except ProtocolError:
                 continue
             if record.run == run and record.phase != "leaving":
@@ -111,16 +109,12 @@ async def lookup(
 
 def unpack(body: bytes) -> PeerRecord:
     """Raises ProtocolError for anything that is not a PeerRecord."""
-    return _unpack_again(body) if len(body) <= SMALL_BYTES else _unpack(body)
+    return _unpack_cached(body) if len(body) <= SMALL_BYTES else checked(_PEER, body)
 
 
 @lru_cache(maxsize=1 << 14)
-def _unpack_again(body: bytes) -> PeerRecord:
+def _unpack_cached(body: bytes) -> PeerRecord:
     """A record is frozen, so simulated peers that read the same bytes may share it."""
-    return _unpack(body)
-
-
-def _unpack(body: bytes) -> PeerRecord:
     return checked(_PEER, body)
 
 

@@ -1,4 +1,4 @@
-"""Which peers are alive: their signed records in the DHT, and whether they answer our questions.
+"""Which peers are alive and hold which layers: their signed records in the DHT, and whether they answer our questions.
 
 A record expires a minute after its peer stops renewing it. That is slow for a crash, so a peer that fails to answer
 twice in a row is dropped at once, and comes back with its next record. A peer that leaves says so in its last one.
@@ -8,22 +8,23 @@ over several keys: each lookup then reads our own shard and one more, drawn at r
 sample of the swarm, and its costs do not grow with the number of peers.
 """
 
+import bisect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from itertools import chain
 from random import Random
 
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.transport import Announce, Answered, AskFailed, Found, Lookup
+from decentral.core import rng
 from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Woke, log
+from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
-from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.records import PeerRecord
 
 REFRESH_SOON_S = 0.5  # until the next lookup after an unknown peer has asked us something
@@ -31,6 +32,7 @@ PEERS_PER_REFRESH_S = 25  # a large swarm is looked up less often, as a lookup c
 EXPIRY_STEP_S = 1e-3  # each record of ours expires so much later than the one before
 FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotten
 DEAD_AFTER = 2  # unanswered questions in a row
+NEIGHBOURS = 24  # holders of a layer that a peer knows
 SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
 
 
@@ -47,6 +49,73 @@ class RosterEntry:
     record: PeerRecord
     expires: float  # unix seconds
     failures: int = 0  # unanswered questions in a row
+
+
+@dataclass(slots=True)
+class Holders:
+    """The holders of each layer of a model with so many layers, as `own` sees them, kept up to date record by record.
+
+    A query costs the same in a swarm of any size. A peer that is not training holds nothing. A peer asks only a few of
+    a layer's holders, its neighbours, so that it can measure each of them well. Different peers have different
+    neighbours (rendezvous hashing, Thaler and Ravishankar 1998), so work spreads over all holders.
+    """
+
+    own: PeerId
+    layers: int
+    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens/s of all peers with the same layers
+    changes: int = 0  # how often a span or a speed has changed so far
+    _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # layers [first, last), tokens/s
+    _alike: dict[tuple[int, int], list[tuple[int, PeerId]]] = field(default_factory=dict)  # by layers, then distance
+    _near: dict[int, list[PeerId]] = field(default_factory=dict)  # answers since the last change, by layer
+
+    @property
+    def count(self) -> int:
+        return len(self._places)
+
+    def put(self, peer: PeerId, record: PeerRecord) -> None:
+        first, last = (record.first, min(record.last, self.layers)) if record.phase == "training" else (0, 0)
+        speed = record.profile.tokens_per_s
+        was = self._places.get(peer, (0, 0, 0.0))
+        if was[:2] == (first, last) and first < last:
+            if speed != was[2]:
+                self._places[peer] = (first, last, speed)
+                self.speeds[first, last] += speed - was[2]
+                self.changes += 1
+            return
+        self.drop(peer)
+        if first >= last:
+            return
+        self._places[peer] = (first, last, speed)
+        self.changes += 1
+        self.speeds[first, last] = self.speeds.get((first, last), 0.0) + speed
+        bisect.insort(self._alike.setdefault((first, last), []), (self._distance(peer), peer))
+        self._near.clear()
+
+    def drop(self, peer: PeerId) -> None:
+        first, last, speed = self._places.pop(peer, (0, 0, 0.0))
+        if first >= last:
+            return
+        self.changes += 1
+        self.speeds[first, last] -= speed
+        held = self._alike[first, last]
+        del held[bisect.bisect_left(held, (self._distance(peer), peer))]
+        if not held:
+            del self.speeds[first, last], self._alike[first, last]
+        self._near.clear()
+
+    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
+        """The layers [first, last) that a peer holds, and its tokens/s; (0, 0, 0.0) if it holds none."""
+        return self._places.get(peer, (0, 0, 0.0))
+
+    def near(self, layer: int) -> Sequence[PeerId]:
+        """Up to NEIGHBOURS holders of the layer, the nearest by hash, in the order of their ids."""
+        if layer not in self._near:
+            spans = [held[:NEIGHBOURS] for (first, last), held in self._alike.items() if first <= layer < last]
+            self._near[layer] = sorted(peer for _, peer in sorted(chain.from_iterable(spans))[:NEIGHBOURS])
+        return self._near[layer]
+
+    def _distance(self, peer: PeerId) -> int:
+        return rng.seed_of(0, "neighbours", self.own, peer)
 
 
 @dataclass(slots=True)
@@ -68,14 +137,13 @@ class Roster:
 
     @property
     def wake_at(self) -> Seconds | None:
-        soon = min(self._renew_at, self._refresh_at)
-        return soon if self._expiry_at is None or soon <= self._expiry_at else self._expiry_at
+        return earliest((self._renew_at, self._refresh_at, self._expiry_at))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
                 return self._expire(now) + self._renew(now) + self._refresh(now)
-            case Found(key, values) if key in _known_keys(self.run, self.limits.shards):
+            case Found(key, values) if key in records.keys(self.run, self.limits.shards):
                 return self._found(key, values, now)
             case Answered(peer=peer) if peer in self.live:
                 self.live[peer].failures = 0
@@ -89,9 +157,8 @@ class Roster:
 
     def refresh_soon(self, now: Seconds) -> None:
         """Looks up records soon, because an unknown peer has asked us something, and is probably a newcomer."""
-        if self.limits.shards > 1:
-            return  # with shards nobody knows all peers
-        self._refresh_at = min(self._refresh_at, now + REFRESH_SOON_S)
+        if self.limits.shards == 1:  # with more nobody knows all peers
+            self._refresh_at = min(self._refresh_at, now + REFRESH_SOON_S)
 
     def leave(self, now: Seconds) -> list[Effect]:
         return [self._announce(now, leaving=True)]
@@ -112,11 +179,10 @@ class Roster:
         if now < self._refresh_at:
             return []
         self._refresh_at = now + max(self.limits.refresh_s, len(self.live) / PEERS_PER_REFRESH_S)
-        own = records.key_of(self.run, self.own.peer, self.limits.shards)
-        lookups = (
-            [own] if self.limits.shards == 1 else [own, self.chance.choice(records.keys(self.run, self.limits.shards))]
-        )
         self._forget(now)
+        lookups = [records.key_of(self.run, self.own.peer, self.limits.shards)]
+        if self.limits.shards > 1:
+            lookups.append(self.chance.choice(records.keys(self.run, self.limits.shards)))
         return [Lookup(key) for key in dict.fromkeys(lookups)]
 
     def _expire(self, now: Seconds) -> list[Effect]:
@@ -157,13 +223,10 @@ class Roster:
         self.live[peer] = RosterEntry(record, expires, known.failures if known else 0)
         self.holders.put(peer, record)
         self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
-        effects: list[Effect] = []
-        if known is None or known.record.addresses != record.addresses:
-            effects.append(Learn(peer, record.addresses))
         if known is None:
-            profile = record.profile
-            effects.append(log("peer_joined", peer=peer, device=profile.device, region=profile.region))
-        return effects
+            joined = log("peer_joined", peer=peer, device=record.profile.device, region=record.profile.region)
+            return [Learn(peer, record.addresses), joined]
+        return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []
 
     def _unanswered(self, peer: PeerId, now: Seconds) -> list[Effect]:
         entry = self.live[peer]
@@ -185,8 +248,3 @@ class Roster:
         del self.live[peer]
         self.holders.drop(peer)
         return [log("peer_left", peer=peer, reason=reason)]
-
-
-@cache
-def _known_keys(run: RunId, shards: int) -> frozenset[str]:
-    return frozenset(records.keys(run, shards))

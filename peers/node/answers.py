@@ -90,10 +90,9 @@ class Answers:
             case messages.Probe():
                 return MAX_PROBE_BYTES
             case messages.Swap(offered) | messages.Push(offered):
-                held = {fragment.index: fragment.parameters for fragment in setup.fragments}
-                known = offered.fragment in held
                 snapshot_bytes = algorithm(setup.config.gossip.algorithm).snapshot_bytes
-                return int(held[offered.fragment] * snapshot_bytes) + BLOB_SLACK_BYTES if known else 0
+                held = {one.index: int(one.parameters * snapshot_bytes) + BLOB_SLACK_BYTES for one in setup.fragments}
+                return held.get(offered.fragment, 0)
             case messages.ForwardRequest() if setup.routes:
                 return setup.routes.size(message)
         return 0
@@ -101,10 +100,9 @@ class Answers:
     def _any_run(self, event: Asked, now: Seconds) -> list[Effect]:
         """Answers the questions that peers of any run, or of none, may ask."""
         match event.envelope.message:
-            case messages.Hello(run) if run in ("", self.setup().run):
-                return [_reply(event, messages.Welcome(self.setup().run, self.setup().config.canonical()))]
             case messages.Hello(run):
-                return [_reply(event, self._other_run(run))]
+                welcome = messages.Welcome(self.setup().run, self.setup().config.canonical())
+                return [_reply(event, welcome if run in ("", self.setup().run) else self._other_run(run))]
             case messages.Ping(nonce):
                 return [_reply(event, messages.Pong(nonce))]
             case messages.Probe(download_bytes):
@@ -119,7 +117,7 @@ class Answers:
             return [_reply(event, Refused(Reason.UNEXPECTED))]
         if self.span_move:
             return self.span_move.handle(event, now)
-        return [_reply(event, messages.Done() if setup.holds(message.fragment) else Refused(Reason.FRAGMENT))]
+        return [_reply(event, messages.Done() if message.fragment in setup.held else Refused(Reason.FRAGMENT))]
 
     def _state(self, event: Asked, now: Seconds) -> list[Effect]:
         message = event.envelope.message
@@ -154,11 +152,8 @@ def _run_of(message: Message) -> str | None:
     """The run that a question is about; None for messages that this peer answers, or refuses, whatever their run is."""
     if isinstance(message, messages.Swap | messages.Push):
         return message.offered.run
-    if isinstance(
-        message, (messages.StateRequest, messages.Pull, messages.SwapCommit, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)
-    ):
-        return message.run
-    return None
+    about_run = (messages.StateRequest, messages.Pull, messages.SwapCommit, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)
+    return message.run if isinstance(message, about_run) else None
 
 
 def _reply(event: Asked, message: Message) -> Reply:

@@ -5,7 +5,7 @@ none: its rounds (comm/rounds/round.py) take their place, and questions for exch
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -44,28 +44,22 @@ class FragmentExchanges:
         return max((one.seq for one in self.running.values()), default=0) if self.algorithm.blocking else 0
 
     def begin(self, now: Seconds) -> None:
-        """Begins the exchanges of all fragments that we hold."""
-        self.running = {fragment.index: self._exchange(fragment, now) for fragment in self.setup().fragments}
+        """Begins the exchanges of those fragments of ours that have none yet."""
         self._wake = None
-
-    def add(self, fragments: Iterable[Fragment], now: Seconds) -> None:
-        """Begins the exchanges of those fragments that have none yet."""
-        for fragment in fragments:
+        for fragment in self.setup().fragments:
             if fragment.index not in self.running:
                 self.running[fragment.index] = self._exchange(fragment, now)
-                self._wake = None
 
     def drop(self, lost: Sequence[int]) -> None:
+        self._wake = None
         for index in lost:
             self.running.pop(index, None)
-            self._wake = None
 
     def woke(self, event: Woke, now: Seconds) -> list[Effect]:
         effects: list[Effect] = []
         if self._wake is None or now >= self._wake:
             for index, exchange in self.running.items():
-                wake_at = exchange.wake_at
-                if wake_at is not None and now >= wake_at:
+                if (wake_at := exchange.wake_at) is not None and now >= wake_at:
                     effects += self.tell(index, event, now)
         return effects
 
@@ -78,10 +72,9 @@ class FragmentExchanges:
         """Why a question about a fragment is not one for its exchange; None if it is."""
         setup, known = self.setup(), self.algorithm
         if index not in self.running and not known.exact:
-            return Refused(Reason.NOT_READY if setup.holds(index) else Reason.FRAGMENT)
-        if not isinstance(message, known.questions):
-            return Refused(Reason.ALGORITHM, f"this run gossips by {known.name}")
-        return None
+            return Refused(Reason.NOT_READY if index in setup.held else Reason.FRAGMENT)
+        unknown = not isinstance(message, known.questions)
+        return Refused(Reason.ALGORITHM, f"this run gossips by {known.name}") if unknown else None
 
     def _exchange(self, fragment: Fragment, now: Seconds) -> GossipMachine:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
@@ -93,6 +86,3 @@ class FragmentExchanges:
         gossip, own = setup.config.gossip, setup.own.peer
         context = FragmentContext(setup.run, own, fragment.index, phase, gossip, self.selection, newest)
         return known.machine(context, context.next_close(now, 0))
-
-
-__all__ = ["FragmentExchanges"]

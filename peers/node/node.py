@@ -30,10 +30,9 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
 from decentral.peers.joining.join import Join, JoinPhase, JoinTag
-from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.prober import Prober, ProbeTag
 from decentral.peers.membership.records import PeerRecord
-from decentral.peers.membership.roster import Roster
+from decentral.peers.membership.roster import Holders, Roster
 from decentral.peers.node.answers import ROUND_QUESTIONS, ROUTE_QUESTIONS, Answers
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from decentral.peers.node.handlers import Handlers
@@ -50,6 +49,7 @@ from decentral.peers.planning.plan_evaluation import PlansEvaluated
 from decentral.peers.planning.swarm_plans import key_of as plan_key
 
 PROBE_AFTER_S = 2.0  # from the start of training to the first probe
+FragmentJobDone = jobs.WindowClosed | jobs.Merged | jobs.Absorbed  # outcomes of what an exchange has the device do
 
 
 class NodePhase(Enum):
@@ -97,9 +97,8 @@ class Node:
         assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
         if setup.routes:
             self._make_routes()
-        self.own_record = OwnRecord(
-            self._present_setup, self.meter, self.progress, self.donor, self.gossip, self.routes
-        )
+        state = (self.meter, self.progress, self.donor, self.gossip)
+        self.own_record = OwnRecord(self._present_setup, *state, self.routes)
         machines = (self.progress, self.donor, self.gossip, self.rounds)
         self.answers = Answers(self._present_setup, self._is_training, self.handlers, *machines)
         self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
@@ -171,8 +170,10 @@ class Node:
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         """The effects of this event, in the order in which a host has to carry them out."""
-        if self.phase is NodePhase.LEFT:
-            return self._handle_after_leaving(event, now)
+        if self.phase is NodePhase.LEFT:  # what still comes in while the last checkpoint is written
+            if isinstance(event, Asked):
+                return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
+            return self.progress.handle(event, now) if isinstance(event, jobs.Saved) else []
         effects = self.handlers.handle(event, event, now)
         if self.span_manager:
             effects = self.span_manager.carry_out(effects, now)
@@ -237,22 +238,20 @@ class Node:
     def _started(self, event: jobs.Started, now: Seconds) -> list[Effect]:
         self.phase = NodePhase.TRAINING
         if self.progress.joined_at is None:
-            self.progress.begin(now, event.step, fetched=bool(self.join.used))
+            self.progress.begin(now, event.step, fetched=bool(self.join.fetch.used))
         self.prober.wake_at = now + PROBE_AFTER_S
         if not self.rounds:
             self.gossip.begin(now)
         self.roster.renew_soon(now)
-        seconds = round(now - self.join.began_at, 3)
-        lines: list[Effect] = [
-            log("joined", peers=len(self.roster.live), donors=sorted(self.join.used), seconds=seconds)
-        ]
+        donors, seconds = sorted(self.join.fetch.used), round(now - self.join.began_at, 3)
+        line = log("joined", peers=len(self.roster.live), donors=donors, seconds=seconds)
         if self.route_planner is None:
-            return lines
+            return [line]
         if self.rounds:
             self.rounds.begin(event.step, self.join.taken())
         routes = self.route_planner.routes
         routes.active = self.rounds is None
-        return lines + self._review_routes_and_span(self.route_planner, now) + routes.handle(Woke(), now)
+        return [line, *self._review_routes_and_span(self.route_planner, now), *routes.handle(Woke(), now)]
 
     def _stepped(self, event: jobs.Stepped, now: Seconds) -> list[Effect]:
         routed = self.routes.handle(event, now) if self.routes else []
@@ -262,11 +261,9 @@ class Node:
     def _to_join(self, event: object, now: Seconds) -> list[Effect]:
         return self.join.handle(event, now, self.selection.donors())
 
-    def _to_exchange(
-        self, event: Answered | AskFailed | jobs.WindowClosed | jobs.Merged | jobs.Absorbed, now: Seconds
-    ) -> list[Effect]:
+    def _to_exchange(self, event: Answered | AskFailed | FragmentJobDone, now: Seconds) -> list[Effect]:
         tag = event.tag if isinstance(event, Answered | AskFailed) else event
-        assert isinstance(tag, ExchangeTag | jobs.WindowClosed | jobs.Merged | jobs.Absorbed)
+        assert isinstance(tag, ExchangeTag | FragmentJobDone)
         return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
 
     def _advance_round(self, rounds: Rounds, now: Seconds) -> list[Effect]:
@@ -289,12 +286,6 @@ class Node:
                 self.roster.renew_soon(now)
             route_planner.refresh(now)
         return self.span_manager.review(now) if self.span_manager and now >= self.span_manager.wake_at else []
-
-    def _handle_after_leaving(self, event: object, now: Seconds) -> list[Effect]:
-        """Handles the events that still come in while the last checkpoint is written."""
-        if isinstance(event, Asked):
-            return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
-        return self.progress.handle(event, now) if isinstance(event, jobs.Saved) else []
 
     # What the machines ask the node
 

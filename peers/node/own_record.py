@@ -53,16 +53,13 @@ class OwnRecord:
         )
 
     def profile(self) -> Profile:
-        """The present profile, as measured by now."""
         setup = self.setup()
+        # A peer with the whole model trains alone. The speed of the others is that of their part in routes.
+        measured = self.progress.tokens_per_s if setup.whole else self.routes.load.speed if self.routes else 0.0
         return replace(
             setup.profile,
             down=self.meter.typical_down() or 0.0,
             up=self.meter.typical_up() or 0.0,
             latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
-            tokens_per_s=self._measured(setup) or setup.profile.tokens_per_s,
+            tokens_per_s=measured or setup.profile.tokens_per_s,
         )
-
-    def _measured(self, setup: NodeSetup) -> float:
-        """Tokens/s in training, from the progress of a peer that trains alone, else from its part in routes."""
-        return self.progress.tokens_per_s if setup.whole else self.routes.load.speed if self.routes else 0.0

@@ -39,7 +39,6 @@ class PeerSelection:
         return holders if count is None else self._draw(holders, min(count, len(holders)))
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """How long `size` bytes from that peer may take."""
         return self.meter.deadline_s(peer, size)
 
     def period_s(self, size: int) -> Seconds:
@@ -55,9 +54,8 @@ class PeerSelection:
         rates = [rate for rate in (self.meter.typical_down(), self.meter.typical_up()) if rate]
         if not rates or not size:
             return window_s
-        parameters = sum(fragment.parameters for fragment in setup.fragments)
-        largest = max(fragment.parameters for fragment in setup.fragments)
-        round_bytes = size / largest * parameters * gossip.partners
+        parameters = [fragment.parameters for fragment in setup.fragments]
+        round_bytes = size / max(parameters) * sum(parameters) * gossip.partners
         windows = -(-round_bytes // (gossip.link_share * min(rates) * window_s))
         return window_s * max(1.0, windows)
 
@@ -75,23 +73,17 @@ class PeerSelection:
     # RoundView
 
     def acquaintances(self) -> Sequence[PeerId]:
-        """The peers that may be in the run already."""
         return sorted({*self.roster.live, *self.setup().contacts})
 
-    def trainers(self) -> Sequence[PeerId]:
-        """The peers that train, as far as we know."""
+    def trainers(self) -> list[PeerId]:
         return sorted(peer for peer, entry in self.roster.live.items() if entry.record.phase == "training")
 
     # For moves and newcomers
 
     def holders(self, fragment: int) -> list[PeerId]:
         """The other peers that hold the fragment and train."""
-        cut = self.setup().cut(fragment)
-        return sorted(
-            peer
-            for peer, entry in self.roster.live.items()
-            if entry.record.phase == "training" and entry.record.first <= cut.first and cut.last <= entry.record.last
-        )
+        cut = next(cut for cut in self.setup().cuts if cut.index == fragment)
+        return [peer for peer in self.trainers() if self.roster.live[peer].record.covers(cut)]
 
     def newest_retained(self, fragment: int) -> tuple[int, list[PeerId]]:
         """The learning-rate step of the newest state that others retain, or NEVER, and the peers that retain it."""
@@ -107,13 +99,11 @@ class PeerSelection:
         entry = self.roster.live.get(peer)
         if entry is None:
             return self.setup().whole
-        holds = entry.record.first <= fragment.first and fragment.last <= entry.record.last
-        return holds and (self.setup().whole or entry.record.phase == "training")
+        return entry.record.covers(fragment) and (self.setup().whole or entry.record.phase == "training")
 
     def donors(self) -> list[PeerId]:
         """The peers that a newcomer may ask: those that train, or all while nobody trains."""
-        training = [peer for peer, entry in self.roster.live.items() if entry.record.phase == "training"]
-        return sorted(training) or self.live()
+        return self.trainers() or self.live()
 
     def live(self) -> list[PeerId]:
         return sorted(self.roster.live)

@@ -57,7 +57,7 @@ class TrainingProgress:
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest((self._eval_at, self._save_at, self._stop_at() if self.stop_after else None))
+        return earliest((self._eval_at, self._save_at, self._stop_at()))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
@@ -90,18 +90,13 @@ class TrainingProgress:
             return []
         steps, self._steps = self._steps, []
         tokens, seconds = sum(step.tokens for step in steps), sum(step.seconds for step in steps)
-        self._rate(tokens, now)
-        return [
-            log(
-                "step",
-                step=steps[-1].step,
-                lr_step=steps[-1].lr_step,
-                tokens=tokens,
-                micro_batches=sum(step.micro_batches for step in steps),
-                loss=round(sum(step.loss for step in steps) / len(steps), 4),
-                seconds=round(seconds, 4),
-            )
-        ]
+        took = max(1e-3, now - self._line_at)
+        share = min(1.0, took / RATE_S) if self.tokens_per_s else 1.0
+        self.tokens_per_s += (tokens / took - self.tokens_per_s) * share
+        self._line_at = now
+        progress = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
+        loss, micro_batches = sum(step.loss for step in steps) / len(steps), sum(step.micro_batches for step in steps)
+        return [log("step", **progress, micro_batches=micro_batches, loss=round(loss, 4), seconds=round(seconds, 4))]
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
         self._steps.append(step)
@@ -112,15 +107,8 @@ class TrainingProgress:
         self.loss = step.loss if self.loss is None else 0.95 * self.loss + 0.05 * step.loss
         lines = self.flush(now) if now >= self._line_at + LINE_S else []
         reached = {"steps": step.step, "tokens": self.tokens}.get(self.stop_after.kind if self.stop_after else "", 0)
-        if self.stop_after and 0 < self.stop_after.value <= reached:
-            lines += [Stop(f"--stop-after {self.stop_after}")]
-        return lines
-
-    def _rate(self, tokens: int, now: Seconds) -> None:
-        took = max(1e-3, now - self._line_at)
-        share = min(1.0, took / RATE_S)
-        self.tokens_per_s += (tokens / took - self.tokens_per_s) * (share if self.tokens_per_s else 1.0)
-        self._line_at = now
+        stops = self.stop_after and 0 < self.stop_after.value <= reached
+        return [*lines, Stop(f"--stop-after {self.stop_after}")] if stops else lines
 
     def _due(self, now: Seconds) -> list[Effect]:
         effects: list[Effect] = []

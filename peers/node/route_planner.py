@@ -37,9 +37,8 @@ class RoutePlanner:
     _fragments: dict[tuple[int, int], range] = field(default_factory=dict)  # the fragments within layers [first, last)
 
     def __post_init__(self) -> None:
-        setup = self.setup()
-        assert setup.routes is not None
-        stage = setup.routes
+        setup, stage = self.setup(), self.setup().routes
+        assert stage is not None
         own = GradientLedger(stage.micro_batches_per_step, stage.slots)
         self.routes = Router(stage, self, ContributionRecord() if stage.synchronous else own)
         # A peer with the whole model computes its micro-batches alone, except in synchronous rounds.
@@ -48,13 +47,9 @@ class RoutePlanner:
     # RouteView: what routes ask about the swarm
 
     def successors(self, layer: int) -> Sequence[PeerId]:
-        """The other peers that hold this layer and train."""
-        if self.rounds:
-            return self.rounds.successors(layer)
-        return self.roster.holders.near(layer)
+        return self.rounds.successors(layer) if self.rounds else self.roster.holders.near(layer)
 
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
-        """The layers [first, last) that a peer holds, and its speed in tokens/s of the whole model."""
         return self.roster.holders.span_and_speed(peer)
 
     # The flow
@@ -77,16 +72,15 @@ class RoutePlanner:
 
     def solve(self, always: bool = False) -> None:
         """Solves the flow if enough has changed since the last time; `always`: in any case."""
-        cuts, held = self.routes.stage.cuts, self.setup().held
+        held = self.setup().held
         own = held.start, held.stop
         seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}"
         if seen == self._seen and not always:
             return
         self._seen, speeds = seen, self._speeds(own)
-        if not always and not routing_weights.changed(self._solved, speeds):
-            return
-        self._solved = speeds
-        self.routes.forwarding.weights = routing_weights.solve(cuts, speeds, own)
+        if always or routing_weights.changed(self._solved, speeds):
+            self._solved = speeds
+            self.routes.forwarding.weights = routing_weights.solve(self.routes.stage.cuts, speeds, own)
 
     def _speeds(self, own: routing_weights.Span) -> dict[routing_weights.Span, float]:
         """Tokens/s of the whole model, summed over all peers with the same fragments, ourselves included."""

@@ -50,12 +50,6 @@ class NodeSetup:
         """The fragments of the whole model. Without routes every peer holds all of them."""
         return self.routes.cuts if self.routes else self.fragments
 
-    def cut(self, index: int) -> Fragment:
-        return next(cut for cut in self.cuts if cut.index == index)
-
-    def holds(self, index: int) -> bool:
-        return any(fragment.index == index for fragment in self.fragments)
-
     def holding(self, held: range) -> "NodeSetup":
         """The setup of the same peer after a move to these fragments."""
         budget, stage = self.memory_budget, self.routes

@@ -10,7 +10,7 @@ the compute thread changes the layers, exchanges and questions about those that 
 exchanges, donor and record go by the new span.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decentral.core import rng
@@ -88,13 +88,11 @@ class SpanManager:
         routes, move = self.route_planner.routes, self.span_move
         done: list[Effect] = []
         for effect in effects:
-            match effect:
-                case HoldSpan(fragments):
-                    done += self._hold(fragments, now)
-                case ChangeSpan():
-                    done += [*self._give_up(move.lost), effect]
-                case _:
-                    done.append(effect)
+            if isinstance(effect, ChangeSpan):
+                self.donor.fragments = [cut for cut in self.setup().fragments if cut.index not in move.lost]
+                self.gossip.drop(move.lost)
+                done += self.answers.refuse_about(move.lost)
+            done += self._hold(effect.fragments, now) if isinstance(effect, HoldSpan) else [effect]
         if move.drains and not routes.draining:
             routes.drain()
             done += routes.handle(Woke(), now)
@@ -102,18 +100,12 @@ class SpanManager:
             done += self.carry_out(move.handle(Drained(), now), now)
         return done
 
-    def _give_up(self, lost: Sequence[int]) -> list[Effect]:
-        self.donor.fragments = [cut for cut in self.setup().fragments if cut.index not in lost]
-        self.gossip.drop(lost)
-        return self.answers.refuse_about(lost)
-
     def _hold(self, held: range, now: Seconds) -> list[Effect]:
-        """These fragments are the span of this peer from now on."""
         before, setup = self.setup(), self.replace_setup(held)
         assert setup.routes is not None
         self.donor.fragments = setup.fragments
         self.route_planner.routes.hold(setup.routes)
-        self.gossip.add(setup.fragments, now)
+        self.gossip.begin(now)
         if list(setup.fragments) != list(before.fragments):
             self.selection.roster.renew_soon(now)
             self.selection.progress.save_soon(now)
@@ -123,22 +115,17 @@ class SpanManager:
     # SpanView: what moves ask about the swarm
 
     def holders(self, fragment: int) -> list[PeerId]:
-        """The other peers that hold the fragment and train."""
         return self.selection.holders(fragment)
 
     def retainers(self, fragment: int) -> list[PeerId]:
-        """The other peers that retain its newest state, if that is newer than the one that we retain."""
         step, peers = self.selection.newest_retained(fragment)
         return peers if step > dict(self.donor.retained).get(fragment, NEVER) else []
 
     def retains(self, fragment: int) -> bool:
-        """Whether we retain a state of it ourselves."""
         return fragment in dict(self.donor.retained)
 
     def _is_retained(self, fragment: int) -> bool:
         return self.retains(fragment) or bool(self.retainers(fragment))
-
-    # The swarm
 
     def _members(self) -> tuple[dict[PeerId, TrainingPeer], list[range]]:
         """The peers that train, ourselves included, and the spans of the peers that are joining.

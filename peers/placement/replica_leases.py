@@ -33,7 +33,7 @@ class GrantedLeases:
 
     until: dict[int, dict[PeerId, Seconds]] = field(
         default_factory=dict
-    )  # by fragment, then by the peer that relies on it
+    )  # by fragment, then by the peer with the lease
 
     def grant(self, fragment: int, peer: PeerId, now: Seconds) -> None:
         self.until.setdefault(fragment, {})[peer] = now + LEASE_S

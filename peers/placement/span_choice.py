@@ -54,8 +54,7 @@ def choose(
     Ties go to the earliest span. `others` and `tokens_per_s` have speeds in tokens/s of the whole model.
     """
     count, share_F = len(fragments), _shares(fragments)
-    ends = {begin: reach(begin) for begin in range(count)}
-    options = [Holder(begin, end, tokens_per_s) for begin, end in ends.items() if end > begin]
+    options = [Holder(begin, reach(begin), tokens_per_s) for begin in range(count) if reach(begin) > begin]
     widest = [one for one in options if not any(o.begin < one.begin and one.end <= o.end for o in options)]
     behind_F, uncovered_F = np.zeros(count), np.ones(count, dtype=bool)
     for other in others:  # a peer's speed is taken as spread evenly over its span
@@ -86,7 +85,12 @@ def _shares(fragments: Sequence[Fragment]) -> Floats:
 
 def _flows(share_F: Floats, holders: Sequence[Holder], options: Sequence[Holder]) -> Floats:
     """The flow (tokens/s) of the holders together with each single one of the options."""
-    within_OAB = np.repeat(_within(len(share_F), holders)[None], len(options), axis=0)
+    speed_AB = np.zeros((len(share_F) + 1, len(share_F) + 1))
+    for holder in holders:
+        speed_AB[holder.begin, holder.end] += holder.tokens_per_s if holder.end > holder.begin else 0.0
+    # Entry [a, b] of an option's table is the speed of the peers whose spans lie within fragments [a, b).
+    within_AB = speed_AB[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
+    within_OAB = np.repeat(within_AB[None], len(options), axis=0)
     for index, one in enumerate(options):
         within_OAB[index, : one.begin + 1, one.end :] += one.tokens_per_s if one.end > one.begin else 0.0
     total_O = within_OAB[:, 0, -1].copy()
@@ -98,16 +102,6 @@ def _flows(share_F: Floats, holders: Sequence[Holder], options: Sequence[Holder]
             break
         rate_O = np.where(tighter_O, speed_O / np.maximum(part_O, 1e-300), rate_O)
     return rate_O
-
-
-def _within(count: int, holders: Sequence[Holder]) -> Floats:
-    """A table whose entry [a, b] is the speed of the peers whose spans lie within fragments [a, b)."""
-    table_AB = np.zeros((count + 1, count + 1))
-    for holder in holders:
-        if holder.end > holder.begin:
-            table_AB[holder.begin, holder.end] += holder.tokens_per_s
-    summed: Floats = table_AB[::-1].cumsum(axis=0)[::-1].cumsum(axis=1)
-    return summed
 
 
 def _tightest(share_F: Floats, within_OAB: Floats, total_O: Floats, rate_O: Floats) -> tuple[Floats, Floats]:

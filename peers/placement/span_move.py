@@ -37,20 +37,13 @@ SPARE_REQUESTS = 4  # lease requests for a layer beyond the leases that it needs
 
 
 class MovePhase(Enum):
+    """A move goes from each phase to the next one, or back to IDLE."""
+
     IDLE = auto()
     FETCHING = auto()
     LEASING = auto()
     DRAINING = auto()
     SWITCHING = auto()
-
-
-LEGAL = {
-    MovePhase.IDLE: {MovePhase.FETCHING},
-    MovePhase.FETCHING: {MovePhase.LEASING, MovePhase.IDLE},
-    MovePhase.LEASING: {MovePhase.DRAINING, MovePhase.IDLE},
-    MovePhase.DRAINING: {MovePhase.SWITCHING, MovePhase.IDLE},
-    MovePhase.SWITCHING: {MovePhase.IDLE},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +72,15 @@ class Drained:
 
 
 class SpanView(Protocol):
-    """What a move needs to know of the swarm; peers/node/span_manager.py has it from the roster."""
+    """What a move needs to know of the swarm; peers/node/span_manager.py has it from the roster.
 
-    def holders(self, fragment: int) -> Sequence[PeerId]:
-        """The other peers that hold this fragment and train."""
-        ...
+    The other peers that hold a fragment and train, those that retain its newest state if that is newer than the one
+    that we retain, and whether we retain one ourselves.
+    """
 
-    def retainers(self, fragment: int) -> Sequence[PeerId]:
-        """The other peers that retain its newest state, if that is newer than the one that we retain."""
-        ...
-
-    def retains(self, fragment: int) -> bool:
-        """Whether we retain a state of it ourselves."""
-        ...
+    def holders(self, fragment: int) -> Sequence[PeerId]: ...
+    def retainers(self, fragment: int) -> Sequence[PeerId]: ...
+    def retains(self, fragment: int) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +126,6 @@ class SpanMove:
         """Fragments that the move under way gives up."""
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
-    @property
-    def gained(self) -> list[int]:
-        """Fragments that the move under way adds."""
-        return [] if self.phase is MovePhase.IDLE else [index for index in self.target if index not in self.held]
-
     def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[Effect]:
         """Begins a move to these fragments, unless one is under way or this peer holds them already.
 
@@ -158,7 +142,7 @@ class SpanMove:
         if any(len(self.view.holders(index)) < self.needed for index in self.lost):
             return self._fail(Reason.NEEDED, now)  # before anything is fetched in vain
         self.fetch = self._new_fetch()
-        incoming = {index: self._incoming(index) for index in self.gained}
+        incoming = {index: self._incoming(index) for index in target if index not in self.held}
         if not may_initialise and any(one is None and not self.view.retains(index) for index, one in incoming.items()):
             return self._fail(Reason.DONORS, now)
         self.fetch.begin((one for one in incoming.values() if one is not None), now)
@@ -177,10 +161,10 @@ class SpanMove:
             case Answered(tag=MoveTag()) | AskFailed(tag=MoveTag()) if self.phase is MovePhase.FETCHING:
                 effects = self.fetch.handle(event, now)
                 return effects + self._review(now) if self.fetch.complete else effects
-            case Answered(tag=LeaseTag() as tag, peer=peer, envelope=Envelope(message)):
-                return self._lease_answered(tag, peer if isinstance(message, Done) else None, now)
-            case AskFailed(tag=LeaseTag() as tag):
-                return self._lease_answered(tag, None, now)
+            case Answered(tag=LeaseTag() as tag) | AskFailed(tag=LeaseTag() as tag) if self._awaits(tag):
+                granted = isinstance(event, Answered) and isinstance(event.envelope.message, Done)
+                self.requests.answered(tag.fragment, event.peer if granted else None)
+                return [] if self.requests.unanswered else self._drain(now)
             case Asked(request, sender, Envelope(LeaseRequest(fragment=index, over=True))):
                 self.granted.end(index, sender)
                 return [_reply(request, Done())]
@@ -191,16 +175,22 @@ class SpanMove:
             case Drained() if self.phase is MovePhase.DRAINING:
                 self._enter(MovePhase.SWITCHING)
                 self.wake_at = None
-                cuts = self.budget.needs.fragments[self.target.start : self.target.stop]
-                return [ChangeSpan(cuts[0].first, cuts[-1].last, self.fetch.donated(), self.fetch.step)]
+                first, last = self.budget.needs.span(self.target.start, self.target.stop)
+                return [ChangeSpan(first, last, self.fetch.donated(), self.fetch.step)]
             case SpanChanged(accepted, reason) if self.phase is MovePhase.SWITCHING:
-                return self._arrive(now) if accepted else self._fail(reason, now)
+                if not accepted:
+                    return self._fail(reason, now)
+                line, self.held = self._line("done", "", now), self.target
+                return self._end(line)
         return []
 
     # The move under way
 
     def _enter(self, phase: MovePhase) -> None:
-        assert phase in LEGAL[self.phase], f"a span move cannot go from {self.phase.name} to {phase.name}"
+        ends = phase is MovePhase.IDLE and self.phase is not MovePhase.IDLE
+        assert ends or phase.value == self.phase.value + 1, (
+            f"a span move cannot go from {self.phase.name} to {phase.name}"
+        )
         self.phase = phase
 
     def _review(self, now: Seconds) -> list[Effect]:
@@ -232,11 +222,8 @@ class SpanMove:
         self.requests.unanswered = len(asks)
         return asks or self._drain(now)
 
-    def _lease_answered(self, tag: LeaseTag, granted_by: PeerId | None, now: Seconds) -> list[Effect]:
-        if self.phase is not MovePhase.LEASING or tag.number != self.requests.number:
-            return []
-        self.requests.answered(tag.fragment, granted_by)
-        return [] if self.requests.unanswered else self._drain(now)
+    def _awaits(self, tag: LeaseTag) -> bool:
+        return self.phase is MovePhase.LEASING and tag.number == self.requests.number
 
     def _drain(self, now: Seconds) -> list[Effect]:
         """Begins to drain, if enough leases were granted."""
@@ -252,17 +239,11 @@ class SpanMove:
         held = {index: set(self.view.holders(index)) for index in self.lost}
         return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.lost)
 
-    def _arrive(self, now: Seconds) -> list[Effect]:
-        line = self._line("done", "", now)
-        self.held = self.target
-        return [line, *self._end()]
-
     def _fail(self, reason: str, now: Seconds) -> list[Effect]:
-        line = self._line("failed", reason, now)
         self.rest_until = now + MOVE_RETRY_S * (1 + self.chance.random())
-        return [line, *self._end()]
+        return self._end(self._line("failed", reason, now))
 
-    def _end(self) -> list[Effect]:
+    def _end(self, line: Effect) -> list[Effect]:
         """Gives the leases back, and forgets what was fetched."""
         granted, self.requests.granted = self.requests.granted, {}
         self._enter(MovePhase.IDLE)
@@ -272,34 +253,24 @@ class SpanMove:
             for index, peers in granted.items()
             for peer in peers
         ]
-        return [HoldSpan(self.held), *over]
+        return [line, HoldSpan(self.held), *over]
 
     def _line(self, outcome: str, reason: str, now: Seconds) -> Effect:
-        cuts, target = self.budget.needs.fragments, self.target
-        return log(
-            "move",
-            outcome=outcome,
-            reason=reason,
-            why=self.why,
-            first=cuts[target.start].first,
-            last=cuts[target.stop - 1].last,
-            donors=sorted(self.fetch.used),
-            seconds=round(now - self._began_at, 3),
-        )
+        first, last = self.budget.needs.span(self.target.start, self.target.stop)
+        donors, seconds = sorted(self.fetch.used), round(now - self._began_at, 3)
+        how = {"outcome": outcome, "reason": reason, "why": self.why}
+        return log("move", **how, first=first, last=last, donors=donors, seconds=seconds)
 
     def _grant(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[Effect]:
         """Answers a lease request. If we are about to give up the same fragment, the lower of the two ids yields."""
         if index not in self.held:
             return [_reply(request, Refused(Reason.FRAGMENT))]
-        effects: list[Effect] = []
-        if index in self.lost:
-            if self.phase is MovePhase.SWITCHING or self.own > sender:
-                return [_reply(request, Refused(Reason.MOVING))]
-            effects = self._fail(Reason.YIELDED, now)
+        gives_it_up = index in self.lost
+        if gives_it_up and (self.phase is MovePhase.SWITCHING or self.own > sender):
+            return [_reply(request, Refused(Reason.MOVING))]
+        effects = self._fail(Reason.YIELDED, now) if gives_it_up else []
         self.granted.grant(index, sender, now)
         return [*effects, _reply(request, Done())]
-
-    # Donors
 
     def _new_fetch(self) -> Fetch:
         return Fetch(self.run, MoveTag, self.chance, lambda peer, fragment: peer in self._donors(fragment.index))

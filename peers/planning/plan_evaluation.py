@@ -84,9 +84,8 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
 
     task = asked.task
     count = len(task.members) * len(task.needs.fragments)
-    proposed = tuple(0.0 for _ in asked.proposals)
     if not task.members or len(task.needs.fragments) < 2 or count > MOST_PLANNED:
-        return PlansEvaluated(asked.number, task.digest(), 0.0, proposed)
+        return PlansEvaluated(asked.number, task.digest(), 0.0, tuple(0.0 for _ in asked.proposals))
     work = work_of(task)
     old = np.array([(one.held.start, one.held.stop) for _, one in task.members])
     stay = max(0.0, replan.tokens_ahead(work, old, old, HORIZON_S))  # the solver's zero may be slightly negative
@@ -94,9 +93,8 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     if not asked.searches:
         return PlansEvaluated(asked.number, task.digest(), stay, proposed)
     rounds = max(LEAST_ROUNDS, SEARCH_ROUNDS // (count * len(task.needs.fragments)))
-    new, _ = replan.spans_replan(
-        work, np.zeros(len(old), np.int64), old, SearchBudget(rounds=rounds), asked.seed, HORIZON_S
-    )
+    nowhere, budget = np.zeros(len(old), np.int64), SearchBudget(rounds=rounds)
+    new, _ = replan.spans_replan(work, nowhere, old, budget, asked.seed, HORIZON_S)
     new = np.where((new[:, 1] > new[:, 0])[:, None], new, old)  # peers that the plan does not need stay
     new, tokens = _without_useless_moves(task, work, old, new, rounds)
     found = tuple((peer, int(a), int(b)) for (peer, _), (a, b) in zip(task.members, new, strict=True))
@@ -142,8 +140,7 @@ def reachable(old: Ints, new: Ints, fragments: int, holders: int) -> bool:
     waiting = [peer for peer, target in enumerate(targets) if target != now[peer]]
     while waiting:
         able = (p for p in waiting if all(held[i] > holders for i in now[p] if i not in targets[p]))
-        peer = next(able, None)
-        if peer is None:
+        if (peer := next(able, None)) is None:
             return False
         for index in range(fragments):
             held[index] += (index in targets[peer]) - (index in now[peer])

@@ -14,7 +14,7 @@ measure.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -33,19 +33,9 @@ FLOW_PAUSE_S = 2.0  # between two solutions for each variable beyond these: one 
 FLOWS_KEPT = 128  # solutions in the cache: many simulated peers know the same roster
 SPEED_CHANGED = 0.1  # the part of all speed that has to change before the flow is solved again
 Span = tuple[int, int]  # fragments [begin, end)
+Ends = dict[Span, dict[int, dict[int, float]]]  # RoutingWeights.ends of the peers with each span
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int_]
-
-
-@dataclass(frozen=True, slots=True)
-class SpanFlow:
-    """A solution. Rates are parts of the sum of all speeds; places are layers, as in RoutingWeights."""
-
-    hops: int  # variables
-    begun: float  # the rate at which micro-batches begin
-    ends: Mapping[Span, Mapping[int, Mapping[int, float]]]  # by span
-    nexts: Mapping[int, Mapping[tuple[int, int], float]]
-    spans: frozenset[tuple[int, int]]
 
 
 def rounded(speed: Mapping[Span, float]) -> dict[Span, float]:
@@ -67,19 +57,15 @@ def _hops(spans: Sequence[Span]) -> tuple[Ints, Ints, Ints]:
     Any other cut could be replaced by taking turns between its two neighbours, so no hop needs it.
     """
     cuts = np.unique(np.array(spans))
-    index, a, b = [], [], []
-    for number, (begin, end) in enumerate(spans):
-        inside = cuts[(begin <= cuts) & (cuts <= end)]
-        first, second = np.triu_indices(len(inside), 1)
-        index.append(np.full(len(first), number))
-        a.append(inside[first])
-        b.append(inside[second])
-    return np.concatenate(index), np.concatenate(a), np.concatenate(b)
+    inside = [cuts[(begin <= cuts) & (cuts <= end)] for begin, end in spans]
+    pairs = [one[np.stack(np.triu_indices(len(one), 1))] for one in inside]
+    index = np.repeat(np.arange(len(spans)), [pair.shape[1] for pair in pairs])
+    a, b = np.concatenate(pairs, axis=1)
+    return index, a, b
 
 
 def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> RoutingWeights:
-    """The routing weights of a peer with the span `own`: how far to carry what enters at each layer,
-    and which peers come next.
+    """The routing weights of a peer with the span `own`: how far to carry what enters, and which peers come next.
 
     `speed`: tokens/s of the whole model, by span. The weights are empty if nothing can flow from the first layer to the
     last, or if there are too many different spans.
@@ -88,12 +74,16 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> R
     flow = _flow(tuple(cuts), tuple(speed.items())) if total > 0 else None
     if flow is None:
         return RoutingWeights()
-    return RoutingWeights(flow.ends.get(own, {}), flow.nexts, flow.begun * total, flow.hops, flow.spans)
+    ends, weights = flow
+    return replace(weights, ends=ends.get(own, {}), tokens_per_s=weights.tokens_per_s * total)
 
 
 @lru_cache(maxsize=FLOWS_KEPT)
-def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) -> SpanFlow | None:
-    """The solution; None if there is no hop, or if there are too many different spans."""
+def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) -> tuple[Ends, RoutingWeights] | None:
+    """The `ends` of each span, and all other weights, in parts of the sum of all speeds.
+
+    None if there is no hop, or if there are too many different spans.
+    """
     spans = [span for span, _ in speeds]
     index, a, b = hops = _hops(spans)
     if not 0 < len(index) <= MOST_HOPS:
@@ -101,14 +91,15 @@ def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) ->
     rates = _rates(cuts, [speed for _, speed in speeds], hops)
     begun = float(sum(rates[a == 0].tolist()))
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
-    ends: dict[Span, dict[int, dict[int, float]]] = {}
+    ends: Ends = {}
     nexts: dict[int, dict[tuple[int, int], float]] = {}
     for hop in np.flatnonzero(rates > LEAST_RATE).tolist():
         (span, speed), rate, enters = speeds[index[hop]], float(rates[hop]), layers[a[hop]]
         ends.setdefault(span, {}).setdefault(enters, {})[layers[b[hop]]] = rate
         carried, held = nexts.setdefault(enters, {}), (layers[span[0]], layers[span[1]])
         carried[held] = carried.get(held, 0.0) + rate / speed
-    return SpanFlow(len(index), begun, ends, nexts, frozenset((layers[begin], layers[end]) for begin, end in spans))
+    held_spans = frozenset((layers[begin], layers[end]) for begin, end in spans)
+    return ends, RoutingWeights({}, nexts, begun, len(index), held_spans)
 
 
 def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, Ints, Ints]) -> Floats:
@@ -122,11 +113,10 @@ def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, 
     into, out = b < len(cuts), a > 0
     values = np.concatenate((np.ones(into.sum()), -np.ones(out.sum())))
     rows, columns = np.concatenate((b[into], a[out])) - 1, np.concatenate((column[into], column[out]))
-    balance = coo_matrix((values, (rows, columns)), shape=(inner, count)) if inner else None
+    balance = coo_matrix((values, (rows, columns)), shape=(inner, count)).tocsr() if inner else None
     within = np.array(speeds) / sum(speeds)
     cost = np.where(a == 0, -1.0, 0.0) + HOP_COST
-    conserved = (balance.tocsr(), np.zeros(inner)) if balance is not None else (None, None)
-    found = linprog(cost, work.tocsr(), within, *conserved, method="highs")
+    found = linprog(cost, work.tocsr(), within, balance, np.zeros(inner) if inner else None, method="highs")
     assert found.status == 0, found.message
     rates: Floats = np.maximum(0.0, found.x)
     return rates

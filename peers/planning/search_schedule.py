@@ -43,15 +43,12 @@ class SearchSchedule:
         before, self._latest = self._latest, dict(members)
         if not self._evaluated:
             self._evaluated = dict(members)
-        elif self.change:
-            unsteady = before.keys() != members.keys() or any(
-                _differ(before[peer], members[peer], STEADY_TIMES) for peer in before
-            )
-            if unsteady and self.at is not None:
-                paused = min(now + PLAN_PAUSE_S, self._changed_at + MOST_PAUSE_S) + self._backoff_s
-                self.at = max(self.at, paused)
-        else:
+        elif not self.change:
             self._schedule(members, now)
+        elif self.at is not None:
+            same = before.keys() == members.keys()
+            if not same or any(_differ(before[peer], members[peer], STEADY_TIMES) for peer in before):
+                self.at = max(self.at, min(now + PLAN_PAUSE_S, self._changed_at + MOST_PAUSE_S) + self._backoff_s)
 
     def _schedule(self, members: Members, now: Seconds) -> None:
         known = self._evaluated

@@ -132,11 +132,11 @@ class SwarmPlans:
         if self.adopted is not None and now > self.adopted.time + PLAN_S:
             self.adopted = None
         self.search.observe(members, now)
-        held = [any(index in one.held for one in members.values()) for index in range(len(self.needs.fragments))]
-        if self._evaluation is None and all(held):  # lost layers come first: peers/placement/layer_recovery.py
-            searches = self.search.is_due(now)
-            if searches or self._has_new:
-                effects.append(self._evaluate(members, searches))
+        held = {index for one in members.values() for index in one.held}
+        all_held = len(held) == len(self.needs.fragments)  # lost layers come first: peers/placement/layer_recovery.py
+        searches = self.search.is_due(now)
+        if self._evaluation is None and all_held and (searches or self._has_new):
+            effects.append(self._evaluate(members, searches))
         return effects
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
@@ -160,8 +160,6 @@ class SwarmPlans:
             return None
         self._move_at = now + PLAN_RETRY_S * (1 + self.chance.random())
         return span
-
-    # Evaluations
 
     def _evaluate(self, members: Mapping[PeerId, TrainingPeer], searches: bool) -> EvaluatePlans:
         self._number += 1
@@ -207,8 +205,6 @@ class SwarmPlans:
         key, expires = key_of(self.run), now + PLAN_S
         self._known[self.own.peer] = plan, expires
         return Announce(key, self.own.peer, self.own.seal(key, pack(plan), expires), expires)
-
-    # Others' plans
 
     def _read(self, values: Mapping[str, bytes], now: Seconds) -> None:
         """Takes each proposer's latest plan, among them ours from before a restart; the DHT may show older ones again.

@@ -112,7 +112,7 @@ def test_all_pieces_together_are_imported_and_training_starts() -> None:
     assert len(new.fetched) == len(set(new.fetched)) == 6
     new.carry(new.join.handle(StateImported(True), new.now, new.live))
     assert new.starts == [Start(newcomer=True)]
-    assert new.join.used == {A, B}
+    assert new.join.fetch.used == {A, B}
 
 
 def test_a_donor_that_dies_midway_is_replaced_and_nothing_is_fetched_twice() -> None:
@@ -122,7 +122,7 @@ def test_a_donor_that_dies_midway_is_replaced_and_nothing_is_fetched_twice() -> 
     new.answer(new.next_of(B))
     while any(ask.to == A for ask in new.asks):
         new.fail(new.next_of(A))
-    assert new.join.donors == [B]
+    assert new.join.fetch.donors == [B]
     new.finish()
     assert len(new.fetched) == len(set(new.fetched)) == 6
 
@@ -140,14 +140,14 @@ def test_a_piece_with_a_wrong_digest_is_asked_again() -> None:
 def test_a_donor_that_sends_bad_pieces_is_left_out(flaw: dict[str, object]) -> None:
     new = Newcomer()
     new.know_the_roster()
-    while A in new.join.donors:
+    while A in new.join.fetch.donors:
         if any(ask.to == A for ask in new.asks):
             new.answer(new.next_of(A), **flaw)
         else:
             new.answer(new.next_of(B))
-    assert new.join.donors == [B]
+    assert new.join.fetch.donors == [B]
     new.finish()
-    assert new.join.used == {B}
+    assert new.join.fetch.used == {B}
 
 
 def test_donors_that_disagree_on_the_layout_are_not_mixed() -> None:
@@ -220,8 +220,8 @@ def test_a_few_of_many_donors_are_asked_and_the_others_are_spared() -> None:
     new = Newcomer(donors=MANY)
     new.know_the_roster()
     new.finish()
-    assert new.join.used <= set(new.join.donors)
-    assert len(new.join.donors) == DONORS
+    assert new.join.fetch.used <= set(new.join.fetch.donors)
+    assert len(new.join.fetch.donors) == DONORS
 
 
 def test_newcomers_do_not_all_ask_the_same_donors() -> None:
@@ -237,20 +237,20 @@ def test_newcomers_do_not_all_ask_the_same_donors() -> None:
 def test_a_donor_that_died_is_replaced_by_one_that_was_spared() -> None:
     new = Newcomer(donors=MANY)
     new.know_the_roster()
-    first = new.join.donors[0]
+    first = new.join.fetch.donors[0]
     while any(ask.to == first for ask in new.asks):
         new.fail(new.next_of(first))
     new.wake(2.0)
-    assert len(new.join.donors) == DONORS
-    assert first not in new.join.donors
+    assert len(new.join.fetch.donors) == DONORS
+    assert first not in new.join.fetch.donors
 
 
 def test_a_busy_donor_is_spared_and_that_is_no_failure() -> None:
     new = Newcomer(donors=MANY)
     new.know_the_roster()
-    busy = new.join.donors[0]
+    busy = new.join.fetch.donors[0]
     new.refuse(new.next_of(busy), "busy")
-    assert busy not in new.join.donors
+    assert busy not in new.join.fetch.donors
     assert not [effect for effect in new.effects if isinstance(effect, Log)]
     new.finish()
 
@@ -272,7 +272,7 @@ def test_the_one_holder_of_a_layer_is_among_the_donors_however_many_others_there
         new.join.chance = Random(seed)
         new.join.holds = lambda peer, fragment: fragment.index == 0 or peer == MANY[7]
         new.know_the_roster()
-        assert MANY[7] in new.join.donors
+        assert MANY[7] in new.join.fetch.donors
         assert len(new.finish().blobs) == 2
 
 
@@ -345,7 +345,7 @@ def test_only_peers_that_hold_something_of_ours_are_asked() -> None:
     new = Newcomer(donors=MANY)
     new.join.holds = lambda peer, fragment: peer == MANY[-1]
     new.know_the_roster()
-    assert new.join.donors == [MANY[-1]]
+    assert new.join.fetch.donors == [MANY[-1]]
     new.finish()
 
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from decentral.core.ids import PeerId, RunId
-from decentral.peers.membership.holders import NEIGHBOURS, Holders
 from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.roster import NEIGHBOURS, Holders
 
 OWN = PeerId("own")
 

@@ -19,10 +19,9 @@ from decentral.core.config import SwarmConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Effect, Log, Woke
 from decentral.peers.membership import records
-from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import Learn, Roster
+from decentral.peers.membership.roster import Holders, Learn, Roster
 
 RUN = RunId("gpt-3fa2c1")
 KEY = f"{RUN}/peers"

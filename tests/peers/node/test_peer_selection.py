@@ -12,9 +12,8 @@ from decentral.core.config import Config, GossipConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, RetainedStates
 from decentral.core.units import MiB
-from decentral.peers.membership.holders import Holders
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
-from decentral.peers.membership.roster import Roster, RosterEntry
+from decentral.peers.membership.roster import Holders, Roster, RosterEntry
 from decentral.peers.node.peer_selection import NEVER, PeerSelection
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
