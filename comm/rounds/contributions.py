@@ -8,12 +8,12 @@ In routes without rounds each peer decides which gradients go into its own steps
 reports decide for all peers at once, so a ContributionRecord only remembers what is in a peer's sums.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.rounds.members import whole_fragments
 from decentral.comm.routes.ledger import CommitState, GradientEntry
+from decentral.comm.wire import blobs
 from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, Hop, RoundMembers, RoundReport, Snapshot
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -24,13 +24,10 @@ from decentral.core.reasons import Reason
 Versions = dict[int, bytes]
 """A fragment's version, by the fragment's index."""
 
-VERSION_BYTES = 16
-
 
 @dataclass(slots=True)
 class ContributionRecord:
-    """The executions whose gradients are in this round's sums. It takes the ledger's place and leaves all decisions
-    to the reports."""
+    """The executions whose gradients are in this round's sums: a Ledger that leaves all decisions to the reports."""
 
     quiet: bool = True
     waiting: bool = False  # weights change between rounds only, so nothing keeps forward passes back
@@ -47,20 +44,10 @@ class ContributionRecord:
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
         self.ways[token] = hops
 
-    def commit(self, token: int) -> list[Effect]:
-        return []  # the origin peer's report decides
-
-    def abort(self, token: int) -> list[Effect]:
+    def _nothing(self, *_: object, **__: object) -> list[Effect]:
         return []
 
-    def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
-        return []
-
-    def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
-        return []
-
-    def look(self, quiet: bool) -> list[Effect]:
-        return []
+    commit = abort = sealed = stepped = look = _nothing
 
     def take(self) -> dict[int, GradientEntry]:
         """The entries of the round, which is over. Entries that come later belong to the next round."""
@@ -163,12 +150,12 @@ def count_contributions(
 
 def first_version(run: str, fragment: int, steps: int) -> bytes:
     """The version of a fragment that `steps` steps have made, and of which nothing else is known."""
-    return _digest(f"{run} {fragment} {steps}".encode())
+    return blobs.digest(f"{run} {fragment} {steps}".encode())
 
 
 def next_version(version: bytes, sums: Iterable[tuple[PeerId, bytes]]) -> bytes:
     """The version after a step with these peers' sums, given as digests. Their order does not matter."""
-    return _digest(version + b"".join(peer.encode() + digest for peer, digest in sorted(sums)))
+    return blobs.digest(version + b"".join(peer.encode() + digest for peer, digest in sorted(sums)))
 
 
 def majority_versions(reports: Mapping[PeerId, RoundReport], cuts: Sequence[Fragment]) -> Versions:
@@ -178,7 +165,3 @@ def majority_versions(reports: Mapping[PeerId, RoundReport], cuts: Sequence[Frag
         for cut, version in zip(whole_fragments(report.own, cuts), report.versions, strict=True):
             votes.setdefault(cut.index, {}).setdefault(version, []).append(peer)
     return {index: max(found, key=lambda version: len(found[version])) for index, found in votes.items()}
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=VERSION_BYTES).digest()

@@ -22,10 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.rounds import contributions
-from decentral.comm.rounds.collect_answers import CollectAnswers
 from decentral.comm.rounds.contributions import ContributionRecord, Versions
-from decentral.comm.rounds.members import micro_batch_quota, next_members, whole_fragments
-from decentral.comm.rounds.newcomers import Newcomers
+from decentral.comm.rounds.members import Newcomers, micro_batch_quota, next_members, whole_fragments
 from decentral.comm.rounds.round_state import Round, RoundPhase, own_fragments, own_member
 from decentral.comm.rounds.search import RoundSearch, RoundView, queries
 from decentral.comm.rounds.tags import CollectTag, ElsewhereTag, FollowTag
@@ -48,7 +46,18 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 FOLLOW_AGAIN_S = 3.0  # how often a follower asks to be let in
+MAX_WAITING_COLLECTS = 256
 ELSEWHERE_S = 5.0  # how often trainers outside our round are asked which round they are in
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingCollect:
+    """A question that may wait for its answer `until` then."""
+
+    request: int
+    sender: PeerId
+    collect: CollectRequest
+    until: Seconds
 
 
 @dataclass(slots=True)
@@ -68,11 +77,11 @@ class Rounds:
     _followed_from: int = 0  # the first round in which we do not act even if we are a member
     _follow_again_at: Seconds | None = None
     _elsewhere_at: Seconds = 0.0
-    _answers: CollectAnswers = field(default_factory=CollectAnswers)
+    _waiting: list[WaitingCollect] = field(default_factory=list)
 
     @property
     def wake_at(self) -> Seconds | None:
-        ends = (one.until for one in self._answers.waiting)
+        ends = (one.until for one in self._waiting)
         if self._search:
             return earliest((self._search.retry_at, *ends))
         round = self.now_in
@@ -112,22 +121,18 @@ class Rounds:
         self._record.take()
         return ended
 
-    def hold_for(self, peer: PeerId, now: Seconds) -> None:
-        """A newcomer fetches state here: our report waits until it has what it needs."""
-        self.newcomers.hold_for(peer, now)
-
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         """Node also calls this with Woke after each event for others: a micro-batch may have been the last."""
         effects = self._react(event, now)
         effects += self._progress(self.now_in, now) if self.now_in else self._search_on(now)
-        return effects + self._answers.answer(self.now_in, self.before, now)
+        return effects + self._answer_collects(now)
 
     def _react(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Asked(request, sender, Envelope(RoundQuery() as query)):
                 return [Reply(request, Envelope(self._answer_query(sender, query)))]
             case Asked(request, sender, Envelope(CollectRequest() as collect)):
-                self._answers.add(request, sender, collect, now)
+                self._waiting.append(WaitingCollect(request, sender, collect, now + collect.patience_s))
             case Answered(tag=FollowTag()) | AskFailed(tag=FollowTag()) if self._search:
                 status = self._search.heard(event)
                 return self._follow(self._search, status, now) if status else self._begin_first(self._search, now)
@@ -143,7 +148,7 @@ class Rounds:
                 self.now_in.want_sums(now)
             case Stepped() if self.now_in and self.now_in.phase is RoundPhase.STEPPING:
                 self.versions |= self.now_in.versions
-                return self._next(self.now_in, [(peer, index, reason) for index, peer, reason in event.refused], now)
+                return self._next(self.now_in, event.refused, now)
         return []
 
     # Which round, and with which members
@@ -200,11 +205,8 @@ class Rounds:
         self.before, self.now_in = self.now_in, round
         self.newcomers.drop(round.peers)
         round.want_reports(now)
-        quota = (
-            micro_batch_quota(members, stage.peer, number, stage.micro_batches_per_step)
-            if round.acting and round.covered
-            else 0
-        )
+        drawn = stage.micro_batches_per_step if round.acting and round.covered else 0
+        quota = micro_batch_quota(members, stage.peer, number, drawn)
         self._follow_again_at = None if round.listed else now
         return self.routes.begin_round(number, round.acting, quota) + self.routes.handle(Woke(), now)
 
@@ -255,7 +257,7 @@ class Rounds:
             return [round.advance(self.versions)]
         return [self._set_clock(round.number + 1), *self._next(round, (), now)]
 
-    def _next(self, round: Round, refused: Sequence[tuple[PeerId, int, str]], now: Seconds) -> list[Effect]:
+    def _next(self, round: Round, refused: Sequence[tuple[int, PeerId, str]], now: Seconds) -> list[Effect]:
         round.enter(RoundPhase.OVER)
         self._record.counted += len(round.executions) if round.sums else 0
         effects, number = round.journal(refused), round.number + 1
@@ -265,6 +267,31 @@ class Rounds:
         self._search, self.now_in = RoundSearch(round.stage, number), None  # all that we followed are gone
         self._fetched = dict.fromkeys(self._fetched, number)
         return effects
+
+    # What others want to collect
+
+    def _answer_collects(self, now: Seconds) -> list[Effect]:
+        """Replies to each question that has an answer or can wait no longer."""
+        waiting, self._waiting = self._waiting, []
+        effects: list[Effect] = []
+        for one in waiting:
+            answer = self._answer_collect(one.sender, one.collect)
+            if answer is None and now < one.until and len(self._waiting) < MAX_WAITING_COLLECTS:
+                self._waiting.append(one)
+            else:
+                nothing = Envelope(Refused(Reason.NOTHING_NEWER, str(self.number)))
+                effects.append(Reply(one.request, answer or nothing))
+        return effects
+
+    def _answer_collect(self, sender: PeerId, collect: CollectRequest) -> Envelope | None:
+        if self.now_in is None:
+            return Envelope(Refused(Reason.GONE))
+        if collect.round > self.number:
+            return None
+        for round in (self.now_in, self.before):
+            if round and round.number == collect.round:
+                return round.answer(sender, collect, over=round is self.before)
+        return Envelope(Refused(Reason.LATE))
 
     @property
     def _record(self) -> ContributionRecord:

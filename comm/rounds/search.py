@@ -27,15 +27,12 @@ class RoundView(Protocol):
 
     def acquaintances(self) -> Sequence[PeerId]:
         """Peers that may be in the run already."""
-        ...
 
     def trainers(self) -> Sequence[PeerId]:
         """Peers that train, as far as we know."""
-        ...
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long `size` bytes from that peer may take."""
-        ...
 
 
 def queries(tag: RoundTag, stage: StageConfig, round: int, peers: Iterable[str]) -> list[Effect]:
