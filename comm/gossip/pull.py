@@ -77,10 +77,9 @@ class PullExchange(Exchange):
                 return self._publish(event, now)
             case Asked(request, _, Envelope(Pull() as pull)):
                 return self.published.answer(request, pull, now)
-            case Answered(tag=ExchangeTag(seq=seq)) if self.state is ExchangePhase.ASKING and seq == self.seq:
-                return [*self._answered(event, now), *self._heard_from(event.peer, now)]
-            case AskFailed(tag=ExchangeTag(seq=seq)) if self.state is ExchangePhase.ASKING and seq == self.seq:
-                return [self._failed(event.peer, event.reason, event.seconds), *self._heard_from(event.peer, now)]
+            case Answered(tag=ExchangeTag(seq=seq)) | AskFailed(tag=ExchangeTag(seq=seq)):
+                if self.state is ExchangePhase.ASKING and seq == self.seq:
+                    return self._answered(event, now)
             case Merged(seq=seq) if self.state is ExchangePhase.MERGING and seq == self.seq:
                 return self._merged(event, now)
         return []  # it speaks of an exchange that is over
@@ -145,25 +144,31 @@ class PullExchange(Exchange):
         deadline_s = patience_s + self.context.view.deadline_s(partner, self.size)
         return Ask(tag, partner, Envelope(pull), deadline_s, self.size)
 
-    def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
-        match event.envelope.message:
-            case Snapshot() as snapshot:
-                return self._received(event, snapshot, now)
-            case Refused(Reason.NOTHING_NEWER, newest):
+    def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
+        """Takes the answer of a partner, and merges after the last one."""
+        failed = ""
+        match event:
+            case Answered(envelope=Envelope(Snapshot() as snapshot)):
+                failed = self._received(event, snapshot, now)
+            case Answered(envelope=Envelope(Refused(Reason.NOTHING_NEWER, newest))):
                 if self.blocking and newest.isdecimal() and len(newest) < 16:
                     self._goal = max(self._goal, int(newest) - 1)  # where it is rounds ahead of us, we go where it is
                 self._window.skipped = Reason.NOTHING_NEWER
-                return []
-            case Refused(reason):
-                return [self._failed(event.peer, reason, event.seconds)]
-        return [self._failed(event.peer, Reason.UNEXPECTED, event.seconds)]
+            case Answered(envelope=Envelope(Refused(reason))) | AskFailed(reason=reason):
+                failed = reason
+            case _:
+                failed = Reason.UNEXPECTED
+        lines = [self._failed(event.peer, failed, event.seconds)] if failed else []
+        self._window.pending.discard(event.peer)
+        return [*lines, *([] if self._window.pending else self._merge(now))]
 
-    def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> list[Effect]:
+    def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> str:
+        """Takes a partner's snapshot, or returns why it is refused."""
         blob, after = event.envelope.blob, self.seen.get(event.peer, 0)
         layout = pick(self._window.layout, self._window.sections.get(event.peer, ()))
         refused = snapshots.check(self.context, snapshot, blob, layout, after, now)
         if refused:
-            return [self._failed(event.peer, refused, event.seconds)]
+            return refused
         self.seen.pop(event.peer, None)
         self.seen[event.peer] = snapshot.seq
         while len(self.seen) > MOST_SEEN:
@@ -172,11 +177,7 @@ class PullExchange(Exchange):
         line = self.context.exchange_line(event.peer, "done", "", event.seconds, moved)
         line.fields["age_s"] = round(now - snapshot.time, 3)
         self._window.pulled.append(PulledSnapshot(contribution(event.peer, snapshot, blob), snapshot.time, line))
-        return []
-
-    def _heard_from(self, partner: PeerId, now: Seconds) -> list[Effect]:
-        self._window.pending.discard(partner)
-        return [] if self._window.pending else self._merge(now)
+        return ""
 
     def _merge(self, now: Seconds) -> list[Effect]:
         """Merges what is still fresh: a process that was stopped finds answers of long ago."""

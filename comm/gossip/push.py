@@ -50,10 +50,9 @@ class PushExchange(Exchange):
                 return self._pushed(request, sender, push, blob, now)
             case Absorbed():
                 return self._absorbed(event)
-            case Answered(tag=PushTag(seq=seq, tries=tries)) if self.state is ExchangePhase.ASKING and seq == self.seq:
-                return self._answered(event, tries, now)
-            case AskFailed(tag=PushTag(seq=seq, tries=tries)) if self.state is ExchangePhase.ASKING and seq == self.seq:
-                return self._unanswered(event, tries, now)
+            case Answered(tag=PushTag(seq=seq, tries=tries)) | AskFailed(tag=PushTag(seq=seq, tries=tries)):
+                if self.state is ExchangePhase.ASKING and seq == self.seq:
+                    return self._answered(event, tries, now)
         return []  # it speaks of an exchange that is over
 
     def _push(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
@@ -70,25 +69,21 @@ class PushExchange(Exchange):
         push = Envelope(Push(snapshots.describe(self.context, self._closed, now)), self._closed.blob)
         return Ask(tag, partner, push, self.context.view.deadline_s(partner, self.size))
 
-    def _answered(self, event: Answered, tries: int, now: Seconds) -> list[Effect]:
-        message = event.envelope.message
-        if isinstance(message, Done):
-            return self._end(event.peer, "done", "", now, (event.sent_bytes, event.received_bytes))
-        if tries > 1:  # this one was refused, but one before it may have arrived
-            return self._again(event.peer, tries, now)
-        reason = message.reason if isinstance(message, Refused) else Reason.UNEXPECTED
-        return [self._take_back(), *self._end(event.peer, "failed", reason, now)]
-
-    def _unanswered(self, event: AskFailed, tries: int, now: Seconds) -> list[Effect]:
-        if event.reason == Reason.UNREACHABLE and tries == 1:  # nothing has left
-            return [self._take_back(), *self._end(event.peer, "failed", event.reason, now)]
-        return self._again(event.peer, tries, now)
-
-    def _again(self, partner: PeerId, tries: int, now: Seconds) -> list[Effect]:
-        """Asks again, or gives the mass up: nobody knows where it is, and it is better lost than in two places."""
+    def _answered(self, event: Answered | AskFailed, tries: int, now: Seconds) -> list[Effect]:
+        """Takes the mass back, asks again, or gives the mass up: it is better lost than in two places."""
+        back = ""  # why this try cannot have brought the mass there
+        match event:
+            case Answered(envelope=Envelope(Done())):
+                return self._end(event.peer, "done", "", now, (event.sent_bytes, event.received_bytes))
+            case Answered(envelope=Envelope(Refused(reason))) | AskFailed(reason=Reason.UNREACHABLE as reason):
+                back = reason
+            case Answered():
+                back = Reason.UNEXPECTED
+        if back and tries == 1:  # a try before this one might have arrived
+            return [self._take_back(), *self._end(event.peer, "failed", back, now)]
         if tries < PUSH_TRIES:
-            return [self._ask(partner, tries + 1, now)]
-        return self._end(partner, "failed", Reason.MASS_LOST, now)
+            return [self._ask(event.peer, tries + 1, now)]
+        return self._end(event.peer, "failed", Reason.MASS_LOST, now)
 
     def _take_back(self) -> Absorb:
         assert self._closed is not None

@@ -81,63 +81,53 @@ def pick(layout: Layout, names: Sequence[str]) -> Layout:
     return tuple(section for section in layout if section.name in names) if names else layout
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingPull:
-    """A question whose answer waits for the next snapshot, or until its patience is over."""
-
-    request: int
-    pull: Pull
-    until: Seconds
-
-
 @dataclass(slots=True)
 class SnapshotStore:
     """The latest snapshots of a fragment, and the questions that wait for the next one."""
 
     latest: deque[tuple[Snapshot, bytes]] = field(default_factory=lambda: deque(maxlen=SNAPSHOTS_KEPT))
-    waiting: list[WaitingPull] = field(default_factory=list)
+    waiting: list[tuple[int, Pull, Seconds]] = field(default_factory=list)  # requests, and when their patience is over
 
     @property
     def wake_at(self) -> Seconds | None:
-        return min((one.until for one in self.waiting), default=None)
+        return min((until for _, _, until in self.waiting), default=None)
 
     def put(self, snapshot: Snapshot, blob: bytes, now: Seconds) -> list[Effect]:
         """Publishes it, and answers those who waited for it."""
         self.latest.append((snapshot, blob))
         waited, self.waiting = self.waiting, []
-        return [effect for one in waited for effect in self._answer(one, now)]
+        return [effect for one in waited for effect in self._answer(*one, now)]
 
     def answer(self, request: int, pull: Pull, now: Seconds) -> list[Effect]:
-        return self._answer(WaitingPull(request, pull, now + pull.patience_s), now)
+        return self._answer(request, pull, now + pull.patience_s, now)
 
     def lose_patience(self, now: Seconds) -> list[Effect]:
         """Answers those who have waited long enough, with what there is."""
-        over = [one for one in self.waiting if one.until <= now]
-        self.waiting = [one for one in self.waiting if one.until > now]
-        return [effect for one in over for effect in self._answer(one, now)]
+        over = [one for one in self.waiting if one[2] <= now]
+        self.waiting = [one for one in self.waiting if one[2] > now]
+        return [effect for one in over for effect in self._answer(*one, now)]
 
-    def _answer(self, one: WaitingPull, now: Seconds) -> list[Effect]:
-        pull = one.pull
+    def _answer(self, request: int, pull: Pull, until: Seconds, now: Seconds) -> list[Effect]:
         found = [kept for kept in self.latest if kept[0].seq > pull.after]
         if pull.exact:
             found = [kept for kept in found if kept[0].seq == pull.after + 1]
         if found and (pull.exact or found[-1][0].time >= pull.since):
-            return [self._reply(one, found[-1])]
+            return [_reply(request, pull, *found[-1])]
         newest = self.latest[-1][0].seq if self.latest else 0
         may_come = not pull.exact or newest <= pull.after
-        if may_come and now < one.until and len(self.waiting) < MAX_WAITING_PULLS:
-            self.waiting.append(one)
+        if may_come and now < until and len(self.waiting) < MAX_WAITING_PULLS:
+            self.waiting.append((request, pull, until))
             return []
         if found:
-            return [self._reply(one, found[-1])]
-        return [Reply(one.request, Envelope(Refused(Reason.NOTHING_NEWER, str(newest))))]
+            return [_reply(request, pull, *found[-1])]
+        return [Reply(request, Envelope(Refused(Reason.NOTHING_NEWER, str(newest))))]
 
-    def _reply(self, one: WaitingPull, found: tuple[Snapshot, bytes]) -> Reply:
-        """The snapshot, or those of its sections that were asked for."""
-        snapshot, blob = found
-        layout = pick(snapshot.layout, one.pull.sections)
-        if layout == snapshot.layout:
-            return Reply(one.request, Envelope(snapshot, blob))
-        placed = zip(snapshot.layout, accumulate(section.size for section in snapshot.layout), strict=True)
-        part = joined(blob[end - section.size : end] for section, end in placed if section in layout)
-        return Reply(one.request, Envelope(replace(snapshot, layout=layout, digest=blobs.digest(part)), part))
+
+def _reply(request: int, pull: Pull, snapshot: Snapshot, blob: bytes) -> Reply:
+    """The snapshot, or those of its sections that were asked for."""
+    layout = pick(snapshot.layout, pull.sections)
+    if layout == snapshot.layout:
+        return Reply(request, Envelope(snapshot, blob))
+    placed = zip(snapshot.layout, accumulate(section.size for section in snapshot.layout), strict=True)
+    part = joined(blob[end - section.size : end] for section, end in placed if section in layout)
+    return Reply(request, Envelope(replace(snapshot, layout=layout, digest=blobs.digest(part)), part))

@@ -54,9 +54,7 @@ class ContributionRecord:
         entries, self.entries, self.ways = self.entries, {}, {}
         return entries
 
-    def completed_micro_batches(
-        self, members: RoundMembers, own: PeerId
-    ) -> tuple[tuple[CompletedMicroBatch, ...], float]:
+    def completed_micro_batches(self, members: RoundMembers, own: PeerId) -> tuple[list[CompletedMicroBatch], float]:
         """Our own micro-batches that members alone have executed, for the report, and the sum of their losses."""
         places = {PeerId(member.peer): place for place, member in enumerate(members)}
         found, loss = [], 0.0
@@ -67,7 +65,7 @@ class ContributionRecord:
                 through, ends = tuple(places[peer] for peer, _ in route), tuple(end for _, end in route)
                 found.append(CompletedMicroBatch(entry.execution.number, entry.tokens, through, ends))
                 loss += entry.loss
-        return tuple(found), loss
+        return found, loss
 
 
 # What a member may say
@@ -82,22 +80,20 @@ def check_report(report: RoundReport, members: RoundMembers, origin: PeerId, cut
             raise ProtocolError(Reason.SPAN, f"layers [{member.first}, {member.last})")
     if len(report.versions) != len(whole_fragments(report.own, cuts)):
         raise ProtocolError(Reason.VERSIONS, f"{len(report.versions)} of them")
-    for one in report.micro_batches:
-        _check_hops(one, members, origin, cuts)
+    if not all(_is_route(one, members, origin, cuts) for one in report.micro_batches):
+        raise ProtocolError(Reason.HOPS, "a micro-batch that cannot have gone through these members")
     if len({one.number for one in report.micro_batches}) < len(report.micro_batches):
         raise ProtocolError(Reason.NUMBER, "a micro-batch twice")
 
 
-def _check_hops(one: CompletedMicroBatch, members: RoundMembers, origin: PeerId, cuts: Sequence[Fragment]) -> None:
-    layers, edges, begins = cuts[-1].last, {cut.last for cut in cuts}, (0, *one.ends)
-    whole = len(one.members) == len(one.ends) and one.ends[-1] == layers and set(one.ends) <= edges
-    if not whole or any(end <= begin for begin, end in zip(begins, one.ends, strict=False)):
-        raise ProtocolError(Reason.HOPS, "its hops do not lead through the model")
-    for place, begin, end in zip(one.members, begins, one.ends, strict=False):
-        if place >= len(members) or not members[place].first <= begin < end <= members[place].last:
-            raise ProtocolError(Reason.HOPS, "a hop through layers that its member does not hold")
-    if members[one.members[0]].peer != origin:
-        raise ProtocolError(Reason.HOPS, "a micro-batch that another member began")
+def _is_route(one: CompletedMicroBatch, members: RoundMembers, origin: PeerId, cuts: Sequence[Fragment]) -> bool:
+    """Whether the hops lead from the origin through the whole model, each through layers that its member holds."""
+    whole = len(one.members) == len(one.ends) and one.ends[-1] == cuts[-1].last
+    held = all(
+        place < len(members) and members[place].first <= begin < end <= members[place].last
+        for place, begin, end in zip(one.members, (0, *one.ends), one.ends, strict=False)
+    )
+    return whole and held and set(one.ends) <= {cut.last for cut in cuts} and members[one.members[0]].peer == origin
 
 
 def check_sum(snapshot: Snapshot, size: int, tokens: int, expected: Snapshot) -> None:

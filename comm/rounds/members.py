@@ -11,7 +11,8 @@ MAX_HOLD_S after its first one.
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from decentral.comm.wire.messages import MAX_MEMBERS, MAX_NEWCOMERS, RoundMember, RoundMembers, RoundReport
+from decentral.comm.routes.stage import StageConfig
+from decentral.comm.wire.messages import MAX_MEMBERS, MAX_NEWCOMERS, RoundMember, RoundMembers, RoundReport, RoundStatus
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
@@ -26,6 +27,21 @@ def whole_fragments(member: RoundMember, cuts: Sequence[Fragment]) -> list[Fragm
     if member.last > cuts[-1].last:
         return []
     return [cut for cut in cuts if member.first <= cut.first and cut.last <= member.last]
+
+
+def own_member(stage: StageConfig) -> RoundMember:
+    return RoundMember(stage.peer, stage.first, stage.last)
+
+
+def own_fragments(stage: StageConfig) -> list[Fragment]:
+    return whole_fragments(own_member(stage), stage.cuts)
+
+
+def is_valid(status: RoundStatus, stage: StageConfig) -> bool:
+    """Whether this can be a round of our run. Its members are sorted, each once, each with a whole fragment."""
+    peers = [member.peer for member in status.members]
+    whole = all(whole_fragments(member, stage.cuts) for member in status.members)
+    return status.run == stage.run and bool(peers) and peers == sorted(set(peers)) and whole
 
 
 def covers_model(members: Sequence[RoundMember], layers: int) -> bool:
@@ -69,29 +85,18 @@ def next_members(reports: Mapping[PeerId, RoundReport]) -> RoundMembers:
 
 
 @dataclass(slots=True)
-class DonorHold:
-    """A newcomer that fetches state: when it asked for some first, and last."""
-
-    began: Seconds
-    last: Seconds
-
-    @property
-    def ends(self) -> Seconds:
-        return min(self.last + HOLD_S, self.began + MAX_HOLD_S)
-
-
-@dataclass(slots=True)
 class Newcomers:
     waiting: dict[PeerId, RoundMember] = field(default_factory=dict)  # they ask to be let in, the latest last
-    holds: dict[PeerId, DonorHold] = field(default_factory=dict)
+    holds: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when a donor hold ends, at most
 
     def hold_for(self, peer: PeerId, now: Seconds) -> None:
         """A newcomer has asked us for state."""
         self.expire(now)
-        self.holds.setdefault(peer, DonorHold(now, now)).last = now
+        limit = self.holds[peer][1] if peer in self.holds else now + MAX_HOLD_S
+        self.holds[peer] = min(now + HOLD_S, limit), limit
 
     def expire(self, now: Seconds) -> None:
-        self.holds = {peer: hold for peer, hold in self.holds.items() if now < hold.ends}
+        self.holds = {peer: hold for peer, hold in self.holds.items() if now < hold[0]}
 
     def ask_to_join(self, member: RoundMember, complete: bool) -> None:
         """`complete` tells that the newcomer has all the state that it needs from us."""

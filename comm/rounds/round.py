@@ -23,21 +23,13 @@ from dataclasses import dataclass, field
 
 from decentral.comm.rounds import contributions
 from decentral.comm.rounds.contributions import ContributionRecord, Versions
-from decentral.comm.rounds.members import Newcomers, micro_batch_quota, next_members, whole_fragments
-from decentral.comm.rounds.round_state import Round, RoundPhase, own_fragments, own_member
+from decentral.comm.rounds.members import Newcomers, next_members, own_fragments, own_member, whole_fragments
+from decentral.comm.rounds.round_state import Round, RoundPhase
 from decentral.comm.rounds.search import RoundSearch, RoundView, queries
 from decentral.comm.rounds.tags import CollectTag, ElsewhereTag, FollowTag
 from decentral.comm.routes.router import Router
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import (
-    MAX_NEWCOMERS,
-    CollectRequest,
-    Refused,
-    RoundMember,
-    RoundMembers,
-    RoundQuery,
-    RoundStatus,
-)
+from decentral.comm.wire.messages import MAX_NEWCOMERS, CollectRequest, Refused, RoundMember, RoundQuery, RoundStatus
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseRound, RoundClosed, SetClock, Stepped
@@ -48,16 +40,6 @@ from decentral.core.units import Seconds
 FOLLOW_AGAIN_S = 3.0  # how often a follower asks to be let in
 MAX_WAITING_COLLECTS = 256
 ELSEWHERE_S = 5.0  # how often trainers outside our round are asked which round they are in
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingCollect:
-    """A question that may wait for its answer `until` then."""
-
-    request: int
-    sender: PeerId
-    collect: CollectRequest
-    until: Seconds
 
 
 @dataclass(slots=True)
@@ -77,11 +59,11 @@ class Rounds:
     _followed_from: int = 0  # the first round in which we do not act even if we are a member
     _follow_again_at: Seconds | None = None
     _elsewhere_at: Seconds = 0.0
-    _waiting: list[WaitingCollect] = field(default_factory=list)
+    _waiting: list[tuple[Asked, CollectRequest, Seconds]] = field(default_factory=list)  # until then
 
     @property
     def wake_at(self) -> Seconds | None:
-        ends = (one.until for one in self._waiting)
+        ends = (until for _, _, until in self._waiting)
         if self._search:
             return earliest((self._search.retry_at, *ends))
         round = self.now_in
@@ -89,7 +71,7 @@ class Rounds:
             return earliest(ends)
         holds = self.newcomers.holds.values() if round.acting and round.report is None else ()
         times = round.collection.wake_at, self._follow_again_at, self._elsewhere_at
-        return earliest((*times, *(hold.ends for hold in holds), *ends))
+        return earliest((*times, *(end for end, _ in holds), *ends))
 
     @property
     def number(self) -> int:
@@ -131,8 +113,8 @@ class Rounds:
         match event:
             case Asked(request, sender, Envelope(RoundQuery() as query)):
                 return [Reply(request, Envelope(self._answer_query(sender, query)))]
-            case Asked(request, sender, Envelope(CollectRequest() as collect)):
-                self._waiting.append(WaitingCollect(request, sender, collect, now + collect.patience_s))
+            case Asked(envelope=Envelope(CollectRequest() as collect)):
+                self._waiting.append((event, collect, now + collect.patience_s))
             case Answered(tag=FollowTag()) | AskFailed(tag=FollowTag()) if self._search:
                 status = self._search.heard(event)
                 return self._follow(self._search, status, now) if status else self._begin_first(self._search, now)
@@ -199,16 +181,13 @@ class Rounds:
 
     # A round
 
-    def _enter(self, number: int, members: RoundMembers, now: Seconds) -> list[Effect]:
-        stage = self.routes.stage
-        round = Round(stage, number, members, number > self._followed_from, self.view.deadline_s)
+    def _enter(self, number: int, members: tuple[RoundMember, ...], now: Seconds) -> list[Effect]:
+        round = Round(self.routes.stage, number, members, number > self._followed_from, self.view.deadline_s)
         self.before, self.now_in = self.now_in, round
         self.newcomers.drop(round.peers)
         round.want_reports(now)
-        drawn = stage.micro_batches_per_step if round.acting and round.covered else 0
-        quota = micro_batch_quota(members, stage.peer, number, drawn)
         self._follow_again_at = None if round.listed else now
-        return self.routes.begin_round(number, round.acting, quota) + self.routes.handle(Woke(), now)
+        return self.routes.begin_round(number, round.acting, round.quota) + self.routes.handle(Woke(), now)
 
     def _progress(self, round: Round, now: Seconds) -> list[Effect]:
         """Takes the round as far as what is here allows."""
@@ -228,7 +207,7 @@ class Rounds:
             effects += queries(FollowTag(), round.stage, round.number, round.peers)
         if round.all_reported:
             effects += self._close(round, now)
-        if round.all_sums_here:
+        if round.phase is RoundPhase.SUMS and round.collection.complete:
             effects += self._step(round, now)
         return effects + round.collection.ask(now)
 
@@ -274,13 +253,13 @@ class Rounds:
         """Replies to each question that has an answer or can wait no longer."""
         waiting, self._waiting = self._waiting, []
         effects: list[Effect] = []
-        for one in waiting:
-            answer = self._answer_collect(one.sender, one.collect)
-            if answer is None and now < one.until and len(self._waiting) < MAX_WAITING_COLLECTS:
-                self._waiting.append(one)
+        for asked, collect, until in waiting:
+            answer = self._answer_collect(asked.sender, collect)
+            if answer is None and now < until and len(self._waiting) < MAX_WAITING_COLLECTS:
+                self._waiting.append((asked, collect, until))
             else:
                 nothing = Envelope(Refused(Reason.NOTHING_NEWER, str(self.number)))
-                effects.append(Reply(one.request, answer or nothing))
+                effects.append(Reply(asked.request, answer or nothing))
         return effects
 
     def _answer_collect(self, sender: PeerId, collect: CollectRequest) -> Envelope | None:

@@ -17,23 +17,22 @@ from enum import Enum, auto
 from decentral.comm.rounds import contributions
 from decentral.comm.rounds.collection import Collection, Key, Wanted
 from decentral.comm.rounds.contributions import ContributionRecord, RoundCount, Versions
-from decentral.comm.rounds.members import covers_model, precedence, whole_fragments
+from decentral.comm.rounds.members import (
+    covers_model,
+    is_valid,
+    micro_batch_quota,
+    own_fragments,
+    own_member,
+    precedence,
+)
 from decentral.comm.routes.ledger import GradientEntry
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import (
-    CollectRequest,
-    Refused,
-    RoundMember,
-    RoundMembers,
-    RoundReport,
-    RoundStatus,
-    Snapshot,
-)
+from decentral.comm.wire.messages import CollectRequest, Refused, RoundMembers, RoundReport, RoundStatus, Snapshot
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Advance, Contribution, Fragment, RoundClosed, Section, WindowClosed
+from decentral.core.jobs import Advance, Contribution, RoundClosed, Section, WindowClosed
 from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -58,21 +57,6 @@ LEGAL_MOVES = {
 
 class IllegalRoundMove(AssertionError):
     """A round would enter a phase that cannot follow the one it is in."""
-
-
-def own_member(stage: StageConfig) -> RoundMember:
-    return RoundMember(stage.peer, stage.first, stage.last)
-
-
-def own_fragments(stage: StageConfig) -> list[Fragment]:
-    return whole_fragments(own_member(stage), stage.cuts)
-
-
-def is_valid(status: RoundStatus, stage: StageConfig) -> bool:
-    """Whether this can be a round of our run. Its members are sorted, each once, each with a whole fragment."""
-    peers = [member.peer for member in status.members]
-    whole = all(whole_fragments(member, stage.cuts) for member in status.members)
-    return status.run == stage.run and bool(peers) and peers == sorted(set(peers)) and whole
 
 
 @dataclass(slots=True)
@@ -106,16 +90,22 @@ class Round:
         """Whether we are one of the members. One that has restarted does not act in this round."""
         return self.stage.peer in self.peers
 
+    @property
+    def quota(self) -> int:
+        """How many micro-batches we draw."""
+        drawn = self.stage.micro_batches_per_step if self.acting and self.covered else 0
+        return micro_batch_quota(self.members, self.stage.peer, self.number, drawn)
+
     def enter(self, phase: RoundPhase) -> None:
         if phase not in LEGAL_MOVES[self.phase]:
             raise IllegalRoundMove(f"round {self.number} cannot go from {self.phase.name} to {phase.name}")
         self.phase = phase
 
-    def present(self) -> list[RoundMember]:
+    def present(self) -> RoundMembers:
         """The members of whom we do not know that they are gone."""
         reports = {origin: one for (origin, fragment), one in self.collection.wanted.items() if fragment is None}
         gone = {origin for origin, one in reports.items() if one.origin_lost and not one.found}
-        return [member for member in self.members if member.peer not in gone]
+        return tuple(member for member in self.members if member.peer not in gone)
 
     @property
     def still_covered(self) -> bool:
@@ -139,7 +129,7 @@ class Round:
         stage = self.stage
         completed, loss = record.completed_micro_batches(self.members, stage.peer)
         held = tuple(versions[cut.index] for cut in own_fragments(stage))
-        self.report = RoundReport(stage.run, self.number, own_member(stage), completed, loss, newcomers, held)
+        self.report = RoundReport(stage.run, self.number, own_member(stage), tuple(completed), loss, newcomers, held)
 
     @property
     def all_reported(self) -> bool:
@@ -194,10 +184,6 @@ class Round:
                 cut = ours[index]
                 holders = [PeerId(m.peer) for m in self.members if m.first <= cut.first and cut.last <= m.last]
                 self._want(peer, index, 4 * cut.parameters, holders, now)
-
-    @property
-    def all_sums_here(self) -> bool:
-        return self.phase is RoundPhase.SUMS and self.collection.complete
 
     def advance(self, versions: Versions) -> Advance:
         """The step with all sums; `versions` are those of our fragments before it."""

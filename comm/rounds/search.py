@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decentral.comm.rounds.collection import COLLECT_RETRY_S
-from decentral.comm.rounds.round_state import is_valid
+from decentral.comm.rounds.members import is_valid
 from decentral.comm.rounds.tags import FollowTag, RoundTag
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.codec import Envelope
