@@ -57,14 +57,13 @@ class SwapExchange(Exchange):
                 return self._swapped(request, sender, swap, blob, now)
             case Asked(request, sender, Envelope(SwapCommit() as commit)):
                 return self._committed(request, sender, commit)
-            case Answered(tag=SwapCommitTag(seq=seq, tries=tries)):
-                return [] if isinstance(event.envelope.message, Done) else self._recommit(event.peer, seq, tries)
-            case AskFailed(tag=SwapCommitTag(seq=seq, tries=tries)):
-                return self._recommit(event.peer, seq, tries)
-            case Answered(tag=SwapTag(seq=seq)) if self.state is ExchangePhase.ASKING and seq == self.seq:
-                return self._answered(event, now)
-            case AskFailed(tag=SwapTag(seq=seq)) if self.state is ExchangePhase.ASKING and seq == self.seq:
-                return self._merge(event.reason)
+            case Answered(tag=SwapCommitTag(), envelope=Envelope(Done())):
+                return []
+            case Answered(tag=SwapCommitTag(seq=seq, tries=tries)) | AskFailed(tag=SwapCommitTag(seq=seq, tries=tries)):
+                return [self._commit(event.peer, seq, tries + 1)]
+            case Answered(tag=SwapTag(seq=seq)) | AskFailed(tag=SwapTag(seq=seq)):
+                if self.state is ExchangePhase.ASKING and seq == self.seq:
+                    return self._answered(event, now)
             case Merged(seq=seq) if self.state is ExchangePhase.MERGING and seq == self.seq:
                 return self._merged(event, now)
         return []  # it speaks of an exchange that is over
@@ -81,29 +80,24 @@ class SwapExchange(Exchange):
         tag = SwapTag(self.context.fragment, self.seq)
         return [Ask(tag, self._partner, swap, self.context.view.deadline_s(self._partner, 2 * self.size), self.size)]
 
-    def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
-        match event.envelope:
-            case Envelope(Snapshot() as snapshot, blob):
-                reason = self._take(event.peer, snapshot, blob, now)
-            case Envelope(Refused() as refused):
-                reason = refused.reason
-            case _:
-                reason = Reason.UNEXPECTED
-        if reason:
-            return self._merge(reason)
-        self._bytes = (event.sent_bytes, event.received_bytes)
-        return [*self._merge(""), self._commit(event.peer, self.seq, 1)]
+    def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
+        match event:
+            case Answered(envelope=Envelope(Snapshot() as snapshot, blob)):
+                self._bytes = (event.sent_bytes, event.received_bytes)
+                refused = self._take(event.peer, snapshot, blob, now)
+                return self._merge(refused) + ([] if refused else [self._commit(event.peer, self.seq, 1)])
+            case Answered(envelope=Envelope(Refused(reason))) | AskFailed(reason=reason):
+                return self._merge(reason)
+        return self._merge(Reason.UNEXPECTED)
 
-    def _commit(self, partner: PeerId, seq: int, tries: int) -> Ask:
-        tag = SwapCommitTag(self.context.fragment, seq, tries)
-        commit = SwapCommit(self.context.run, self.context.fragment, seq)
-        return Ask(tag, partner, Envelope(commit), self.context.view.deadline_s(partner, 0))
-
-    def _recommit(self, partner: PeerId, seq: int, tries: int) -> list[Effect]:
-        if tries < COMMIT_TRIES:
-            return [self._commit(partner, seq, tries + 1)]
-        fields = {"outcome": "failed", "reason": Reason.COMMIT_LOST, "seconds": 0.0}
-        return [log("exchange", fragment=self.context.fragment, partner=partner, **fields)]
+    def _commit(self, partner: PeerId, seq: int, tries: int) -> Effect:
+        """Tells the partner to merge, for the `tries`-th time, unless that is once too often."""
+        fragment = self.context.fragment
+        if tries > COMMIT_TRIES:
+            fields = {"outcome": "failed", "reason": Reason.COMMIT_LOST, "seconds": 0.0}
+            return log("exchange", fragment=fragment, partner=partner, **fields)
+        commit = Envelope(SwapCommit(self.context.run, fragment, seq))
+        return Ask(SwapCommitTag(fragment, seq, tries), partner, commit, self.context.view.deadline_s(partner, 0))
 
     # The responder
 

@@ -205,7 +205,7 @@ class Rounds:
         if self._follow_again_at is not None and now >= self._follow_again_at:
             self._follow_again_at = now + FOLLOW_AGAIN_S
             effects += queries(FollowTag(), round.stage, round.number, round.peers)
-        if round.all_reported:
+        if round.phase is RoundPhase.REPORTS and round.collection.complete and (round.report or not round.acting):
             effects += self._close(round, now)
         if round.phase is RoundPhase.SUMS and round.collection.complete:
             effects += self._step(round, now)

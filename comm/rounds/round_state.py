@@ -103,8 +103,8 @@ class Round:
 
     def present(self) -> RoundMembers:
         """The members of whom we do not know that they are gone."""
-        reports = {origin: one for (origin, fragment), one in self.collection.wanted.items() if fragment is None}
-        gone = {origin for origin, one in reports.items() if one.origin_lost and not one.found}
+        reports = [one for one in self.collection.wanted.values() if one.fragment is None]
+        gone = {one.origin for one in reports if one.origin_lost and not one.found}
         return tuple(member for member in self.members if member.peer not in gone)
 
     @property
@@ -130,10 +130,6 @@ class Round:
         completed, loss = record.completed_micro_batches(self.members, stage.peer)
         held = tuple(versions[cut.index] for cut in own_fragments(stage))
         self.report = RoundReport(stage.run, self.number, own_member(stage), tuple(completed), loss, newcomers, held)
-
-    @property
-    def all_reported(self) -> bool:
-        return self.phase is RoundPhase.REPORTS and self.collection.complete and bool(self.report or not self.acting)
 
     def count_reports(self) -> None:
         if self.report:
