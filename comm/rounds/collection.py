@@ -125,22 +125,21 @@ class Collection:
         if source is None:
             return  # this source was given up meanwhile
         source.asked = False
-        if isinstance(event, AskFailed):
-            source.retry_at = now + COLLECT_RETRY_S
-            if source.since is not None and now - source.since >= GONE_S:
-                one.lose_source(event.peer, event.reason, now)
-            return
-        source.since = None
-        match event.envelope.message:
-            case Refused(reason) if reason in LATER_REASONS:
+        match event:
+            case AskFailed(reason=reason):
+                source.retry_at = now + COLLECT_RETRY_S
+                if source.since is not None and now - source.since >= GONE_S:
+                    one.lose_source(event.peer, reason, now)
+            case Answered(envelope=Envelope(Refused(reason))) if reason in LATER_REASONS:
+                source.since = None
                 source.retry_at = now if event.seconds >= COLLECT_RETRY_S else now + COLLECT_RETRY_S
-            case Refused(reason):
+            case Answered(envelope=Envelope(Refused(reason))):
                 self.behind = reason if reason in BEHIND_REASONS else self.behind
                 one.lose_source(event.peer, reason, now)
-            case _:
+            case Answered(envelope=envelope):
                 try:
-                    self.accept(one, event.envelope)
-                    one.found, one.sources = event.envelope, {}
+                    self.accept(one, envelope)
+                    one.found, one.sources = envelope, {}
                 except ProtocolError as error:
                     one.lose_source(event.peer, error.reason, now)
 
