@@ -1,6 +1,6 @@
 """One fragment's exchanges by pulling: publish at the window's end, pull from partners, merge. No training waits.
 
-    OPEN --window over--> CLOSING --WindowClosed--> PULLING --last answer--> MERGING --Merged--> OPEN
+    OPEN --window over--> CLOSING --WindowClosed--> ASKING --last answer--> MERGING --Merged--> OPEN
 
 A partner that does not answer must not make the others' answers old: after ENOUGH_PERIODS what is here is merged.
 
@@ -11,16 +11,13 @@ and the compute thread waits for the merge.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from decentral.comm.gossip import snapshots
-from decentral.comm.gossip.snapshots import SnapshotStore, contribution, next_number, pick
+from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, SnapshotStore, contribution, pick
 from decentral.comm.gossip.tags import BlockingPullTag, ExchangeTag, PullTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed
-from decentral.core.algorithms import FragmentContext
-from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseWindow, Contribution, Layout, Merge, Merged, WindowClosed
 from decentral.core.machine import Effect, Log, Woke, earliest
@@ -31,13 +28,6 @@ BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we ha
 MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 ENOUGH_PERIODS = 2.0  # periods after which the answers that are here wait for no others
 PATIENCE_PERIODS = 0.1  # of the period: how long a pull waits for the partner's snapshot of the same window
-
-
-class PullPhase(Enum):
-    OPEN = auto()
-    CLOSING = auto()
-    PULLING = auto()
-    MERGING = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +43,6 @@ class PulledSnapshot:
 class PullWindow:
     """A window of ours that is over, and what partners have answered about it."""
 
-    began: Seconds
     layout: Layout = ()
     enough_at: Seconds = 0.0
     sections: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # asked of each partner; (): all
@@ -63,25 +52,20 @@ class PullWindow:
 
 
 @dataclass(slots=True)
-class PullExchange:
-    context: FragmentContext
-    close_at: Seconds
+class PullExchange(Exchange):
     blocking: bool = False
     light: tuple[str, ...] = ()  # sections asked of every partner in every window; none: all
     whole_every: int = 1  # in every so many windows all sections are asked of the first partner
-    state: PullPhase = PullPhase.OPEN
-    seq: int = 0
-    size: int = 0  # of our last snapshot, bytes
     published: SnapshotStore = field(default_factory=SnapshotStore)
     seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
     _published_at: Seconds = 0.0
     _windows: int = 0
     _goal: int = 0  # the round before the one that a partner was in
-    _window: PullWindow = field(default_factory=lambda: PullWindow(0.0))
+    _window: PullWindow = field(default_factory=PullWindow)
 
     @property
     def wake_at(self) -> Seconds | None:
-        own = self.close_at if self.state is PullPhase.OPEN else None
+        own = self.close_at if self.state is ExchangePhase.OPEN else None
         own = self._window.enough_at if self._may_be_enough() else own
         return earliest((self.published.wake_at, own)) if self.published.waiting else own
 
@@ -89,20 +73,19 @@ class PullExchange:
         match event:
             case Woke():
                 return self.published.lose_patience(now) + self._due(now)
-            case WindowClosed(seq=seq) if self.state is PullPhase.CLOSING and seq == self.seq:
+            case WindowClosed(seq=seq) if self.state is ExchangePhase.CLOSING and seq == self.seq:
                 return self._publish(event, now)
             case Asked(request, _, Envelope(Pull() as pull)):
                 return self.published.answer(request, pull, now)
-            case Answered(tag=ExchangeTag(seq=seq)) if self.state is PullPhase.PULLING and seq == self.seq:
-                return [*self._answered(event, now), *self._heard_from(event.peer, now)]
-            case AskFailed(tag=ExchangeTag(seq=seq)) if self.state is PullPhase.PULLING and seq == self.seq:
-                return [self._failed(event.peer, event.reason, event.seconds), *self._heard_from(event.peer, now)]
-            case Merged(seq=seq) if self.state is PullPhase.MERGING and seq == self.seq:
+            case Answered(tag=ExchangeTag(seq=seq)) | AskFailed(tag=ExchangeTag(seq=seq)):
+                if self.state is ExchangePhase.ASKING and seq == self.seq:
+                    return self._answered(event, now)
+            case Merged(seq=seq) if self.state is ExchangePhase.MERGING and seq == self.seq:
                 return self._merged(event, now)
         return []  # it speaks of an exchange that is over
 
     def _due(self, now: Seconds) -> list[Effect]:
-        if self.state is PullPhase.OPEN and now >= self.close_at:
+        if self.state is ExchangePhase.OPEN and now >= self.close_at:
             return self._close(now)
         if self._may_be_enough() and now >= self._window.enough_at:
             pending, self._window.pending = sorted(self._window.pending), set()
@@ -111,12 +94,14 @@ class PullExchange:
         return []
 
     def _may_be_enough(self) -> bool:
-        return self.state is PullPhase.PULLING and bool(self._window.pulled) and not self.blocking
+        return self.state is ExchangePhase.ASKING and bool(self._window.pulled) and not self.blocking
 
     def _close(self, now: Seconds) -> list[Effect]:
-        self.state, self._window = PullPhase.CLOSING, PullWindow(now)
-        self.seq = max(self.seq, self._goal) + 1 if self.blocking else next_number(self.seq, now)
-        return [CloseWindow(self.context.fragment, self.seq, hold=self.blocking)]
+        self._window = PullWindow()
+        if not self.blocking:
+            return Exchange._close(self, now)  # super() does not work in a dataclass with slots
+        self.state, self._began, self.seq = ExchangePhase.CLOSING, now, max(self.seq, self._goal) + 1
+        return [CloseWindow(self.context.fragment, self.seq, hold=True)]
 
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         window, self.size = self._window, len(closed.blob)
@@ -129,7 +114,7 @@ class PullExchange:
         if not partners:
             window.skipped = Reason.ALONE
             return [*effects, *self._merge(now)]
-        self.state = PullPhase.PULLING
+        self.state = ExchangePhase.ASKING
         window.pending, window.sections = set(partners), self._choose_sections(partners, behind)
         return effects + [self._ask(partner, now) for partner in partners]
 
@@ -159,43 +144,44 @@ class PullExchange:
         deadline_s = patience_s + self.context.view.deadline_s(partner, self.size)
         return Ask(tag, partner, Envelope(pull), deadline_s, self.size)
 
-    def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
-        match event.envelope.message:
-            case Snapshot() as snapshot:
-                return self._received(event, snapshot, now)
-            case Refused(Reason.NOTHING_NEWER, newest):
-                self._catch_up(newest)
+    def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
+        """Takes the answer of a partner, and merges after the last one."""
+        failed = ""
+        match event:
+            case Answered(envelope=Envelope(Snapshot() as snapshot)):
+                failed = self._received(event, snapshot, now)
+            case Answered(envelope=Envelope(Refused(Reason.NOTHING_NEWER, newest))):
+                if self.blocking and newest.isdecimal() and len(newest) < 16:
+                    self._goal = max(self._goal, int(newest) - 1)  # where it is rounds ahead of us, we go where it is
                 self._window.skipped = Reason.NOTHING_NEWER
-                return []
-            case Refused(reason):
-                return [self._failed(event.peer, reason, event.seconds)]
-        return [self._failed(event.peer, Reason.UNEXPECTED, event.seconds)]
+            case Answered(envelope=Envelope(Refused(reason))) | AskFailed(reason=reason):
+                failed = reason
+            case _:
+                failed = Reason.UNEXPECTED
+        lines = [self._failed(event.peer, failed, event.seconds)] if failed else []
+        self._window.pending.discard(event.peer)
+        return [*lines, *([] if self._window.pending else self._merge(now))]
 
-    def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> list[Effect]:
+    def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> str:
+        """Takes a partner's snapshot, or returns why it is refused."""
         blob, after = event.envelope.blob, self.seen.get(event.peer, 0)
         layout = pick(self._window.layout, self._window.sections.get(event.peer, ()))
-        try:
-            snapshots.check(self.context, snapshot, blob, layout, after, now)
-        except ProtocolError as error:
-            return [self._failed(event.peer, error.reason, event.seconds)]
+        refused = snapshots.check(self.context, snapshot, blob, layout, after, now)
+        if refused:
+            return refused
         self.seen.pop(event.peer, None)
         self.seen[event.peer] = snapshot.seq
         while len(self.seen) > MOST_SEEN:
             del self.seen[next(iter(self.seen))]
-        line = self.context.exchange_line(
-            event.peer, "done", "", event.seconds, (event.sent_bytes, event.received_bytes)
-        )
+        moved = event.sent_bytes, event.received_bytes
+        line = self.context.exchange_line(event.peer, "done", "", event.seconds, moved)
         line.fields["age_s"] = round(now - snapshot.time, 3)
         self._window.pulled.append(PulledSnapshot(contribution(event.peer, snapshot, blob), snapshot.time, line))
-        return []
-
-    def _heard_from(self, partner: PeerId, now: Seconds) -> list[Effect]:
-        self._window.pending.discard(partner)
-        return [] if self._window.pending else self._merge(now)
+        return ""
 
     def _merge(self, now: Seconds) -> list[Effect]:
         """Merges what is still fresh: a process that was stopped finds answers of long ago."""
-        self.state = PullPhase.MERGING
+        self.state = ExchangePhase.MERGING
         pulled, limit_s = self._window.pulled, math.inf if self.blocking else self.context.gossip.max_age_s
         stale = [one for one in pulled if now - one.published_at > limit_s]
         self._window.pulled = [one for one in pulled if one not in stale]
@@ -204,20 +190,15 @@ class PullExchange:
         return [*lines, Merge(self.context.fragment, self.seq, fresh)]
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
-        self.state = PullPhase.OPEN
+        self.state = ExchangePhase.OPEN
         self.close_at = self.context.next_close(now, self.size)
         refused = dict(merged.rejected)
         lines: list[Effect] = [one.line for one in self._window.pulled if one.contribution.peer not in refused]
         lines += [self._failed(peer, reason, 0.0) for peer, reason in merged.rejected]
         if not merged.used:
             reason = self._window.skipped or Reason.FAILED
-            lines.append(self.context.exchange_line(None, "solo", reason, now - self._window.began))
+            lines.append(self.context.exchange_line(None, "solo", reason, now - self._began))
         return lines
 
     def _failed(self, partner: PeerId, reason: str, seconds: Seconds) -> Log:
         return self.context.exchange_line(partner, "failed", reason, seconds)
-
-    def _catch_up(self, newest: str) -> None:
-        """A partner is rounds ahead of us, so ours is over: our next one is the one it is in."""
-        if self.blocking and newest.isdecimal() and len(newest) < 16:
-            self._goal = max(self._goal, int(newest) - 1)

@@ -1,6 +1,6 @@
 """Push-sum exchanges of one fragment: at a window's end half of the mass leaves, and what comes is added.
 
-    OPEN --window over--> CLOSING --WindowClosed--> PUSHING --Done--> OPEN
+    OPEN --window over--> CLOSING --WindowClosed--> ASKING --Done--> OPEN
 
 A push has a number, and one that comes twice is added once, so a push whose acknowledgement was lost is sent again.
 Mass that was refused, or never left, is taken back. It is not taken back after a try that nobody answered, because it
@@ -8,20 +8,16 @@ may have arrived. So only a partner that dies, or refuses to the end, costs mass
 leaves every ratio x/w as it was, and the journal says `mass-lost`.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from decentral.comm.gossip import snapshots
-from decentral.comm.gossip.snapshots import contribution, next_number
+from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, contribution
 from decentral.comm.gossip.tags import PushTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Push, Refused
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
-from decentral.core.algorithms import FragmentContext
-from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Absorb, Absorbed, CloseWindow, Contribution, WindowClosed
+from decentral.core.jobs import Absorb, Absorbed, WindowClosed
 from decentral.core.machine import Effect, Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -30,64 +26,41 @@ PUSH_TRIES = 3
 PUSHES_REMEMBERED = 1024  # pushes whose numbers we keep, to add none twice
 
 
-class PushPhase(Enum):
-    OPEN = auto()
-    CLOSING = auto()
-    PUSHING = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Absorbing:
-    """Mass that the compute thread is adding, and the requests that wait to hear of it (none if it is our own)."""
-
-    sender: PeerId
-    seq: int
-    requests: list[int] = field(default_factory=list)
+PushName = tuple[PeerId, int]
+"""Who sent a push, and its number."""
 
 
 @dataclass(slots=True)
-class PushExchange:
-    context: FragmentContext
-    close_at: Seconds
-    state: PushPhase = PushPhase.OPEN
-    seq: int = 0
-    size: int = 0  # of our last push, bytes
+class PushExchange(Exchange):
     _closed: WindowClosed | None = None
-    _arrived: OrderedDict[tuple[PeerId, int], None] = field(default_factory=OrderedDict)
-    _absorbing: list[Absorbing] = field(default_factory=list)  # jobs under way, in order
-    _began: Seconds = 0.0
+    _arrived: dict[PushName, None] = field(default_factory=dict)
+    _absorbing: dict[PushName, list[int]] = field(default_factory=dict)  # jobs in order: the requests that wait
 
     @property
     def wake_at(self) -> Seconds | None:
-        return self.close_at if self.state is PushPhase.OPEN else None
+        return self.close_at if self.state is ExchangePhase.OPEN else None
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
-            case Woke() if self.state is PushPhase.OPEN and now >= self.close_at:
+            case Woke() if self.state is ExchangePhase.OPEN and now >= self.close_at:
                 return self._close(now)
-            case WindowClosed(seq=seq) if self.state is PushPhase.CLOSING and seq == self.seq:
+            case WindowClosed(seq=seq) if self.state is ExchangePhase.CLOSING and seq == self.seq:
                 return self._push(event, now)
             case Asked(request, sender, Envelope(Push() as push, blob)):
                 return self._pushed(request, sender, push, blob, now)
             case Absorbed():
                 return self._absorbed(event)
-            case Answered(tag=PushTag(seq=seq, tries=tries)) if self.state is PushPhase.PUSHING and seq == self.seq:
-                return self._answered(event, tries, now)
-            case AskFailed(tag=PushTag(seq=seq, tries=tries)) if self.state is PushPhase.PUSHING and seq == self.seq:
-                return self._unanswered(event, tries, now)
+            case Answered(tag=PushTag(seq=seq, tries=tries)) | AskFailed(tag=PushTag(seq=seq, tries=tries)):
+                if self.state is ExchangePhase.ASKING and seq == self.seq:
+                    return self._answered(event, tries, now)
         return []  # it speaks of an exchange that is over
-
-    def _close(self, now: Seconds) -> list[Effect]:
-        self.state, self._began = PushPhase.CLOSING, now
-        self.seq = next_number(self.seq, now)
-        return [CloseWindow(self.context.fragment, self.seq)]
 
     def _push(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         self._closed, self.size = closed, len(closed.blob)
         partners = self.context.partners(now)
         if not partners:
             return [self._take_back(), *self._end(None, "solo", Reason.ALONE, now)]
-        self.state = PushPhase.PUSHING
+        self.state = ExchangePhase.ASKING
         return [self._ask(partners[0], 1, now)]
 
     def _ask(self, partner: PeerId, tries: int, now: Seconds) -> Ask:
@@ -96,64 +69,56 @@ class PushExchange:
         push = Envelope(Push(snapshots.describe(self.context, self._closed, now)), self._closed.blob)
         return Ask(tag, partner, push, self.context.view.deadline_s(partner, self.size))
 
-    def _answered(self, event: Answered, tries: int, now: Seconds) -> list[Effect]:
-        message = event.envelope.message
-        if isinstance(message, Done):
-            return self._end(event.peer, "done", "", now, (event.sent_bytes, event.received_bytes))
-        if tries > 1:  # this one was refused, but one before it may have arrived
-            return self._again(event.peer, tries, now)
-        reason = message.reason if isinstance(message, Refused) else Reason.UNEXPECTED
-        return [self._take_back(), *self._end(event.peer, "failed", reason, now)]
-
-    def _unanswered(self, event: AskFailed, tries: int, now: Seconds) -> list[Effect]:
-        if event.reason == Reason.UNREACHABLE and tries == 1:  # nothing has left
-            return [self._take_back(), *self._end(event.peer, "failed", event.reason, now)]
-        return self._again(event.peer, tries, now)
-
-    def _again(self, partner: PeerId, tries: int, now: Seconds) -> list[Effect]:
-        """Asks again, or gives the mass up: nobody knows where it is, and it is better lost than in two places."""
+    def _answered(self, event: Answered | AskFailed, tries: int, now: Seconds) -> list[Effect]:
+        """Takes the mass back, asks again, or gives the mass up: it is better lost than in two places."""
+        back = ""  # why this try cannot have brought the mass there
+        match event:
+            case Answered(envelope=Envelope(Done())):
+                return self._end(event.peer, "done", "", now, (event.sent_bytes, event.received_bytes))
+            case Answered(envelope=Envelope(Refused(reason))) | AskFailed(reason=Reason.UNREACHABLE as reason):
+                back = reason
+            case Answered():
+                back = Reason.UNEXPECTED
+        if back and tries == 1:  # a try before this one might have arrived
+            return [self._take_back(), *self._end(event.peer, "failed", back, now)]
         if tries < PUSH_TRIES:
-            return [self._ask(partner, tries + 1, now)]
-        return self._end(partner, "failed", Reason.MASS_LOST, now)
+            return [self._ask(event.peer, tries + 1, now)]
+        return self._end(event.peer, "failed", Reason.MASS_LOST, now)
 
     def _take_back(self) -> Absorb:
         assert self._closed is not None
-        closed = self._closed
-        own = Contribution(self.context.peer, closed.tokens, closed.lr_sum, closed.layout, closed.blob)
-        self._absorbing.append(Absorbing(self.context.peer, self.seq))
-        return Absorb(self.context.fragment, own)
+        self._absorbing[self.context.peer, self.seq] = []
+        return Absorb(self.context.fragment, contribution(self.context.peer, self._closed, self._closed.blob))
 
     def _end(
         self, partner: PeerId | None, outcome: str, reason: str, now: Seconds, moved: tuple[int, int] = (0, 0)
     ) -> list[Effect]:
-        self.state = PushPhase.OPEN
+        self.state = ExchangePhase.OPEN
         self.close_at = self.context.next_close(now, self.size)
         return [self.context.exchange_line(partner, outcome, reason, now - self._began, moved)]
 
     def _pushed(self, request: int, sender: PeerId, push: Push, blob: bytes, now: Seconds) -> list[Effect]:
         name = (sender, push.offered.seq)
-        for one in self._absorbing:
-            if (one.sender, one.seq) == name:
-                one.requests.append(request)
-                return []
+        if name in self._absorbing:
+            self._absorbing[name].append(request)
+            return []
         if name in self._arrived:
             return [Reply(request, Envelope(Done()))]
         if self._closed is None:
             return [Reply(request, Envelope(Refused(Reason.NOT_READY)))]
-        try:
-            snapshots.check(self.context, push.offered, blob, self._closed.layout, 0, now)
-        except ProtocolError as error:
-            return [Reply(request, Envelope(Refused(error.reason)))]
+        refused = snapshots.check(self.context, push.offered, blob, self._closed.layout, 0, now)
+        if refused:
+            return [Reply(request, Envelope(Refused(refused)))]
         self._arrived[name] = None
         while len(self._arrived) > PUSHES_REMEMBERED:
-            self._arrived.popitem(last=False)
-        self._absorbing.append(Absorbing(*name, [request]))
+            del self._arrived[next(iter(self._arrived))]
+        self._absorbing[name] = [request]
         return [Absorb(self.context.fragment, contribution(sender, push.offered, blob))]
 
     def _absorbed(self, event: Absorbed) -> list[Effect]:
         """Answers those who wait for the oldest job: jobs are done in order."""
-        over = self._absorbing.pop(0)
+        name = next(iter(self._absorbing))
         if not event.accepted:
-            self._arrived.pop((over.sender, over.seq), None)
+            self._arrived.pop(name, None)
         answer = Done() if event.accepted else Refused(event.reason)
-        return [Reply(request, Envelope(answer)) for request in over.requests]
+        return [Reply(request, Envelope(answer)) for request in self._absorbing.pop(name)]

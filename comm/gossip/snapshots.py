@@ -1,17 +1,18 @@
-"""Snapshots: describing what we publish, checking what others publish, and the store that others pull from."""
+"""What the exchange machines share: snapshots described, checked, and stored for others to pull."""
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from itertools import accumulate
 
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Reply
 from decentral.core.algorithms import FragmentContext
-from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution, Layout, WindowClosed
+from decentral.core.jobs import CloseWindow, Contribution, Layout, WindowClosed
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import joined
@@ -22,43 +23,57 @@ SNAPSHOTS_KEPT = 2  # the last one, and the one before for a partner that is a r
 MAX_WAITING_PULLS = 256  # questions that wait for a snapshot which is not there yet
 
 
+class ExchangePhase(Enum):
+    """Where the exchange of a window is. Each machine's module shows which phases it has, and their order."""
+
+    OPEN = auto()  # the window is filling
+    CLOSING = auto()  # the compute thread is encoding it
+    ASKING = auto()  # a question to a partner is under way
+    OFFERED = auto()  # a partner has our snapshot, and decides
+    MERGING = auto()  # the compute thread is merging
+
+
+@dataclass(slots=True)
+class Exchange:
+    """The state that all exchange machines have."""
+
+    context: FragmentContext
+    close_at: Seconds
+    state: ExchangePhase = ExchangePhase.OPEN
+    seq: int = 0
+    size: int = 0  # of our last snapshot, bytes
+    _began: Seconds = 0.0  # when the exchange began
+
+    def _close(self, now: Seconds) -> list[Effect]:
+        """Ends the window. Its number is the milliseconds of our clock, so that it grows even over a restart."""
+        self.state, self._began = ExchangePhase.CLOSING, now
+        self.seq = max(self.seq + 1, int(now * 1000))
+        return [CloseWindow(self.context.fragment, self.seq)]
+
+
 def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:
     """The header of what we publish at a window's end."""
-    return Snapshot(
-        run=context.run,
-        fragment=context.fragment,
-        seq=closed.seq,
-        tokens=closed.tokens,
-        lr_sum=closed.lr_sum,
-        time=now,
-        layout=closed.layout,
-        digest=blobs.digest(closed.blob),
-    )
+    digest = blobs.digest(closed.blob)
+    return Snapshot(context.run, context.fragment, closed.seq, closed.tokens, closed.lr_sum, now, closed.layout, digest)
 
 
-def check(context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds) -> None:
-    """Raises ProtocolError unless it is of this run and fragment, newer than `after`, fresh, shaped so, and whole."""
+def check(context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds) -> str:
+    """Why it is refused; "": it is of this run and fragment, newer than `after`, fresh, shaped as `layout`, whole."""
     if snapshot.run != context.run:
-        raise ProtocolError(Reason.RUN, f"a snapshot of {snapshot.run!r}")
+        return Reason.RUN
     if snapshot.fragment != context.fragment:
-        raise ProtocolError(Reason.FRAGMENT, f"{snapshot.fragment} instead of {context.fragment}")
+        return Reason.FRAGMENT
     if snapshot.seq <= after:
-        raise ProtocolError(Reason.REPLAY, f"number {snapshot.seq} after {after}")
+        return Reason.REPLAY
     if not -CLOCK_SKEW_S <= now - snapshot.time <= context.gossip.max_age_s:
-        raise ProtocolError(Reason.STALE, f"{now - snapshot.time:.1f} s old")
+        return Reason.STALE
     if snapshot.layout != layout or len(blob) != sum(section.size for section in layout):
-        raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
-    if blobs.digest(blob) != snapshot.digest:
-        raise ProtocolError(Reason.DIGEST, "the blob is not the one described")
+        return Reason.SHAPE
+    return "" if blobs.digest(blob) == snapshot.digest else Reason.DIGEST
 
 
-def next_number(last: int, now: Seconds) -> int:
-    """A window's number: milliseconds of our clock, so that it grows even when a peer restarts and has forgotten."""
-    return max(last + 1, int(now * 1000))
-
-
-def contribution(peer: PeerId, snapshot: Snapshot, blob: bytes) -> Contribution:
-    return Contribution(peer, snapshot.tokens, snapshot.lr_sum, snapshot.layout, blob)
+def contribution(peer: PeerId, header: Snapshot | WindowClosed, blob: bytes) -> Contribution:
+    return Contribution(peer, header.tokens, header.lr_sum, header.layout, blob)
 
 
 def pick(layout: Layout, names: Sequence[str]) -> Layout:
@@ -66,67 +81,53 @@ def pick(layout: Layout, names: Sequence[str]) -> Layout:
     return tuple(section for section in layout if section.name in names) if names else layout
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingPull:
-    """A question whose answer waits for the next snapshot, or until its patience is over."""
-
-    request: int
-    pull: Pull
-    until: Seconds
-
-
 @dataclass(slots=True)
 class SnapshotStore:
     """The latest snapshots of a fragment, and the questions that wait for the next one."""
 
     latest: deque[tuple[Snapshot, bytes]] = field(default_factory=lambda: deque(maxlen=SNAPSHOTS_KEPT))
-    waiting: list[WaitingPull] = field(default_factory=list)
+    waiting: list[tuple[int, Pull, Seconds]] = field(default_factory=list)  # requests, and when their patience is over
 
     @property
     def wake_at(self) -> Seconds | None:
-        return min((one.until for one in self.waiting), default=None)
+        return min((until for _, _, until in self.waiting), default=None)
 
     def put(self, snapshot: Snapshot, blob: bytes, now: Seconds) -> list[Effect]:
         """Publishes it, and answers those who waited for it."""
         self.latest.append((snapshot, blob))
         waited, self.waiting = self.waiting, []
-        return [effect for one in waited for effect in self._answer(one, now)]
+        return [effect for one in waited for effect in self._answer(*one, now)]
 
     def answer(self, request: int, pull: Pull, now: Seconds) -> list[Effect]:
-        return self._answer(WaitingPull(request, pull, now + pull.patience_s), now)
+        return self._answer(request, pull, now + pull.patience_s, now)
 
     def lose_patience(self, now: Seconds) -> list[Effect]:
         """Answers those who have waited long enough, with what there is."""
-        over = [one for one in self.waiting if one.until <= now]
-        self.waiting = [one for one in self.waiting if one.until > now]
-        return [effect for one in over for effect in self._answer(one, now)]
+        over = [one for one in self.waiting if one[2] <= now]
+        self.waiting = [one for one in self.waiting if one[2] > now]
+        return [effect for one in over for effect in self._answer(*one, now)]
 
-    def _answer(self, one: WaitingPull, now: Seconds) -> list[Effect]:
-        pull = one.pull
+    def _answer(self, request: int, pull: Pull, until: Seconds, now: Seconds) -> list[Effect]:
         found = [kept for kept in self.latest if kept[0].seq > pull.after]
         if pull.exact:
             found = [kept for kept in found if kept[0].seq == pull.after + 1]
         if found and (pull.exact or found[-1][0].time >= pull.since):
-            return [self._reply(one, found[-1])]
+            return [_reply(request, pull, *found[-1])]
         newest = self.latest[-1][0].seq if self.latest else 0
         may_come = not pull.exact or newest <= pull.after
-        if may_come and now < one.until and len(self.waiting) < MAX_WAITING_PULLS:
-            self.waiting.append(one)
+        if may_come and now < until and len(self.waiting) < MAX_WAITING_PULLS:
+            self.waiting.append((request, pull, until))
             return []
         if found:
-            return [self._reply(one, found[-1])]
-        return [Reply(one.request, Envelope(Refused(Reason.NOTHING_NEWER, str(newest))))]
+            return [_reply(request, pull, *found[-1])]
+        return [Reply(request, Envelope(Refused(Reason.NOTHING_NEWER, str(newest))))]
 
-    def _reply(self, one: WaitingPull, found: tuple[Snapshot, bytes]) -> Reply:
-        """The snapshot, or those of its sections that were asked for."""
-        snapshot, blob = found
-        layout = pick(snapshot.layout, one.pull.sections)
-        if layout == snapshot.layout:
-            return Reply(one.request, Envelope(snapshot, blob))
-        parts, start = [], 0
-        for section in snapshot.layout:
-            if section in layout:
-                parts.append(blob[start : start + section.size])
-            start += section.size
-        part = joined(parts)
-        return Reply(one.request, Envelope(replace(snapshot, layout=layout, digest=blobs.digest(part)), part))
+
+def _reply(request: int, pull: Pull, snapshot: Snapshot, blob: bytes) -> Reply:
+    """The snapshot, or those of its sections that were asked for."""
+    layout = pick(snapshot.layout, pull.sections)
+    if layout == snapshot.layout:
+        return Reply(request, Envelope(snapshot, blob))
+    placed = zip(snapshot.layout, accumulate(section.size for section in snapshot.layout), strict=True)
+    part = joined(blob[end - section.size : end] for section, end in placed if section in layout)
+    return Reply(request, Envelope(replace(snapshot, layout=layout, digest=blobs.digest(part)), part))

@@ -9,18 +9,15 @@ mean has moved, and the journal says `commit-lost`.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from decentral.comm.gossip import snapshots
-from decentral.comm.gossip.snapshots import contribution, next_number
+from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, contribution
 from decentral.comm.gossip.tags import SwapCommitTag, SwapTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Refused, Snapshot, Swap, SwapCommit
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
-from decentral.core.algorithms import FragmentContext
-from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.jobs import CloseWindow, Contribution, Merge, Merged, WindowClosed
+from decentral.core.jobs import Contribution, Merge, Merged, WindowClosed
 from decentral.core.machine import Effect, Woke, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -29,21 +26,8 @@ COMMIT_S = 30.0  # how long a responder waits for the Commit
 COMMIT_TRIES = 3
 
 
-class SwapPhase(Enum):
-    OPEN = auto()
-    CLOSING = auto()
-    ASKING = auto()
-    OFFERED = auto()
-    MERGING = auto()
-
-
 @dataclass(slots=True)
-class SwapExchange:
-    context: FragmentContext
-    close_at: Seconds
-    state: SwapPhase = SwapPhase.OPEN
-    seq: int = 0
-    size: int = 0  # of our last snapshot, bytes
+class SwapExchange(Exchange):
     _partner: PeerId | None = None
     _swap: tuple[int, Swap, bytes] | None = None  # the request, its message and its blob, which we close a window for
     _offered_seq: int = 0  # the window that the Swap which we answered offered us
@@ -51,46 +35,38 @@ class SwapExchange:
     _closed: WindowClosed | None = None
     _theirs: Contribution | None = None
     _seen: dict[PeerId, int] = field(default_factory=dict)
-    _began: Seconds = 0.0
     _reason: str = ""
     _bytes: tuple[int, int] = (0, 0)  # sent and received
 
     @property
     def wake_at(self) -> Seconds | None:
-        if self.state is SwapPhase.OFFERED:
+        if self.state is ExchangePhase.OFFERED:
             return self._began + COMMIT_S
-        return self.close_at if self.state is SwapPhase.OPEN else None
+        return self.close_at if self.state is ExchangePhase.OPEN else None
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
-            case Woke() if self.state is SwapPhase.OPEN and now >= self.close_at:
+            case Woke() if self.state is ExchangePhase.OPEN and now >= self.close_at:
                 return self._close(now)
-            case Woke() if self.state is SwapPhase.OFFERED and now >= self._began + COMMIT_S:
-                return self._merge(None, Reason.NO_COMMIT)
-            case WindowClosed(seq=seq) if self.state is SwapPhase.CLOSING and seq == self.seq:
+            case Woke() if self.state is ExchangePhase.OFFERED and now >= self._began + COMMIT_S:
+                return self._merge(Reason.NO_COMMIT)
+            case WindowClosed(seq=seq) if self.state is ExchangePhase.CLOSING and seq == self.seq:
                 self._closed, self.size = event, len(event.blob)
                 return self._offer(now) if self._swap else self._ask(now)
             case Asked(request, sender, Envelope(Swap() as swap, blob)):
                 return self._swapped(request, sender, swap, blob, now)
             case Asked(request, sender, Envelope(SwapCommit() as commit)):
                 return self._committed(request, sender, commit)
-            case Answered(tag=SwapCommitTag(seq=seq, tries=tries)):
-                return [] if isinstance(event.envelope.message, Done) else self._recommit(event.peer, seq, tries)
-            case AskFailed(tag=SwapCommitTag(seq=seq, tries=tries)):
-                return self._recommit(event.peer, seq, tries)
-            case Answered(tag=SwapTag(seq=seq)) if self.state is SwapPhase.ASKING and seq == self.seq:
-                return self._answered(event, now)
-            case AskFailed(tag=SwapTag(seq=seq)) if self.state is SwapPhase.ASKING and seq == self.seq:
-                return self._merge(None, event.reason)
-            case Merged(seq=seq) if self.state is SwapPhase.MERGING and seq == self.seq:
+            case Answered(tag=SwapCommitTag(), envelope=Envelope(Done())):
+                return []
+            case Answered(tag=SwapCommitTag(seq=seq, tries=tries)) | AskFailed(tag=SwapCommitTag(seq=seq, tries=tries)):
+                return [self._commit(event.peer, seq, tries + 1)]
+            case Answered(tag=SwapTag(seq=seq)) | AskFailed(tag=SwapTag(seq=seq)):
+                if self.state is ExchangePhase.ASKING and seq == self.seq:
+                    return self._answered(event, now)
+            case Merged(seq=seq) if self.state is ExchangePhase.MERGING and seq == self.seq:
                 return self._merged(event, now)
         return []  # it speaks of an exchange that is over
-
-    def _close(self, now: Seconds) -> list[Effect]:
-        self.state, self._began = SwapPhase.CLOSING, now
-        self._theirs, self._reason, self._bytes = None, "", (0, 0)
-        self.seq = next_number(self.seq, now)
-        return [CloseWindow(self.context.fragment, self.seq)]
 
     # The asker
 
@@ -98,41 +74,36 @@ class SwapExchange:
         assert self._closed is not None
         partners = self.context.partners(now)
         if not partners:
-            return self._merge(None, Reason.ALONE)
-        self.state, self._partner = SwapPhase.ASKING, partners[0]
+            return self._merge(Reason.ALONE)
+        self.state, self._partner = ExchangePhase.ASKING, partners[0]
         swap = Envelope(Swap(snapshots.describe(self.context, self._closed, now)), self._closed.blob)
         tag = SwapTag(self.context.fragment, self.seq)
         return [Ask(tag, self._partner, swap, self.context.view.deadline_s(self._partner, 2 * self.size), self.size)]
 
-    def _answered(self, event: Answered, now: Seconds) -> list[Effect]:
-        message = event.envelope.message
-        if isinstance(message, Refused):
-            return self._merge(None, message.reason)
-        if not isinstance(message, Snapshot):
-            return self._merge(None, Reason.UNEXPECTED)
-        refused = self._refuse(event.peer, message, event.envelope.blob, now)
-        if refused:
-            return self._merge(None, refused)
-        self._bytes = (event.sent_bytes, event.received_bytes)
-        theirs = contribution(event.peer, message, event.envelope.blob)
-        return [*self._merge(theirs, ""), self._commit(event.peer, self.seq, 1)]
+    def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
+        match event:
+            case Answered(envelope=Envelope(Snapshot() as snapshot, blob)):
+                self._bytes = (event.sent_bytes, event.received_bytes)
+                refused = self._take(event.peer, snapshot, blob, now)
+                return self._merge(refused) + ([] if refused else [self._commit(event.peer, self.seq, 1)])
+            case Answered(envelope=Envelope(Refused(reason))) | AskFailed(reason=reason):
+                return self._merge(reason)
+        return self._merge(Reason.UNEXPECTED)
 
-    def _commit(self, partner: PeerId, seq: int, tries: int) -> Ask:
-        tag = SwapCommitTag(self.context.fragment, seq, tries)
-        commit = SwapCommit(self.context.run, self.context.fragment, seq)
-        return Ask(tag, partner, Envelope(commit), self.context.view.deadline_s(partner, 0))
-
-    def _recommit(self, partner: PeerId, seq: int, tries: int) -> list[Effect]:
-        if tries < COMMIT_TRIES:
-            return [self._commit(partner, seq, tries + 1)]
-        fields = {"outcome": "failed", "reason": Reason.COMMIT_LOST, "seconds": 0.0}
-        return [log("exchange", fragment=self.context.fragment, partner=partner, **fields)]
+    def _commit(self, partner: PeerId, seq: int, tries: int) -> Effect:
+        """Tells the partner to merge, for the `tries`-th time, unless that is once too often."""
+        fragment = self.context.fragment
+        if tries > COMMIT_TRIES:
+            fields = {"outcome": "failed", "reason": Reason.COMMIT_LOST, "seconds": 0.0}
+            return log("exchange", fragment=fragment, partner=partner, **fields)
+        commit = Envelope(SwapCommit(self.context.run, fragment, seq))
+        return Ask(SwapCommitTag(fragment, seq, tries), partner, commit, self.context.view.deadline_s(partner, 0))
 
     # The responder
 
     def _swapped(self, request: int, sender: PeerId, swap: Swap, blob: bytes, now: Seconds) -> list[Effect]:
-        crossed = self.state is SwapPhase.ASKING and self._partner == sender and self.context.peer > sender
-        if self.state is not SwapPhase.OPEN and not crossed:
+        crossed = self.state is ExchangePhase.ASKING and self._partner == sender and self.context.peer > sender
+        if self.state is not ExchangePhase.OPEN and not crossed:
             reason = Reason.CROSSED if self._partner == sender else Reason.BUSY
             return [Reply(request, Envelope(Refused(reason)))]
         self._swap, self._partner = (request, swap, blob), sender
@@ -140,45 +111,44 @@ class SwapExchange:
 
     def _offer(self, now: Seconds) -> list[Effect]:
         """Answers the Swap of a partner with the window that we have closed."""
-        assert self._swap is not None
-        assert self._partner is not None
-        ours = self._closed
-        assert ours is not None
+        assert self._swap
+        assert self._partner
+        assert self._closed
         (request, swap, blob), self._swap = self._swap, None
-        refused = self._refuse(self._partner, swap.offered, blob, now)
+        refused = self._take(self._partner, swap.offered, blob, now)
         if refused:
-            return [Reply(request, Envelope(Refused(refused))), *self._merge(None, refused)]
-        self.state, self._began, self._offered_seq = SwapPhase.OFFERED, now, swap.offered.seq
-        self._theirs = contribution(self._partner, swap.offered, blob)
+            return [Reply(request, Envelope(Refused(refused))), *self._merge(refused)]
+        self.state, self._began, self._offered_seq = ExchangePhase.OFFERED, now, swap.offered.seq
         self._bytes = (self.size, len(blob))
-        return [Reply(request, Envelope(snapshots.describe(self.context, ours, now), ours.blob))]
+        ours = Envelope(snapshots.describe(self.context, self._closed, now), self._closed.blob)
+        return [Reply(request, ours)]
 
     def _committed(self, request: int, sender: PeerId, commit: SwapCommit) -> list[Effect]:
         if sender != self._partner or commit.seq != self._offered_seq:
             return [Reply(request, Envelope(Refused(Reason.NO_OFFER)))]
-        if self.state is SwapPhase.OFFERED:
+        if self.state is ExchangePhase.OFFERED:
             self._committed_seq = commit.seq
-            return [Reply(request, Envelope(Done())), *self._merge(self._theirs, "")]
+            return [Reply(request, Envelope(Done())), *self._merge("")]
         again = commit.seq == self._committed_seq  # our first acknowledgement was lost
         return [Reply(request, Envelope(Done() if again else Refused(Reason.NO_OFFER)))]
 
     # Both sides
 
-    def _refuse(self, peer: PeerId, snapshot: Snapshot, blob: bytes, now: Seconds) -> str:
+    def _take(self, peer: PeerId, snapshot: Snapshot, blob: bytes, now: Seconds) -> str:
+        """Takes the partner's snapshot, or returns why it is refused."""
         assert self._closed is not None
-        try:
-            snapshots.check(self.context, snapshot, blob, self._closed.layout, self._seen.get(peer, 0), now)
-        except ProtocolError as error:
-            return error.reason
-        self._seen[peer] = snapshot.seq
-        return ""
+        refused = snapshots.check(self.context, snapshot, blob, self._closed.layout, self._seen.get(peer, 0), now)
+        if not refused:
+            self._seen[peer], self._theirs = snapshot.seq, contribution(peer, snapshot, blob)
+        return refused
 
-    def _merge(self, theirs: Contribution | None, reason: str) -> list[Effect]:
-        self.state, self._reason = SwapPhase.MERGING, reason
-        return [Merge(self.context.fragment, self.seq, (theirs,) if theirs else ())]
+    def _merge(self, reason: str) -> list[Effect]:
+        """Merges the partner's snapshot, or, for a `reason`, none."""
+        self.state, self._reason = ExchangePhase.MERGING, reason
+        return [Merge(self.context.fragment, self.seq, (self._theirs,) if self._theirs and not reason else ())]
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
-        self.state = SwapPhase.OPEN
+        self.state = ExchangePhase.OPEN
         self.close_at = self.context.next_close(now, 2 * self.size)
         reason = merged.rejected[0][1] if merged.rejected else self._reason
         calm = reason in (Reason.ALONE, Reason.CROSSED, Reason.BUSY)

@@ -51,26 +51,24 @@ class Wanted:
     others: tuple[PeerId, ...]  # peers that want it, too
     sources: dict[PeerId, Source]
     found: Envelope | None = None
-    over: bool = False
     origin_lost: bool = False
     reason: str = ""  # why the origin was given up
+
+    @property
+    def over(self) -> bool:
+        return not self.sources
 
     def lose_origin(self, reason: str, now: Seconds) -> None:
         """Gives the origin up: from now on the others are asked."""
         self.origin_lost, self.reason = True, reason
         self.sources = {peer: Source(now) for peer in self.others}
-        self.over = not self.sources
 
     def lose_source(self, peer: PeerId, reason: str, now: Seconds) -> None:
         """Nothing will come from this peer."""
-        if not self.origin_lost:
+        if self.origin_lost:
+            del self.sources[peer]
+        else:
             self.lose_origin(reason, now)
-            return
-        del self.sources[peer]
-        self.over = not self.sources
-
-    def take(self, envelope: Envelope) -> None:
-        self.found, self.over, self.sources = envelope, True, {}
 
     def idle_sources(self) -> list[tuple[PeerId, Source]]:
         """Which peers may be asked now or later. For a large blob only one peer is asked at a time."""
@@ -124,23 +122,26 @@ class Collection:
         assert isinstance(event.tag, CollectTag)
         one = self.wanted[event.tag.origin, event.tag.fragment]
         source = one.sources.get(event.peer)
-        if source is None or one.over:
+        if source is None:
             return  # this source was given up meanwhile
         source.asked = False
-        if isinstance(event, AskFailed):
-            source.retry_at = now + COLLECT_RETRY_S
-            if source.since is not None and now - source.since >= GONE_S:
-                one.lose_source(event.peer, event.reason, now)
-            return
-        source.since = None
-        message = event.envelope.message
-        if isinstance(message, Refused) and message.reason in LATER_REASONS:
-            source.retry_at = now if event.seconds >= COLLECT_RETRY_S else now + COLLECT_RETRY_S
-        elif isinstance(message, Refused):
-            self.behind = message.reason if message.reason in BEHIND_REASONS else self.behind
-            one.lose_source(event.peer, message.reason, now)
-        else:
-            self._check_and_take(one, event, now)
+        match event:
+            case AskFailed(reason=reason):
+                source.retry_at = now + COLLECT_RETRY_S
+                if source.since is not None and now - source.since >= GONE_S:
+                    one.lose_source(event.peer, reason, now)
+            case Answered(envelope=Envelope(Refused(reason))) if reason in LATER_REASONS:
+                source.since = None
+                source.retry_at = now if event.seconds >= COLLECT_RETRY_S else now + COLLECT_RETRY_S
+            case Answered(envelope=Envelope(Refused(reason))):
+                self.behind = reason if reason in BEHIND_REASONS else self.behind
+                one.lose_source(event.peer, reason, now)
+            case Answered(envelope=envelope):
+                try:
+                    self.accept(one, envelope)
+                    one.found, one.sources = envelope, {}
+                except ProtocolError as error:
+                    one.lose_source(event.peer, error.reason, now)
 
     def answer_for(self, origin: PeerId, fragment: int | None) -> Envelope | None:
         """The answer to another member that wants the same; None: we do not know yet whether we will have it."""
@@ -155,11 +156,3 @@ class Collection:
         request = CollectRequest(self.run, self.round, one.origin, one.fragment, PATIENCE_S, self.member)
         tag = CollectTag(self.round, one.origin, one.fragment)
         return Ask(tag, to, Envelope(request), PATIENCE_S + self.deadline_s(to, one.size), one.size)
-
-    def _check_and_take(self, one: Wanted, event: Answered, now: Seconds) -> None:
-        try:
-            self.accept(one, event.envelope)
-        except ProtocolError as error:
-            one.lose_source(event.peer, error.reason, now)
-        else:
-            one.take(event.envelope)

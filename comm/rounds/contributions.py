@@ -8,12 +8,12 @@ In routes without rounds each peer decides which gradients go into its own steps
 reports decide for all peers at once, so a ContributionRecord only remembers what is in a peer's sums.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.rounds.members import whole_fragments
 from decentral.comm.routes.ledger import CommitState, GradientEntry
+from decentral.comm.wire import blobs
 from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, Hop, RoundMembers, RoundReport, Snapshot
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -24,13 +24,10 @@ from decentral.core.reasons import Reason
 Versions = dict[int, bytes]
 """A fragment's version, by the fragment's index."""
 
-VERSION_BYTES = 16
-
 
 @dataclass(slots=True)
 class ContributionRecord:
-    """The executions whose gradients are in this round's sums. It takes the ledger's place and leaves all decisions
-    to the reports."""
+    """The executions whose gradients are in this round's sums: a Ledger that leaves all decisions to the reports."""
 
     quiet: bool = True
     waiting: bool = False  # weights change between rounds only, so nothing keeps forward passes back
@@ -47,29 +44,17 @@ class ContributionRecord:
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
         self.ways[token] = hops
 
-    def commit(self, token: int) -> list[Effect]:
-        return []  # the origin peer's report decides
-
-    def abort(self, token: int) -> list[Effect]:
+    def _nothing(self, *_: object, **__: object) -> list[Effect]:
         return []
 
-    def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
-        return []
-
-    def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
-        return []
-
-    def look(self, quiet: bool) -> list[Effect]:
-        return []
+    commit = abort = sealed = stepped = look = _nothing
 
     def take(self) -> dict[int, GradientEntry]:
         """The entries of the round, which is over. Entries that come later belong to the next round."""
         entries, self.entries, self.ways = self.entries, {}, {}
         return entries
 
-    def completed_micro_batches(
-        self, members: RoundMembers, own: PeerId
-    ) -> tuple[tuple[CompletedMicroBatch, ...], float]:
+    def completed_micro_batches(self, members: RoundMembers, own: PeerId) -> tuple[list[CompletedMicroBatch], float]:
         """Our own micro-batches that members alone have executed, for the report, and the sum of their losses."""
         places = {PeerId(member.peer): place for place, member in enumerate(members)}
         found, loss = [], 0.0
@@ -80,7 +65,7 @@ class ContributionRecord:
                 through, ends = tuple(places[peer] for peer, _ in route), tuple(end for _, end in route)
                 found.append(CompletedMicroBatch(entry.execution.number, entry.tokens, through, ends))
                 loss += entry.loss
-        return tuple(found), loss
+        return found, loss
 
 
 # What a member may say
@@ -95,22 +80,20 @@ def check_report(report: RoundReport, members: RoundMembers, origin: PeerId, cut
             raise ProtocolError(Reason.SPAN, f"layers [{member.first}, {member.last})")
     if len(report.versions) != len(whole_fragments(report.own, cuts)):
         raise ProtocolError(Reason.VERSIONS, f"{len(report.versions)} of them")
-    for one in report.micro_batches:
-        _check_hops(one, members, origin, cuts)
+    if not all(_is_route(one, members, origin, cuts) for one in report.micro_batches):
+        raise ProtocolError(Reason.HOPS, "a micro-batch that cannot have gone through these members")
     if len({one.number for one in report.micro_batches}) < len(report.micro_batches):
         raise ProtocolError(Reason.NUMBER, "a micro-batch twice")
 
 
-def _check_hops(one: CompletedMicroBatch, members: RoundMembers, origin: PeerId, cuts: Sequence[Fragment]) -> None:
-    layers, edges, begins = cuts[-1].last, {cut.last for cut in cuts}, (0, *one.ends)
-    whole = len(one.members) == len(one.ends) and one.ends[-1] == layers and set(one.ends) <= edges
-    if not whole or any(end <= begin for begin, end in zip(begins, one.ends, strict=False)):
-        raise ProtocolError(Reason.HOPS, "its hops do not lead through the model")
-    for place, begin, end in zip(one.members, begins, one.ends, strict=False):
-        if place >= len(members) or not members[place].first <= begin < end <= members[place].last:
-            raise ProtocolError(Reason.HOPS, "a hop through layers that its member does not hold")
-    if members[one.members[0]].peer != origin:
-        raise ProtocolError(Reason.HOPS, "a micro-batch that another member began")
+def _is_route(one: CompletedMicroBatch, members: RoundMembers, origin: PeerId, cuts: Sequence[Fragment]) -> bool:
+    """Whether the hops lead from the origin through the whole model, each through layers that its member holds."""
+    whole = len(one.members) == len(one.ends) and one.ends[-1] == cuts[-1].last
+    held = all(
+        place < len(members) and members[place].first <= begin < end <= members[place].last
+        for place, begin, end in zip(one.members, (0, *one.ends), one.ends, strict=False)
+    )
+    return whole and held and set(one.ends) <= {cut.last for cut in cuts} and members[one.members[0]].peer == origin
 
 
 def check_sum(snapshot: Snapshot, size: int, tokens: int, expected: Snapshot) -> None:
@@ -163,12 +146,12 @@ def count_contributions(
 
 def first_version(run: str, fragment: int, steps: int) -> bytes:
     """The version of a fragment that `steps` steps have made, and of which nothing else is known."""
-    return _digest(f"{run} {fragment} {steps}".encode())
+    return blobs.digest(f"{run} {fragment} {steps}".encode())
 
 
 def next_version(version: bytes, sums: Iterable[tuple[PeerId, bytes]]) -> bytes:
     """The version after a step with these peers' sums, given as digests. Their order does not matter."""
-    return _digest(version + b"".join(peer.encode() + digest for peer, digest in sorted(sums)))
+    return blobs.digest(version + b"".join(peer.encode() + digest for peer, digest in sorted(sums)))
 
 
 def majority_versions(reports: Mapping[PeerId, RoundReport], cuts: Sequence[Fragment]) -> Versions:
@@ -178,7 +161,3 @@ def majority_versions(reports: Mapping[PeerId, RoundReport], cuts: Sequence[Frag
         for cut, version in zip(whole_fragments(report.own, cuts), report.versions, strict=True):
             votes.setdefault(cut.index, {}).setdefault(version, []).append(peer)
     return {index: max(found, key=lambda version: len(found[version])) for index, found in votes.items()}
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=VERSION_BYTES).digest()

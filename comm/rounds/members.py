@@ -1,14 +1,25 @@
-"""The members of a synchronous round, as pure functions: all peers that have heard the same reports agree.
+"""The members of a synchronous round, as pure functions, and the newcomers that want to become members.
 
 The members of the first round are the peer that began it. The members of each later round are those that reported in
-the one before, and those that such a report lets in.
+the one before, and those that such a report lets in. So all peers that have heard the same reports agree.
+
+A newcomer fetches the weights of one round, so every donor holds its report back until the newcomer follows that round.
+A donor hold ends when the newcomer asks to be let in, HOLD_S after its last question for state, and in any case
+MAX_HOLD_S after its first one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from decentral.comm.wire.messages import MAX_MEMBERS, RoundMember, RoundMembers, RoundReport
+from decentral.comm.routes.stage import StageConfig
+from decentral.comm.wire.messages import MAX_MEMBERS, MAX_NEWCOMERS, RoundMember, RoundMembers, RoundReport, RoundStatus
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
+from decentral.core.units import Seconds
+
+HOLD_S = 3.0
+MAX_HOLD_S = 60.0
+MAX_WAITING_NEWCOMERS = 64
 
 
 def whole_fragments(member: RoundMember, cuts: Sequence[Fragment]) -> list[Fragment]:
@@ -18,10 +29,19 @@ def whole_fragments(member: RoundMember, cuts: Sequence[Fragment]) -> list[Fragm
     return [cut for cut in cuts if member.first <= cut.first and cut.last <= member.last]
 
 
-def valid_members(members: RoundMembers, cuts: Sequence[Fragment]) -> bool:
-    """Whether a round can have these members: sorted by peer, each once, each with a whole fragment."""
-    peers = [member.peer for member in members]
-    return peers == sorted(set(peers)) and all(whole_fragments(member, cuts) for member in members)
+def own_member(stage: StageConfig) -> RoundMember:
+    return RoundMember(stage.peer, stage.first, stage.last)
+
+
+def own_fragments(stage: StageConfig) -> list[Fragment]:
+    return whole_fragments(own_member(stage), stage.cuts)
+
+
+def is_valid(status: RoundStatus, stage: StageConfig) -> bool:
+    """Whether this can be a round of our run. Its members are sorted, each once, each with a whole fragment."""
+    peers = [member.peer for member in status.members]
+    whole = all(whole_fragments(member, stage.cuts) for member in status.members)
+    return status.run == stage.run and bool(peers) and peers == sorted(set(peers)) and whole
 
 
 def covers_model(members: Sequence[RoundMember], layers: int) -> bool:
@@ -62,3 +82,36 @@ def next_members(reports: Mapping[PeerId, RoundReport]) -> RoundMembers:
     for _, report in sorted(reports.items(), reverse=True):
         seats |= {member.peer: member for member in report.newcomers}
     return tuple(seats[peer] for peer in sorted(seats))[:MAX_MEMBERS]
+
+
+@dataclass(slots=True)
+class Newcomers:
+    waiting: dict[PeerId, RoundMember] = field(default_factory=dict)  # they ask to be let in, the latest last
+    holds: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when a donor hold ends, at most
+
+    def hold_for(self, peer: PeerId, now: Seconds) -> None:
+        """A newcomer has asked us for state."""
+        self.expire(now)
+        limit = self.holds[peer][1] if peer in self.holds else now + MAX_HOLD_S
+        self.holds[peer] = min(now + HOLD_S, limit), limit
+
+    def expire(self, now: Seconds) -> None:
+        self.holds = {peer: hold for peer, hold in self.holds.items() if now < hold[0]}
+
+    def ask_to_join(self, member: RoundMember, complete: bool) -> None:
+        """`complete` tells that the newcomer has all the state that it needs from us."""
+        peer = PeerId(member.peer)
+        if complete:
+            self.holds.pop(peer, None)
+        self.waiting.pop(peer, None)
+        self.waiting[peer] = member
+        while len(self.waiting) > MAX_WAITING_NEWCOMERS:
+            del self.waiting[next(iter(self.waiting))]
+
+    def drop(self, members: Container[PeerId]) -> None:
+        """These peers are members by now."""
+        self.waiting = {peer: one for peer, one in self.waiting.items() if peer not in members}
+
+    def to_let_in(self) -> tuple[RoundMember, ...]:
+        """The newcomers that a report can name, the lowest peers first."""
+        return tuple(one for _, one in sorted(self.waiting.items()))[:MAX_NEWCOMERS]

@@ -22,24 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.rounds import contributions
-from decentral.comm.rounds.collect_answers import CollectAnswers
 from decentral.comm.rounds.contributions import ContributionRecord, Versions
-from decentral.comm.rounds.members import micro_batch_quota, next_members, whole_fragments
-from decentral.comm.rounds.newcomers import Newcomers
-from decentral.comm.rounds.round_state import Round, RoundPhase, own_fragments, own_member
+from decentral.comm.rounds.members import Newcomers, next_members, own_fragments, own_member, whole_fragments
+from decentral.comm.rounds.round_state import Round, RoundPhase
 from decentral.comm.rounds.search import RoundSearch, RoundView, queries
 from decentral.comm.rounds.tags import CollectTag, ElsewhereTag, FollowTag
 from decentral.comm.routes.router import Router
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import (
-    MAX_NEWCOMERS,
-    CollectRequest,
-    Refused,
-    RoundMember,
-    RoundMembers,
-    RoundQuery,
-    RoundStatus,
-)
+from decentral.comm.wire.messages import MAX_NEWCOMERS, CollectRequest, Refused, RoundMember, RoundQuery, RoundStatus
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseRound, RoundClosed, SetClock, Stepped
@@ -48,6 +38,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 FOLLOW_AGAIN_S = 3.0  # how often a follower asks to be let in
+MAX_WAITING_COLLECTS = 256
 ELSEWHERE_S = 5.0  # how often trainers outside our round are asked which round they are in
 
 
@@ -68,11 +59,11 @@ class Rounds:
     _followed_from: int = 0  # the first round in which we do not act even if we are a member
     _follow_again_at: Seconds | None = None
     _elsewhere_at: Seconds = 0.0
-    _answers: CollectAnswers = field(default_factory=CollectAnswers)
+    _waiting: list[tuple[Asked, CollectRequest, Seconds]] = field(default_factory=list)  # until then
 
     @property
     def wake_at(self) -> Seconds | None:
-        ends = (one.until for one in self._answers.waiting)
+        ends = (until for _, _, until in self._waiting)
         if self._search:
             return earliest((self._search.retry_at, *ends))
         round = self.now_in
@@ -80,7 +71,7 @@ class Rounds:
             return earliest(ends)
         holds = self.newcomers.holds.values() if round.acting and round.report is None else ()
         times = round.collection.wake_at, self._follow_again_at, self._elsewhere_at
-        return earliest((*times, *(hold.ends for hold in holds), *ends))
+        return earliest((*times, *(end for end, _ in holds), *ends))
 
     @property
     def number(self) -> int:
@@ -112,22 +103,18 @@ class Rounds:
         self._record.take()
         return ended
 
-    def hold_for(self, peer: PeerId, now: Seconds) -> None:
-        """A newcomer fetches state here: our report waits until it has what it needs."""
-        self.newcomers.hold_for(peer, now)
-
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         """Node also calls this with Woke after each event for others: a micro-batch may have been the last."""
         effects = self._react(event, now)
         effects += self._progress(self.now_in, now) if self.now_in else self._search_on(now)
-        return effects + self._answers.answer(self.now_in, self.before, now)
+        return effects + self._answer_collects(now)
 
     def _react(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Asked(request, sender, Envelope(RoundQuery() as query)):
                 return [Reply(request, Envelope(self._answer_query(sender, query)))]
-            case Asked(request, sender, Envelope(CollectRequest() as collect)):
-                self._answers.add(request, sender, collect, now)
+            case Asked(envelope=Envelope(CollectRequest() as collect)):
+                self._waiting.append((event, collect, now + collect.patience_s))
             case Answered(tag=FollowTag()) | AskFailed(tag=FollowTag()) if self._search:
                 status = self._search.heard(event)
                 return self._follow(self._search, status, now) if status else self._begin_first(self._search, now)
@@ -143,7 +130,7 @@ class Rounds:
                 self.now_in.want_sums(now)
             case Stepped() if self.now_in and self.now_in.phase is RoundPhase.STEPPING:
                 self.versions |= self.now_in.versions
-                return self._next(self.now_in, [(peer, index, reason) for index, peer, reason in event.refused], now)
+                return self._next(self.now_in, event.refused, now)
         return []
 
     # Which round, and with which members
@@ -194,19 +181,13 @@ class Rounds:
 
     # A round
 
-    def _enter(self, number: int, members: RoundMembers, now: Seconds) -> list[Effect]:
-        stage = self.routes.stage
-        round = Round(stage, number, members, number > self._followed_from, self.view.deadline_s)
+    def _enter(self, number: int, members: tuple[RoundMember, ...], now: Seconds) -> list[Effect]:
+        round = Round(self.routes.stage, number, members, number > self._followed_from, self.view.deadline_s)
         self.before, self.now_in = self.now_in, round
         self.newcomers.drop(round.peers)
         round.want_reports(now)
-        quota = (
-            micro_batch_quota(members, stage.peer, number, stage.micro_batches_per_step)
-            if round.acting and round.covered
-            else 0
-        )
         self._follow_again_at = None if round.listed else now
-        return self.routes.begin_round(number, round.acting, quota) + self.routes.handle(Woke(), now)
+        return self.routes.begin_round(number, round.acting, round.quota) + self.routes.handle(Woke(), now)
 
     def _progress(self, round: Round, now: Seconds) -> list[Effect]:
         """Takes the round as far as what is here allows."""
@@ -224,9 +205,9 @@ class Rounds:
         if self._follow_again_at is not None and now >= self._follow_again_at:
             self._follow_again_at = now + FOLLOW_AGAIN_S
             effects += queries(FollowTag(), round.stage, round.number, round.peers)
-        if round.all_reported:
+        if round.phase is RoundPhase.REPORTS and round.collection.complete and (round.report or not round.acting):
             effects += self._close(round, now)
-        if round.all_sums_here:
+        if round.phase is RoundPhase.SUMS and round.collection.complete:
             effects += self._step(round, now)
         return effects + round.collection.ask(now)
 
@@ -255,7 +236,7 @@ class Rounds:
             return [round.advance(self.versions)]
         return [self._set_clock(round.number + 1), *self._next(round, (), now)]
 
-    def _next(self, round: Round, refused: Sequence[tuple[PeerId, int, str]], now: Seconds) -> list[Effect]:
+    def _next(self, round: Round, refused: Sequence[tuple[int, PeerId, str]], now: Seconds) -> list[Effect]:
         round.enter(RoundPhase.OVER)
         self._record.counted += len(round.executions) if round.sums else 0
         effects, number = round.journal(refused), round.number + 1
@@ -265,6 +246,31 @@ class Rounds:
         self._search, self.now_in = RoundSearch(round.stage, number), None  # all that we followed are gone
         self._fetched = dict.fromkeys(self._fetched, number)
         return effects
+
+    # What others want to collect
+
+    def _answer_collects(self, now: Seconds) -> list[Effect]:
+        """Replies to each question that has an answer or can wait no longer."""
+        waiting, self._waiting = self._waiting, []
+        effects: list[Effect] = []
+        for asked, collect, until in waiting:
+            answer = self._answer_collect(asked.sender, collect)
+            if answer is None and now < until and len(self._waiting) < MAX_WAITING_COLLECTS:
+                self._waiting.append((asked, collect, until))
+            else:
+                nothing = Envelope(Refused(Reason.NOTHING_NEWER, str(self.number)))
+                effects.append(Reply(asked.request, answer or nothing))
+        return effects
+
+    def _answer_collect(self, sender: PeerId, collect: CollectRequest) -> Envelope | None:
+        if self.now_in is None:
+            return Envelope(Refused(Reason.GONE))
+        if collect.round > self.number:
+            return None
+        for round in (self.now_in, self.before):
+            if round and round.number == collect.round:
+                return round.answer(sender, collect, over=round is self.before)
+        return Envelope(Refused(Reason.LATE))
 
     @property
     def _record(self) -> ContributionRecord:

@@ -15,17 +15,24 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from decentral.comm.rounds import contributions
-from decentral.comm.rounds.collection import Collection, Wanted
+from decentral.comm.rounds.collection import Collection, Key, Wanted
 from decentral.comm.rounds.contributions import ContributionRecord, RoundCount, Versions
-from decentral.comm.rounds.members import covers_model, precedence, valid_members, whole_fragments
+from decentral.comm.rounds.members import (
+    covers_model,
+    is_valid,
+    micro_batch_quota,
+    own_fragments,
+    own_member,
+    precedence,
+)
 from decentral.comm.routes.ledger import GradientEntry
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import RoundMember, RoundMembers, RoundReport, RoundStatus, Snapshot
+from decentral.comm.wire.messages import CollectRequest, Refused, RoundMembers, RoundReport, RoundStatus, Snapshot
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Advance, Contribution, Fragment, RoundClosed, Section, WindowClosed
+from decentral.core.jobs import Advance, Contribution, RoundClosed, Section, WindowClosed
 from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -50,19 +57,6 @@ LEGAL_MOVES = {
 
 class IllegalRoundMove(AssertionError):
     """A round would enter a phase that cannot follow the one it is in."""
-
-
-def own_member(stage: StageConfig) -> RoundMember:
-    return RoundMember(stage.peer, stage.first, stage.last)
-
-
-def own_fragments(stage: StageConfig) -> list[Fragment]:
-    return whole_fragments(own_member(stage), stage.cuts)
-
-
-def is_valid(status: RoundStatus, stage: StageConfig) -> bool:
-    """Whether another peer's status can be that of a round of our run."""
-    return status.run == stage.run and bool(status.members) and valid_members(status.members, stage.cuts)
 
 
 @dataclass(slots=True)
@@ -96,16 +90,22 @@ class Round:
         """Whether we are one of the members. One that has restarted does not act in this round."""
         return self.stage.peer in self.peers
 
+    @property
+    def quota(self) -> int:
+        """How many micro-batches we draw."""
+        drawn = self.stage.micro_batches_per_step if self.acting and self.covered else 0
+        return micro_batch_quota(self.members, self.stage.peer, self.number, drawn)
+
     def enter(self, phase: RoundPhase) -> None:
         if phase not in LEGAL_MOVES[self.phase]:
             raise IllegalRoundMove(f"round {self.number} cannot go from {self.phase.name} to {phase.name}")
         self.phase = phase
 
-    def present(self) -> list[RoundMember]:
+    def present(self) -> RoundMembers:
         """The members of whom we do not know that they are gone."""
-        reports = {origin: one for (origin, fragment), one in self.collection.wanted.items() if fragment is None}
-        gone = {origin for origin, one in reports.items() if one.origin_lost and not one.found}
-        return [member for member in self.members if member.peer not in gone]
+        reports = [one for one in self.collection.wanted.values() if one.fragment is None]
+        gone = {one.origin for one in reports if one.origin_lost and not one.found}
+        return tuple(member for member in self.members if member.peer not in gone)
 
     @property
     def still_covered(self) -> bool:
@@ -129,12 +129,7 @@ class Round:
         stage = self.stage
         completed, loss = record.completed_micro_batches(self.members, stage.peer)
         held = tuple(versions[cut.index] for cut in own_fragments(stage))
-        self.report = RoundReport(stage.run, self.number, own_member(stage), completed, loss, newcomers, held)
-
-    @property
-    def all_reported(self) -> bool:
-        reported = self.collection.complete and (self.report is not None or not self.acting)
-        return self.phase is RoundPhase.REPORTS and reported
+        self.report = RoundReport(stage.run, self.number, own_member(stage), tuple(completed), loss, newcomers, held)
 
     def count_reports(self) -> None:
         if self.report:
@@ -148,6 +143,26 @@ class Round:
         """Whether one of our fragments has another version than most of its holders have."""
         majority = contributions.majority_versions(self.reports, self.stage.cuts)
         return any(majority.get(index, version) != version for index, version in versions.items())
+
+    def answer(self, sender: PeerId, collect: CollectRequest, over: bool) -> Envelope | None:
+        """Our report or sum, or what we have heard from another member. None: there is no answer yet."""
+        if collect.member and sender not in self.peers:
+            return Envelope(Refused(Reason.EXPELLED))
+        if collect.origin == self.stage.peer:
+            return self._own_answer(collect.fragment)
+        answer = self.collection.answer_for(PeerId(collect.origin), collect.fragment)
+        return Envelope(Refused(Reason.WITHOUT)) if answer is None and over else answer
+
+    def _own_answer(self, fragment: int | None) -> Envelope | None:
+        if not self.acting:
+            return Envelope(Refused(Reason.GONE))  # we acted in this round before we restarted, and know nothing of it
+        if fragment is None:
+            return Envelope(self.report) if self.report else None
+        if fragment not in {cut.index for cut in own_fragments(self.stage)}:
+            return Envelope(Refused(Reason.FRAGMENT))
+        if self.sums is None:
+            return None
+        return self.sums.get(fragment) or self.sum_message(WindowClosed(fragment, self.number, 0, 0.0, (), b""))
 
     # Sums
 
@@ -166,20 +181,12 @@ class Round:
                 holders = [PeerId(m.peer) for m in self.members if m.first <= cut.first and cut.last <= m.last]
                 self._want(peer, index, 4 * cut.parameters, holders, now)
 
-    @property
-    def all_sums_here(self) -> bool:
-        return self.phase is RoundPhase.SUMS and self.collection.complete
-
     def advance(self, versions: Versions) -> Advance:
         """The step with all sums; `versions` are those of our fragments before it."""
         self.enter(RoundPhase.STEPPING)
-        found: dict[int, dict[PeerId, Envelope]] = {cut.index: {} for cut in own_fragments(self.stage)}
-        for (origin, fragment), wanted in self.collection.wanted.items():
-            if fragment is not None and wanted.found:
-                found[fragment][origin] = wanted.found
-        for fragment, envelope in (self.sums or {}).items():
-            found[fragment][self.stage.peer] = envelope
-        parts = tuple((index, _contributions(sums)) for index, sums in sorted(found.items()))
+        found = {key: wanted.found for key, wanted in self.collection.wanted.items() if wanted.found}
+        found |= {(self.stage.peer, fragment): envelope for fragment, envelope in (self.sums or {}).items()}
+        parts = tuple((cut.index, _contributions(cut.index, found)) for cut in own_fragments(self.stage))
         for fragment, used in parts:
             digests = [(part.peer, blobs.digest(part.blob)) for part in used]
             self.versions[fragment] = contributions.next_version(versions[fragment], digests)
@@ -195,13 +202,13 @@ class Round:
 
     # The end
 
-    def journal(self, refused: Sequence[tuple[PeerId, int, str]]) -> list[Effect]:
+    def journal(self, refused: Sequence[tuple[int, PeerId, str]]) -> list[Effect]:
         """Lines for the journal about what counted and what did not. `refused` sums did not go into the step."""
         wanted = self.collection.wanted.values()
-        missing = [(one.origin, one.fragment, one.reason) for one in wanted if not one.found]
+        missing = [(one.fragment, one.origin, one.reason) for one in wanted if not one.found]
         lines: list[Effect] = [
             log("without", round=self.number, peer=peer, fragment=fragment, reason=reason)
-            for peer, fragment, reason in [*missing, *refused]
+            for fragment, peer, reason in [*missing, *refused]
         ]
         if self.executions:
             of = [entry.line() for entry in self.executions]
@@ -247,11 +254,11 @@ class Round:
                 raise ProtocolError(Reason.UNEXPECTED, "neither a report nor a sum")
 
 
-def _contributions(sums: dict[PeerId, Envelope]) -> tuple[Contribution, ...]:
-    """In the order of the peers, without sums of no tokens."""
-    found = []
-    for peer, envelope in sorted(sums.items()):
-        assert isinstance(envelope.message, Snapshot)
-        if envelope.message.tokens:
-            found.append(Contribution(peer, envelope.message.tokens, 0.0, envelope.message.layout, envelope.blob))
-    return tuple(found)
+def _contributions(fragment: int, found: dict[Key, Envelope]) -> tuple[Contribution, ...]:
+    """The fragment's sums in the order of the peers, without those of no tokens."""
+    sums = sorted((origin, envelope) for (origin, index), envelope in found.items() if index == fragment)
+    return tuple(
+        Contribution(origin, head.tokens, 0.0, head.layout, envelope.blob)
+        for origin, envelope in sums
+        if isinstance(head := envelope.message, Snapshot) and head.tokens
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decentral.comm.rounds.collection import COLLECT_RETRY_S
-from decentral.comm.rounds.round_state import is_valid
+from decentral.comm.rounds.members import is_valid
 from decentral.comm.rounds.tags import FollowTag, RoundTag
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.codec import Envelope
@@ -27,15 +27,12 @@ class RoundView(Protocol):
 
     def acquaintances(self) -> Sequence[PeerId]:
         """Peers that may be in the run already."""
-        ...
 
     def trainers(self) -> Sequence[PeerId]:
         """Peers that train, as far as we know."""
-        ...
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long `size` bytes from that peer may take."""
-        ...
 
 
 def queries(tag: RoundTag, stage: StageConfig, round: int, peers: Iterable[str]) -> list[Effect]:

@@ -126,7 +126,7 @@ class Answers:
         if not self.trains() and (self.setup().restored_step is None or fallen_behind):
             return [_reply(event, Refused(Reason.NOT_READY))]
         if self.rounds:
-            self.rounds.hold_for(event.sender, now)
+            self.rounds.newcomers.hold_for(event.sender, now)
         return self.donor.asked(event.request, event.sender, message, self._state_step, now)
 
     def _exchange(self, event: Asked, now: Seconds) -> list[Effect]:

@@ -135,7 +135,7 @@ class World:
             case ["stop"]:
                 return self.rounds.stop()
             case ["state", "for", peer]:
-                self.rounds.hold_for(PeerId(peer), now)
+                self.rounds.newcomers.hold_for(PeerId(peer), now)
                 return self.rounds.handle(Woke(), now)
             case ["through", number, "by", hops]:
                 self.router.through(int(number), [(peer, int(last)) for peer, last in _pairs(hops)])
