@@ -4,7 +4,7 @@ Memory is counted in what an execution's activations take, as parts of an execut
 (StageConfig.memory_share). An execution that is held has given its activations back: only its answer is kept.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from decentral.comm.routes.execution import HELD
 from decentral.comm.routes.execution_table import ExecutionTable
@@ -29,12 +29,6 @@ class Admission:
     active: bool = False  # this peer trains
     draining: bool = False  # no new executions: those that are here are brought to their end
     round: int = 0  # of synchronous training
-    _shares: dict[tuple[int, int], float] = field(default_factory=dict)  # of the memory, by layers [first, last)
-
-    def hold(self, stage: StageConfig) -> None:
-        """From now on this peer holds the layers of `stage`; executions are taken again."""
-        self.stage, self.draining = stage, False
-        self._shares.clear()
 
     def refusal(self, request: ForwardRequest, blob_bytes: int) -> Reason | None:
         """Why this execution is not taken; None: it is."""
@@ -72,13 +66,6 @@ class Admission:
         and no gradients wait for a step."""
         return not self.table.jobs.full and self.has_memory(0) and own < self.window.size and not self.table.step_waits
 
-    def memory_share(self, first: int, last: int) -> float:
-        """The memory of an execution through layers [first, last)."""
-        found = self._shares.get((first, last))
-        if found is None:
-            found = self._shares[first, last] = self.stage.memory_share(first, last)
-        return found
-
     def has_memory(self, first: int) -> bool:
         """Whether there is memory for an execution that enters at this layer.
 
@@ -92,7 +79,7 @@ class Admission:
                 count, in_use = count + 1, in_use + execution.memory_share
                 if execution.own:
                     own_count, own = own_count + 1, own + execution.memory_share
-        more = self.memory_share(first, self.stage.last)
+        more = self.stage.memory_share(first, self.stage.last)
         if count >= MOST_UNDER_WAY or len(self.table.by_token) >= MOST_HELD * capacity:
             return False
         if in_use + more > capacity + ROUNDING:
@@ -107,6 +94,3 @@ class Admission:
         wanted = min(self.window.size * usual, capacity - kept) - own  # no other peer can begin our micro-batches
         others = in_use - own + more
         return others <= capacity // KEPT_PART + ROUNDING or others + own + wanted <= capacity + ROUNDING
-
-
-__all__ = ["MOST_HELD", "Admission"]

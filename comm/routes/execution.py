@@ -151,6 +151,3 @@ class ForwardedExecution(StageExecution):
 
     def deadline(self) -> Seconds:
         return self.until if self.state is HELD or self.until < self.answer_by else self.answer_by
-
-
-__all__ = ["ExecutionState", "ForwardedExecution", "InvalidTransition", "NextHop", "OwnExecution", "StageExecution"]

@@ -4,21 +4,75 @@ An execution is here until its gradients are committed or aborted, or it is give
 on stays, as GONE, until the thread is done with it.
 """
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.comm.routes.decisions import DecisionOutboxes
+from decentral.comm.routes.commits import DecisionOutboxes, InDoubtExecutions
 from decentral.comm.routes.execution import AWAY, ENDED, GONE, HELD, ForwardedExecution, StageExecution
-from decentral.comm.routes.in_doubt import InDoubtExecutions
-from decentral.comm.routes.job_queue import JobQueue
 from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.tags import ExecutionTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import ExecutionId, Refused
+from decentral.comm.wire.messages import CommitDecision, ExecutionId, Refused
 from decentral.comm.wire.transport import Reply
-from decentral.core.jobs import Backward, Forget, Forward
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Backward, Draw, Forget, Forward
 from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
+
+COUNTED_KEPT = 4096  # executions of others that are known to have been counted
+JOBS_AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
+
+
+@dataclass(slots=True)
+class JobQueue:
+    """Work for the compute thread: backward passes before forward ones, older executions before newer ones.
+
+    An execution has one job at a time. A few jobs are at the thread; the others wait here, where they can be dropped.
+    """
+
+    running: set[int] = field(default_factory=set)  # tokens of executions whose job is at the thread
+    _ready: list[tuple[bool, int, Forward | Backward]] = field(default_factory=list)  # heap: is it forward, token, job
+
+    @property
+    def full(self) -> bool:
+        return len(self.running) >= JOBS_AT_ONCE
+
+    @property
+    def waiting(self) -> set[int]:
+        """Executions whose forward pass has not begun."""
+        return {token for is_forward, token, _ in self._ready if is_forward}
+
+    def push(self, job: Forward | Backward) -> None:
+        heapq.heappush(self._ready, (isinstance(job, Forward), job.token, job))
+
+    def begin(self, draw: Draw) -> Draw:
+        """A micro-batch of our own goes to the thread at once: it begins only where nothing else waits."""
+        self.running.add(draw.token)
+        return draw
+
+    def done(self, token: int) -> None:
+        self.running.discard(token)
+
+    def drop(self, token: int) -> None:
+        """The job of this execution that waits here is not computed."""
+        if any(item[1] == token for item in self._ready):
+            self._ready = [item for item in self._ready if item[1] != token]
+            heapq.heapify(self._ready)
+
+    def dispatch(self, may: Callable[[int], bool] | None = None) -> list[Forward | Backward]:
+        """The jobs that the thread gets now. `may(token)`: whether that forward pass may begin; None: any may."""
+        jobs, kept = list[Forward | Backward](), list[tuple[bool, int, Forward | Backward]]()
+        while self._ready and not self.full:
+            is_forward, token, job = item = heapq.heappop(self._ready)
+            if may is not None and is_forward and not may(token):
+                kept.append(item)
+                continue
+            self.running.add(token)
+            jobs.append(job)
+        for item in kept:
+            heapq.heappush(self._ready, item)
+        return jobs
 
 
 @dataclass(slots=True)
@@ -54,6 +108,11 @@ class ExecutionTable:
         hop = execution.sent
         return execution if (hop.to or hop.offers) and hop.attempts == tag.attempt else None
 
+    @property
+    def own_numbers(self) -> set[int]:
+        """The micro-batches of our own that are under way."""
+        return {execution.id.number for execution in self.by_token.values() if execution.own}
+
     # Which passes may begin
 
     @property
@@ -86,12 +145,29 @@ class ExecutionTable:
         pending = [
             execution.order
             for token, execution in self.by_token.items()
-            if execution.state is not HELD and execution.state is not GONE and token not in waiting
+            if execution.state not in (HELD, GONE) and token not in waiting
         ]
         youngest = max(pending, default=None)
         return lambda token: youngest is not None and self.by_token[token].order < youngest
 
     # The end of an execution
+
+    def decided(self, sender: PeerId, decision: CommitDecision) -> list[Effect]:
+        """Carries out another peer's decision, once. Only the origin peer may commit; the asker may abort, too."""
+        effects: list[Effect] = []
+        for id in decision.commit:
+            execution = self.find(id)
+            if execution is not None and execution.state is HELD and sender == id.origin:
+                effects += self.ledger.commit(execution.token)
+                self.end_held(execution, Reason.COUNTED)
+                self.counted[id] = None
+                if len(self.counted) > COUNTED_KEPT:
+                    del self.counted[next(iter(self.counted))]
+        for id in decision.abort:
+            execution = self.find(id)
+            if execution is not None and sender in (id.origin, execution.asker):
+                effects += self.give_up(execution, Reason.MOVED)
+        return effects
 
     def give_up(self, execution: StageExecution, reason: str) -> list[Effect]:
         """Whoever waits for it is told why. If its gradients are in a sum already, they are aborted."""
@@ -146,6 +222,3 @@ class ExecutionTable:
     def end(self, execution: StageExecution, cause: str) -> None:
         execution.move(ENDED, cause)
         self.by_token.pop(execution.token)
-
-
-__all__ = ["ExecutionTable"]

@@ -174,6 +174,3 @@ class GradientLedger:
     def _counted(self, entries: list[GradientEntry]) -> Log:
         self.counted += len(entries)
         return log("counted", of=[entry.line() for entry in entries])
-
-
-__all__ = ["CommitState", "GradientEntry", "GradientLedger", "Ledger"]

@@ -10,13 +10,13 @@ second time for an execution, because the peer in between is gone, computes it o
 from dataclasses import dataclass
 
 from decentral.comm.routes.admission import Admission
-from decentral.comm.routes.commits import CommitProtocol
+from decentral.comm.routes.commits import CommittedRoutes
 from decentral.comm.routes.execution import AWAY, BACKWARD, GONE, HELD, ForwardedExecution, NextHop, StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
-from decentral.comm.routes.forwarding import Decision, Forwarding
+from decentral.comm.routes.forwarding import Forwarding
 from decentral.comm.routes.ledger import CommitState, GradientEntry
+from decentral.comm.routes.origin import RoundControl
 from decentral.comm.routes.pacing import budget_s
-from decentral.comm.routes.round_control import RoundControl
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, Done, ExecutionId, ForwardRequest, Hop, Refused
@@ -38,7 +38,7 @@ class ExecutionLifecycle:
     table: ExecutionTable
     admission: Admission
     forwarding: Forwarding
-    commits: CommitProtocol
+    commits: CommittedRoutes
     rounds: RoundControl
     completed: int = 0  # micro-batches of our own that got through the model
 
@@ -59,7 +59,7 @@ class ExecutionLifecycle:
             token=self.table.new_token(),
             id=id,
             last=last,
-            memory_share=self.admission.memory_share(request.first, last),
+            memory_share=self.admission.stage.memory_share(request.first, last),
             started_at=now,
             until=until,
             drawn=request.drawn,
@@ -101,7 +101,7 @@ class ExecutionLifecycle:
         execution = self.table.awaits(event.tag)
         if execution is None or execution.sent.offers is None or not self.forwarding.heard(execution, event):
             return None
-        return self._carry_out(execution, self.forwarding.all_heard(execution, now))
+        return self.forwarding.all_heard(execution, now)
 
     def answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """The next peer answered a ForwardRequest or a ForwardStatusQuery, or did not."""
@@ -114,7 +114,7 @@ class ExecutionLifecycle:
                 self.forwarding.only_late(execution, event.peer, now)
                 return []
             case Answered(tag=ForwardTag(), envelope=Envelope(Refused(reason))) if reason in BUSY:
-                return self._carry_out(execution, self.forwarding.refused(execution, now))
+                return self.forwarding.refused(execution, now)
             case Answered(tag=ForwardTag(), envelope=Envelope(BackwardResponse() as response, blob)):
                 if self.forwarding.fits(execution, event.peer, response, blob):
                     self.forwarding.scheduler.served(event.peer, event.seconds)
@@ -122,11 +122,7 @@ class ExecutionLifecycle:
                     execution.sent.response = response
                     self.table.jobs.push(Backward(execution.token, response.layout, blob))
                     return []
-        return self._carry_out(execution, self.forwarding.missed(execution, event.peer, now))
-
-    def _carry_out(self, execution: StageExecution, decision: Decision) -> list[Effect]:
-        effects, reason = decision
-        return effects if reason is None else self.table.give_up(execution, reason)
+        return self.forwarding.missed(execution, event.peer, now)
 
     # What the compute thread reports
 
@@ -144,7 +140,7 @@ class ExecutionLifecycle:
                 if execution.state is BACKWARD:
                     to = execution.sent.to
                     assert to is not None
-                    return self._carry_out(execution, self.forwarding.missed(execution, to, now))
+                    return self.forwarding.missed(execution, to, now)
                 return self.table.give_up(execution, reason)
 
     def _forward_done(self, execution: StageExecution, done: ForwardDone, now: Seconds) -> list[Effect]:
@@ -155,7 +151,7 @@ class ExecutionLifecycle:
             execution.id = ExecutionId(self.commits.peer, done.number, 0)
             if self.admission.window.typical_s is None:
                 execution.until = execution.started_at + budget_s(None, load.rest_s(done.tokens, 0))
-        return self._carry_out(execution, self.forwarding.send(execution, now, "forward pass done"))
+        return self.forwarding.send(execution, now, "forward pass done")
 
     def _backward_done(self, execution: StageExecution, done: BackwardDone, now: Seconds) -> list[Effect]:
         response = execution.next_hop.response if execution.next_hop else None
@@ -203,7 +199,7 @@ class ExecutionLifecycle:
             elif hop is None or execution.state is not AWAY:
                 continue
             elif hop.retry_at is not None and now >= hop.retry_at:
-                effects += self._carry_out(execution, self.forwarding.send(execution, now, "the pause is over"))
+                effects += self.forwarding.send(execution, now, "the pause is over")
             elif hop.look_at is not None and now >= hop.look_at:
                 effects.append(self.forwarding.ask_status(execution))
         return effects
@@ -212,6 +208,3 @@ class ExecutionLifecycle:
 def _deadlines(request: ForwardRequest, now: Seconds) -> tuple[Seconds, Seconds]:
     """When the asker goes elsewhere, and when the origin peer gives up."""
     return now + SHARE * request.patience_s, now + request.hold_s + GRACE_S
-
-
-__all__ = ["ExecutionLifecycle"]

@@ -46,6 +46,3 @@ def pause_s(refusals: int, execution_s: Seconds) -> Seconds:
     `execution_s`: how long an execution occupies a device.
     """
     return min(max(LONGEST_PAUSE_S, execution_s), OFFER_PAUSE_S * 2.0 ** min(10, refusals // MOST_BUSY))
-
-
-__all__ = ["CANDIDATES", "FEW", "MOST_BUSY", "OFFER_S", "Offers", "pause_s"]

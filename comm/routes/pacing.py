@@ -119,9 +119,7 @@ class RoutingWeights:
     peers take on what leaves at a layer, by the layers that they hold; those with the same ones share it by speed."""
 
     ends: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(
-        default_factory=dict
-    )  # by (first, last), for each token/s
+    nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(default_factory=dict)  # by span, per token/s
     tokens_per_s: float = 0.0  # through the whole swarm
     size: int = 0  # variables of the linear programme
     spans: Collection[tuple[int, int]] = ()  # layers that some peer held when it was solved
@@ -147,10 +145,7 @@ class StrideScheduler(Generic[Choice]):
     now: float = 0.0
     paid: dict[Choice, float] = field(default_factory=dict)
 
-    def choose(self, costs: Mapping[Choice, float]) -> Choice:
-        return self.choose_some(costs, 1)[0]
-
-    def choose_some(self, costs: Mapping[Choice, float], count: int) -> list[Choice]:
+    def choose(self, costs: Mapping[Choice, float], count: int = 1) -> list[Choice]:
         """So many different choices, or all: each of them has its turn."""
         paid, now = self.paid, self.now
         self.paid = paid = {one: min(paid.get(one, now), now + cost) for one, cost in costs.items()}
@@ -168,22 +163,15 @@ class PeerScheduler:
     seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from that peer to the end and back
     _strides: dict[int, StrideScheduler[PeerId]] = field(default_factory=dict)  # by the layer that is next
 
-    def choose(self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float]) -> PeerId:
-        """One of these. `rates` are routing weights; a peer without one is asked now and then, to measure it."""
-        return self.choose_some(layer, peers, rates, 1)[0]
-
-    def choose_some(
-        self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float], count: int
+    def choose(
+        self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float], count: int = 1
     ) -> list[PeerId]:
-        """So many different peers of these, or all."""
+        """So many of these, or all. `rates` are routing weights; a peer without one is asked now and then, to measure it."""
         top = max((rates.get(peer, 0.0) for peer in peers), default=0.0)
         weight = {peer: max(LEAST_WEIGHT, rates.get(peer, 0.0) / top) if top else 1.0 for peer in peers}
         typical = self._typical_s()
         costs = {peer: self.seconds.get(peer, typical) / weight[peer] for peer in peers}
-        return self._strides.setdefault(layer, StrideScheduler()).choose_some(costs, count)
-
-    def expected_s(self, peer: PeerId) -> Seconds:
-        return self.seconds.get(peer) or self._typical_s()
+        return self._strides.setdefault(layer, StrideScheduler()).choose(costs, count)
 
     def _typical_s(self, unknown_s: Seconds = 1.0) -> Seconds:
         return median(self.seconds.values()) if self.seconds else unknown_s
@@ -197,7 +185,8 @@ class PeerScheduler:
     def missed(self, peer: PeerId) -> None:
         others = [seconds for other, seconds in self.seconds.items() if other != peer]
         most = MOST_TIMES_SLOWER * median(others) if others else HOP_DEADLINE_TOP_S
-        self.seconds[peer] = min(MISSED * self.expected_s(peer), max(most, self.expected_s(peer)))
+        expected_s = self.seconds.get(peer) or self._typical_s()
+        self.seconds[peer] = min(MISSED * expected_s, max(most, expected_s))
 
     def deadline_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
         """After how long an answer is late. `guess_s`: what it would take if nothing waited, by the devices' speeds."""

@@ -11,27 +11,21 @@ them, and it commits one route per micro-batch.
 
 This file puts the parts together and hands each event to the one that it belongs to. execution.py has the states of a
 micro-batch here, lifecycle.py what happens to it, forwarding.py the choice of the next peer, admission.py what is
-refused, origin.py our own micro-batches, commits.py and in_doubt.py what counts, and round_control.py the rounds of
-synchronous training.
+refused, origin.py our own micro-batches and the rounds of synchronous training, and commits.py what counts.
 """
 
 import math
-from dataclasses import InitVar, dataclass, field
 
 from decentral.comm.routes.admission import Admission
-from decentral.comm.routes.commits import CommitProtocol
-from decentral.comm.routes.decisions import DecisionOutboxes
+from decentral.comm.routes.commits import CommittedRoutes, DecisionOutboxes, InDoubtExecutions
 from decentral.comm.routes.execution import StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import Forwarding, RouteView
-from decentral.comm.routes.in_doubt import InDoubtExecutions
 from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.lifecycle import ExecutionLifecycle
-from decentral.comm.routes.load import StageLoad
-from decentral.comm.routes.origin import OwnMicroBatches
+from decentral.comm.routes.origin import OwnMicroBatches, RoundControl
 from decentral.comm.routes.pacing import FULL, LARGE_STEP, LEAN, MicroBatchWindow
-from decentral.comm.routes.round_control import RoundControl
-from decentral.comm.routes.stage import StageConfig
+from decentral.comm.routes.stage import StageConfig, StageLoad
 from decentral.comm.routes.tags import CommitDecisionTag, CommitQueryTag, ExecutionTag, OfferTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
@@ -51,39 +45,24 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 
-@dataclass(slots=True)
 class Router:
     """A machine (core/machine.py). It does nothing until `active` is set, or a round begins."""
 
-    stage: StageConfig
-    view: InitVar[RouteView]
-    ledger: Ledger
-    window: MicroBatchWindow = field(init=False)
-    load: StageLoad = field(init=False)
-    outboxes: DecisionOutboxes = field(init=False)
-    table: ExecutionTable = field(init=False)
-    forwarding: Forwarding = field(init=False)
-    admission: Admission = field(init=False)
-    own: OwnMicroBatches = field(init=False)
-    commits: CommitProtocol = field(init=False)
-    rounds: RoundControl = field(init=False)
-    lifecycle: ExecutionLifecycle = field(init=False)
-    _wake: Seconds | None = None  # the earliest time of all; infinite: never; None: to be looked for
-
-    def __post_init__(self, view: RouteView) -> None:
-        stage = self.stage
+    def __init__(self, stage: StageConfig, view: RouteView, ledger: Ledger) -> None:
         full = stage.overlap or stage.synchronous or stage.micro_batches_per_step >= LARGE_STEP
         stages = -(-stage.layers // (stage.last - stage.first))
+        self.stage, self.ledger = stage, ledger
         self.window = MicroBatchWindow(stage.max_own, FULL if full else LEAN, max(2, min(stages, stage.capacity)))
         self.load, self.outboxes = StageLoad(stage), DecisionOutboxes(stage.run)
-        self.table = ExecutionTable(stage.overlap, self.ledger, self.outboxes, InDoubtExecutions(stage.run))
-        self.forwarding = Forwarding(stage, view, self.load, self.outboxes)
+        self.table = ExecutionTable(stage.overlap, ledger, self.outboxes, InDoubtExecutions(stage.run))
+        self.forwarding = Forwarding(stage, view, self.load, self.table)
         self.admission = Admission(stage, self.table, self.forwarding, self.window)
         self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
-        self.commits = CommitProtocol(stage.run, stage.peer, self.table, self.outboxes)
+        self.commits = CommittedRoutes(stage.run, stage.peer, self.outboxes)
         self.rounds = RoundControl(self.table, self.admission, self.own)
         parts = self.table, self.admission, self.forwarding, self.commits, self.rounds
         self.lifecycle = ExecutionLifecycle(*parts)
+        self._wake: Seconds | None = None  # the earliest time of all; infinite: never; None: to be looked for
 
     @property
     def active(self) -> bool:
@@ -132,7 +111,7 @@ class Router:
         """From now on this peer holds the layers of `stage`; executions are taken again."""
         self.stage, self.ledger.micro_batches_per_step = stage, stage.micro_batches_per_step
         self.window.max_size, self.load.stage = stage.max_own, stage
-        self.admission.hold(stage)
+        self.admission.stage, self.admission.draining = stage, False
         self.forwarding.hold(stage)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
@@ -170,11 +149,12 @@ class Router:
             case Asked(envelope=Envelope(ForwardRequest() as request)):
                 return self.lifecycle.requested(event, request, now)
             case Asked(request, sender, Envelope(CommitDecision() as decision)):
-                return [*self.commits.decided(sender, decision), Reply(request, Envelope(Done()))]
+                return [*self.table.decided(sender, decision), Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(CommitQuery(executions=executions))):
-                return [Reply(request, Envelope(self.commits.answer(sender, executions)))]
+                decision = self.commits.answer(sender, executions, self.table.own_numbers)
+                return [Reply(request, Envelope(decision))]
             case Answered(tag=CommitQueryTag()) | AskFailed(tag=CommitQueryTag()):
-                return self.commits.answered(event)
+                return self.table.decided(event.peer, self.table.in_doubt.answered(event))
             case Answered(tag=CommitDecisionTag(), peer=peer) | AskFailed(tag=CommitDecisionTag(), peer=peer):
                 self.outboxes.told(peer)
             case Answered(tag=ExecutionTag()) | AskFailed(tag=ExecutionTag()):
@@ -210,6 +190,3 @@ class Router:
         """Nothing more counts in this round: what is under way is given up. `everything`: also what came early."""
         self._wake = None
         return self.rounds.end(everything)
-
-
-__all__ = ["Router"]

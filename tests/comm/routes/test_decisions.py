@@ -1,6 +1,6 @@
 """Outboxes: what peers are told of executions, one question at a time."""
 
-from decentral.comm.routes.decisions import DECISIONS_KEPT, DecisionOutboxes
+from decentral.comm.routes.commits import DECISIONS_KEPT, DecisionOutboxes
 from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, ExecutionId
 from decentral.comm.wire.transport import Ask
 from decentral.core.ids import PeerId, RunId

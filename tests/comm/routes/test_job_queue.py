@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from decentral.comm.routes.job_queue import JOBS_AT_ONCE, JobQueue
+from decentral.comm.routes.execution_table import JOBS_AT_ONCE, JobQueue
 from decentral.core.jobs import Backward, Draw, Forward
 
 
