@@ -40,19 +40,28 @@ class DecisionOutbox:
 
 
 @dataclass(slots=True)
-class DecisionOutboxes:
-    """What other peers are told. To each goes one question at a time: what comes up meanwhile travels with the next."""
-
+class CommitProtocol:
     run: RunId
+    peer: PeerId
     boxes: dict[PeerId, DecisionOutbox] = field(default_factory=dict)
+    _routes: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)  # by number: (peer, first layer)
+    _due: dict[ExecutionId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when, and the wait after that
+    _asking: dict[PeerId, tuple[ExecutionId, ...]] = field(default_factory=dict)
 
-    def commit(self, peer: PeerId, execution: ExecutionId) -> None:
-        self._of(peer).commit.append(execution)
+    # What others are told: one question at a time to each; what comes up meanwhile travels with the next
+
+    def commit(self, id: ExecutionId, hops: Sequence[Hop]) -> None:
+        """A micro-batch of ours has its gradients at every hop: from now on they count."""
+        for hop in hops:
+            self._box(PeerId(hop.peer)).commit.append(ExecutionId(id.origin, id.number, hop.first))
+        self._routes[id.number] = frozenset((hop.peer, hop.first) for hop in hops)
+        if len(self._routes) > COMMITS_KEPT:
+            del self._routes[next(iter(self._routes))]
 
     def abort(self, peer: PeerId, execution: ExecutionId) -> None:
-        self._of(peer).abort.append(execution)
+        self._box(peer).abort.append(execution)
 
-    def _of(self, peer: PeerId) -> DecisionOutbox:
+    def _box(self, peer: PeerId) -> DecisionOutbox:
         box = self.boxes.setdefault(peer, DecisionOutbox())
         del box.commit[:-DECISIONS_KEPT], box.abort[:-DECISIONS_KEPT]
         return box
@@ -75,14 +84,16 @@ class DecisionOutboxes:
             asks.append(Ask(CommitDecisionTag(), peer, Envelope(told), COMMIT_DECISION_S))
         return asks
 
+    def answer(self, asker: PeerId, executions: Sequence[ExecutionId], under_way: Collection[int]) -> CommitDecision:
+        """Decides on executions at the asker of which this peer is the origin. What is still under way is left out.
 
-@dataclass(slots=True)
-class InDoubtExecutions:
-    """Which held executions to ask about, and when."""
+        A peer that was restarted knows none of its old routes, and so aborts them.
+        """
+        over = [one for one in executions if one.origin == self.peer and one.number not in under_way]
+        commit = tuple(one for one in over if (asker, one.first) in self._routes.get(one.number, ()))
+        return CommitDecision(self.run, commit, tuple(one for one in over if one not in commit))
 
-    run: RunId
-    _due: dict[ExecutionId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when, and the wait after that
-    _asking: dict[PeerId, tuple[ExecutionId, ...]] = field(default_factory=dict)
+    # What others are asked: which held executions they have decided on
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -104,11 +115,11 @@ class InDoubtExecutions:
                 due.setdefault(PeerId(execution.origin), []).append(execution)
         asks = []
         for origin, executions in due.items():
-            self._asking[origin] = told = tuple(executions[:MAX_EXECUTIONS])
-            for execution in told:
-                wait = self._due[execution][1]
-                self._due[execution] = (now + wait, 2 * wait)
-            asks.append(Ask(CommitQueryTag(), origin, Envelope(CommitQuery(self.run, told)), COMMIT_QUERY_S))
+            self._asking[origin] = asked = tuple(executions[:MAX_EXECUTIONS])
+            for execution in asked:
+                wait_s = self._due[execution][1]
+                self._due[execution] = (now + wait_s, 2 * wait_s)
+            asks.append(Ask(CommitQueryTag(), origin, Envelope(CommitQuery(self.run, asked)), COMMIT_QUERY_S))
         return asks
 
     def answered(self, event: Answered | AskFailed) -> CommitDecision:
@@ -121,30 +132,3 @@ class InDoubtExecutions:
             return CommitDecision(self.run, (), ())
         commit, abort = (tuple(one for one in said if one in asked) for said in (decision.commit, decision.abort))
         return CommitDecision(decision.run, commit, abort)
-
-
-@dataclass(slots=True)
-class CommittedRoutes:
-    """The routes of our own micro-batches that are committed, and what others are told of them."""
-
-    run: RunId
-    peer: PeerId
-    outboxes: DecisionOutboxes
-    _routes: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)  # by number: (peer, first layer)
-
-    def commit(self, id: ExecutionId, hops: Sequence[Hop]) -> None:
-        """A micro-batch of ours has its gradients at every hop: from now on they count."""
-        for hop in hops:
-            self.outboxes.commit(PeerId(hop.peer), ExecutionId(id.origin, id.number, hop.first))
-        self._routes[id.number] = frozenset((hop.peer, hop.first) for hop in hops)
-        if len(self._routes) > COMMITS_KEPT:
-            del self._routes[next(iter(self._routes))]
-
-    def answer(self, asker: PeerId, executions: Sequence[ExecutionId], under_way: Collection[int]) -> CommitDecision:
-        """Decides on executions at the asker of which this peer is the origin. What is still under way is left out.
-
-        A peer that was restarted knows none of its old routes, and so aborts them.
-        """
-        over = [one for one in executions if one.origin == self.peer and one.number not in under_way]
-        commit = tuple(one for one in over if (asker, one.first) in self._routes.get(one.number, ()))
-        return CommitDecision(self.run, commit, tuple(one for one in over if one not in commit))

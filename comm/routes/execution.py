@@ -73,7 +73,7 @@ class NextHop:
 class StageExecution:
     """What own and forwarded micro-batches have in common."""
 
-    own: ClassVar[bool]
+    own: ClassVar[bool] = False
     token: int  # its name at this peer's compute thread
     id: ExecutionId  # its name among peers
     last: int  # the layer at which it leaves this peer
@@ -143,7 +143,6 @@ class OwnExecution(StageExecution):
 class ForwardedExecution(StageExecution):
     """A micro-batch that another peer sent here."""
 
-    own: ClassVar[bool] = False
     asker: PeerId  # the peer before this one on the route
     answer_by: Seconds  # when the asker sends it elsewhere
     request: int | None  # the question that waits for the answer

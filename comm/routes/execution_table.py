@@ -4,11 +4,12 @@ An execution is here until its gradients are committed or aborted, or it is give
 on stays, as GONE, until the thread is done with it.
 """
 
-import heapq
-from collections.abc import Callable
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from decentral.comm.routes.commits import DecisionOutboxes, InDoubtExecutions
+from decentral.comm.routes.commits import CommitProtocol
 from decentral.comm.routes.execution import AWAY, ENDED, GONE, HELD, ForwardedExecution, StageExecution
 from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.tags import ExecutionTag
@@ -16,7 +17,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, ExecutionId, Refused
 from decentral.comm.wire.transport import Reply
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Backward, Draw, Forget, Forward
+from decentral.core.jobs import Backward, Forget, Forward
 from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
 
@@ -32,7 +33,7 @@ class JobQueue:
     """
 
     running: set[int] = field(default_factory=set)  # tokens of executions whose job is at the thread
-    _ready: list[tuple[bool, int, Forward | Backward]] = field(default_factory=list)  # heap: is it forward, token, job
+    _ready: list[tuple[bool, int, Forward | Backward]] = field(default_factory=list)  # sorted: is it forward, token
 
     @property
     def full(self) -> bool:
@@ -44,34 +45,22 @@ class JobQueue:
         return {token for is_forward, token, _ in self._ready if is_forward}
 
     def push(self, job: Forward | Backward) -> None:
-        heapq.heappush(self._ready, (isinstance(job, Forward), job.token, job))
-
-    def begin(self, draw: Draw) -> Draw:
-        """A micro-batch of our own goes to the thread at once: it begins only where nothing else waits."""
-        self.running.add(draw.token)
-        return draw
-
-    def done(self, token: int) -> None:
-        self.running.discard(token)
+        bisect.insort(self._ready, (isinstance(job, Forward), job.token, job))
 
     def drop(self, token: int) -> None:
         """The job of this execution that waits here is not computed."""
-        if any(item[1] == token for item in self._ready):
-            self._ready = [item for item in self._ready if item[1] != token]
-            heapq.heapify(self._ready)
+        self._ready = [item for item in self._ready if item[1] != token]
 
     def dispatch(self, may: Callable[[int], bool] | None = None) -> list[Forward | Backward]:
         """The jobs that the thread gets now. `may(token)`: whether that forward pass may begin; None: any may."""
-        jobs, kept = list[Forward | Backward](), list[tuple[bool, int, Forward | Backward]]()
-        while self._ready and not self.full:
-            is_forward, token, job = item = heapq.heappop(self._ready)
-            if may is not None and is_forward and not may(token):
-                kept.append(item)
-                continue
-            self.running.add(token)
-            jobs.append(job)
-        for item in kept:
-            heapq.heappush(self._ready, item)
+        jobs = []
+        for is_forward, token, job in list(self._ready):
+            if self.full:
+                break
+            if may is None or not is_forward or may(token):
+                self.drop(token)
+                self.running.add(token)
+                jobs.append(job)
         return jobs
 
 
@@ -79,26 +68,17 @@ class JobQueue:
 class ExecutionTable:
     overlap: bool  # StageConfig.overlap
     ledger: Ledger
-    outboxes: DecisionOutboxes
-    in_doubt: InDoubtExecutions
+    commits: CommitProtocol
     jobs: JobQueue = field(default_factory=JobQueue)
     by_token: dict[int, StageExecution] = field(default_factory=dict)
     counted: dict[ExecutionId, None] = field(default_factory=dict)  # the latest of others, the oldest first
-    _by_id: dict[ExecutionId, ForwardedExecution] = field(default_factory=dict)  # but for those that are GONE
-    _last_token: int = 0
-
-    def new_token(self) -> int:
-        self._last_token += 1
-        return self._last_token
+    by_id: dict[ExecutionId, ForwardedExecution] = field(default_factory=dict)  # others', but for those that are GONE
+    tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # for new executions
 
     def add(self, execution: StageExecution) -> None:
         self.by_token[execution.token] = execution
         if isinstance(execution, ForwardedExecution):
-            self._by_id[execution.id] = execution
-
-    def find(self, id: ExecutionId) -> ForwardedExecution | None:
-        """The execution that another peer means by this id."""
-        return self._by_id.get(id)
+            self.by_id[execution.id] = execution
 
     def awaits(self, tag: ExecutionTag) -> StageExecution | None:
         """The execution that waits for the answer to this question, if one still does."""
@@ -156,7 +136,7 @@ class ExecutionTable:
         """Carries out another peer's decision, once. Only the origin peer may commit; the asker may abort, too."""
         effects: list[Effect] = []
         for id in decision.commit:
-            execution = self.find(id)
+            execution = self.by_id.get(id)
             if execution is not None and execution.state is HELD and sender == id.origin:
                 effects += self.ledger.commit(execution.token)
                 self.end_held(execution, Reason.COUNTED)
@@ -164,7 +144,7 @@ class ExecutionTable:
                 if len(self.counted) > COUNTED_KEPT:
                     del self.counted[next(iter(self.counted))]
         for id in decision.abort:
-            execution = self.find(id)
+            execution = self.by_id.get(id)
             if execution is not None and sender in (id.origin, execution.asker):
                 effects += self.give_up(execution, Reason.MOVED)
         return effects
@@ -184,9 +164,9 @@ class ExecutionTable:
             self.end_held(execution, reason)
             return effects
         if execution.state is AWAY and hop and hop.to:
-            self.outboxes.abort(hop.to, execution.next_id)
+            self.commits.abort(hop.to, execution.next_id)
         self.jobs.drop(execution.token)
-        self._by_id.pop(execution.id, None)
+        self.by_id.pop(execution.id, None)
         if execution.token in self.jobs.running:
             execution.move(GONE, reason)
             return effects
@@ -215,8 +195,8 @@ class ExecutionTable:
 
     def end_held(self, execution: StageExecution, cause: str) -> None:
         """The execution leaves after its backward pass."""
-        self.in_doubt.forget(execution.id)
-        self._by_id.pop(execution.id, None)
+        self.commits.forget(execution.id)
+        self.by_id.pop(execution.id, None)
         self.end(execution, cause)
 
     def end(self, execution: StageExecution, cause: str) -> None:

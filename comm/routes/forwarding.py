@@ -88,7 +88,7 @@ class Forwarding:
         if not peers:
             return self._wait(hop, now)
         rates = {peer: self.weights.rate(execution.last, self.view.span_and_speed(peer)) for peer in peers}
-        chosen = self.scheduler.choose(execution.last, peers, rates, CANDIDATES if len(peers) > FEW else 1)
+        chosen = self.scheduler.choose(execution.last, rates, CANDIDATES if len(peers) > FEW else 1)
         if len(peers) <= FEW:
             return self._send_to(execution, chosen[0], now)
         hop.offers, hop.attempts = Offers(set(chosen)), hop.attempts + 1
@@ -96,8 +96,8 @@ class Forwarding:
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
         return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(chosen)]
 
-    def heard(self, execution: StageExecution, event: Answered | AskFailed) -> bool:
-        """An offer of this execution was answered, or failed. Whether it was the last one that it waits for."""
+    def heard(self, execution: StageExecution, event: Answered | AskFailed, now: Seconds) -> list[Effect] | None:
+        """An offer of this execution was answered, or failed. None: it waits for other offers."""
         hop = execution.sent
         assert hop.offers is not None
         answer = event.envelope.message if isinstance(event, Answered) else None
@@ -105,12 +105,8 @@ class Forwarding:
         hop.offers.answered(event.peer, load, self.load.share(execution.last, load.last) if load else 0.0)
         if load is None:
             hop.busy.append(event.peer)
-        return not hop.offers.asked
-
-    def all_heard(self, execution: StageExecution, now: Seconds) -> list[Effect]:
-        """All offers of this execution were answered, or failed."""
-        hop = execution.sent
-        assert hop.offers is not None
+        if hop.offers.asked:
+            return None
         best, hop.offers = hop.offers.best, None
         if best is not None:
             return self._send_to(execution, best, now)
@@ -179,7 +175,7 @@ class Forwarding:
     def missed(self, execution: StageExecution, peer: PeerId, now: Seconds) -> list[Effect]:
         """No usable gradient comes from this peer: it gets fewer turns, and another one gets the same activations."""
         self.scheduler.missed(peer)
-        self.table.outboxes.abort(peer, execution.next_id)
+        self.table.commits.abort(peer, execution.next_id)
         return self.send(execution, now, f"no gradient from {peer}")
 
     def fits(self, execution: StageExecution, peer: PeerId, response: BackwardResponse, blob: bytes) -> bool:

@@ -1,7 +1,5 @@
 """What an execution goes through at this peer, event by event: comm/routes/execution.py has its states.
 
-    a ForwardRequest, or a draw --> FORWARD --forward pass done--> AWAY --gradient comes back--> BACKWARD --done--> HELD
-
 A peer that sent the activations still has them: when the next peer is gone, late, or answers nonsense, another one
 gets the same (comm/routes/forwarding.py). The peers before it see nothing of that but the time. A peer that is asked a
 second time for an execution, because the peer in between is gone, computes it once and sends the same gradient again.
@@ -9,13 +7,11 @@ second time for an execution, because the peer in between is gone, computes it o
 
 from dataclasses import dataclass
 
-from decentral.comm.routes.admission import Admission
-from decentral.comm.routes.commits import CommittedRoutes
+from decentral.comm.routes.admission import Admission, RoundControl
 from decentral.comm.routes.execution import AWAY, BACKWARD, GONE, HELD, ForwardedExecution, NextHop, StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import Forwarding
 from decentral.comm.routes.ledger import CommitState, GradientEntry
-from decentral.comm.routes.origin import RoundControl
 from decentral.comm.routes.pacing import budget_s
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
@@ -38,7 +34,6 @@ class ExecutionLifecycle:
     table: ExecutionTable
     admission: Admission
     forwarding: Forwarding
-    commits: CommittedRoutes
     rounds: RoundControl
     completed: int = 0  # micro-batches of our own that got through the model
 
@@ -47,7 +42,7 @@ class ExecutionLifecycle:
     def requested(self, event: Asked, request: ForwardRequest, now: Seconds) -> list[Effect]:
         """Takes an execution, refuses it, or, if it is here already, answers whoever asks for it now."""
         id = ExecutionId(request.origin, request.number, request.first)
-        known = self.table.find(id)
+        known = self.table.by_id.get(id)
         if known is not None:
             return self._requested_again(known, event, request, now)
         refusal = self.admission.refusal(request, len(event.envelope.blob))
@@ -56,7 +51,7 @@ class ExecutionLifecycle:
         last = self.forwarding.end(request.first)
         answer_by, until = _deadlines(request, now)
         execution = ForwardedExecution(
-            token=self.table.new_token(),
+            token=next(self.table.tokens),
             id=id,
             last=last,
             memory_share=self.admission.stage.memory_share(request.first, last),
@@ -99,9 +94,9 @@ class ExecutionLifecycle:
         """What follows from the answer to an offer; None: nothing yet, or nothing any more."""
         assert isinstance(event.tag, OfferTag)
         execution = self.table.awaits(event.tag)
-        if execution is None or execution.sent.offers is None or not self.forwarding.heard(execution, event):
+        if execution is None or execution.sent.offers is None:
             return None
-        return self.forwarding.all_heard(execution, now)
+        return self.forwarding.heard(execution, event, now)
 
     def answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """The next peer answered a ForwardRequest or a ForwardStatusQuery, or did not."""
@@ -148,7 +143,7 @@ class ExecutionLifecycle:
         load.tokens, execution.sequences = done.tokens, done.sequences
         execution.next_hop = NextHop(done.tokens, done.layout, done.blob)
         if execution.own:
-            execution.id = ExecutionId(self.commits.peer, done.number, 0)
+            execution.id = ExecutionId(self.admission.stage.peer, done.number, 0)
             if self.admission.window.typical_s is None:
                 execution.until = execution.started_at + budget_s(None, load.rest_s(done.tokens, 0))
         return self.forwarding.send(execution, now, "forward pass done")
@@ -157,7 +152,7 @@ class ExecutionLifecycle:
         response = execution.next_hop.response if execution.next_hop else None
         hops, loss = (response.hops, response.loss) if response else ((), done.loss)
         if execution.own and not response:
-            execution.id = ExecutionId(self.commits.peer, done.number, 0)
+            execution.id = ExecutionId(self.admission.stage.peer, done.number, 0)
         entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own)
         self.forwarding.load.backward_done(execution, done.tokens)
         if execution.state is GONE:
@@ -167,7 +162,7 @@ class ExecutionLifecycle:
             return self._complete(execution, entry, hops, now)
         execution.move(HELD, "backward pass done")
         execution.next_hop = None
-        self.table.in_doubt.hold(execution.id, now, now - execution.started_at)
+        self.table.commits.hold(execution.id, now, now - execution.started_at)
         stage = self.admission.stage
         route = (Hop(stage.peer, execution.id.first, execution.last), *hops)
         execution.answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, route, done.layout), done.blob)
@@ -178,7 +173,7 @@ class ExecutionLifecycle:
         self, execution: StageExecution, entry: GradientEntry, hops: tuple[Hop, ...], now: Seconds
     ) -> list[Effect]:
         """The gradients of a whole route of ours are there: from now on they count."""
-        self.commits.commit(execution.id, hops)
+        self.table.commits.commit(execution.id, hops)
         self.admission.window.done(now - execution.started_at, tuple(PeerId(hop.peer) for hop in hops))
         self.completed += 1
         self.table.end(execution, "complete")

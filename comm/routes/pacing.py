@@ -1,19 +1,9 @@
-"""How many micro-batches are under way, and which next peer gets one.
-
-RoutingWeights    how far to take a micro-batch, and who takes it on, by the flow through all spans
-                  (peers/planning/routing_weights.py)
-MicroBatchWindow  as many as keep the slowest device of the routes busy and a little more (TCP Vegas, Brakmo & Peterson
-                  1994): of W under way, W (1 - base / seconds) wait in some queue; that number is kept within bounds.
-                  Every route has a base of its own: one through a slow device is long without anything waiting.
-PeerScheduler     interleaved weighted round robin, as stride scheduling: each choice costs a peer the seconds that a
-                  micro-batch takes through it, over its routing weight; the peer that has paid least is next (SWARM,
-                  arXiv 2301.11913, section 3.2, has the seconds alone)
-"""
+"""How many micro-batches are under way, how far each is taken, and which next peer gets it."""
 
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, TypeVar
@@ -63,7 +53,12 @@ class RouteBase:
 
 @dataclass(slots=True)
 class MicroBatchWindow:
-    """The number of micro-batches that an origin peer has under way."""
+    """How many micro-batches an origin peer has under way (TCP Vegas, Brakmo & Peterson 1994).
+
+    As many as keep the slowest device of the routes busy, and a little more: of W under way, W (1 - base / seconds)
+    wait in some queue; that number is kept within bounds. Every route has a base of its own: one through a slow device
+    is long without anything waiting.
+    """
 
     max_size: int  # by memory
     waiting: tuple[float, float] = FULL
@@ -115,8 +110,9 @@ class MicroBatchWindow:
 
 @dataclass(slots=True)
 class RoutingWeights:
-    """Rates of flow, in any unit: how much of what enters this peer at a layer leaves it at which layer, and which
-    peers take on what leaves at a layer, by the layers that they hold; those with the same ones share it by speed."""
+    """Rates of flow, in any unit (peers/planning/routing_weights.py): how much of what enters this peer at a layer
+    leaves it at which layer, and which peers take on what leaves at a layer, by their layers; equal ones share it by
+    speed."""
 
     ends: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(default_factory=dict)  # by span, per token/s
@@ -158,19 +154,20 @@ class StrideScheduler(Generic[Choice]):
 
 @dataclass(slots=True)
 class PeerScheduler:
-    """Which next peer gets a micro-batch, and how fast each of them is."""
+    """Which next peer gets a micro-batch, and how fast each of them is.
+
+    Each choice costs a peer the seconds that a micro-batch takes through it, over its routing weight; the peer that has
+    paid least is next (SWARM, arXiv 2301.11913, section 3.2, has the seconds alone).
+    """
 
     seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from that peer to the end and back
     _strides: dict[int, StrideScheduler[PeerId]] = field(default_factory=dict)  # by the layer that is next
 
-    def choose(
-        self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float], count: int = 1
-    ) -> list[PeerId]:
-        """So many of these, or all. `rates` are routing weights; a peer without one is asked now and then, to measure it."""
-        top = max((rates.get(peer, 0.0) for peer in peers), default=0.0)
-        weight = {peer: max(LEAST_WEIGHT, rates.get(peer, 0.0) / top) if top else 1.0 for peer in peers}
-        typical = self._typical_s()
-        costs = {peer: self.seconds.get(peer, typical) / weight[peer] for peer in peers}
+    def choose(self, layer: int, rates: Mapping[PeerId, float], count: int = 1) -> list[PeerId]:
+        """So many of these peers, or all. `rates`: routing weights; one without is asked at times, to measure it."""
+        top, typical_s = max(rates.values(), default=0.0), self._typical_s()
+        weights = {peer: max(LEAST_WEIGHT, rate / top) if top else 1.0 for peer, rate in rates.items()}
+        costs = {peer: self.seconds.get(peer, typical_s) / weight for peer, weight in weights.items()}
         return self._strides.setdefault(layer, StrideScheduler()).choose(costs, count)
 
     def _typical_s(self, unknown_s: Seconds = 1.0) -> Seconds:

@@ -10,38 +10,27 @@ that one are done with it. Each layer counts a micro-batch exactly once, or not 
 them, and it commits one route per micro-batch.
 
 This file puts the parts together and hands each event to the one that it belongs to. execution.py has the states of a
-micro-batch here, lifecycle.py what happens to it, forwarding.py the choice of the next peer, admission.py what is
-refused, origin.py our own micro-batches and the rounds of synchronous training, and commits.py what counts.
+micro-batch here, lifecycle.py what happens to it, forwarding.py the choice of the next peer, admission.py what begins
+and what is refused, and commits.py what counts.
 """
 
 import math
 
-from decentral.comm.routes.admission import Admission
-from decentral.comm.routes.commits import CommittedRoutes, DecisionOutboxes, InDoubtExecutions
+from decentral.comm.routes.admission import Admission, OwnMicroBatches, RoundControl
+from decentral.comm.routes.commits import CommitProtocol
 from decentral.comm.routes.execution import StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import Forwarding, RouteView
 from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.lifecycle import ExecutionLifecycle
-from decentral.comm.routes.origin import OwnMicroBatches, RoundControl
 from decentral.comm.routes.pacing import FULL, LARGE_STEP, LEAN, MicroBatchWindow
 from decentral.comm.routes.stage import StageConfig, StageLoad
 from decentral.comm.routes.tags import CommitDecisionTag, CommitQueryTag, ExecutionTag, OfferTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import (
-    CommitDecision,
-    CommitQuery,
-    Done,
-    ForwardRequest,
-    ForwardStatusQuery,
-    Load,
-    Offer,
-    Refused,
-)
+from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
 from decentral.core.jobs import BackwardDone, ExecutionFailed, ForwardDone, Sealed, Stepped
 from decentral.core.machine import Effect, Woke, earliest
-from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 
@@ -53,15 +42,13 @@ class Router:
         stages = -(-stage.layers // (stage.last - stage.first))
         self.stage, self.ledger = stage, ledger
         self.window = MicroBatchWindow(stage.max_own, FULL if full else LEAN, max(2, min(stages, stage.capacity)))
-        self.load, self.outboxes = StageLoad(stage), DecisionOutboxes(stage.run)
-        self.table = ExecutionTable(stage.overlap, ledger, self.outboxes, InDoubtExecutions(stage.run))
+        self.load, self.commits = StageLoad(stage), CommitProtocol(stage.run, stage.peer)
+        self.table = ExecutionTable(stage.overlap, ledger, self.commits)
         self.forwarding = Forwarding(stage, view, self.load, self.table)
         self.admission = Admission(stage, self.table, self.forwarding, self.window)
         self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
-        self.commits = CommittedRoutes(stage.run, stage.peer, self.outboxes)
         self.rounds = RoundControl(self.table, self.admission, self.own)
-        parts = self.table, self.admission, self.forwarding, self.commits, self.rounds
-        self.lifecycle = ExecutionLifecycle(*parts)
+        self.lifecycle = ExecutionLifecycle(self.table, self.admission, self.forwarding, self.rounds)
         self._wake: Seconds | None = None  # the earliest time of all; infinite: never; None: to be looked for
 
     @property
@@ -94,7 +81,7 @@ class Router:
             return None
         if self._wake is None:
             times = (execution.wake_at() for execution in self.table.by_token.values())
-            at = earliest((self.own.look_at, self.table.in_doubt.wake_at, *times))
+            at = earliest((self.own.look_at, self.commits.wake_at, *times))
             self._wake = math.inf if at is None else at
         return None if self._wake == math.inf else self._wake
 
@@ -118,7 +105,7 @@ class Router:
         """Effects: Ask and Reply, jobs of stages, and the journal's lines `counted`, `uncounted` and `abandoned`."""
         heard: list[Effect] | None = None
         if isinstance(event, Asked):
-            answer = self._answer_at_once(event)
+            answer = self.admission.answer(event)
             if answer is not None:
                 return [Reply(event.request, Envelope(answer))]
         elif isinstance(event, Answered | AskFailed) and isinstance(event.tag, OfferTag):
@@ -130,22 +117,12 @@ class Router:
         effects = self._react(event, now) if heard is None else heard
         effects += self.ledger.look(self.table.quiet)
         effects += self.table.dispatch()
-        return effects + self.own.begin(now) + self.outboxes.tell()
-
-    def _answer_at_once(self, event: Asked) -> Load | Done | Refused | None:
-        """The answer to a question that changes nothing: there are many more of them than of executions."""
-        match event.envelope.message:
-            case Offer() as offer:
-                return self.admission.answer(offer)
-            case ForwardStatusQuery(execution=id):
-                execution = self.table.find(id)
-                return Done() if execution is not None and execution.asker == event.sender else Refused(Reason.GONE)
-        return None
+        return effects + self.own.begin(now) + self.commits.tell()
 
     def _react(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
-                return [*self.lifecycle.overdue(now), *self.table.in_doubt.ask(now)]
+                return [*self.lifecycle.overdue(now), *self.commits.ask(now)]
             case Asked(envelope=Envelope(ForwardRequest() as request)):
                 return self.lifecycle.requested(event, request, now)
             case Asked(request, sender, Envelope(CommitDecision() as decision)):
@@ -154,13 +131,13 @@ class Router:
                 decision = self.commits.answer(sender, executions, self.table.own_numbers)
                 return [Reply(request, Envelope(decision))]
             case Answered(tag=CommitQueryTag()) | AskFailed(tag=CommitQueryTag()):
-                return self.table.decided(event.peer, self.table.in_doubt.answered(event))
+                return self.table.decided(event.peer, self.commits.answered(event))
             case Answered(tag=CommitDecisionTag(), peer=peer) | AskFailed(tag=CommitDecisionTag(), peer=peer):
-                self.outboxes.told(peer)
+                self.commits.told(peer)
             case Answered(tag=ExecutionTag()) | AskFailed(tag=ExecutionTag()):
                 return self.lifecycle.answered(event, now)
             case ForwardDone() | BackwardDone() | ExecutionFailed():
-                self.table.jobs.done(event.token)
+                self.table.jobs.running.discard(event.token)
                 return self.lifecycle.computed(event, now)
             case Sealed(tokens, slot):
                 return self.ledger.sealed(tokens, slot)

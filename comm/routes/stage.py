@@ -1,4 +1,4 @@
-"""The stage of this peer: which layers it holds, and what a micro-batch's execution here takes of its memory and time."""
+"""The stage of this peer: which layers it holds, and what a micro-batch's execution takes of its memory and time."""
 
 import bisect
 from collections.abc import Callable, Iterable

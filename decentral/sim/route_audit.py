@@ -166,7 +166,7 @@ class RouteAudit:
         if host is None or host.node.routes is None:
             return
         routes, stage, capacity = host.node.routes, host.node.routes.stage, host.node.routes.stage.capacity
-        decided = max((len(box.commit) + len(box.abort) for box in routes.outboxes.boxes.values()), default=0)
+        decided = max((len(box.commit) + len(box.abort) for box in routes.commits.boxes.values()), default=0)
         graphs = (
             list(host.training.span.stages.pending.values()) if isinstance(host.training, SurrogateWorkload) else []
         )
@@ -179,7 +179,7 @@ class RouteAudit:
                 capacity + JOBS_AT_ONCE,
             ),
             "decisions for one peer": (decided, 2 * commits.DECISIONS_KEPT),
-            "peers to be told": (len(routes.outboxes.boxes), MOST_OUTBOXES * max(living, 4)),
+            "peers to be told": (len(routes.commits.boxes), MOST_OUTBOXES * max(living, 4)),
         }
         for what, (size, most) in sizes.items():
             if size > most:
