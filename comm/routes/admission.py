@@ -31,7 +31,8 @@ class Admission:
     window: MicroBatchWindow
     active: bool = False  # this peer trains
     draining: bool = False  # no new executions: those that are here are brought to their end
-    round: int = 0  # of synchronous training
+    round: int = 0  # of synchronous training (comm/rounds/round.py)
+    _early: list[Forward] = field(default_factory=list)  # forward passes of the next round
 
     def refusal(self, request: ForwardRequest, blob_bytes: int) -> Reason | None:
         """Why this execution is not taken; None: it is."""
@@ -108,6 +109,40 @@ class Admission:
         others = in_use - own + more
         return others <= capacity // KEPT_PART + ROUNDING or others + own + wanted <= capacity + ROUNDING
 
+    # Forward passes, which wait for their round in synchronous training
+
+    def push(self, job: Forward, round: int) -> None:
+        """The job waits for the compute thread, or, if it belongs to the next round, for that."""
+        if round > self.round:
+            self._early.append(job)
+        else:
+            self.table.jobs.push(job)
+
+    def begin_round(self, round: int, active: bool) -> list[Effect]:
+        """The weights are those of this round now. Micro-batches that came early belong to it."""
+        self.round, self.active = round, active
+        early, self._early = self._early, []
+        effects: list[Effect] = []
+        for job in early:
+            execution = self.table.by_token.get(job.token)
+            if execution is not None and execution.state is FORWARD and active:
+                self.table.jobs.push(job)
+            elif execution is not None:
+                effects += self.table.give_up(execution, Reason.NOT_READY)
+        return effects
+
+    def end_round(self, everything: bool) -> list[Effect]:
+        """What is under way is given up. `everything`: also what came early."""
+        effects: list[Effect] = []
+        for execution in list(self.table.by_token.values()):
+            if execution.state is GONE or (execution.round > self.round and not everything):
+                continue
+            if execution.state is HELD:
+                self.table.end_held(execution, "the round is over")
+            else:
+                effects += self.table.give_up(execution, Reason.LATE)
+        return effects
+
 
 @dataclass(slots=True)
 class OwnMicroBatches:
@@ -163,45 +198,3 @@ class OwnMicroBatches:
         """Gives up those under way, and begins none any more: no peers are left that could take them on."""
         self.quota = 0
         return [effect for execution in self.under_way for effect in self.table.give_up(execution, Reason.GONE)]
-
-
-@dataclass(slots=True)
-class RoundControl:
-    """What synchronous rounds (comm/rounds/round.py) change in routes."""
-
-    table: ExecutionTable
-    admission: Admission
-    own: OwnMicroBatches
-    _early: list[Forward] = field(default_factory=list)  # forward passes of the next round
-
-    def push(self, job: Forward, round: int) -> None:
-        """The job waits for the compute thread, or, if it belongs to the next round, for that."""
-        if round > self.admission.round:
-            self._early.append(job)
-        else:
-            self.table.jobs.push(job)
-
-    def begin(self, round: int, active: bool, quota: int) -> list[Effect]:
-        """The weights are those of this round now. Micro-batches that came early belong to it."""
-        self.admission.round, self.admission.active, self.own.quota = round, active, quota
-        early, self._early = self._early, []
-        effects: list[Effect] = []
-        for job in early:
-            execution = self.table.by_token.get(job.token)
-            if execution is not None and execution.state is FORWARD and active:
-                self.table.jobs.push(job)
-            elif execution is not None:
-                effects += self.table.give_up(execution, Reason.NOT_READY)
-        return effects
-
-    def end(self, everything: bool) -> list[Effect]:
-        """Nothing more counts in this round: what is under way is given up. `everything`: also what came early."""
-        effects: list[Effect] = []
-        for execution in list(self.table.by_token.values()):
-            if execution.state is GONE or (execution.round > self.admission.round and not everything):
-                continue
-            if execution.state is HELD:
-                self.table.end_held(execution, "the round is over")
-            else:
-                effects += self.table.give_up(execution, Reason.LATE)
-        return effects

@@ -88,11 +88,6 @@ class ExecutionTable:
         hop = execution.sent
         return execution if (hop.to or hop.offers) and hop.attempts == tag.attempt else None
 
-    @property
-    def own_numbers(self) -> set[int]:
-        """The micro-batches of our own that are under way."""
-        return {execution.id.number for execution in self.by_token.values() if execution.own}
-
     # Which passes may begin
 
     @property
@@ -178,14 +173,8 @@ class ExecutionTable:
         Their sum would wait for the origin peer to decide, and this new execution for a step that takes the sum.
         """
         micro_batch = new.id.origin, new.id.number
-        held = [
-            one
-            for one in self.by_token.values()
-            if (one.id.origin, one.id.number) == micro_batch
-            and one.state is HELD
-            and one.id.first < new.last
-            and new.id.first < one.last
-        ]
+        overlapping = (one for one in self.by_id.values() if one.id.first < new.last and new.id.first < one.last)
+        held = [one for one in overlapping if one.state is HELD and (one.id.origin, one.id.number) == micro_batch]
         return [effect for one in held for effect in self.give_up(one, Reason.MOVED)]
 
     def let_go(self, execution: StageExecution, cause: str) -> list[Effect]:

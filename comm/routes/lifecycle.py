@@ -7,7 +7,7 @@ second time for an execution, because the peer in between is gone, computes it o
 
 from dataclasses import dataclass
 
-from decentral.comm.routes.admission import Admission, RoundControl
+from decentral.comm.routes.admission import Admission
 from decentral.comm.routes.execution import AWAY, BACKWARD, GONE, HELD, ForwardedExecution, NextHop, StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import Forwarding
@@ -34,7 +34,6 @@ class ExecutionLifecycle:
     table: ExecutionTable
     admission: Admission
     forwarding: Forwarding
-    rounds: RoundControl
     completed: int = 0  # micro-batches of our own that got through the model
 
     # What the asker says
@@ -49,25 +48,24 @@ class ExecutionLifecycle:
         if refusal:
             return [Reply(event.request, Envelope(Refused(refusal)))]
         last = self.forwarding.end(request.first)
-        answer_by, until = _deadlines(request, now)
         execution = ForwardedExecution(
             token=next(self.table.tokens),
             id=id,
             last=last,
             memory_share=self.admission.stage.memory_share(request.first, last),
             started_at=now,
-            until=until,
+            until=now + request.hold_s + GRACE_S,
             drawn=request.drawn,
             round=request.round,
             sequences=request.sequences,
             asker=event.sender,
-            answer_by=answer_by,
+            answer_by=now + SHARE * request.patience_s,
             request=event.request,
         )
         self.table.add(execution)
         given_up = [] if self.admission.stage.synchronous else self.table.give_up_held(execution)
         job = Forward(execution.token, id.first, last, request.sequences, request.layout, event.envelope.blob)
-        self.rounds.push(job, request.round)
+        self.admission.push(job, request.round)
         return given_up
 
     def _requested_again(
@@ -79,7 +77,7 @@ class ExecutionLifecycle:
         if execution.request is not None:
             effects.append(Reply(execution.request, Envelope(Refused(Reason.MOVED))))
         execution.request, execution.asker = event.request, event.sender
-        execution.answer_by, execution.until = _deadlines(request, now)
+        execution.answer_by, execution.until = now + SHARE * request.patience_s, now + request.hold_s + GRACE_S
         return effects + self._answer(execution)
 
     def _answer(self, execution: ForwardedExecution) -> list[Effect]:
@@ -159,7 +157,12 @@ class ExecutionLifecycle:
             self.table.end(execution, "the compute thread is done")
             return self.table.ledger.add(execution.token, entry, CommitState.ABORTED)
         if not isinstance(execution, ForwardedExecution):
-            return self._complete(execution, entry, hops, now)
+            self.completed += 1
+            self.admission.window.done(now - execution.started_at, tuple(PeerId(hop.peer) for hop in hops))
+            self.table.commits.commit(execution.id, hops)
+            self.table.end(execution, "complete")
+            self.table.ledger.completed(execution.token, hops)
+            return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
         execution.move(HELD, "backward pass done")
         execution.next_hop = None
         self.table.commits.hold(execution.id, now, now - execution.started_at)
@@ -168,17 +171,6 @@ class ExecutionLifecycle:
         execution.answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, route, done.layout), done.blob)
         effects = self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
         return effects + self._answer(execution)
-
-    def _complete(
-        self, execution: StageExecution, entry: GradientEntry, hops: tuple[Hop, ...], now: Seconds
-    ) -> list[Effect]:
-        """The gradients of a whole route of ours are there: from now on they count."""
-        self.table.commits.commit(execution.id, hops)
-        self.admission.window.done(now - execution.started_at, tuple(PeerId(hop.peer) for hop in hops))
-        self.completed += 1
-        self.table.end(execution, "complete")
-        self.table.ledger.completed(execution.token, hops)
-        return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
 
     # Time
 
@@ -198,8 +190,3 @@ class ExecutionLifecycle:
             elif hop.look_at is not None and now >= hop.look_at:
                 effects.append(self.forwarding.ask_status(execution))
         return effects
-
-
-def _deadlines(request: ForwardRequest, now: Seconds) -> tuple[Seconds, Seconds]:
-    """When the asker goes elsewhere, and when the origin peer gives up."""
-    return now + SHARE * request.patience_s, now + request.hold_s + GRACE_S

@@ -187,10 +187,11 @@ class PeerScheduler:
 
     def deadline_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
         """After how long an answer is late. `guess_s`: what it would take if nothing waited, by the devices' speeds."""
-        known = self.seconds.get(peer)
-        if known is not None:
-            return min(HOP_DEADLINE_TOP_S, max(HOP_DEADLINE_FLOOR_S, ROUTE_SLACK * known))
-        return min(HOP_DEADLINE_TOP_S, max(UNKNOWN_S, ROUTE_SLACK * self._typical_s(guess_s)))
+        known_s = self.seconds.get(peer)
+        least_s, expected_s = (
+            (UNKNOWN_S, self._typical_s(guess_s)) if known_s is None else (HOP_DEADLINE_FLOOR_S, known_s)
+        )
+        return min(HOP_DEADLINE_TOP_S, max(least_s, ROUTE_SLACK * expected_s))
 
 
 def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
@@ -198,8 +199,6 @@ def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
 
     `guess_s`: what it would take if nothing waited, for as long as none has come back; 0: unknown.
     """
-    if typical_s is None and guess_s > 0:
-        return min(MAX_ROUTE_S, max(UNKNOWN_S, 2 * ROUTE_SLACK * guess_s))
-    if typical_s is None or not math.isfinite(typical_s):
-        return MAX_ROUTE_S
+    if typical_s is None:
+        return min(MAX_ROUTE_S, max(UNKNOWN_S, 2 * ROUTE_SLACK * guess_s)) if guess_s > 0 else MAX_ROUTE_S
     return min(MAX_ROUTE_S, max(1.5 * HOP_DEADLINE_FLOOR_S, 2 * ROUTE_SLACK * typical_s))

@@ -16,7 +16,7 @@ and what is refused, and commits.py what counts.
 
 import math
 
-from decentral.comm.routes.admission import Admission, OwnMicroBatches, RoundControl
+from decentral.comm.routes.admission import Admission, OwnMicroBatches
 from decentral.comm.routes.commits import CommitProtocol
 from decentral.comm.routes.execution import StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
@@ -47,8 +47,7 @@ class Router:
         self.forwarding = Forwarding(stage, view, self.load, self.table)
         self.admission = Admission(stage, self.table, self.forwarding, self.window)
         self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
-        self.rounds = RoundControl(self.table, self.admission, self.own)
-        self.lifecycle = ExecutionLifecycle(self.table, self.admission, self.forwarding, self.rounds)
+        self.lifecycle = ExecutionLifecycle(self.table, self.admission, self.forwarding)
         self._wake: Seconds | None = None  # the earliest time of all; infinite: never; None: to be looked for
 
     @property
@@ -128,8 +127,8 @@ class Router:
             case Asked(request, sender, Envelope(CommitDecision() as decision)):
                 return [*self.table.decided(sender, decision), Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(CommitQuery(executions=executions))):
-                decision = self.commits.answer(sender, executions, self.table.own_numbers)
-                return [Reply(request, Envelope(decision))]
+                under_way = {execution.id.number for execution in self.executions.values() if execution.own}
+                return [Reply(request, Envelope(self.commits.answer(sender, executions, under_way)))]
             case Answered(tag=CommitQueryTag()) | AskFailed(tag=CommitQueryTag()):
                 return self.table.decided(event.peer, self.commits.answered(event))
             case Answered(tag=CommitDecisionTag(), peer=peer) | AskFailed(tag=CommitDecisionTag(), peer=peer):
@@ -150,8 +149,8 @@ class Router:
 
     def begin_round(self, round: int, active: bool, quota: int) -> list[Effect]:
         """The weights are those of this round now. This peer begins as many micro-batches in it as its quota says."""
-        self._wake = None
-        return self.rounds.begin(round, active, quota)
+        self._wake, self.own.quota = None, quota
+        return self.admission.begin_round(round, active)
 
     @property
     def all_begun_are_over(self) -> bool:
@@ -166,4 +165,4 @@ class Router:
     def end_round(self, everything: bool = False) -> list[Effect]:
         """Nothing more counts in this round: what is under way is given up. `everything`: also what came early."""
         self._wake = None
-        return self.rounds.end(everything)
+        return self.admission.end_round(everything)
