@@ -94,9 +94,8 @@ class Admission:
                 if execution.own:
                     own_count, own = own_count + 1, own + execution.memory_share
         more = self.stage.memory_share(first, self.stage.last)
-        if count >= MOST_UNDER_WAY or len(self.table.by_token) >= MOST_HELD * capacity:
-            return False
-        if in_use + more > capacity + ROUNDING:
+        full = count >= MOST_UNDER_WAY or len(self.table.by_token) >= MOST_HELD * capacity
+        if full or in_use + more > capacity + ROUNDING:
             return False
         kept = min(self.stage.later_entries(first), capacity // KEPT_PART)
         most = capacity - kept + ROUNDING

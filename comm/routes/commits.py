@@ -7,9 +7,8 @@
                                                          --> still under way: asked again, after twice the time
                                                          --> no answer: it is gone, and its micro-batches are aborted
 
-So a lost CommitDecision, an origin peer that was killed, and a route that left this peer aside cost a moment, and not
-the time for which gradients are held. If a living origin peer is taken for dead, its micro-batches that wait here do
-not count at this stage, and nothing worse: an execution that was aborted is never counted.
+So a lost CommitDecision, a killed origin peer, and a route that left this peer aside cost only a moment. If a living
+origin peer is taken for dead, its micro-batches here do not count at this stage, and nothing worse happens.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,8 +1,4 @@
-"""A stage execution: one micro-batch's way through this peer, as a table of states.
-
-    FORWARD  ->  AWAY      ->  BACKWARD  ->  HELD  ->  ENDED       another peer's micro-batch
-    FORWARD  ->  AWAY      ->  BACKWARD  ------------> ENDED       our own
-    FORWARD  ------------------------------> HELD  ->  ENDED       at the last stage, where both passes are one job
+"""A stage execution: one micro-batch's way through this peer, as a table of states (drawn in comm/routes/router.py).
 
 Each change of state goes through StageExecution.move, which raises InvalidTransition on a move that is not in MOVES,
 and tells the execution's last events. What is needed only while other peers have the micro-batch is in `next_hop`.

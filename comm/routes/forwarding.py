@@ -194,8 +194,5 @@ class Forwarding:
 
 def reaches_the_end(hops: tuple[Hop, ...], first: int, layers: int) -> bool:
     """Whether these hops lead from layer `first` to the model's end, without a gap or an overlap."""
-    for hop in hops:
-        if hop.first != first or hop.last <= hop.first:
-            return False
-        first = hop.last
-    return first == layers
+    edges = [first, *(hop.last for hop in hops)]
+    return edges[-1] == layers and all(begin == hop.first < hop.last for begin, hop in zip(edges, hops, strict=False))

@@ -43,7 +43,7 @@ class ExecutionLifecycle:
         id = ExecutionId(request.origin, request.number, request.first)
         known = self.table.by_id.get(id)
         if known is not None:
-            return self._requested_again(known, event, request, now)
+            return self._asked_again(known, event, request, now)
         refusal = self.admission.refusal(request, len(event.envelope.blob))
         if refusal:
             return [Reply(event.request, Envelope(Refused(refusal)))]
@@ -68,17 +68,17 @@ class ExecutionLifecycle:
         self.admission.push(job, request.round)
         return given_up
 
-    def _requested_again(
-        self, execution: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds
+    def _asked_again(
+        self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds
     ) -> list[Effect]:
         """The peer that asked before has given it up, or is gone: the new asker gets the answer."""
         effects: list[Effect] = []
-        execution.events.append(("asked for again by", event.sender))
-        if execution.request is not None:
-            effects.append(Reply(execution.request, Envelope(Refused(Reason.MOVED))))
-        execution.request, execution.asker = event.request, event.sender
-        execution.answer_by, execution.until = now + SHARE * request.patience_s, now + request.hold_s + GRACE_S
-        return effects + self._answer(execution)
+        known.events.append(("asked for again by", event.sender))
+        if known.request is not None:
+            effects.append(Reply(known.request, Envelope(Refused(Reason.MOVED))))
+        known.request, known.asker = event.request, event.sender
+        known.answer_by, known.until = now + SHARE * request.patience_s, now + request.hold_s + GRACE_S
+        return effects + self._answer(known)
 
     def _answer(self, execution: ForwardedExecution) -> list[Effect]:
         if execution.answer is None or execution.request is None:

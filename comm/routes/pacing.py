@@ -104,8 +104,7 @@ class MicroBatchWindow:
         base.saw(seconds)
         if len(self.bases) > MOST_ROUTES:
             del self.bases[next(iter(self.bases))]
-        many = len(self.bases) > MANY_ROUTES
-        return self._fastest_s if many and not known else base.least
+        return self._fastest_s if known is None and len(self.bases) > MANY_ROUTES else base.least
 
 
 @dataclass(slots=True)
@@ -188,9 +187,8 @@ class PeerScheduler:
     def deadline_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
         """After how long an answer is late. `guess_s`: what it would take if nothing waited, by the devices' speeds."""
         known_s = self.seconds.get(peer)
-        least_s, expected_s = (
-            (UNKNOWN_S, self._typical_s(guess_s)) if known_s is None else (HOP_DEADLINE_FLOOR_S, known_s)
-        )
+        expected_s = self._typical_s(guess_s) if known_s is None else known_s
+        least_s = UNKNOWN_S if known_s is None else HOP_DEADLINE_FLOOR_S
         return min(HOP_DEADLINE_TOP_S, max(least_s, ROUTE_SLACK * expected_s))
 
 
