@@ -43,7 +43,7 @@ class ExecutionLifecycle:
         id = ExecutionId(request.origin, request.number, request.first)
         known = self.table.by_id.get(id)
         if known is not None:
-            return self._asked_again(known, event, request, now)
+            return self._reassign(known, event, request, now)
         refusal = self.admission.refusal(request, len(event.envelope.blob))
         if refusal:
             return [Reply(event.request, Envelope(Refused(refusal)))]
@@ -68,9 +68,7 @@ class ExecutionLifecycle:
         self.admission.push(job, request.round)
         return given_up
 
-    def _asked_again(
-        self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds
-    ) -> list[Effect]:
+    def _reassign(self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds) -> list[Effect]:
         """The peer that asked before has given it up, or is gone: the new asker gets the answer."""
         effects: list[Effect] = []
         known.events.append(("asked for again by", event.sender))
