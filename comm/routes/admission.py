@@ -1,4 +1,4 @@
-"""Admission: which executions this peer takes, and why it refuses others.
+"""Which executions begin here: those of other peers, and why they are refused, our own, and those of a new round.
 
 Memory is counted in what an execution's activations take, as parts of an execution through the whole span
 (StageConfig.memory_share). An execution that is held has given its activations back: only its answer is kept.
@@ -6,14 +6,17 @@ Memory is counted in what an execution's activations take, as parts of an execut
 
 from dataclasses import dataclass, field
 
-from decentral.comm.routes.execution import HELD
+from decentral.comm.routes.execution import FORWARD, GONE, HELD, OwnExecution
 from decentral.comm.routes.execution_table import ExecutionTable
-from decentral.comm.routes.forwarding import MIN_PATIENCE_S, Forwarding
-from decentral.comm.routes.pacing import MicroBatchWindow
+from decentral.comm.routes.forwarding import MIN_PATIENCE_S, SUCCESSOR_RETRY_S, Forwarding
+from decentral.comm.routes.pacing import MicroBatchWindow, budget_s
 from decentral.comm.routes.stage import StageConfig
-from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Load, Offer, Refused
-from decentral.core.jobs import MOST_UNDER_WAY
+from decentral.comm.wire.messages import Done, ExecutionId, ForwardRequest, ForwardStatusQuery, Load, Offer, Refused
+from decentral.comm.wire.transport import Asked
+from decentral.core.jobs import MOST_UNDER_WAY, Draw, Forward
+from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
 
 MOST_HELD = 4  # times the micro-batches that the memory takes: executions, with those whose backward pass is done
 KEPT_PART = 8  # one part in so many of the memory is kept for executions that enter at later layers
@@ -28,13 +31,8 @@ class Admission:
     window: MicroBatchWindow
     active: bool = False  # this peer trains
     draining: bool = False  # no new executions: those that are here are brought to their end
-    round: int = 0  # of synchronous training
-    _shares: dict[tuple[int, int], float] = field(default_factory=dict)  # of the memory, by layers [first, last)
-
-    def hold(self, stage: StageConfig) -> None:
-        """From now on this peer holds the layers of `stage`; executions are taken again."""
-        self.stage, self.draining = stage, False
-        self._shares.clear()
+    round: int = 0  # of synchronous training (comm/rounds/round.py)
+    _early: list[Forward] = field(default_factory=list)  # forward passes of the next round
 
     def refusal(self, request: ForwardRequest, blob_bytes: int) -> Reason | None:
         """Why this execution is not taken; None: it is."""
@@ -54,7 +52,17 @@ class Admission:
             return Reason.NOT_READY
         return None if self.has_memory(request.first) and not self.draining else Reason.BUSY
 
-    def answer(self, offer: Offer) -> Load | Refused:
+    def answer(self, event: Asked) -> Load | Done | Refused | None:
+        """The answer to a question that changes nothing: there are many more of them than of executions."""
+        match event.envelope.message:
+            case Offer() as offer:
+                return self._load(offer)
+            case ForwardStatusQuery(execution=id):
+                execution = self.table.by_id.get(id)
+                return Done() if execution is not None and execution.asker == event.sender else Refused(Reason.GONE)
+        return None
+
+    def _load(self, offer: Offer) -> Load | Refused:
         """How soon this peer would be through with one more execution."""
         if not self.active or self.draining:
             return Refused(Reason.NOT_READY)
@@ -72,13 +80,6 @@ class Admission:
         and no gradients wait for a step."""
         return not self.table.jobs.full and self.has_memory(0) and own < self.window.size and not self.table.step_waits
 
-    def memory_share(self, first: int, last: int) -> float:
-        """The memory of an execution through layers [first, last)."""
-        found = self._shares.get((first, last))
-        if found is None:
-            found = self._shares[first, last] = self.stage.memory_share(first, last)
-        return found
-
     def has_memory(self, first: int) -> bool:
         """Whether there is memory for an execution that enters at this layer.
 
@@ -92,10 +93,9 @@ class Admission:
                 count, in_use = count + 1, in_use + execution.memory_share
                 if execution.own:
                     own_count, own = own_count + 1, own + execution.memory_share
-        more = self.memory_share(first, self.stage.last)
-        if count >= MOST_UNDER_WAY or len(self.table.by_token) >= MOST_HELD * capacity:
-            return False
-        if in_use + more > capacity + ROUNDING:
+        more = self.stage.memory_share(first, self.stage.last)
+        full = count >= MOST_UNDER_WAY or len(self.table.by_token) >= MOST_HELD * capacity
+        if full or in_use + more > capacity + ROUNDING:
             return False
         kept = min(self.stage.later_entries(first), capacity // KEPT_PART)
         most = capacity - kept + ROUNDING
@@ -108,5 +108,92 @@ class Admission:
         others = in_use - own + more
         return others <= capacity // KEPT_PART + ROUNDING or others + own + wanted <= capacity + ROUNDING
 
+    # Forward passes, which wait for their round in synchronous training
 
-__all__ = ["MOST_HELD", "Admission"]
+    def push(self, job: Forward, round: int) -> None:
+        """The job waits for the compute thread, or, if it belongs to the next round, for that."""
+        if round > self.round:
+            self._early.append(job)
+        else:
+            self.table.jobs.push(job)
+
+    def begin_round(self, round: int, active: bool) -> list[Effect]:
+        """The weights are those of this round now. Micro-batches that came early belong to it."""
+        self.round, self.active = round, active
+        early, self._early = self._early, []
+        effects: list[Effect] = []
+        for job in early:
+            execution = self.table.by_token.get(job.token)
+            if execution is not None and execution.state is FORWARD and active:
+                self.table.jobs.push(job)
+            elif execution is not None:
+                effects += self.table.give_up(execution, Reason.NOT_READY)
+        return effects
+
+    def end_round(self, everything: bool) -> list[Effect]:
+        """What is under way is given up. `everything`: also what came early."""
+        effects: list[Effect] = []
+        for execution in list(self.table.by_token.values()):
+            if execution.state is GONE or (execution.round > self.round and not everything):
+                continue
+            if execution.state is HELD:
+                self.table.end_held(execution, "the round is over")
+            else:
+                effects += self.table.give_up(execution, Reason.LATE)
+        return effects
+
+
+@dataclass(slots=True)
+class OwnMicroBatches:
+    """How many micro-batches of our own are under way, and when the next one begins."""
+
+    table: ExecutionTable
+    admission: Admission
+    forwarding: Forwarding
+    quota: int | None = None  # micro-batches that may still begin; None: as many as the window allows
+    look_at: Seconds | None = None  # when to see whether a peer holds the next layers
+
+    def begin(self, now: Seconds) -> list[Effect]:
+        """Begins as many micro-batches as the window allows, while the compute thread has nothing better to do."""
+        jobs: list[Effect] = []
+        self.look_at = None
+        stage = self.admission.stage
+        alone = stage.last == stage.layers and not stage.synchronous
+        if not self.admission.active or self.admission.draining or stage.first > 0 or alone:
+            return jobs
+        own = sum(execution.own for execution in self.table.by_token.values())
+        while self.quota != 0 and self.admission.may_begin(own):
+            last = self.forwarding.end(0)
+            if last < stage.layers and not self.forwarding.view.successors(last):
+                self.look_at = now + SUCCESSOR_RETRY_S
+                break
+            execution = self._new(last, now)
+            self.table.jobs.running.add(execution.token)  # at once: nothing else waits for the compute thread
+            jobs.append(Draw(execution.token, last))
+            own += 1
+            self.quota = None if self.quota is None else self.quota - 1
+        return jobs
+
+    def _new(self, last: int, now: Seconds) -> OwnExecution:
+        execution = OwnExecution(
+            token=next(self.table.tokens),
+            id=ExecutionId(self.admission.stage.peer, 0, 0),
+            last=last,
+            memory_share=self.admission.stage.memory_share(0, last),
+            started_at=now,
+            until=now + budget_s(self.admission.window.typical_s),
+            drawn=now,
+            round=self.admission.round,
+        )
+        self.table.add(execution)
+        return execution
+
+    @property
+    def under_way(self) -> list[OwnExecution]:
+        own = (one for one in self.table.by_token.values() if isinstance(one, OwnExecution))
+        return [execution for execution in own if execution.state is not GONE]
+
+    def give_up_all(self) -> list[Effect]:
+        """Gives up those under way, and begins none any more: no peers are left that could take them on."""
+        self.quota = 0
+        return [effect for execution in self.under_way for effect in self.table.give_up(execution, Reason.GONE)]

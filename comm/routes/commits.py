@@ -1,83 +1,133 @@
 """Two-phase commit of a micro-batch's gradients: its origin peer decides, and each peer of its route is told.
 
     at the origin peer    all gradients of the route are there --> commit to each hop; kept, to answer commit queries
-    at a hop              gradients held --decision--> committed or aborted in the ledger
+    at a hop              gradients held --decision--> committed or aborted in the ledger (ExecutionTable.decided)
+                                         --wait------> the origin peer is asked what became of them:
+                                                         --> committed or aborted, as if it had told us by itself
+                                                         --> still under way: asked again, after twice the time
+                                                         --> no answer: it is gone, and its micro-batches are aborted
 
-A decision names executions; it is carried out once, and only if it comes from the peer that may take it.
+So a lost CommitDecision, a killed origin peer, and a route that left this peer aside cost only a moment. If a living
+origin peer is taken for dead, its micro-batches here do not count at this stage, and nothing worse happens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from decentral.comm.routes.decisions import DecisionOutboxes
-from decentral.comm.routes.execution import ExecutionState
-from decentral.comm.routes.execution_table import ExecutionTable
-from decentral.comm.wire.messages import CommitDecision, ExecutionId, Hop
-from decentral.comm.wire.transport import Answered, AskFailed
+from decentral.comm.routes.tags import CommitDecisionTag, CommitQueryTag
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, CommitQuery, ExecutionId, Hop
+from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect
-from decentral.core.reasons import Reason
+from decentral.core.machine import earliest
+from decentral.core.units import Seconds
 
+COMMIT_DECISION_S: Seconds = 5.0  # deadline of a CommitDecision
+DECISIONS_KEPT = 4096  # decisions of either kind that wait for one peer; older ones run out of time there
+IN_DOUBT_S = 1.0  # an execution is held for at least so long before its origin peer is asked
+COMMIT_QUERY_S = 3.0  # deadline of a CommitQuery; an origin peer that takes longer is gone
 COMMITS_KEPT = 4096  # routes that an origin peer remembers, to answer commit queries
-COUNTED_KEPT = 4096  # executions of others that are known to have been counted
+
+
+@dataclass(slots=True)
+class DecisionOutbox:
+    """The decisions that one peer has not been told yet."""
+
+    commit: list[ExecutionId] = field(default_factory=list)
+    abort: list[ExecutionId] = field(default_factory=list)
+    asking: bool = False
 
 
 @dataclass(slots=True)
 class CommitProtocol:
     run: RunId
     peer: PeerId
-    table: ExecutionTable
-    outboxes: DecisionOutboxes
+    boxes: dict[PeerId, DecisionOutbox] = field(default_factory=dict)
     _routes: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)  # by number: (peer, first layer)
+    _due: dict[ExecutionId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when, and the wait after that
+    _asking: dict[PeerId, tuple[ExecutionId, ...]] = field(default_factory=dict)
+
+    # What others are told: one question at a time to each; what comes up meanwhile travels with the next
 
     def commit(self, id: ExecutionId, hops: Sequence[Hop]) -> None:
         """A micro-batch of ours has its gradients at every hop: from now on they count."""
         for hop in hops:
-            self.outboxes.commit(PeerId(hop.peer), ExecutionId(id.origin, id.number, hop.first))
+            self._box(PeerId(hop.peer)).commit.append(ExecutionId(id.origin, id.number, hop.first))
         self._routes[id.number] = frozenset((hop.peer, hop.first) for hop in hops)
         if len(self._routes) > COMMITS_KEPT:
             del self._routes[next(iter(self._routes))]
 
-    def decided(self, sender: PeerId, decision: CommitDecision) -> list[Effect]:
-        """Carries out another peer's decision. Only the origin peer may commit; the asker may abort, too."""
-        effects: list[Effect] = []
-        for id in decision.commit:
-            execution = self.table.find(id)
-            if execution is not None and execution.state is ExecutionState.HELD and sender == id.origin:
-                effects += self.table.ledger.commit(execution.token)
-                self.table.end_held(execution, Reason.COUNTED)
-                self.table.counted[id] = None
-                if len(self.table.counted) > COUNTED_KEPT:
-                    del self.table.counted[next(iter(self.table.counted))]
-        for id in decision.abort:
-            execution = self.table.find(id)
-            if execution is not None and sender in (id.origin, execution.asker):
-                effects += self.table.give_up(execution, Reason.MOVED)
-        return effects
+    def abort(self, peer: PeerId, execution: ExecutionId) -> None:
+        self._box(peer).abort.append(execution)
 
-    def answer(self, asker: PeerId, executions: Sequence[ExecutionId]) -> CommitDecision:
+    def _box(self, peer: PeerId) -> DecisionOutbox:
+        box = self.boxes.setdefault(peer, DecisionOutbox())
+        del box.commit[:-DECISIONS_KEPT], box.abort[:-DECISIONS_KEPT]
+        return box
+
+    def told(self, peer: PeerId) -> None:
+        """The last question to this peer was answered, or failed."""
+        self.boxes.setdefault(peer, DecisionOutbox()).asking = False
+
+    def tell(self) -> list[Ask]:
+        asks: list[Ask] = []
+        for peer, box in list(self.boxes.items()):
+            if box.asking:
+                continue
+            if not (box.commit or box.abort):
+                del self.boxes[peer]
+                continue
+            told = CommitDecision(self.run, tuple(box.commit[:MAX_EXECUTIONS]), tuple(box.abort[:MAX_EXECUTIONS]))
+            del box.commit[:MAX_EXECUTIONS], box.abort[:MAX_EXECUTIONS]
+            box.asking = True
+            asks.append(Ask(CommitDecisionTag(), peer, Envelope(told), COMMIT_DECISION_S))
+        return asks
+
+    def answer(self, asker: PeerId, executions: Sequence[ExecutionId], under_way: Collection[int]) -> CommitDecision:
         """Decides on executions at the asker of which this peer is the origin. What is still under way is left out.
 
         A peer that was restarted knows none of its old routes, and so aborts them.
         """
-        under_way = {execution.id.number for execution in self.table.by_token.values() if execution.own}
         over = [one for one in executions if one.origin == self.peer and one.number not in under_way]
         commit = tuple(one for one in over if (asker, one.first) in self._routes.get(one.number, ()))
         return CommitDecision(self.run, commit, tuple(one for one in over if one not in commit))
 
-    def answered(self, event: Answered | AskFailed) -> list[Effect]:
-        """The outcome of our own commit query. An origin peer that does not answer is gone."""
-        asked = set(self.table.in_doubt.answered(event.peer))
+    # What others are asked: which held executions they have decided on
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        return earliest(at for execution, (at, _) in self._due.items() if execution.origin not in self._asking)
+
+    def hold(self, execution: ExecutionId, now: Seconds, took_s: Seconds) -> None:
+        """`took_s`: from here to the end of its route and back. The way back to the origin peer takes about as long."""
+        wait_s = max(IN_DOUBT_S, took_s / 4)
+        self._due[execution] = (now + wait_s, 2 * wait_s)
+
+    def forget(self, execution: ExecutionId) -> None:
+        self._due.pop(execution, None)
+
+    def ask(self, now: Seconds) -> list[Ask]:
+        """One question at a time to each origin peer, about all of its executions that are due."""
+        due: dict[PeerId, list[ExecutionId]] = {}
+        for execution, (at, _) in self._due.items():
+            if at <= now and execution.origin not in self._asking:
+                due.setdefault(PeerId(execution.origin), []).append(execution)
+        asks = []
+        for origin, executions in due.items():
+            self._asking[origin] = asked = tuple(executions[:MAX_EXECUTIONS])
+            for execution in asked:
+                wait_s = self._due[execution][1]
+                self._due[execution] = (now + wait_s, 2 * wait_s)
+            asks.append(Ask(CommitQueryTag(), origin, Envelope(CommitQuery(self.run, asked)), COMMIT_QUERY_S))
+        return asks
+
+    def answered(self, event: Answered | AskFailed) -> CommitDecision:
+        """What the outcome of our question decides. An origin peer that does not answer is gone."""
+        asked = set(self._asking.pop(event.peer, ()))
         if isinstance(event, AskFailed):
-            return self.decided(event.peer, CommitDecision(self.run, (), tuple(self.table.in_doubt.of(event.peer))))
+            return CommitDecision(self.run, (), tuple(one for one in self._due if one.origin == event.peer))
         decision = event.envelope.message
         if not isinstance(decision, CommitDecision):
-            return []
-        commit, abort = (
-            tuple(execution for execution in executions if execution in asked)
-            for executions in (decision.commit, decision.abort)
-        )
-        return self.decided(event.peer, CommitDecision(decision.run, commit, abort))
-
-
-__all__ = ["CommitProtocol"]
+            return CommitDecision(self.run, (), ())
+        commit, abort = (tuple(one for one in said if one in asked) for said in (decision.commit, decision.abort))
+        return CommitDecision(decision.run, commit, abort)

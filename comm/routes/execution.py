@@ -1,8 +1,4 @@
-"""A stage execution: one micro-batch's way through this peer, as a table of states.
-
-    FORWARD  ->  AWAY      ->  BACKWARD  ->  HELD  ->  ENDED       another peer's micro-batch
-    FORWARD  ->  AWAY      ->  BACKWARD  ------------> ENDED       our own
-    FORWARD  ------------------------------> HELD  ->  ENDED       at the last stage, where both passes are one job
+"""A stage execution: one micro-batch's way through this peer, as a table of states (drawn in comm/routes/router.py).
 
 Each change of state goes through StageExecution.move, which raises InvalidTransition on a move that is not in MOVES,
 and tells the execution's last events. What is needed only while other peers have the micro-batch is in `next_hop`.
@@ -73,7 +69,7 @@ class NextHop:
 class StageExecution:
     """What own and forwarded micro-batches have in common."""
 
-    own: ClassVar[bool]
+    own: ClassVar[bool] = False
     token: int  # its name at this peer's compute thread
     id: ExecutionId  # its name among peers
     last: int  # the layer at which it leaves this peer
@@ -143,7 +139,6 @@ class OwnExecution(StageExecution):
 class ForwardedExecution(StageExecution):
     """A micro-batch that another peer sent here."""
 
-    own: ClassVar[bool] = False
     asker: PeerId  # the peer before this one on the route
     answer_by: Seconds  # when the asker sends it elsewhere
     request: int | None  # the question that waits for the answer
@@ -151,6 +146,3 @@ class ForwardedExecution(StageExecution):
 
     def deadline(self) -> Seconds:
         return self.until if self.state is HELD or self.until < self.answer_by else self.answer_by
-
-
-__all__ = ["ExecutionState", "ForwardedExecution", "InvalidTransition", "NextHop", "OwnExecution", "StageExecution"]

@@ -4,47 +4,81 @@ An execution is here until its gradients are committed or aborted, or it is give
 on stays, as GONE, until the thread is done with it.
 """
 
-from collections.abc import Callable
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from decentral.comm.routes.decisions import DecisionOutboxes
+from decentral.comm.routes.commits import CommitProtocol
 from decentral.comm.routes.execution import AWAY, ENDED, GONE, HELD, ForwardedExecution, StageExecution
-from decentral.comm.routes.in_doubt import InDoubtExecutions
-from decentral.comm.routes.job_queue import JobQueue
 from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.tags import ExecutionTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import ExecutionId, Refused
+from decentral.comm.wire.messages import CommitDecision, ExecutionId, Refused
 from decentral.comm.wire.transport import Reply
+from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, Forget, Forward
 from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
+
+COUNTED_KEPT = 4096  # executions of others that are known to have been counted
+JOBS_AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
+
+
+@dataclass(slots=True)
+class JobQueue:
+    """Work for the compute thread: backward passes before forward ones, older executions before newer ones.
+
+    An execution has one job at a time. A few jobs are at the thread; the others wait here, where they can be dropped.
+    """
+
+    running: set[int] = field(default_factory=set)  # tokens of executions whose job is at the thread
+    _ready: list[tuple[bool, int, Forward | Backward]] = field(default_factory=list)  # sorted: is it forward, token
+
+    @property
+    def full(self) -> bool:
+        return len(self.running) >= JOBS_AT_ONCE
+
+    @property
+    def waiting(self) -> set[int]:
+        """Executions whose forward pass has not begun."""
+        return {token for is_forward, token, _ in self._ready if is_forward}
+
+    def push(self, job: Forward | Backward) -> None:
+        bisect.insort(self._ready, (isinstance(job, Forward), job.token, job))
+
+    def drop(self, token: int) -> None:
+        """The job of this execution that waits here is not computed."""
+        self._ready = [item for item in self._ready if item[1] != token]
+
+    def dispatch(self, may: Callable[[int], bool] | None = None) -> list[Forward | Backward]:
+        """The jobs that the thread gets now. `may(token)`: whether that forward pass may begin; None: any may."""
+        jobs = []
+        for is_forward, token, job in list(self._ready):
+            if self.full:
+                break
+            if may is None or not is_forward or may(token):
+                self.drop(token)
+                self.running.add(token)
+                jobs.append(job)
+        return jobs
 
 
 @dataclass(slots=True)
 class ExecutionTable:
     overlap: bool  # StageConfig.overlap
     ledger: Ledger
-    outboxes: DecisionOutboxes
-    in_doubt: InDoubtExecutions
+    commits: CommitProtocol
     jobs: JobQueue = field(default_factory=JobQueue)
     by_token: dict[int, StageExecution] = field(default_factory=dict)
     counted: dict[ExecutionId, None] = field(default_factory=dict)  # the latest of others, the oldest first
-    _by_id: dict[ExecutionId, ForwardedExecution] = field(default_factory=dict)  # but for those that are GONE
-    _last_token: int = 0
-
-    def new_token(self) -> int:
-        self._last_token += 1
-        return self._last_token
+    by_id: dict[ExecutionId, ForwardedExecution] = field(default_factory=dict)  # others', but for those that are GONE
+    tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # for new executions
 
     def add(self, execution: StageExecution) -> None:
         self.by_token[execution.token] = execution
         if isinstance(execution, ForwardedExecution):
-            self._by_id[execution.id] = execution
-
-    def find(self, id: ExecutionId) -> ForwardedExecution | None:
-        """The execution that another peer means by this id."""
-        return self._by_id.get(id)
+            self.by_id[execution.id] = execution
 
     def awaits(self, tag: ExecutionTag) -> StageExecution | None:
         """The execution that waits for the answer to this question, if one still does."""
@@ -86,12 +120,29 @@ class ExecutionTable:
         pending = [
             execution.order
             for token, execution in self.by_token.items()
-            if execution.state is not HELD and execution.state is not GONE and token not in waiting
+            if execution.state not in (HELD, GONE) and token not in waiting
         ]
         youngest = max(pending, default=None)
         return lambda token: youngest is not None and self.by_token[token].order < youngest
 
     # The end of an execution
+
+    def decided(self, sender: PeerId, decision: CommitDecision) -> list[Effect]:
+        """Carries out another peer's decision, once. Only the origin peer may commit; the asker may abort, too."""
+        effects: list[Effect] = []
+        for id in decision.commit:
+            execution = self.by_id.get(id)
+            if execution is not None and execution.state is HELD and sender == id.origin:
+                effects += self.ledger.commit(execution.token)
+                self.end_held(execution, Reason.COUNTED)
+                self.counted[id] = None
+                if len(self.counted) > COUNTED_KEPT:
+                    del self.counted[next(iter(self.counted))]
+        for id in decision.abort:
+            execution = self.by_id.get(id)
+            if execution is not None and sender in (id.origin, execution.asker):
+                effects += self.give_up(execution, Reason.MOVED)
+        return effects
 
     def give_up(self, execution: StageExecution, reason: str) -> list[Effect]:
         """Whoever waits for it is told why. If its gradients are in a sum already, they are aborted."""
@@ -108,9 +159,9 @@ class ExecutionTable:
             self.end_held(execution, reason)
             return effects
         if execution.state is AWAY and hop and hop.to:
-            self.outboxes.abort(hop.to, execution.next_id)
+            self.commits.abort(hop.to, execution.next_id)
         self.jobs.drop(execution.token)
-        self._by_id.pop(execution.id, None)
+        self.by_id.pop(execution.id, None)
         if execution.token in self.jobs.running:
             execution.move(GONE, reason)
             return effects
@@ -122,14 +173,8 @@ class ExecutionTable:
         Their sum would wait for the origin peer to decide, and this new execution for a step that takes the sum.
         """
         micro_batch = new.id.origin, new.id.number
-        held = [
-            one
-            for one in self.by_token.values()
-            if (one.id.origin, one.id.number) == micro_batch
-            and one.state is HELD
-            and one.id.first < new.last
-            and new.id.first < one.last
-        ]
+        overlapping = (one for one in self.by_id.values() if one.id.first < new.last and new.id.first < one.last)
+        held = [one for one in overlapping if one.state is HELD and (one.id.origin, one.id.number) == micro_batch]
         return [effect for one in held for effect in self.give_up(one, Reason.MOVED)]
 
     def let_go(self, execution: StageExecution, cause: str) -> list[Effect]:
@@ -139,13 +184,10 @@ class ExecutionTable:
 
     def end_held(self, execution: StageExecution, cause: str) -> None:
         """The execution leaves after its backward pass."""
-        self.in_doubt.forget(execution.id)
-        self._by_id.pop(execution.id, None)
+        self.commits.forget(execution.id)
+        self.by_id.pop(execution.id, None)
         self.end(execution, cause)
 
     def end(self, execution: StageExecution, cause: str) -> None:
         execution.move(ENDED, cause)
         self.by_token.pop(execution.token)
-
-
-__all__ = ["ExecutionTable"]

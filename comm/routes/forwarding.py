@@ -1,23 +1,20 @@
 """Forwarding: how far an execution goes here, which peer is next, and what follows when that peer is slow or gone.
 
-    send --few holders-------------------------> ForwardRequest --answered--> (comm/routes/lifecycle.py)
-         --many--> Offer to some --all heard---> ForwardRequest --busy------> another peer, or a pause
-         --nobody--> waits                             --late------> asked whether it still computes
-                                                       --failed----> another peer gets the same activations
-
-Each decision is a pair: the effects that take the execution on, and, where it should be given up instead, the reason.
+send --few holders-------------------------> ForwardRequest --answered--> (comm/routes/lifecycle.py)
+     --many--> Offer to some --all heard---> ForwardRequest --busy------> another peer, or a pause
+     --nobody--> waits                             --late------> asked whether it still computes
+                                                   --failed----> another peer gets the same activations
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from decentral.comm.routes.decisions import DecisionOutboxes
 from decentral.comm.routes.execution import AWAY, NextHop, StageExecution
-from decentral.comm.routes.load import StageLoad
+from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Offers, pause_s
 from decentral.comm.routes.pacing import PeerScheduler, RoutingWeights, StrideScheduler
-from decentral.comm.routes.stage import StageConfig
+from decentral.comm.routes.stage import StageConfig, StageLoad
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
@@ -40,19 +37,15 @@ MAX_TRIES = 6  # ForwardRequests for one execution, to whichever peers
 SUCCESSOR_RETRY_S = 0.25  # where nobody holds the next layer
 MIN_PATIENCE_S = 0.05  # an asker that waits for less gets no answer in time
 
-Decision = tuple[list[Effect], Reason | None]
-
 
 class RouteView(Protocol):
     """What routes need to know of the swarm; peers/node/route_planner.py has it from the roster."""
 
     def successors(self, layer: int) -> Sequence[PeerId]:
         """The other peers that hold this layer, and train."""
-        ...
 
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         """The layers [first, last) that a successor holds, and its tokens/s of the whole model."""
-        ...
 
 
 @dataclass(slots=True)
@@ -60,7 +53,7 @@ class Forwarding:
     stage: StageConfig
     view: RouteView
     load: StageLoad
-    outboxes: DecisionOutboxes
+    table: ExecutionTable
     scheduler: PeerScheduler = field(default_factory=PeerScheduler)
     weights: RoutingWeights = field(default_factory=RoutingWeights)
     _ends: dict[int, StrideScheduler[int]] = field(default_factory=dict)  # by the layer that an execution begins with
@@ -75,36 +68,36 @@ class Forwarding:
         of our span."""
         rates = {end: rate for end, rate in self.weights.ends.get(first, {}).items() if rate > 0}
         costs = {end: 1 / rate for end, rate in rates.items() if end == self.stage.layers or self.view.successors(end)}
-        return self._ends.setdefault(first, StrideScheduler()).choose(costs) if costs else self.stage.last
+        return self._ends.setdefault(first, StrideScheduler()).choose(costs)[0] if costs else self.stage.last
 
     def usual_end(self, first: int) -> int:
         """How far most executions from layer `first` go here. No turn is taken."""
         ends = self.weights.ends.get(first, {})
         return max(ends, key=ends.__getitem__) if ends else self.stage.last
 
-    def send(self, execution: StageExecution, now: Seconds, cause: str) -> Decision:
+    def send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
         """Asks the next peer to take the micro-batch on, or waits until there is one."""
         execution.move(AWAY, cause)
         hop = execution.sent
         hop.retry_at, hop.look_at, hop.to = None, None, None
         if len(hop.tried) >= MAX_TRIES:
-            return [], Reason.TRIED
+            return self.table.give_up(execution, Reason.TRIED)
         holders = self.view.successors(execution.last)
         peers = [peer for peer in holders if peer not in hop.tried] or list(holders)
         peers = [peer for peer in peers if peer not in hop.busy]
         if not peers:
             return self._wait(hop, now)
         rates = {peer: self.weights.rate(execution.last, self.view.span_and_speed(peer)) for peer in peers}
+        chosen = self.scheduler.choose(execution.last, rates, CANDIDATES if len(peers) > FEW else 1)
         if len(peers) <= FEW:
-            return self._send_to(execution, self.scheduler.choose(execution.last, peers, rates), now)
-        hop.offers, hop.attempts = Offers(), hop.attempts + 1
-        hop.offers.asked.update(self.scheduler.choose_some(execution.last, peers, rates, CANDIDATES))
+            return self._send_to(execution, chosen[0], now)
+        hop.offers, hop.attempts = Offers(set(chosen)), hop.attempts + 1
         tag = OfferTag(execution.token, hop.attempts)
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
-        return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(hop.offers.asked)], None
+        return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(chosen)]
 
-    def heard(self, execution: StageExecution, event: Answered | AskFailed) -> bool:
-        """An offer of this execution was answered, or failed. Whether it was the last one that it waits for."""
+    def heard(self, execution: StageExecution, event: Answered | AskFailed, now: Seconds) -> list[Effect] | None:
+        """An offer of this execution was answered, or failed. None: it waits for other offers."""
         hop = execution.sent
         assert hop.offers is not None
         answer = event.envelope.message if isinstance(event, Answered) else None
@@ -112,38 +105,33 @@ class Forwarding:
         hop.offers.answered(event.peer, load, self.load.share(execution.last, load.last) if load else 0.0)
         if load is None:
             hop.busy.append(event.peer)
-        return not hop.offers.asked
-
-    def all_heard(self, execution: StageExecution, now: Seconds) -> Decision:
-        """All offers of this execution were answered, or failed."""
-        hop = execution.sent
-        assert hop.offers is not None
+        if hop.offers.asked:
+            return None
         best, hop.offers = hop.offers.best, None
         if best is not None:
             return self._send_to(execution, best, now)
         hop.refusals += CANDIDATES
         return self._after_refusal(execution, now)
 
-    def _send_to(self, execution: StageExecution, to: PeerId, now: Seconds) -> Decision:
+    def _send_to(self, execution: StageExecution, to: PeerId, now: Seconds) -> list[Effect]:
         patience_s = min(execution.deadline() - now, MAX_ROUTE_S)
         if patience_s < MIN_PATIENCE_S:
-            return [], Reason.LATE
+            return self.table.give_up(execution, Reason.LATE)
         hop, id = execution.sent, execution.next_id
         execution.events.append(("sent to", to))
         hop.to, hop.attempts = to, hop.attempts + 1
         hop.look_at, hop.late = now + self._deadline_s(execution, to), False
         hop.tried.append(to)
-        hold_s = min(MAX_ROUTE_S, max(0.0, execution.until - now))
-        times = patience_s, hold_s
+        times = patience_s, min(MAX_ROUTE_S, max(0.0, execution.until - now))
         of_micro_batch = self.stage.run, id.origin, id.number, id.first, execution.sequences
         request = ForwardRequest(*of_micro_batch, *times, hop.layout, execution.round, execution.drawn)
         tag = ForwardTag(execution.token, hop.attempts)
-        return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.layout[0].size)], None
+        return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.layout[0].size)]
 
     def _deadline_s(self, execution: StageExecution, to: PeerId) -> Seconds:
         return self.scheduler.deadline_s(to, self.load.rest_s(execution.sent.tokens, execution.last))
 
-    def refused(self, execution: StageExecution, now: Seconds) -> Decision:
+    def refused(self, execution: StageExecution, now: Seconds) -> list[Effect]:
         """The next peer is busy: another one is asked, or, if all have been, there is a pause."""
         hop = execution.sent
         assert hop.to is not None
@@ -153,18 +141,19 @@ class Forwarding:
         hop.refusals += 1
         return self._after_refusal(execution, now)
 
-    def _after_refusal(self, execution: StageExecution, now: Seconds) -> Decision:
+    def _after_refusal(self, execution: StageExecution, now: Seconds) -> list[Effect]:
         hop = execution.sent
         if len(hop.busy) < MOST_BUSY:
             return self.send(execution, now, "another peer is asked")
         hop.to = hop.look_at = None
         return self._wait(hop, now)
 
-    def _wait(self, hop: NextHop, now: Seconds) -> Decision:
+    def _wait(self, hop: NextHop, now: Seconds) -> list[Effect]:
         """Waits until a peer holds the next layer; or has memory, which takes about as long as an execution of ours."""
-        hop.retry_at = now + (pause_s(hop.refusals, self.load.span_s()) if hop.busy else SUCCESSOR_RETRY_S)
+        span_s = self.load.seconds(self.load.share(self.stage.first, self.stage.last))
+        hop.retry_at = now + (pause_s(hop.refusals, span_s) if hop.busy else SUCCESSOR_RETRY_S)
         hop.busy = []
-        return [], None
+        return []
 
     def ask_status(self, execution: StageExecution) -> Ask:
         """Its gradient should be here. A peer that is only slow keeps the execution: if all are slow, sending it again
@@ -183,10 +172,10 @@ class Forwarding:
             self.scheduler.missed(peer)
         hop.late, hop.look_at = True, now + self._deadline_s(execution, peer)
 
-    def missed(self, execution: StageExecution, peer: PeerId, now: Seconds) -> Decision:
+    def missed(self, execution: StageExecution, peer: PeerId, now: Seconds) -> list[Effect]:
         """No usable gradient comes from this peer: it gets fewer turns, and another one gets the same activations."""
         self.scheduler.missed(peer)
-        self.outboxes.abort(peer, execution.next_id)
+        self.table.commits.abort(peer, execution.next_id)
         return self.send(execution, now, f"no gradient from {peer}")
 
     def fits(self, execution: StageExecution, peer: PeerId, response: BackwardResponse, blob: bytes) -> bool:
@@ -205,11 +194,5 @@ class Forwarding:
 
 def reaches_the_end(hops: tuple[Hop, ...], first: int, layers: int) -> bool:
     """Whether these hops lead from layer `first` to the model's end, without a gap or an overlap."""
-    for hop in hops:
-        if hop.first != first or hop.last <= hop.first:
-            return False
-        first = hop.last
-    return first == layers
-
-
-__all__ = ["Decision", "Forwarding", "RouteView"]
+    edges = [first, *(hop.last for hop in hops)]
+    return edges[-1] == layers and all(begin == hop.first < hop.last for begin, hop in zip(edges, hops, strict=False))

@@ -45,20 +45,16 @@ class Ledger(Protocol):
     entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by token
     quiet: bool  # no execution is between its forward and its backward pass, or that does not matter
     sealing: bool  # the compute thread was told to seal a sum, and has not answered yet
-    counted: int
 
     @property
     def waiting(self) -> bool:
         """Whether enough gradients for a step are there."""
-        ...
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         """The gradients of this execution are in the sum that is being filled."""
-        ...
 
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
         """A micro-batch of our own got through the model. `hops` are those after our own. `add` follows."""
-        ...
 
     def commit(self, token: int) -> list[Effect]: ...
 
@@ -66,15 +62,12 @@ class Ledger(Protocol):
 
     def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
         """The compute thread tells whose gradients are in a sealed sum."""
-        ...
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
         """The sum was complete when it was sealed, and its step has been taken."""
-        ...
 
     def look(self, quiet: bool) -> list[Effect]:
         """Whether a step may be taken now without changing weights that a backward pass still needs."""
-        ...
 
 
 @dataclass(slots=True)
@@ -86,8 +79,6 @@ class GradientLedger:
     states: dict[int, CommitState] = field(default_factory=dict)  # by token
     closing: dict[int, tuple[int, ...]] = field(default_factory=dict)  # tokens in each sealed sum, by slot
     sealing: bool = False
-    counted: int = 0
-    dropped: int = 0
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         self.entries[token], self.states[token] = entry, state
@@ -108,7 +99,7 @@ class GradientLedger:
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
         self.sealing = False
-        return [self._counted(self._taken(tokens)), *self._advance()]
+        return [_counted(self._taken(tokens)), *self._advance()]
 
     def look(self, quiet: bool) -> list[Effect]:
         self.quiet = quiet
@@ -157,9 +148,8 @@ class GradientLedger:
         entries = self._taken(closing)
         del self.closing[slot]
         if aborted:
-            self.dropped += len(entries)
             return [Drop(slot), log("uncounted", of=[entry.line() for entry in entries], void=aborted)]
-        return [self._apply(entries, slot), self._counted(entries)]
+        return [self._apply(entries, slot), _counted(entries)]
 
     def _taken(self, tokens: tuple[int, ...]) -> list[GradientEntry]:
         for token in tokens:
@@ -171,9 +161,6 @@ class GradientLedger:
         loss = sum(entry.loss for entry in entries) / max(1, sum(entry.tokens for entry in entries))
         return Apply(sum(entry.tokens for entry in own), len(own), loss, slot)
 
-    def _counted(self, entries: list[GradientEntry]) -> Log:
-        self.counted += len(entries)
-        return log("counted", of=[entry.line() for entry in entries])
 
-
-__all__ = ["CommitState", "GradientEntry", "GradientLedger", "Ledger"]
+def _counted(entries: list[GradientEntry]) -> Log:
+    return log("counted", of=[entry.line() for entry in entries])

@@ -1,7 +1,5 @@
 """What an execution goes through at this peer, event by event: comm/routes/execution.py has its states.
 
-    a ForwardRequest, or a draw --> FORWARD --forward pass done--> AWAY --gradient comes back--> BACKWARD --done--> HELD
-
 A peer that sent the activations still has them: when the next peer is gone, late, or answers nonsense, another one
 gets the same (comm/routes/forwarding.py). The peers before it see nothing of that but the time. A peer that is asked a
 second time for an execution, because the peer in between is gone, computes it once and sends the same gradient again.
@@ -10,13 +8,11 @@ second time for an execution, because the peer in between is gone, computes it o
 from dataclasses import dataclass
 
 from decentral.comm.routes.admission import Admission
-from decentral.comm.routes.commits import CommitProtocol
 from decentral.comm.routes.execution import AWAY, BACKWARD, GONE, HELD, ForwardedExecution, NextHop, StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
-from decentral.comm.routes.forwarding import Decision, Forwarding
+from decentral.comm.routes.forwarding import Forwarding
 from decentral.comm.routes.ledger import CommitState, GradientEntry
 from decentral.comm.routes.pacing import budget_s
-from decentral.comm.routes.round_control import RoundControl
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, Done, ExecutionId, ForwardRequest, Hop, Refused
@@ -38,8 +34,6 @@ class ExecutionLifecycle:
     table: ExecutionTable
     admission: Admission
     forwarding: Forwarding
-    commits: CommitProtocol
-    rounds: RoundControl
     completed: int = 0  # micro-batches of our own that got through the model
 
     # What the asker says
@@ -47,45 +41,42 @@ class ExecutionLifecycle:
     def requested(self, event: Asked, request: ForwardRequest, now: Seconds) -> list[Effect]:
         """Takes an execution, refuses it, or, if it is here already, answers whoever asks for it now."""
         id = ExecutionId(request.origin, request.number, request.first)
-        known = self.table.find(id)
+        known = self.table.by_id.get(id)
         if known is not None:
-            return self._requested_again(known, event, request, now)
+            return self._reassign(known, event, request, now)
         refusal = self.admission.refusal(request, len(event.envelope.blob))
         if refusal:
             return [Reply(event.request, Envelope(Refused(refusal)))]
         last = self.forwarding.end(request.first)
-        answer_by, until = _deadlines(request, now)
         execution = ForwardedExecution(
-            token=self.table.new_token(),
+            token=next(self.table.tokens),
             id=id,
             last=last,
-            memory_share=self.admission.memory_share(request.first, last),
+            memory_share=self.admission.stage.memory_share(request.first, last),
             started_at=now,
-            until=until,
+            until=now + request.hold_s + GRACE_S,
             drawn=request.drawn,
             round=request.round,
             sequences=request.sequences,
             asker=event.sender,
-            answer_by=answer_by,
+            answer_by=now + SHARE * request.patience_s,
             request=event.request,
         )
         self.table.add(execution)
         given_up = [] if self.admission.stage.synchronous else self.table.give_up_held(execution)
         job = Forward(execution.token, id.first, last, request.sequences, request.layout, event.envelope.blob)
-        self.rounds.push(job, request.round)
+        self.admission.push(job, request.round)
         return given_up
 
-    def _requested_again(
-        self, execution: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds
-    ) -> list[Effect]:
+    def _reassign(self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds) -> list[Effect]:
         """The peer that asked before has given it up, or is gone: the new asker gets the answer."""
         effects: list[Effect] = []
-        execution.events.append(("asked for again by", event.sender))
-        if execution.request is not None:
-            effects.append(Reply(execution.request, Envelope(Refused(Reason.MOVED))))
-        execution.request, execution.asker = event.request, event.sender
-        execution.answer_by, execution.until = _deadlines(request, now)
-        return effects + self._answer(execution)
+        known.events.append(("asked for again by", event.sender))
+        if known.request is not None:
+            effects.append(Reply(known.request, Envelope(Refused(Reason.MOVED))))
+        known.request, known.asker = event.request, event.sender
+        known.answer_by, known.until = now + SHARE * request.patience_s, now + request.hold_s + GRACE_S
+        return effects + self._answer(known)
 
     def _answer(self, execution: ForwardedExecution) -> list[Effect]:
         if execution.answer is None or execution.request is None:
@@ -99,9 +90,9 @@ class ExecutionLifecycle:
         """What follows from the answer to an offer; None: nothing yet, or nothing any more."""
         assert isinstance(event.tag, OfferTag)
         execution = self.table.awaits(event.tag)
-        if execution is None or execution.sent.offers is None or not self.forwarding.heard(execution, event):
+        if execution is None or execution.sent.offers is None:
             return None
-        return self._carry_out(execution, self.forwarding.all_heard(execution, now))
+        return self.forwarding.heard(execution, event, now)
 
     def answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """The next peer answered a ForwardRequest or a ForwardStatusQuery, or did not."""
@@ -114,7 +105,7 @@ class ExecutionLifecycle:
                 self.forwarding.only_late(execution, event.peer, now)
                 return []
             case Answered(tag=ForwardTag(), envelope=Envelope(Refused(reason))) if reason in BUSY:
-                return self._carry_out(execution, self.forwarding.refused(execution, now))
+                return self.forwarding.refused(execution, now)
             case Answered(tag=ForwardTag(), envelope=Envelope(BackwardResponse() as response, blob)):
                 if self.forwarding.fits(execution, event.peer, response, blob):
                     self.forwarding.scheduler.served(event.peer, event.seconds)
@@ -122,11 +113,7 @@ class ExecutionLifecycle:
                     execution.sent.response = response
                     self.table.jobs.push(Backward(execution.token, response.layout, blob))
                     return []
-        return self._carry_out(execution, self.forwarding.missed(execution, event.peer, now))
-
-    def _carry_out(self, execution: StageExecution, decision: Decision) -> list[Effect]:
-        effects, reason = decision
-        return effects if reason is None else self.table.give_up(execution, reason)
+        return self.forwarding.missed(execution, event.peer, now)
 
     # What the compute thread reports
 
@@ -144,7 +131,7 @@ class ExecutionLifecycle:
                 if execution.state is BACKWARD:
                     to = execution.sent.to
                     assert to is not None
-                    return self._carry_out(execution, self.forwarding.missed(execution, to, now))
+                    return self.forwarding.missed(execution, to, now)
                 return self.table.give_up(execution, reason)
 
     def _forward_done(self, execution: StageExecution, done: ForwardDone, now: Seconds) -> list[Effect]:
@@ -152,42 +139,36 @@ class ExecutionLifecycle:
         load.tokens, execution.sequences = done.tokens, done.sequences
         execution.next_hop = NextHop(done.tokens, done.layout, done.blob)
         if execution.own:
-            execution.id = ExecutionId(self.commits.peer, done.number, 0)
+            execution.id = ExecutionId(self.admission.stage.peer, done.number, 0)
             if self.admission.window.typical_s is None:
                 execution.until = execution.started_at + budget_s(None, load.rest_s(done.tokens, 0))
-        return self._carry_out(execution, self.forwarding.send(execution, now, "forward pass done"))
+        return self.forwarding.send(execution, now, "forward pass done")
 
     def _backward_done(self, execution: StageExecution, done: BackwardDone, now: Seconds) -> list[Effect]:
         response = execution.next_hop.response if execution.next_hop else None
         hops, loss = (response.hops, response.loss) if response else ((), done.loss)
         if execution.own and not response:
-            execution.id = ExecutionId(self.commits.peer, done.number, 0)
+            execution.id = ExecutionId(self.admission.stage.peer, done.number, 0)
         entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own)
         self.forwarding.load.backward_done(execution, done.tokens)
         if execution.state is GONE:
             self.table.end(execution, "the compute thread is done")
             return self.table.ledger.add(execution.token, entry, CommitState.ABORTED)
         if not isinstance(execution, ForwardedExecution):
-            return self._complete(execution, entry, hops, now)
+            self.completed += 1
+            self.admission.window.done(now - execution.started_at, tuple(PeerId(hop.peer) for hop in hops))
+            self.table.commits.commit(execution.id, hops)
+            self.table.end(execution, "complete")
+            self.table.ledger.completed(execution.token, hops)
+            return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
         execution.move(HELD, "backward pass done")
         execution.next_hop = None
-        self.table.in_doubt.hold(execution.id, now, now - execution.started_at)
+        self.table.commits.hold(execution.id, now, now - execution.started_at)
         stage = self.admission.stage
         route = (Hop(stage.peer, execution.id.first, execution.last), *hops)
         execution.answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, route, done.layout), done.blob)
         effects = self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
         return effects + self._answer(execution)
-
-    def _complete(
-        self, execution: StageExecution, entry: GradientEntry, hops: tuple[Hop, ...], now: Seconds
-    ) -> list[Effect]:
-        """The gradients of a whole route of ours are there: from now on they count."""
-        self.commits.commit(execution.id, hops)
-        self.admission.window.done(now - execution.started_at, tuple(PeerId(hop.peer) for hop in hops))
-        self.completed += 1
-        self.table.end(execution, "complete")
-        self.table.ledger.completed(execution.token, hops)
-        return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
 
     # Time
 
@@ -203,15 +184,7 @@ class ExecutionLifecycle:
             elif hop is None or execution.state is not AWAY:
                 continue
             elif hop.retry_at is not None and now >= hop.retry_at:
-                effects += self._carry_out(execution, self.forwarding.send(execution, now, "the pause is over"))
+                effects += self.forwarding.send(execution, now, "the pause is over")
             elif hop.look_at is not None and now >= hop.look_at:
                 effects.append(self.forwarding.ask_status(execution))
         return effects
-
-
-def _deadlines(request: ForwardRequest, now: Seconds) -> tuple[Seconds, Seconds]:
-    """When the asker goes elsewhere, and when the origin peer gives up."""
-    return now + SHARE * request.patience_s, now + request.hold_s + GRACE_S
-
-
-__all__ = ["ExecutionLifecycle"]

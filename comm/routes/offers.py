@@ -41,11 +41,6 @@ class Offers:
 
 
 def pause_s(refusals: int, execution_s: Seconds) -> Seconds:
-    """How long to wait after so many refusals in a row: a swarm that is busy must not spend its time on questions.
-
-    `execution_s`: how long an execution occupies a device.
-    """
+    """How long to wait after so many refusals in a row: a swarm that is busy must not spend its time on questions. An
+    execution occupies a device for about `execution_s`."""
     return min(max(LONGEST_PAUSE_S, execution_s), OFFER_PAUSE_S * 2.0 ** min(10, refusals // MOST_BUSY))
-
-
-__all__ = ["CANDIDATES", "FEW", "MOST_BUSY", "OFFER_S", "Offers", "pause_s"]

@@ -1,19 +1,9 @@
-"""How many micro-batches are under way, and which next peer gets one.
-
-RoutingWeights    how far to take a micro-batch, and who takes it on, by the flow through all spans
-                  (peers/planning/routing_weights.py)
-MicroBatchWindow  as many as keep the slowest device of the routes busy and a little more (TCP Vegas, Brakmo & Peterson
-                  1994): of W under way, W (1 - base / seconds) wait in some queue; that number is kept within bounds.
-                  Every route has a base of its own: one through a slow device is long without anything waiting.
-PeerScheduler     interleaved weighted round robin, as stride scheduling: each choice costs a peer the seconds that a
-                  micro-batch takes through it, over its routing weight; the peer that has paid least is next (SWARM,
-                  arXiv 2301.11913, section 3.2, has the seconds alone)
-"""
+"""How many micro-batches are under way, how far each is taken, and which next peer gets it."""
 
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, TypeVar
@@ -63,7 +53,12 @@ class RouteBase:
 
 @dataclass(slots=True)
 class MicroBatchWindow:
-    """The number of micro-batches that an origin peer has under way."""
+    """How many micro-batches an origin peer has under way (TCP Vegas, Brakmo & Peterson 1994).
+
+    As many as keep the slowest device of the routes busy, and a little more: of W under way, W (1 - base / seconds)
+    wait in some queue; that number is kept within bounds. Every route has a base of its own: one through a slow device
+    is long without anything waiting.
+    """
 
     max_size: int  # by memory
     waiting: tuple[float, float] = FULL
@@ -109,19 +104,17 @@ class MicroBatchWindow:
         base.saw(seconds)
         if len(self.bases) > MOST_ROUTES:
             del self.bases[next(iter(self.bases))]
-        many = len(self.bases) > MANY_ROUTES
-        return self._fastest_s if many and not known else base.least
+        return self._fastest_s if known is None and len(self.bases) > MANY_ROUTES else base.least
 
 
 @dataclass(slots=True)
 class RoutingWeights:
-    """Rates of flow, in any unit: how much of what enters this peer at a layer leaves it at which layer, and which
-    peers take on what leaves at a layer, by the layers that they hold; those with the same ones share it by speed."""
+    """Rates of flow, in any unit (peers/planning/routing_weights.py): how much of what enters this peer at a layer
+    leaves it at which layer, and which peers take on what leaves at a layer, by their layers; equal ones share it by
+    speed."""
 
     ends: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(
-        default_factory=dict
-    )  # by (first, last), for each token/s
+    nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(default_factory=dict)  # by span, per token/s
     tokens_per_s: float = 0.0  # through the whole swarm
     size: int = 0  # variables of the linear programme
     spans: Collection[tuple[int, int]] = ()  # layers that some peer held when it was solved
@@ -147,10 +140,7 @@ class StrideScheduler(Generic[Choice]):
     now: float = 0.0
     paid: dict[Choice, float] = field(default_factory=dict)
 
-    def choose(self, costs: Mapping[Choice, float]) -> Choice:
-        return self.choose_some(costs, 1)[0]
-
-    def choose_some(self, costs: Mapping[Choice, float], count: int) -> list[Choice]:
+    def choose(self, costs: Mapping[Choice, float], count: int = 1) -> list[Choice]:
         """So many different choices, or all: each of them has its turn."""
         paid, now = self.paid, self.now
         self.paid = paid = {one: min(paid.get(one, now), now + cost) for one, cost in costs.items()}
@@ -163,27 +153,21 @@ class StrideScheduler(Generic[Choice]):
 
 @dataclass(slots=True)
 class PeerScheduler:
-    """Which next peer gets a micro-batch, and how fast each of them is."""
+    """Which next peer gets a micro-batch, and how fast each of them is.
+
+    Each choice costs a peer the seconds that a micro-batch takes through it, over its routing weight; the peer that has
+    paid least is next (SWARM, arXiv 2301.11913, section 3.2, has the seconds alone).
+    """
 
     seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from that peer to the end and back
     _strides: dict[int, StrideScheduler[PeerId]] = field(default_factory=dict)  # by the layer that is next
 
-    def choose(self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float]) -> PeerId:
-        """One of these. `rates` are routing weights; a peer without one is asked now and then, to measure it."""
-        return self.choose_some(layer, peers, rates, 1)[0]
-
-    def choose_some(
-        self, layer: int, peers: Sequence[PeerId], rates: Mapping[PeerId, float], count: int
-    ) -> list[PeerId]:
-        """So many different peers of these, or all."""
-        top = max((rates.get(peer, 0.0) for peer in peers), default=0.0)
-        weight = {peer: max(LEAST_WEIGHT, rates.get(peer, 0.0) / top) if top else 1.0 for peer in peers}
-        typical = self._typical_s()
-        costs = {peer: self.seconds.get(peer, typical) / weight[peer] for peer in peers}
-        return self._strides.setdefault(layer, StrideScheduler()).choose_some(costs, count)
-
-    def expected_s(self, peer: PeerId) -> Seconds:
-        return self.seconds.get(peer) or self._typical_s()
+    def choose(self, layer: int, rates: Mapping[PeerId, float], count: int = 1) -> list[PeerId]:
+        """So many of these peers, or all. `rates`: routing weights; one without is asked at times, to measure it."""
+        top, typical_s = max(rates.values(), default=0.0), self._typical_s()
+        weights = {peer: max(LEAST_WEIGHT, rate / top) if top else 1.0 for peer, rate in rates.items()}
+        costs = {peer: self.seconds.get(peer, typical_s) / weight for peer, weight in weights.items()}
+        return self._strides.setdefault(layer, StrideScheduler()).choose(costs, count)
 
     def _typical_s(self, unknown_s: Seconds = 1.0) -> Seconds:
         return median(self.seconds.values()) if self.seconds else unknown_s
@@ -197,14 +181,15 @@ class PeerScheduler:
     def missed(self, peer: PeerId) -> None:
         others = [seconds for other, seconds in self.seconds.items() if other != peer]
         most = MOST_TIMES_SLOWER * median(others) if others else HOP_DEADLINE_TOP_S
-        self.seconds[peer] = min(MISSED * self.expected_s(peer), max(most, self.expected_s(peer)))
+        expected_s = self.seconds.get(peer) or self._typical_s()
+        self.seconds[peer] = min(MISSED * expected_s, max(most, expected_s))
 
     def deadline_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
         """After how long an answer is late. `guess_s`: what it would take if nothing waited, by the devices' speeds."""
-        known = self.seconds.get(peer)
-        if known is not None:
-            return min(HOP_DEADLINE_TOP_S, max(HOP_DEADLINE_FLOOR_S, ROUTE_SLACK * known))
-        return min(HOP_DEADLINE_TOP_S, max(UNKNOWN_S, ROUTE_SLACK * self._typical_s(guess_s)))
+        known_s = self.seconds.get(peer)
+        expected_s = self._typical_s(guess_s) if known_s is None else known_s
+        least_s = UNKNOWN_S if known_s is None else HOP_DEADLINE_FLOOR_S
+        return min(HOP_DEADLINE_TOP_S, max(least_s, ROUTE_SLACK * expected_s))
 
 
 def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
@@ -212,8 +197,6 @@ def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
 
     `guess_s`: what it would take if nothing waited, for as long as none has come back; 0: unknown.
     """
-    if typical_s is None and guess_s > 0:
-        return min(MAX_ROUTE_S, max(UNKNOWN_S, 2 * ROUTE_SLACK * guess_s))
-    if typical_s is None or not math.isfinite(typical_s):
-        return MAX_ROUTE_S
+    if typical_s is None:
+        return min(MAX_ROUTE_S, max(UNKNOWN_S, 2 * ROUTE_SLACK * guess_s)) if guess_s > 0 else MAX_ROUTE_S
     return min(MAX_ROUTE_S, max(1.5 * HOP_DEADLINE_FLOOR_S, 2 * ROUTE_SLACK * typical_s))

@@ -10,80 +10,45 @@ that one are done with it. Each layer counts a micro-batch exactly once, or not 
 them, and it commits one route per micro-batch.
 
 This file puts the parts together and hands each event to the one that it belongs to. execution.py has the states of a
-micro-batch here, lifecycle.py what happens to it, forwarding.py the choice of the next peer, admission.py what is
-refused, origin.py our own micro-batches, commits.py and in_doubt.py what counts, and round_control.py the rounds of
-synchronous training.
+micro-batch here, lifecycle.py what happens to it, forwarding.py the choice of the next peer, admission.py what begins
+and what is refused, and commits.py what counts.
 """
 
 import math
-from dataclasses import InitVar, dataclass, field
 
-from decentral.comm.routes.admission import Admission
+from decentral.comm.routes.admission import Admission, OwnMicroBatches
 from decentral.comm.routes.commits import CommitProtocol
-from decentral.comm.routes.decisions import DecisionOutboxes
 from decentral.comm.routes.execution import StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import Forwarding, RouteView
-from decentral.comm.routes.in_doubt import InDoubtExecutions
 from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.lifecycle import ExecutionLifecycle
-from decentral.comm.routes.load import StageLoad
-from decentral.comm.routes.origin import OwnMicroBatches
 from decentral.comm.routes.pacing import FULL, LARGE_STEP, LEAN, MicroBatchWindow
-from decentral.comm.routes.round_control import RoundControl
-from decentral.comm.routes.stage import StageConfig
+from decentral.comm.routes.stage import StageConfig, StageLoad
 from decentral.comm.routes.tags import CommitDecisionTag, CommitQueryTag, ExecutionTag, OfferTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import (
-    CommitDecision,
-    CommitQuery,
-    Done,
-    ForwardRequest,
-    ForwardStatusQuery,
-    Load,
-    Offer,
-    Refused,
-)
+from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
 from decentral.core.jobs import BackwardDone, ExecutionFailed, ForwardDone, Sealed, Stepped
 from decentral.core.machine import Effect, Woke, earliest
-from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 
-@dataclass(slots=True)
 class Router:
     """A machine (core/machine.py). It does nothing until `active` is set, or a round begins."""
 
-    stage: StageConfig
-    view: InitVar[RouteView]
-    ledger: Ledger
-    window: MicroBatchWindow = field(init=False)
-    load: StageLoad = field(init=False)
-    outboxes: DecisionOutboxes = field(init=False)
-    table: ExecutionTable = field(init=False)
-    forwarding: Forwarding = field(init=False)
-    admission: Admission = field(init=False)
-    own: OwnMicroBatches = field(init=False)
-    commits: CommitProtocol = field(init=False)
-    rounds: RoundControl = field(init=False)
-    lifecycle: ExecutionLifecycle = field(init=False)
-    _wake: Seconds | None = None  # the earliest time of all; infinite: never; None: to be looked for
-
-    def __post_init__(self, view: RouteView) -> None:
-        stage = self.stage
+    def __init__(self, stage: StageConfig, view: RouteView, ledger: Ledger) -> None:
         full = stage.overlap or stage.synchronous or stage.micro_batches_per_step >= LARGE_STEP
         stages = -(-stage.layers // (stage.last - stage.first))
+        self.stage, self.ledger = stage, ledger
         self.window = MicroBatchWindow(stage.max_own, FULL if full else LEAN, max(2, min(stages, stage.capacity)))
-        self.load, self.outboxes = StageLoad(stage), DecisionOutboxes(stage.run)
-        self.table = ExecutionTable(stage.overlap, self.ledger, self.outboxes, InDoubtExecutions(stage.run))
-        self.forwarding = Forwarding(stage, view, self.load, self.outboxes)
+        self.load, self.commits = StageLoad(stage), CommitProtocol(stage.run, stage.peer)
+        self.table = ExecutionTable(stage.overlap, ledger, self.commits)
+        self.forwarding = Forwarding(stage, view, self.load, self.table)
         self.admission = Admission(stage, self.table, self.forwarding, self.window)
         self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
-        self.commits = CommitProtocol(stage.run, stage.peer, self.table, self.outboxes)
-        self.rounds = RoundControl(self.table, self.admission, self.own)
-        parts = self.table, self.admission, self.forwarding, self.commits, self.rounds
-        self.lifecycle = ExecutionLifecycle(*parts)
+        self.lifecycle = ExecutionLifecycle(self.table, self.admission, self.forwarding)
+        self._wake: Seconds | None = None  # the earliest time of all; infinite: never; None: to be looked for
 
     @property
     def active(self) -> bool:
@@ -115,7 +80,7 @@ class Router:
             return None
         if self._wake is None:
             times = (execution.wake_at() for execution in self.table.by_token.values())
-            at = earliest((self.own.look_at, self.table.in_doubt.wake_at, *times))
+            at = earliest((self.own.look_at, self.commits.wake_at, *times))
             self._wake = math.inf if at is None else at
         return None if self._wake == math.inf else self._wake
 
@@ -132,14 +97,14 @@ class Router:
         """From now on this peer holds the layers of `stage`; executions are taken again."""
         self.stage, self.ledger.micro_batches_per_step = stage, stage.micro_batches_per_step
         self.window.max_size, self.load.stage = stage.max_own, stage
-        self.admission.hold(stage)
+        self.admission.stage, self.admission.draining = stage, False
         self.forwarding.hold(stage)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         """Effects: Ask and Reply, jobs of stages, and the journal's lines `counted`, `uncounted` and `abandoned`."""
         heard: list[Effect] | None = None
         if isinstance(event, Asked):
-            answer = self._answer_at_once(event)
+            answer = self.admission.answer(event)
             if answer is not None:
                 return [Reply(event.request, Envelope(answer))]
         elif isinstance(event, Answered | AskFailed) and isinstance(event.tag, OfferTag):
@@ -151,36 +116,27 @@ class Router:
         effects = self._react(event, now) if heard is None else heard
         effects += self.ledger.look(self.table.quiet)
         effects += self.table.dispatch()
-        return effects + self.own.begin(now) + self.outboxes.tell()
-
-    def _answer_at_once(self, event: Asked) -> Load | Done | Refused | None:
-        """The answer to a question that changes nothing: there are many more of them than of executions."""
-        match event.envelope.message:
-            case Offer() as offer:
-                return self.admission.answer(offer)
-            case ForwardStatusQuery(execution=id):
-                execution = self.table.find(id)
-                return Done() if execution is not None and execution.asker == event.sender else Refused(Reason.GONE)
-        return None
+        return effects + self.own.begin(now) + self.commits.tell()
 
     def _react(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
-                return [*self.lifecycle.overdue(now), *self.table.in_doubt.ask(now)]
+                return [*self.lifecycle.overdue(now), *self.commits.ask(now)]
             case Asked(envelope=Envelope(ForwardRequest() as request)):
                 return self.lifecycle.requested(event, request, now)
             case Asked(request, sender, Envelope(CommitDecision() as decision)):
-                return [*self.commits.decided(sender, decision), Reply(request, Envelope(Done()))]
+                return [*self.table.decided(sender, decision), Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(CommitQuery(executions=executions))):
-                return [Reply(request, Envelope(self.commits.answer(sender, executions)))]
+                under_way = {execution.id.number for execution in self.executions.values() if execution.own}
+                return [Reply(request, Envelope(self.commits.answer(sender, executions, under_way)))]
             case Answered(tag=CommitQueryTag()) | AskFailed(tag=CommitQueryTag()):
-                return self.commits.answered(event)
+                return self.table.decided(event.peer, self.commits.answered(event))
             case Answered(tag=CommitDecisionTag(), peer=peer) | AskFailed(tag=CommitDecisionTag(), peer=peer):
-                self.outboxes.told(peer)
+                self.commits.told(peer)
             case Answered(tag=ExecutionTag()) | AskFailed(tag=ExecutionTag()):
                 return self.lifecycle.answered(event, now)
             case ForwardDone() | BackwardDone() | ExecutionFailed():
-                self.table.jobs.done(event.token)
+                self.table.jobs.running.discard(event.token)
                 return self.lifecycle.computed(event, now)
             case Sealed(tokens, slot):
                 return self.ledger.sealed(tokens, slot)
@@ -193,8 +149,8 @@ class Router:
 
     def begin_round(self, round: int, active: bool, quota: int) -> list[Effect]:
         """The weights are those of this round now. This peer begins as many micro-batches in it as its quota says."""
-        self._wake = None
-        return self.rounds.begin(round, active, quota)
+        self._wake, self.own.quota = None, quota
+        return self.admission.begin_round(round, active)
 
     @property
     def all_begun_are_over(self) -> bool:
@@ -209,7 +165,4 @@ class Router:
     def end_round(self, everything: bool = False) -> list[Effect]:
         """Nothing more counts in this round: what is under way is given up. `everything`: also what came early."""
         self._wake = None
-        return self.rounds.end(everything)
-
-
-__all__ = ["Router"]
+        return self.admission.end_round(everything)

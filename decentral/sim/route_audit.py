@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentral.audit import Span, covered, overlap
-from decentral.comm.routes import decisions
+from decentral.comm.routes import commits
 from decentral.comm.routes.admission import MOST_HELD
-from decentral.comm.routes.job_queue import JOBS_AT_ONCE
+from decentral.comm.routes.execution_table import JOBS_AT_ONCE
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.jobs import MOST_UNDER_WAY
@@ -166,7 +166,7 @@ class RouteAudit:
         if host is None or host.node.routes is None:
             return
         routes, stage, capacity = host.node.routes, host.node.routes.stage, host.node.routes.stage.capacity
-        decided = max((len(box.commit) + len(box.abort) for box in routes.outboxes.boxes.values()), default=0)
+        decided = max((len(box.commit) + len(box.abort) for box in routes.commits.boxes.values()), default=0)
         graphs = (
             list(host.training.span.stages.pending.values()) if isinstance(host.training, SurrogateWorkload) else []
         )
@@ -178,8 +178,8 @@ class RouteAudit:
                 sum(stage.memory_share(one.first, one.last) for one in graphs),
                 capacity + JOBS_AT_ONCE,
             ),
-            "decisions for one peer": (decided, 2 * decisions.DECISIONS_KEPT),
-            "peers to be told": (len(routes.outboxes.boxes), MOST_OUTBOXES * max(living, 4)),
+            "decisions for one peer": (decided, 2 * commits.DECISIONS_KEPT),
+            "peers to be told": (len(routes.commits.boxes), MOST_OUTBOXES * max(living, 4)),
         }
         for what, (size, most) in sizes.items():
             if size > most:

@@ -1,7 +1,7 @@
 """Outboxes: what peers are told of executions, one question at a time."""
 
-from decentral.comm.routes.decisions import DECISIONS_KEPT, DecisionOutboxes
-from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, ExecutionId
+from decentral.comm.routes.commits import DECISIONS_KEPT, CommitProtocol
+from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, ExecutionId, Hop
 from decentral.comm.wire.transport import Ask
 from decentral.core.ids import PeerId, RunId
 
@@ -22,11 +22,11 @@ def told(asks: list[Ask]) -> list[tuple[PeerId, list[int], list[int]]]:
 
 
 def test_what_comes_up_while_a_peer_is_asked_travels_with_the_next_question() -> None:
-    boxes = DecisionOutboxes(RunId("run"))
-    boxes.commit(A, execution(1))
+    boxes = CommitProtocol(RunId("run"), PeerId("S"))
+    boxes.commit(execution(1), [Hop(A, 1, 2)])
     boxes.abort(B, execution(2))
     assert told(boxes.tell()) == [(A, [1], []), (B, [], [2])]
-    boxes.commit(A, execution(3))
+    boxes.commit(execution(3), [Hop(A, 1, 2)])
     boxes.abort(A, execution(4))
     assert boxes.tell() == []
     boxes.told(A)
@@ -34,8 +34,8 @@ def test_what_comes_up_while_a_peer_is_asked_travels_with_the_next_question() ->
 
 
 def test_a_peer_that_has_heard_everything_is_forgotten() -> None:
-    boxes = DecisionOutboxes(RunId("run"))
-    boxes.commit(A, execution(1))
+    boxes = CommitProtocol(RunId("run"), PeerId("S"))
+    boxes.commit(execution(1), [Hop(A, 1, 2)])
     boxes.tell()
     boxes.told(A)
     assert boxes.tell() == []
@@ -43,9 +43,9 @@ def test_a_peer_that_has_heard_everything_is_forgotten() -> None:
 
 
 def test_no_more_is_kept_for_a_peer_that_does_not_answer_than_the_newest() -> None:
-    boxes = DecisionOutboxes(RunId("run"))
+    boxes = CommitProtocol(RunId("run"), PeerId("S"))
     for number in range(3 * DECISIONS_KEPT):
-        boxes.commit(A, execution(number))
+        boxes.commit(execution(number), [Hop(A, 1, 2)])
     assert len(boxes.boxes[A].commit) <= DECISIONS_KEPT + 1
     ((_, counted, _),) = told(boxes.tell())
     assert len(counted) == MAX_EXECUTIONS

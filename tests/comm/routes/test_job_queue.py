@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from decentral.comm.routes.job_queue import JOBS_AT_ONCE, JobQueue
-from decentral.core.jobs import Backward, Draw, Forward
+from decentral.comm.routes.execution_table import JOBS_AT_ONCE, JobQueue
+from decentral.core.jobs import Backward, Forward
 
 
 def forward(token: int) -> Forward:
@@ -20,7 +20,7 @@ def through(work: JobQueue, may: Callable[[int], bool] | None = None) -> list[in
     while jobs := work.dispatch(may):
         for job in jobs:
             order.append(job.token)
-            work.done(job.token)
+            work.running.discard(job.token)
     return order
 
 
@@ -42,13 +42,13 @@ def test_forward_passes_that_may_not_begin_wait_and_others_pass_them() -> None:
 
 def test_the_thread_has_one_job_in_work_and_one_that_follows() -> None:
     work = JobQueue()
-    work.begin(Draw(1, 3))
+    work.running.add(1)
     for token in range(2, 9):
         work.push(forward(token))
     assert [job.token for job in work.dispatch()] == [2]
     assert work.full
     assert len(work.running) == JOBS_AT_ONCE
-    work.done(1)
+    work.running.discard(1)
     assert [job.token for job in work.dispatch()] == [3]
 
 
