@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from decentral import audit
-from decentral.comm.net.loopback import Loopback, LoopbackDirectory
+from tests.comm.net.loopback import Loopback, LoopbackDirectory
 from decentral.comm.routes import stage
 from decentral.comm.wire import compress
 from decentral.comm.wire.identity import Identity

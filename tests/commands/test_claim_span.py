@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from decentral import claim_span, command
-from decentral.comm.net.loopback import Loopback, LoopbackDirectory
+from tests.comm.net.loopback import Loopback, LoopbackDirectory
 from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.errors import UserError

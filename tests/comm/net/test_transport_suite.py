@@ -15,7 +15,7 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 
 from decentral.comm.net.libp2p import PROTOCOL, Libp2p, SignedRecords
-from decentral.comm.net.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
+from tests.comm.net.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
 from decentral.comm.net.streams import MAX_STREAMS
 from decentral.comm.net.virtual_directory import Records, VirtualDirectory
 from decentral.comm.net.virtual_network import Network

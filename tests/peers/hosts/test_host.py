@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from decentral import audit
-from decentral.comm.net.loopback import Loopback, LoopbackDirectory
+from tests.comm.net.loopback import Loopback, LoopbackDirectory
 from decentral.comm.routes import stage
 from decentral.comm.wire.identity import Identity
 from decentral.core import config, jobs, journal
