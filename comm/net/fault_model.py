@@ -37,20 +37,6 @@ class NetworkFaultModel(Protocol):
         ...
 
 
-class NoFaults:
-    def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
-        return None
-
-    def delay_s(self, source: PeerId, target: PeerId, delay_s: Seconds) -> Seconds:
-        return delay_s
-
-    def damage(self, source: PeerId, target: PeerId, wire: Callable[[], bytes]) -> bytes | None:
-        return None
-
-    def copies(self, source: PeerId, target: PeerId) -> int:
-        return 1
-
-
 def written(envelope: Envelope) -> bytes:
     """The bytes of an envelope on the wire. A synthetic blob is written as its contents."""
     if isinstance(envelope.blob, SyntheticBlob):

@@ -70,10 +70,6 @@ class SharedLinks:
             transfer.timer.cancel()
         self._share(transfer.source, transfer.target)
 
-    def changed(self, peer: PeerId) -> None:
-        """The geography of this peer's links has changed."""
-        self._share(peer, peer)
-
     def _share(self, source: PeerId, target: PeerId) -> None:
         touched = {**self.sending.get(source, {}), **self.receiving.get(target, {})}
         for transfer in touched:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from decentral.comm.net.fault_model import NetworkFaultModel, NoFaults
+from decentral.comm.net.fault_model import NetworkFaultModel
 from decentral.core.agenda import Agenda
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
@@ -32,7 +32,7 @@ class Records:
 
     agenda: Agenda
     chance: Random
-    faults: NetworkFaultModel = field(default_factory=NoFaults)
+    faults: NetworkFaultModel
     late_s: Seconds = 0.0  # mean time until readers find a record
     stale: float = 0.0  # the probability that a reader gets the version before
     epoch: Seconds = 0.0  # unix time of the agenda's zero: records expire by the wall clock

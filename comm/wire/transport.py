@@ -1,8 +1,8 @@
 """The border between machines and networks.
 
 Machines emit Ask, Reply, Announce and Lookup; a host carries them out on a Transport and a Directory and brings
-back Asked, Answered, AskFailed and Found. comm/net/libp2p.py and comm/net/loopback.py implement both protocols, and
-one suite of tests holds them to the same behaviour.
+back Asked, Answered, AskFailed and Found. comm/net/libp2p.py and tests/comm/net/loopback.py implement both protocols,
+and one suite of tests holds them to the same behaviour.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

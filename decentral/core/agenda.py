@@ -1,6 +1,7 @@
 """Virtual time: a queue of timed actions. Actions of equal times happen in the order in which they were asked for."""
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,3 +90,35 @@ class Agenda:
             heapq.heapify(self._near)
             self._horizon = (number + 1) * NEAR_S
         return bool(self._near)
+
+
+@dataclass(slots=True)
+class TimeLimit:
+    """A time limit that many things have, with one timer for the oldest of them instead of one for each."""
+
+    agenda: Agenda
+    lasts_s: Seconds
+    _due: deque[tuple[Seconds, Callable[[], bool], Action]] = field(default_factory=deque)
+    _armed: bool = False
+
+    def watch(self, done: Callable[[], bool], late: Action) -> None:
+        """Calls `late` after `lasts_s` unless `done()` by then."""
+        self._due.append((self.agenda.now + self.lasts_s, done, late))
+        self._arm()
+
+    def _look(self) -> None:
+        self._armed = False
+        while (due := self._first()) is not None and due <= self.agenda.now:
+            self._due.popleft()[2]()
+        self._arm()
+
+    def _first(self) -> Seconds | None:
+        while self._due and self._due[0][1]():
+            self._due.popleft()
+        return self._due[0][0] if self._due else None
+
+    def _arm(self) -> None:
+        due = self._first()
+        if due is not None and not self._armed:
+            self._armed = True
+            self.agenda.at(due, self._look)

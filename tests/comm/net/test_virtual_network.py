@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decentral.comm.net.fault_model import NoFaults
 from decentral.comm.net.streams import STREAM_ANSWER_S, WRITE_S
 from decentral.comm.net.virtual_network import Network, Outcome, Port, Respond
 from decentral.comm.wire.codec import Envelope
@@ -37,7 +36,7 @@ class Wires:
 
 
 @dataclass
-class Bad(NoFaults):
+class Bad:
     """Faults that a test changes."""
 
     cut: set[tuple[PeerId, PeerId]] = field(default_factory=set)
