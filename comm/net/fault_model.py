@@ -22,19 +22,15 @@ T = TypeVar("T")
 class NetworkFaultModel(Protocol):
     def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
         """Since when packets from source to target do not arrive; None: they do."""
-        ...
 
     def delay_s(self, source: PeerId, target: PeerId, delay_s: Seconds) -> Seconds:
         """The delay of this message with jitter and retransmissions; infinite: the stream is reset."""
-        ...
 
     def damage(self, source: PeerId, target: PeerId, wire: Callable[[], bytes]) -> bytes | None:
         """The bytes that arrive instead of `wire()`; None: the message is unharmed."""
-        ...
 
     def copies(self, source: PeerId, target: PeerId) -> int:
         """How often a question arrives."""
-        ...
 
 
 def written(envelope: Envelope) -> bytes:

@@ -30,7 +30,7 @@ from decentral.comm.net.streams import Server, ask_on
 from decentral.comm.wire import identity
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
-from decentral.core.errors import ProtocolError, UserError
+from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -187,18 +187,13 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def validate(self, record: DHTRecord) -> bool:
         key = self._keys.get(record.key)
-        if key is None:
-            return False
         try:
             peer = MSGPackSerializer.loads(record.subkey)
             value = DHTProtocol.serializer.loads(record.value)
-        except Exception:  # another peer's bytes may raise anything
-            return False
-        if not isinstance(peer, str) or not isinstance(value, bytes):
-            return False
-        try:
+            if key is None or not isinstance(peer, str) or not isinstance(value, bytes):
+                return False
             _, expires = identity.open_sealed(key, PeerId(peer), value, time.time())
-        except ProtocolError:
+        except Exception:  # another peer's bytes may raise anything
             return False
         return bool(expires == record.expiration_time)
 

@@ -20,19 +20,15 @@ class Geography(Protocol):
 
     def up(self, peer: PeerId) -> float:
         """The peer's uplink."""
-        ...
 
     def down(self, peer: PeerId) -> float:
         """The peer's downlink."""
-        ...
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
         """The delay one way."""
-        ...
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
         """The limit of the link between the two."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from decentral.comm.routes.execution import BACKWARD, FORWARD, StageExecution
 from decentral.comm.routes.pacing import NEWEST_WEIGHT
 from decentral.comm.routes.stage import StageConfig
-from decentral.core.jobs import FORWARD_PART, forward_part, share
+from decentral.core.fragments import FORWARD_PART, forward_part, share
 from decentral.core.units import Seconds
 
 

@@ -40,33 +40,20 @@ class Agenda:
     def at(self, when: Seconds, action: Action) -> Timer:
         """Lets the action happen at `when`, or now if that is over."""
         self._asked += 1
-        if when < self.now:
-            when = self.now
+        when = max(when, self.now)
         timer = Timer((when, self._asked, action))
         if when < self._horizon:
             heapq.heappush(self._near, timer)
             return timer
         number = int(when / NEAR_S)
-        bundle = self._later.get(number)
-        if bundle is None:
-            self._later[number] = [timer]
+        if number not in self._later:
+            self._later[number] = []
             heapq.heappush(self._order, number)
-        else:
-            bundle.append(timer)
+        self._later[number].append(timer)
         return timer
 
     def after(self, delay_s: Seconds, action: Action) -> Timer:
         return self.at(self.now + delay_s, action)
-
-    @property
-    def next_at(self) -> Seconds | None:
-        """The time of the next action; None if there is none."""
-        while self._more(float("inf")):
-            when, _, action = self._near[0]
-            if action is not None:
-                return float(when)
-            heapq.heappop(self._near)
-        return None
 
     def run(self, until: Seconds) -> None:
         """Lets all actions up to `until` happen; `until` is the time afterwards."""

@@ -38,15 +38,10 @@ class Machine(Protocol):
     @property
     def wake_at(self) -> Seconds | None:
         """When to send it Woke; None: only another event can move it."""
-        ...
 
     def handle(self, event: object, now: Seconds) -> list[Effect]: ...
 
 
 def earliest(times: Iterable[Seconds | None]) -> Seconds | None:
     """The least of the times that are not None; None if all are."""
-    first: Seconds | None = None
-    for time in times:
-        if time is not None and (first is None or time < first):
-            first = time
-    return first
+    return min((time for time in times if time is not None), default=None)

@@ -11,6 +11,7 @@ from decentral.comm.net.shared_links import SharedLinks, Transfer
 from decentral.core.agenda import Agenda
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
+from tests.core.next_action import next_at
 
 A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
 PEERS = (A, B, C)
@@ -186,8 +187,8 @@ def begun_at(transfers: list[Sent], begun: list[Transfer], transfer: Transfer) -
 def test_no_wire_ever_carries_more_than_it_can(transfers: list[Sent]) -> None:
     wires = Wires()
     put_down(wires, transfers, [])
-    while wires.agenda.next_at is not None:
-        wires.agenda.run(wires.agenda.next_at)
+    while (due := next_at(wires.agenda)) is not None:
+        wires.agenda.run(due)
         for peer in PEERS:
             assert sum(transfer.rate for transfer in wires.links.sending.get(peer, ())) <= 100 * (1 + 1e-9)
             assert sum(transfer.rate for transfer in wires.links.receiving.get(peer, ())) <= 200 * (1 + 1e-9)

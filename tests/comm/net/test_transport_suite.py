@@ -28,6 +28,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from tests.comm.net.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
 from tests.comm.net.virtual_transport import NoFaults, VirtualTransport
+from tests.core.next_action import next_at
 
 T = TypeVar("T")
 RUN = "gpt-3fa2c1"
@@ -152,8 +153,8 @@ class InVirtualTime:
         while True:
             for _ in range(TURNS):
                 await asyncio.sleep(0)
-            if self.agenda.next_at is not None:
-                self.agenda.run(self.agenda.next_at)
+            if (due := next_at(self.agenda)) is not None:
+                self.agenda.run(due)
 
     async def raw(self, use: Callable[[blobs.Reader, blobs.Writer], Awaitable[T]]) -> T:
         pytest.skip("envelopes travel here, not bytes; tests/comm/net/test_virtual_network.py has damage")
