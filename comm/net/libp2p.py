@@ -216,12 +216,8 @@ def _plain(found: Any) -> dict[str, bytes]:
     """The DHT's answer as bytes by subkey, without values of any other type."""
     if not isinstance(found, ValueWithExpiration) or not isinstance(found.value, Mapping):
         return {}
-    records = {}
-    for subkey, value in found.value.items():
-        plain = value.value if isinstance(value, ValueWithExpiration) else value
-        if isinstance(subkey, str) and isinstance(plain, bytes):
-            records[subkey] = plain
-    return records
+    values = {key: one.value if isinstance(one, ValueWithExpiration) else one for key, one in found.value.items()}
+    return {key: value for key, value in values.items() if isinstance(key, str) and isinstance(value, bytes)}
 
 
 def _last_line(error: BaseException) -> str:

@@ -56,7 +56,7 @@ class Records:
             if version is not None and version.expires > self.epoch + now:
                 found[subkey] = version.value
         if len(found) * 2 < len(held):
-            self._sweep(held)
+            self._keys[key] = {k: versions for k, versions in held.items() if versions[-1].expires > self.epoch + now}
         return found
 
     def _version(self, versions: list[Version], reader: PeerId, now: Seconds) -> Version | None:
@@ -71,11 +71,6 @@ class Records:
     def _heard(self, version: Version, reader: PeerId) -> bool:
         cut_off_at = self.faults.cut_off_at(version.writer, reader)
         return cut_off_at is None or version.stored < cut_off_at
-
-    def _sweep(self, held: dict[str, list[Version]]) -> None:
-        now = self.epoch + self.agenda.now
-        for subkey in [subkey for subkey, versions in held.items() if versions[-1].expires <= now]:
-            del held[subkey]
 
 
 class VirtualDirectory:

@@ -19,7 +19,7 @@ from decentral.comm.net.streams import MAX_STREAMS, STREAM_ANSWER_S, WRITE_S
 from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message, Refused
-from decentral.comm.wire.transport import Answer, AskError, BlobBound
+from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound
 from decentral.core.agenda import Agenda, TimeLimit, Timer
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -121,22 +121,11 @@ class Network:
 
     # A question
 
-    def ask(
-        self,
-        source: Port,
-        target: PeerId,
-        envelope: Envelope,
-        deadline_s: Seconds,
-        max_blob_bytes: int,
-        done: Callable[[Outcome], None],
-    ) -> None:
-        """Calls `done` once, with an Answer or an AskError, within `deadline_s` of virtual time.
-
-        The answer's blob may have at most `max_blob_bytes`.
-        """
-        question = Question(source, target, envelope, self.agenda.now, max_blob_bytes, done)
+    def ask(self, source: Port, ask: Ask, done: Callable[[Outcome], None]) -> None:
+        """Calls `done` once, with an Answer or an AskError, within `ask.deadline_s` of virtual time."""
+        question = Question(source, ask.to, ask.envelope, self.agenda.now, ask.max_blob_bytes, done)
         source.asked[question] = None
-        question.timers.append(self.agenda.after(deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
+        question.timers.append(self.agenda.after(ask.deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
         self._connect(question, CONNECT_RETRY_S)
 
     def _connect(self, question: Question, again_s: Seconds) -> None:

@@ -111,11 +111,8 @@ def _signed(key: str, peer: PeerId, body: bytes, expires: float) -> bytes:
 
 def _create(path: Path) -> None:
     key = rsa.generate_private_key(public_exponent=65537, key_size=KEY_BITS)
-    der = key.private_bytes(
-        serialization.Encoding.DER,
-        serialization.PrivateFormat.TraditionalOpenSSL,
-        serialization.NoEncryption(),
-    )
+    encoding, form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL
+    der = key.private_bytes(encoding, form, serialization.NoEncryption())
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -95,7 +95,6 @@ class AskFailed:
     peer: PeerId
     reason: str
     seconds: Seconds
-    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Machines: `handle(event, now) -> list[Effect]`, plus `wake_at`.
 
 A machine holds no socket, thread, tensor or clock. Whatever must happen outside is an effect that it returns, and the
-outcome arrives later as an event. So the same code runs over libp2p, in memory, and in virtual time. `wake_at` is the
-time at which a machine wants to be sent Woke; None where only another event can move it.
+outcome arrives later as an event. So the same code runs over libp2p, in memory, and in virtual time.
 """
 
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ class Log:
 
 
 def log(event: str, **fields: Any) -> Log:
+    """The effect that writes this event and its fields to the journal."""
     return Log(event, fields)
 
 
