@@ -16,7 +16,7 @@ from decentral.core.units import Seconds
 
 
 class Geography(Protocol):
-    """A peer's uplink and downlink and the limit of the link between two, in bytes per second; and the delay one way."""
+    """A peer's uplink and downlink and the limit of a pair's link, in bytes per second; and the delay one way."""
 
     def up(self, peer: PeerId) -> float: ...
 
