@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from decentral import audit
-from decentral.comm.net.loopback import Loopback, LoopbackDirectory
 from decentral.comm.routes import stage
 from decentral.comm.wire import compress
 from decentral.comm.wire.identity import Identity
@@ -42,6 +41,7 @@ from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.train import data, memory
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.measure import choose
+from tests.comm.net.loopback import Loopback, LoopbackDirectory
 
 PEERS, EVERY_S = 6, 10.0
 UNDER_WAY = 16  # micro-batches that fit beside half of the model

@@ -22,33 +22,15 @@ T = TypeVar("T")
 class NetworkFaultModel(Protocol):
     def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
         """Since when packets from source to target do not arrive; None: they do."""
-        ...
 
     def delay_s(self, source: PeerId, target: PeerId, delay_s: Seconds) -> Seconds:
         """The delay of this message with jitter and retransmissions; infinite: the stream is reset."""
-        ...
 
     def damage(self, source: PeerId, target: PeerId, wire: Callable[[], bytes]) -> bytes | None:
         """The bytes that arrive instead of `wire()`; None: the message is unharmed."""
-        ...
 
     def copies(self, source: PeerId, target: PeerId) -> int:
         """How often a question arrives."""
-        ...
-
-
-class NoFaults:
-    def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
-        return None
-
-    def delay_s(self, source: PeerId, target: PeerId, delay_s: Seconds) -> Seconds:
-        return delay_s
-
-    def damage(self, source: PeerId, target: PeerId, wire: Callable[[], bytes]) -> bytes | None:
-        return None
-
-    def copies(self, source: PeerId, target: PeerId) -> int:
-        return 1
 
 
 def written(envelope: Envelope) -> bytes:

@@ -30,7 +30,7 @@ from decentral.comm.net.streams import Server, ask_on
 from decentral.comm.wire import identity
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
-from decentral.core.errors import ProtocolError, UserError
+from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -187,18 +187,13 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def validate(self, record: DHTRecord) -> bool:
         key = self._keys.get(record.key)
-        if key is None:
-            return False
         try:
             peer = MSGPackSerializer.loads(record.subkey)
             value = DHTProtocol.serializer.loads(record.value)
-        except Exception:  # another peer's bytes may raise anything
-            return False
-        if not isinstance(peer, str) or not isinstance(value, bytes):
-            return False
-        try:
+            if key is None or not isinstance(peer, str) or not isinstance(value, bytes):
+                return False
             _, expires = identity.open_sealed(key, PeerId(peer), value, time.time())
-        except ProtocolError:
+        except Exception:  # another peer's bytes may raise anything
             return False
         return bool(expires == record.expiration_time)
 
@@ -221,12 +216,8 @@ def _plain(found: Any) -> dict[str, bytes]:
     """The DHT's answer as bytes by subkey, without values of any other type."""
     if not isinstance(found, ValueWithExpiration) or not isinstance(found.value, Mapping):
         return {}
-    records = {}
-    for subkey, value in found.value.items():
-        plain = value.value if isinstance(value, ValueWithExpiration) else value
-        if isinstance(subkey, str) and isinstance(plain, bytes):
-            records[subkey] = plain
-    return records
+    values = {key: one.value if isinstance(one, ValueWithExpiration) else one for key, one in found.value.items()}
+    return {key: value for key, value in values.items() if isinstance(key, str) and isinstance(value, bytes)}
 
 
 def _last_line(error: BaseException) -> str:

@@ -16,23 +16,15 @@ from decentral.core.units import Seconds
 
 
 class Geography(Protocol):
-    """Bandwidths in bytes per second, and delays."""
+    """A peer's uplink and downlink and the limit of a pair's link, in bytes per second; and the delay one way."""
 
-    def up(self, peer: PeerId) -> float:
-        """The peer's uplink."""
-        ...
+    def up(self, peer: PeerId) -> float: ...
 
-    def down(self, peer: PeerId) -> float:
-        """The peer's downlink."""
-        ...
+    def down(self, peer: PeerId) -> float: ...
 
-    def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
-        """The delay one way."""
-        ...
+    def delay_s(self, source: PeerId, target: PeerId) -> Seconds: ...
 
-    def bandwidth(self, source: PeerId, target: PeerId) -> float:
-        """The limit of the link between the two."""
-        ...
+    def bandwidth(self, source: PeerId, target: PeerId) -> float: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -70,13 +62,8 @@ class SharedLinks:
             transfer.timer.cancel()
         self._share(transfer.source, transfer.target)
 
-    def changed(self, peer: PeerId) -> None:
-        """The geography of this peer's links has changed."""
-        self._share(peer, peer)
-
     def _share(self, source: PeerId, target: PeerId) -> None:
-        touched = {**self.sending.get(source, {}), **self.receiving.get(target, {})}
-        for transfer in touched:
+        for transfer in {**self.sending.get(source, {}), **self.receiving.get(target, {})}:
             self._set_rate(transfer)
 
     def _set_rate(self, transfer: Transfer) -> None:

@@ -1,6 +1,6 @@
 """One question and its answer on a pair of streams, with a deadline on every read and write.
 
-The drivers that have streams (libp2p, loopback) share it, so both refuse the same input.
+libp2p and the in-memory transport of the tests share it, so both refuse the same input.
 """
 
 import asyncio

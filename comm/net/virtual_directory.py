@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from decentral.comm.net.fault_model import NetworkFaultModel, NoFaults
+from decentral.comm.net.fault_model import NetworkFaultModel
 from decentral.core.agenda import Agenda
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
@@ -32,7 +32,7 @@ class Records:
 
     agenda: Agenda
     chance: Random
-    faults: NetworkFaultModel = field(default_factory=NoFaults)
+    faults: NetworkFaultModel
     late_s: Seconds = 0.0  # mean time until readers find a record
     stale: float = 0.0  # the probability that a reader gets the version before
     epoch: Seconds = 0.0  # unix time of the agenda's zero: records expire by the wall clock
@@ -56,7 +56,7 @@ class Records:
             if version is not None and version.expires > self.epoch + now:
                 found[subkey] = version.value
         if len(found) * 2 < len(held):
-            self._sweep(held)
+            self._keys[key] = {k: versions for k, versions in held.items() if versions[-1].expires > self.epoch + now}
         return found
 
     def _version(self, versions: list[Version], reader: PeerId, now: Seconds) -> Version | None:
@@ -71,11 +71,6 @@ class Records:
     def _heard(self, version: Version, reader: PeerId) -> bool:
         cut_off_at = self.faults.cut_off_at(version.writer, reader)
         return cut_off_at is None or version.stored < cut_off_at
-
-    def _sweep(self, held: dict[str, list[Version]]) -> None:
-        now = self.epoch + self.agenda.now
-        for subkey in [subkey for subkey, versions in held.items() if versions[-1].expires <= now]:
-            del held[subkey]
 
 
 class VirtualDirectory:

@@ -13,15 +13,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.comm.net.fault_model import NetworkFaultModel, NoFaults, read, written
+from decentral.comm.net.fault_model import NetworkFaultModel, read, written
 from decentral.comm.net.shared_links import Geography, SharedLinks, Transfer
 from decentral.comm.net.streams import MAX_STREAMS, STREAM_ANSWER_S, WRITE_S
-from decentral.comm.net.time_limits import TimeLimit
 from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message, Refused
-from decentral.comm.wire.transport import Answer, AskError, BlobBound
-from decentral.core.agenda import Agenda, Timer
+from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound
+from decentral.core.agenda import Agenda, TimeLimit, Timer
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
@@ -32,7 +31,6 @@ CONNECT_RETRY_S = 0.3  # after a lost packet, doubled each time
 Outcome = Answer | AskError
 Respond = Callable[[Envelope | None], None]
 """It takes the answer; None: there will be none, and the stream ends."""
-
 
 Serve = Callable[[PeerId, Envelope, Respond], None]
 """It takes the sender, its question, and the function that takes the answer, once."""
@@ -74,10 +72,6 @@ class Serving:
     port: Port
     question: Question | None
 
-    @property
-    def done(self) -> bool:
-        return self.question is None
-
     def respond(self, answer: Envelope | None) -> None:
         """The first answer counts; later ones are ignored."""
         question, self.question = self.question, None
@@ -91,39 +85,18 @@ class Serving:
 
     def late(self) -> None:
         question, self.question = self.question, None
-        if question is not None and question in self.port.open:
-            self.port.refused[Reason.DEADLINE] += 1
-            self.network.cut(question, self.port.peer)
-
-
-@dataclass(slots=True)
-class Writing:
-    """An answer on its way."""
-
-    network: "Network"
-    port: Port
-    question: Question
-
-    @property
-    def done(self) -> bool:
-        return self.question not in self.port.open
-
-    def late(self) -> None:
-        if not self.done:
-            self.port.refused[Reason.DEADLINE] += 1
-            self.network.cut(self.question, self.port.peer)
+        if question is not None:
+            self.network.late(question, self.port)
 
 
 class Network:
     """All ports, and what travels between them. `faults` decides what happens to a message on its way."""
 
-    def __init__(self, agenda: Agenda, geography: Geography, faults: NetworkFaultModel | None = None) -> None:
-        self.agenda, self.geography = agenda, geography
-        self.faults: NetworkFaultModel = faults or NoFaults()
+    def __init__(self, agenda: Agenda, geography: Geography, faults: NetworkFaultModel) -> None:
+        self.agenda, self.geography, self.faults = agenda, geography, faults
         self.links = SharedLinks(agenda, geography)
         self.ports: dict[PeerId, Port] = {}
-        self.write_s: Seconds | None = WRITE_S
-        self._answers, self._writes = TimeLimit(agenda, STREAM_ANSWER_S), TimeLimit(agenda, WRITE_S or 0.0)
+        self._answers, self._writes = TimeLimit(agenda, STREAM_ANSWER_S), TimeLimit(agenda, WRITE_S)
         self._header_bytes: dict[type[Message], int] = {}
 
     def plug(self, peer: PeerId) -> Port:
@@ -148,22 +121,11 @@ class Network:
 
     # A question
 
-    def ask(
-        self,
-        source: Port,
-        target: PeerId,
-        envelope: Envelope,
-        deadline_s: Seconds,
-        max_blob_bytes: int,
-        done: Callable[[Outcome], None],
-    ) -> None:
-        """Calls `done` once, with an Answer or an AskError, within `deadline_s` of virtual time.
-
-        The answer's blob may have at most `max_blob_bytes`.
-        """
-        question = Question(source, target, envelope, self.agenda.now, max_blob_bytes, done)
+    def ask(self, source: Port, ask: Ask, done: Callable[[Outcome], None]) -> None:
+        """Calls `done` once, with an Answer or an AskError, within `ask.deadline_s` of virtual time."""
+        question = Question(source, ask.to, ask.envelope, self.agenda.now, ask.max_blob_bytes, done)
         source.asked[question] = None
-        question.timers.append(self.agenda.after(deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
+        question.timers.append(self.agenda.after(ask.deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
         self._connect(question, CONNECT_RETRY_S)
 
     def _connect(self, question: Question, again_s: Seconds) -> None:
@@ -178,7 +140,7 @@ class Network:
         else:
             question.sent_bytes = self._size(question.envelope)
             for _ in range(self.faults.copies(source, target)):
-                self._travel(question, source, target, question.envelope, self._arrive)
+                self._travel(question, question.envelope)
 
     def _arrive(self, question: Question, envelope: Envelope | ProtocolError) -> None:
         """The question has crossed the wire."""
@@ -208,7 +170,7 @@ class Network:
             serving.respond(Envelope(Refused(error.reason, str(error)[:200])))
             return
         assert port.serve is not None, "nobody serves here"
-        self._answers.watch(serving)
+        self._answers.watch(lambda: serving.question is None, serving.late)
         port.serve(question.source.peer, envelope, serving.respond)
 
     def answer(self, question: Question, port: Port, answer: Envelope) -> None:
@@ -219,16 +181,14 @@ class Network:
             self._close(question, port)  # one of the two is gone
             return
         question.writing = self.agenda.now
-        if self.write_s is not None:
-            self._writes.watch(Writing(self, port, question))
+        self._writes.watch(lambda: question not in port.open, lambda: self.late(question, port))
         self._write(question, port, answer, CONNECT_RETRY_S)
 
     def _write(self, question: Question, port: Port, answer: Envelope, again_s: Seconds) -> None:
-        asker = question.source.peer
         if question not in port.open:
             return
-        if self._reaches(port.peer, asker):
-            self._travel(question, port.peer, asker, answer, self._answered)
+        if self._reaches(port.peer, question.source.peer):
+            self._travel(question, answer, back=True)
         else:
             self.agenda.after(again_s, lambda: self._write(question, port, answer, 2 * again_s))
 
@@ -263,6 +223,12 @@ class Network:
     def _fail_later(self, question: Question, reason: str, delay_s: Seconds) -> None:
         question.timers.append(self.agenda.after(delay_s, lambda: self._fail(question, reason)))
 
+    def late(self, question: Question, port: Port) -> None:
+        """Ends a stream on which the port has worked for too long."""
+        if question in port.open:
+            port.refused[Reason.DEADLINE] += 1
+            self.cut(question, port.peer)
+
     def cut(self, question: Question, at: PeerId) -> None:
         """Ends the stream at the target; the asker hears of it if packets still pass."""
         port = self.ports.get(at)
@@ -296,29 +262,24 @@ class Network:
     def _reaches(self, source: PeerId, target: PeerId) -> bool:
         return self.faults.cut_off_at(source, target) is None
 
-    def _travel(
-        self,
-        question: Question,
-        source: PeerId,
-        target: PeerId,
-        envelope: Envelope,
-        arrived: Callable[[Question, Envelope | ProtocolError], None],
-    ) -> None:
+    def _travel(self, question: Question, envelope: Envelope, back: bool = False) -> None:
+        """Sends the question to its target, or the answer `back` to the asker."""
+        source, target = question.source.peer, question.target
+        if back:
+            source, target = target, source
         delay_s = self.faults.delay_s(source, target, self.geography.delay_s(source, target))
         if delay_s == float("inf"):
             self._fail_later(question, Reason.CUT, 2 * self.geography.delay_s(source, target))
             return
+        arriving: Envelope | ProtocolError = envelope
         wire = self.faults.damage(source, target, lambda: written(envelope))
         if wire is not None:
-            bound = question.max_blob_bytes if target == question.source.peer else None
             port = self.ports.get(target)
-            limit = (lambda _: bound) if bound is not None else port.bound if port else (lambda _: 0)
-            arriving = read(wire, limit)
-        else:
-            arriving = envelope
+            arriving = read(wire, port.bound if port and not back else lambda _: question.max_blob_bytes if back else 0)
 
         def landed() -> None:
             question.transfer = None
+            arrived = self._answered if back else self._arrive
             self.agenda.after(delay_s, lambda: arrived(question, arriving))
 
         size = self._size(envelope)

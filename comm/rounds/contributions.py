@@ -33,7 +33,6 @@ class ContributionRecord:
     waiting: bool = False  # weights change between rounds only, so nothing keeps forward passes back
     sealing: bool = False
     micro_batches_per_step: int = 1
-    counted: int = 0
     entries: dict[int, GradientEntry] = field(default_factory=dict)  # by token
     ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # the later hops of our own complete micro-batches
 

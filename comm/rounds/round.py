@@ -238,7 +238,6 @@ class Rounds:
 
     def _next(self, round: Round, refused: Sequence[tuple[int, PeerId, str]], now: Seconds) -> list[Effect]:
         round.enter(RoundPhase.OVER)
-        self._record.counted += len(round.executions) if round.sums else 0
         effects, number = round.journal(refused), round.number + 1
         members = next_members(round.reports)
         if members:

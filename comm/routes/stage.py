@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from decentral.comm.routes.execution import BACKWARD, FORWARD, StageExecution
 from decentral.comm.routes.pacing import NEWEST_WEIGHT
 from decentral.comm.wire.messages import ForwardRequest
+from decentral.core.fragments import FORWARD_PART, Fragment, Layout, forward_part, share
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import FORWARD_PART, MOST_UNDER_WAY, Fragment, Layout, forward_part, share
+from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.units import Seconds
 
 

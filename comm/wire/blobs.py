@@ -69,4 +69,5 @@ async def read(reader: Reader, max_blob_bytes: BlobBound) -> tuple[Envelope, int
 
 
 def digest(data: bytes | memoryview) -> bytes:
+    """The DIGEST_BYTES bytes of blake2b that announce a chunk, a snapshot or a state."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

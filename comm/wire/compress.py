@@ -55,14 +55,33 @@ def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
     return values
 
 
-def _pack_blocks(values: Tensor, block: int, levels: int) -> tuple[Tensor, Tensor]:
-    """int8 levels [n] and bf16 scales [blocks], both on the CPU."""
-    n = values.numel()
-    padded = torch.nn.functional.pad(values, (0, -n % block)).view(-1, block)
-    scales = _bf16_up(padded.abs().amax(dim=1) / levels)
-    divisor = scales.float().masked_fill(scales == 0, 1.0)
-    whole = (padded / divisor[:, None]).round_().clamp_(-levels, levels).to(torch.int8)
-    return whole.view(-1)[:n].cpu(), scales.cpu()
+def _blockwise(
+    name: str, bits: int, block: int, fold: Callable[[Tensor], Tensor], unfold: Callable[[Tensor], Tensor]
+) -> Codec:
+    """Levels of so many bits, and a bf16 scale for each block. `fold` takes int8 levels [n] to bytes, `unfold` back."""
+    highest = 2 ** (bits - 1) - 1
+
+    def scale_bytes(n: int) -> int:
+        return 2 * math.ceil(n / block)
+
+    def blocks(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block)
+
+    def pack(values: Tensor) -> bytes:
+        padded = blocks(values)
+        scales = _bf16_up(padded.abs().amax(dim=1) / highest)
+        divisor = scales.float().masked_fill(scales == 0, 1.0)
+        levels = (padded / divisor[:, None]).round_().clamp_(-highest, highest).to(torch.int8)
+        return _bytes(scales.cpu()) + _bytes(fold(levels.view(-1)[: values.numel()].cpu()))
+
+    def unpack(blob: bytes, n: int) -> Tensor:
+        cut = scale_bytes(n)
+        scales, levels = _tensor(blob[:cut], torch.bfloat16), unfold(_tensor(blob[cut:], torch.uint8))[:n]
+        if n and (int(levels.min()) < -highest or bool((scales.isfinite() & (scales < 0)).any())):
+            raise ProtocolError(Reason.LEVELS, f"outside -{highest}..{highest}, or a negative scale")
+        return (blocks(levels.float()) * scales.float()[:, None]).view(-1)[:n]
+
+    return Codec(name, lambda n: scale_bytes(n) + math.ceil(n * bits / 8), pack, unpack)
 
 
 def _bf16_up(values: Tensor) -> Tensor:
@@ -72,12 +91,20 @@ def _bf16_up(values: Tensor) -> Tensor:
     return torch.where(low, (rounded.view(torch.int16) + 1).view(torch.bfloat16), rounded)
 
 
-def _unpack_blocks(levels: Tensor, scales: Tensor, block: int, highest: int) -> Tensor:
-    n = levels.numel()
-    if n and (int(levels.min()) < -highest or bool((scales.isfinite() & (scales < 0)).any())):
-        raise ProtocolError(Reason.LEVELS, f"outside -{highest}..{highest}, or a negative scale")
-    padded = torch.nn.functional.pad(levels.float(), (0, -n % block)).view(-1, block)
-    return (padded * scales.float()[:, None]).view(-1)[:n]
+def _fold_pairs(levels: Tensor) -> Tensor:
+    nibbles = torch.nn.functional.pad(levels + 8, (0, levels.numel() % 2), value=8).view(-1, 2).to(torch.uint8)
+    return nibbles[:, 0] | (nibbles[:, 1] << 4)
+
+
+def _unfold_pairs(pairs: Tensor) -> Tensor:
+    return torch.stack((pairs & 15, pairs >> 4), dim=1).view(-1).to(torch.int8) - 8
+
+
+def _floats(name: str, dtype: torch.dtype) -> Codec:
+    def pack(values: Tensor) -> bytes:
+        return _bytes(values.cpu().to(dtype))
+
+    return Codec(name, lambda n: dtype.itemsize * n, pack, lambda blob, n: _tensor(blob, dtype).float())
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -88,49 +115,12 @@ def _tensor(blob: bytes, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(blob), dtype=dtype) if blob else torch.empty(0, dtype=dtype)
 
 
-def _blocks(n: int, block: int) -> int:
-    return math.ceil(n / block)
-
-
-def _pack_q4(values: Tensor) -> bytes:
-    levels, scales = _pack_blocks(values, 128, 7)
-    nibbles = torch.nn.functional.pad(levels + 8, (0, levels.numel() % 2), value=8).view(-1, 2).to(torch.uint8)
-    return _bytes(scales) + _bytes(nibbles[:, 0] | (nibbles[:, 1] << 4))
-
-
-def _unpack_q4(blob: bytes, n: int) -> Tensor:
-    cut = 2 * _blocks(n, 128)
-    pairs = _tensor(blob[cut:], torch.uint8)
-    levels = torch.stack((pairs & 15, pairs >> 4), dim=1).view(-1)[:n].to(torch.int8) - 8
-    return _unpack_blocks(levels, _tensor(blob[:cut], torch.bfloat16), 128, 7)
-
-
-def _pack_int8(values: Tensor) -> bytes:
-    levels, scales = _pack_blocks(values, 256, 127)
-    return _bytes(scales) + _bytes(levels)
-
-
-def _unpack_int8(blob: bytes, n: int) -> Tensor:
-    cut = 2 * _blocks(n, 256)
-    return _unpack_blocks(_tensor(blob[cut:], torch.int8), _tensor(blob[:cut], torch.bfloat16), 256, 127)
-
-
 CODECS = {
     codec.name: codec
     for codec in (
-        Codec("q4", lambda n: math.ceil(n / 2) + 2 * _blocks(n, 128), _pack_q4, _unpack_q4),
-        Codec("int8", lambda n: n + 2 * _blocks(n, 256), _pack_int8, _unpack_int8),
-        Codec(
-            "bf16",
-            lambda n: 2 * n,
-            lambda values: _bytes(values.cpu().to(torch.bfloat16)),
-            lambda blob, n: _tensor(blob, torch.bfloat16).float(),
-        ),
-        Codec(
-            "fp32",
-            lambda n: 4 * n,
-            lambda values: _bytes(values.cpu().float()),
-            lambda blob, n: _tensor(blob, torch.float32).clone(),
-        ),
+        _blockwise("q4", 4, 128, _fold_pairs, _unfold_pairs),
+        _blockwise("int8", 8, 256, lambda levels: levels, lambda levels: levels.view(torch.int8)),
+        _floats("bf16", torch.bfloat16),
+        _floats("fp32", torch.float32),
     )
 }

@@ -36,11 +36,9 @@ class Signer(Protocol):
 
     def seal(self, key: str, body: bytes, expires: float) -> bytes:
         """A record for the DHT with `body`; others can check that it is ours. It expires at that unix time."""
-        ...
 
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
         """The body and the expiry of a record that `peer` has sealed for `key`. Raises ProtocolError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +111,8 @@ def _signed(key: str, peer: PeerId, body: bytes, expires: float) -> bytes:
 
 def _create(path: Path) -> None:
     key = rsa.generate_private_key(public_exponent=65537, key_size=KEY_BITS)
-    der = key.private_bytes(
-        serialization.Encoding.DER,
-        serialization.PrivateFormat.TraditionalOpenSSL,
-        serialization.NoEncryption(),
-    )
+    encoding, form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL
+    der = key.private_bytes(encoding, form, serialization.NoEncryption())
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -136,16 +131,11 @@ def _strip(protobuf: bytes) -> bytes:
     """The DER key inside libp2p's PrivateKey message."""
     if not protobuf.startswith(_RSA):
         raise ProtocolError(Reason.IDENTITY, "not an RSA key in libp2p's format")
-    size, shift, index = 0, 0, len(_RSA)
-    while index < len(protobuf):
-        byte = protobuf[index]
-        size |= (byte & 0x7F) << shift
-        shift, index = shift + 7, index + 1
-        if byte < 0x80:
-            break
-    if len(protobuf) != index + size:
-        raise ProtocolError(Reason.IDENTITY, "the key is cut")
-    return protobuf[index:]
+    body = protobuf.removeprefix(_RSA)
+    for digits in range(1, min(4, len(body)) + 1):  # of the length, which stands before the key
+        if body[:digits] == _varint(len(body) - digits):
+            return body[digits:]
+    raise ProtocolError(Reason.IDENTITY, "the key is cut")
 
 
 def _varint(number: int) -> bytes:

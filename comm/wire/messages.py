@@ -368,32 +368,9 @@ class Refused:
     detail: Annotated[str, Strict(), Field(max_length=200)] = ""
 
 
-Message = (
-    Hello
-    | Welcome
-    | Ping
-    | Pong
-    | Probe
-    | Probed
-    | Pull
-    | Snapshot
-    | Swap
-    | SwapCommit
-    | Push
-    | Done
-    | StateRequest
-    | StateChunk
-    | Offer
-    | Load
-    | ForwardRequest
-    | BackwardResponse
-    | ForwardStatusQuery
-    | CommitDecision
-    | CommitQuery
-    | LeaseRequest
-    | RoundQuery
-    | RoundStatus
-    | CollectRequest
-    | RoundReport
-    | Refused
-)
+LinkMessage = Hello | Welcome | Ping | Pong | Probe | Probed
+GossipMessage = Pull | Snapshot | Swap | SwapCommit | Push
+StateMessage = StateRequest | StateChunk | LeaseRequest
+RouteMessage = Offer | Load | ForwardRequest | BackwardResponse | ForwardStatusQuery | CommitDecision | CommitQuery
+RoundMessage = RoundQuery | RoundStatus | CollectRequest | RoundReport
+Message = LinkMessage | GossipMessage | StateMessage | RouteMessage | RoundMessage | Done | Refused

@@ -56,8 +56,7 @@ class Meter:
 
     def bandwidth(self, peer: PeerId) -> float | None:
         """Bytes/s towards us; None if nothing was measured."""
-        link = self.links.get(peer)
-        return None if link is None else link.down
+        return self.links.get(peer, Link()).down
 
     def typical_down(self) -> float | None:
         """The median over all peers, in bytes/s."""

@@ -1,8 +1,8 @@
 """The border between machines and networks.
 
 Machines emit Ask, Reply, Announce and Lookup; a host carries them out on a Transport and a Directory and brings
-back Asked, Answered, AskFailed and Found. comm/net/libp2p.py and comm/net/loopback.py implement both protocols, and
-one suite of tests holds them to the same behaviour.
+back Asked, Answered, AskFailed and Found. comm/net/libp2p.py and tests/comm/net/loopback.py implement both protocols,
+and one suite of tests holds them to the same behaviour.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -95,7 +95,6 @@ class AskFailed:
     peer: PeerId
     reason: str
     seconds: Seconds
-    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +136,9 @@ class Transport(Protocol):
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         """Asks and returns the answer, with at most `max_blob_bytes` of blob. Raises AskError within `deadline_s`."""
-        ...
 
     async def serve(self, handler: Handler, bound: BlobBound) -> None:
         """Answers questions from now on. One that breaks the format is counted in `refused` and goes no further."""
-        ...
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Remembers the addresses at which a peer says that it listens."""
@@ -149,7 +146,6 @@ class Transport(Protocol):
     @property
     def refused(self) -> Mapping[str, int]:
         """How many questions were refused, by reason."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -159,8 +155,6 @@ class Directory(Protocol):
 
     async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
         """Whether it was stored. A record is replaced only by one that expires later."""
-        ...
 
     async def fetch(self, key: str) -> Mapping[str, bytes]:
         """The values by subkey that have not expired; none if the DHT does not answer."""
-        ...

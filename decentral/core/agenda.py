@@ -1,6 +1,7 @@
 """Virtual time: a queue of timed actions. Actions of equal times happen in the order in which they were asked for."""
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,33 +40,20 @@ class Agenda:
     def at(self, when: Seconds, action: Action) -> Timer:
         """Lets the action happen at `when`, or now if that is over."""
         self._asked += 1
-        if when < self.now:
-            when = self.now
+        when = max(when, self.now)
         timer = Timer((when, self._asked, action))
         if when < self._horizon:
             heapq.heappush(self._near, timer)
             return timer
         number = int(when / NEAR_S)
-        bundle = self._later.get(number)
-        if bundle is None:
-            self._later[number] = [timer]
+        if number not in self._later:
+            self._later[number] = []
             heapq.heappush(self._order, number)
-        else:
-            bundle.append(timer)
+        self._later[number].append(timer)
         return timer
 
     def after(self, delay_s: Seconds, action: Action) -> Timer:
         return self.at(self.now + delay_s, action)
-
-    @property
-    def next_at(self) -> Seconds | None:
-        """The time of the next action; None if there is none."""
-        while self._more(float("inf")):
-            when, _, action = self._near[0]
-            if action is not None:
-                return float(when)
-            heapq.heappop(self._near)
-        return None
 
     def run(self, until: Seconds) -> None:
         """Lets all actions up to `until` happen; `until` is the time afterwards."""
@@ -89,3 +77,35 @@ class Agenda:
             heapq.heapify(self._near)
             self._horizon = (number + 1) * NEAR_S
         return bool(self._near)
+
+
+@dataclass(slots=True)
+class TimeLimit:
+    """A time limit that many things have, with one timer for the oldest of them instead of one for each."""
+
+    agenda: Agenda
+    lasts_s: Seconds
+    _due: deque[tuple[Seconds, Callable[[], bool], Action]] = field(default_factory=deque)
+    _armed: bool = False
+
+    def watch(self, done: Callable[[], bool], late: Action) -> None:
+        """Calls `late` after `lasts_s` unless `done()` by then."""
+        self._due.append((self.agenda.now + self.lasts_s, done, late))
+        self._arm()
+
+    def _look(self) -> None:
+        self._armed = False
+        while (due := self._first()) is not None and due <= self.agenda.now:
+            self._due.popleft()[2]()
+        self._arm()
+
+    def _first(self) -> Seconds | None:
+        while self._due and self._due[0][1]():
+            self._due.popleft()
+        return self._due[0][0] if self._due else None
+
+    def _arm(self) -> None:
+        due = self._first()
+        if due is not None and not self._armed:
+            self._armed = True
+            self.agenda.at(due, self._look)

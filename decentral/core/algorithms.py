@@ -32,15 +32,12 @@ class GossipView(Protocol):
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """The peers to exchange with in this window."""
-        ...
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long a transfer of `size` bytes from that peer may take."""
-        ...
 
     def period_s(self, size: int) -> Seconds:
         """Seconds between two windows of a fragment whose snapshots have `size` bytes."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +119,9 @@ class Algorithm:
     aligned: bool = True  # windows end at the same instants on all peers; else each peer draws its own phase
 
 
-def names() -> tuple[str, ...]:
-    return tuple(MODULES)
-
-
 @cache
 def algorithm(name: str) -> Algorithm:
-    """The record of that name, which must be one of `names()`."""
+    """The record of that name, which must be one of MODULES."""
     found: Algorithm = import_module(MODULES[name]).ALGORITHM
     assert found.name == name, f"{MODULES[name]} says that it is {found.name}"
     return found

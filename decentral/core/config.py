@@ -32,7 +32,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 def _algorithm_name(value: object) -> object:
     """Says of an unknown name what pydantic says of a value that is none of a Literal's."""
-    names = algorithms.names()
+    names = tuple(algorithms.MODULES)
     if value not in names:
         expected = ", ".join(map(repr, names[:-1])) + f" or {names[-1]!r}"
         raise PydanticKnownError("literal_error", {"expected": expected})
@@ -210,11 +210,7 @@ class Config(Strict):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=True)
 
     def digest(self) -> str:
-        return digest_of(self.canonical())
-
-
-def digest_of(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(self.canonical().encode(), digest_size=16).hexdigest()
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -222,8 +218,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
 
     `path` may also be the name of a shipped config, such as `default`. Raises UserError.
     """
-    text = _read(path)
-    tree = _parse(text, str(path or "default"))
+    tree = _parse(_read(path), str(path or "default"))
     for override in overrides:
         _set(tree, override)
     return _validate(tree)
@@ -298,7 +293,8 @@ def _validate(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError("config: " + _one_line(_explain(error))) from None
+        printable = (char if char.isprintable() else "?" for char in _explain(error))  # another peer may have sent it
+        raise UserError("config: " + "".join(printable)[:300]) from None
 
 
 def _explain(error: ValidationError) -> str:
@@ -311,11 +307,6 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "value_error":
         return f"{key}: {expected}" if key else expected
     return f"{key} must be {expected.removeprefix('a ').removeprefix('valid ')}; it is {_SHORT.repr(first['input'])}"
-
-
-def _one_line(text: str) -> str:
-    """Anything may be written in another peer's config; what we print of it is one short line."""
-    return "".join(char if char.isprintable() else "?" for char in text)[:300]
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:

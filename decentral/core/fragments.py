@@ -26,7 +26,7 @@ def share(cuts: Sequence[Fragment], first: int, last: int) -> float:
 
 
 def forward_part(last: int, layers: int) -> float:
-    """Which part of a micro-batch's computing in layers up to `last` is done in its forward execution.
+    """Which part of a micro-batch's computing in layers up to `last` is done in its forward pass.
 
     At the model's end it is all of it, since the backward pass follows at once.
     """

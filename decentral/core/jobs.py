@@ -11,11 +11,9 @@ from typing import Annotated
 
 from pydantic import Field, Strict
 
-from decentral.core.fragments import FORWARD_PART as FORWARD_PART
 from decentral.core.fragments import Fragment as Fragment
 from decentral.core.fragments import Layout as Layout
 from decentral.core.fragments import Section as Section
-from decentral.core.fragments import forward_part as forward_part
 from decentral.core.fragments import share as share
 from decentral.core.ids import PeerId
 
@@ -425,24 +423,8 @@ class RoundClosed:
     sums: tuple[WindowClosed, ...]
 
 
-Outcome = (
-    SpanChanged
-    | RetainedExported
-    | ForwardDone
-    | BackwardDone
-    | ExecutionFailed
-    | Sealed
-    | Forgotten
-    | RoundClosed
-    | Stepped
-    | WindowClosed
-    | Merged
-    | Absorbed
-    | StateExported
-    | StateImported
-    | ClockSet
-    | Started
-    | Evaluated
-    | Saved
-    | JobFailed
-)
+StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Forgotten | Stepped
+GossipOutcome = WindowClosed | Merged | Absorbed | StateExported
+SpanOutcome = SpanChanged | RetainedExported
+StateOutcome = StateImported | ClockSet | Evaluated | Saved | Started
+Outcome = StageOutcome | GossipOutcome | SpanOutcome | RoundClosed | StateOutcome | JobFailed

@@ -1,8 +1,7 @@
 """Machines: `handle(event, now) -> list[Effect]`, plus `wake_at`.
 
 A machine holds no socket, thread, tensor or clock. Whatever must happen outside is an effect that it returns, and the
-outcome arrives later as an event. So the same code runs over libp2p, in memory, and in virtual time. `wake_at` is the
-time at which a machine wants to be sent Woke; None where only another event can move it.
+outcome arrives later as an event. So the same code runs over libp2p, in memory, and in virtual time.
 """
 
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ class Log:
 
 
 def log(event: str, **fields: Any) -> Log:
+    """The effect that writes this event and its fields to the journal."""
     return Log(event, fields)
 
 
@@ -38,15 +38,10 @@ class Machine(Protocol):
     @property
     def wake_at(self) -> Seconds | None:
         """When to send it Woke; None: only another event can move it."""
-        ...
 
     def handle(self, event: object, now: Seconds) -> list[Effect]: ...
 
 
 def earliest(times: Iterable[Seconds | None]) -> Seconds | None:
     """The least of the times that are not None; None if all are."""
-    first: Seconds | None = None
-    for time in times:
-        if time is not None and (first is None or time < first):
-            first = time
-    return first
+    return min((time for time in times if time is not None), default=None)

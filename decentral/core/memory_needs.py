@@ -57,15 +57,13 @@ class MemoryNeeds:
         return self.fragments[begin].first, self.fragments[end - 1].last
 
 
-def widest_span(needs: MemoryNeeds, memory_bytes: int) -> Callable[[int], int]:
-    """Maps the first fragment of a span to the end of the widest one that fits; to itself, where nothing fits."""
-    return _widest_ends(needs, memory_bytes).__getitem__
-
-
 @lru_cache(maxsize=64)
-def _widest_ends(needs: MemoryNeeds, memory_bytes: int) -> tuple[int, ...]:
-    """The end of the widest span from each fragment on: the widest that fits with as many micro-batches as are wanted,
-    or else the widest that fits with those that are required. A narrower span may need memory for more of them."""
+def widest_span(needs: MemoryNeeds, memory_bytes: int) -> Callable[[int], int]:
+    """Maps the first fragment of a span to the end of the widest one that fits; to itself, where nothing fits.
+
+    That is the widest that fits with as many micro-batches as are wanted, or else the widest that fits with those that
+    are required. A narrower span may need memory for more of them.
+    """
     count = len(needs.fragments)
 
     def end_of(begin: int) -> int:
@@ -74,4 +72,4 @@ def _widest_ends(needs: MemoryNeeds, memory_bytes: int) -> tuple[int, ...]:
         required = (end for end in ends if needs.span_bytes(begin, end) <= memory_bytes)
         return next(wanted, next(required, begin))
 
-    return tuple(map(end_of, range(count)))
+    return tuple(map(end_of, range(count))).__getitem__

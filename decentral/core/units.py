@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from decentral.core.errors import UserError
 
@@ -24,15 +24,11 @@ class Amount:
     @classmethod
     def parse(cls, text: str) -> "Amount":
         """Reads `90s`, `500steps` or `2e6tokens`. Raises UserError for anything else."""
-        found = re.fullmatch(r"([0-9.]+(?:e[+]?[0-9]+)?)\s*(s|steps|tokens)", text.strip())
-        try:
-            value = float(found[1]) if found else 0.0
-        except ValueError:
-            value = 0.0
-        if not found or value <= 0:
+        number = r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+]?[0-9]+)?"
+        found = re.fullmatch(rf"(?P<value>{number})\s*(?P<kind>s|steps|tokens)", text.strip())
+        if not found or float(found["value"]) <= 0:
             raise UserError(f"expected 90s, 500steps or 2e6tokens; got {text!r}")
-        kind: Kind = "s" if found[2] == "s" else "steps" if found[2] == "steps" else "tokens"
-        return cls(value, kind)
+        return cls(float(found["value"]), cast(Kind, found["kind"]))
 
     def __str__(self) -> str:
         return f"{self.value:.15g}{self.kind}"

@@ -341,7 +341,7 @@ class PeerWire:
     port: Port
 
     def ask(self, ask: Ask, done: Callable[[Answer | AskError], None]) -> None:
-        self.swarm.network.ask(self.port, ask.to, ask.envelope, ask.deadline_s, ask.max_blob_bytes, done)
+        self.swarm.network.ask(self.port, ask, done)
 
     def serve(self, serve: Callable[[PeerId, Envelope, Respond], None], bound: Callable[[Message], int]) -> None:
         def serve_altered(sender: PeerId, envelope: Envelope, respond: Respond) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from decentral.core import jobs
-from decentral.core.jobs import FORWARD_PART, forward_part, share
+from decentral.core.fragments import FORWARD_PART, forward_part, share
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.micro_batch_numbers import MicroBatchNumbers

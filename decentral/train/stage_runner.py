@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.jobs import FORWARD_PART
+from decentral.core.fragments import FORWARD_PART
 from decentral.core.reasons import Reason
 from decentral.train import gpt
 from decentral.train.activations import ActivationFormat

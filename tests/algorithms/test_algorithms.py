@@ -23,7 +23,7 @@ SIDE = 128
 HOLDERS = 3  # of a fragment, in a run with exact gradients
 ROUNDS_KEPT = 2
 
-RECORDS = [pytest.param(algorithms.algorithm(name), id=name) for name in algorithms.names()]
+RECORDS = [pytest.param(algorithms.algorithm(name), id=name) for name in algorithms.MODULES]
 every_algorithm = pytest.mark.parametrize("algorithm", RECORDS)
 
 
@@ -51,11 +51,11 @@ def test_every_module_of_the_folder_is_in_the_table_under_its_own_name() -> None
     folder = Path(decentral.algorithms.__file__ or "").parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert {name: f"decentral.algorithms.{name}" for name in modules} == algorithms.MODULES
-    assert [algorithms.algorithm(name).name for name in algorithms.names()] == list(algorithms.names())
+    assert [algorithms.algorithm(name).name for name in algorithms.MODULES] == list(algorithms.MODULES)
 
 
 def test_a_name_that_is_not_in_the_table_loads_nothing_and_the_error_lists_those_that_are() -> None:
-    *others, last = map(repr, algorithms.names())
+    *others, last = map(repr, algorithms.MODULES)
     expected = f"gossip.algorithm must be {', '.join(others)} or {last}; it is 'os'"
     with pytest.raises(UserError, match=f"^config: {expected}$"):
         config.from_canonical("gossip: {algorithm: os}")

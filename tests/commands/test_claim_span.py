@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from decentral import claim_span, command
-from decentral.comm.net.loopback import Loopback, LoopbackDirectory
 from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
 from decentral.train import memory
+from tests.comm.net.loopback import Loopback, LoopbackDirectory
 
 RUN = RunId("gpt-3fa2c1")
 CONFIG = config.Config(model=config.ModelConfig(depth=4, width=128))

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.core.agenda import Agenda
+from tests.core.next_action import next_at
 
 
 @pytest.fixture
@@ -32,9 +33,9 @@ def test_what_is_later_waits(agenda: Agenda) -> None:
     happened: list[str] = []
     agenda.at(3, lambda: happened.append("later"))
     agenda.run(2.9)
-    assert (happened, agenda.next_at) == ([], 3)
+    assert (happened, next_at(agenda)) == ([], 3)
     agenda.run(3)
-    assert (happened, agenda.next_at) == (["later"], None)
+    assert (happened, next_at(agenda)) == (["later"], None)
 
 
 def test_what_an_action_asks_for_happens_in_the_same_run(agenda: Agenda) -> None:
@@ -61,7 +62,7 @@ def test_what_was_called_off_does_not_happen_and_is_not_counted(agenda: Agenda) 
     happened: list[str] = []
     agenda.at(1, lambda: happened.append("off")).cancel()
     agenda.at(2, lambda: happened.append("on"))
-    assert agenda.next_at == 2
+    assert next_at(agenda) == 2
     agenda.run(2)
     assert (happened, agenda.events) == (["on"], 1)
 
@@ -71,4 +72,4 @@ def test_it_may_be_called_off_twice_and_after_it_has_happened(agenda: Agenda) ->
     agenda.run(1)
     timer.cancel()
     timer.cancel()
-    assert agenda.next_at is None
+    assert next_at(agenda) is None

@@ -11,6 +11,7 @@ from decentral.comm.net.shared_links import SharedLinks, Transfer
 from decentral.core.agenda import Agenda
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
+from tests.core.next_action import next_at
 
 A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
 PEERS = (A, B, C)
@@ -46,6 +47,10 @@ class Wires:
 
     def send(self, name: str, source: PeerId, target: PeerId, size: float) -> Transfer:
         return self.links.start(source, target, size, self.noting(name))
+
+    def share_anew(self, peer: PeerId) -> None:
+        """Lets a transfer come and go at once, so that the peer's links are shared as they are now."""
+        self.links.stop(self.send("nothing", peer, peer, 1))
 
     def noting(self, name: str) -> Callable[[], None]:
         return lambda: self.done.update({name: self.agenda.now})
@@ -107,7 +112,7 @@ def test_a_wire_that_gets_slower_slows_what_is_under_way(wires: Wires) -> None:
     wires.send("one", A, B, 1000)
     wires.agenda.run(5)
     wires.geography.ups[A] = 10.0
-    wires.links.changed(A)
+    wires.share_anew(A)
     wires.agenda.run(100)
     assert wires.done == {"one": pytest.approx(55)}
 
@@ -117,7 +122,7 @@ def test_a_dead_wire_holds_a_transfer_until_it_lives_again(wires: Wires) -> None
     wires.send("one", A, B, 100)
     wires.agenda.run(50)
     wires.geography.ups[A] = 100.0
-    wires.links.changed(A)
+    wires.share_anew(A)
     wires.agenda.run(100)
     assert wires.done == {"one": pytest.approx(51)}
 
@@ -182,8 +187,8 @@ def begun_at(transfers: list[Sent], begun: list[Transfer], transfer: Transfer) -
 def test_no_wire_ever_carries_more_than_it_can(transfers: list[Sent]) -> None:
     wires = Wires()
     put_down(wires, transfers, [])
-    while wires.agenda.next_at is not None:
-        wires.agenda.run(wires.agenda.next_at)
+    while (due := next_at(wires.agenda)) is not None:
+        wires.agenda.run(due)
         for peer in PEERS:
             assert sum(transfer.rate for transfer in wires.links.sending.get(peer, ())) <= 100 * (1 + 1e-9)
             assert sum(transfer.rate for transfer in wires.links.receiving.get(peer, ())) <= 200 * (1 + 1e-9)

@@ -15,7 +15,6 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 
 from decentral.comm.net.libp2p import PROTOCOL, Libp2p, SignedRecords
-from decentral.comm.net.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
 from decentral.comm.net.streams import MAX_STREAMS
 from decentral.comm.net.virtual_directory import Records, VirtualDirectory
 from decentral.comm.net.virtual_network import Network
@@ -27,7 +26,9 @@ from decentral.comm.wire.transport import Answer, AskError, Directory, Handler, 
 from decentral.core.agenda import Agenda
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from tests.comm.net.virtual_transport import VirtualTransport
+from tests.comm.net.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
+from tests.comm.net.virtual_transport import NoFaults, VirtualTransport
+from tests.core.next_action import next_at
 
 T = TypeVar("T")
 RUN = "gpt-3fa2c1"
@@ -141,8 +142,8 @@ class InVirtualTime:
 
     async def start(self, folder: Path, handler: Handler) -> None:
         self.agenda = Agenda()
-        self.network = Network(self.agenda, Near())
-        self.records = Records(self.agenda, Random(0))
+        self.network = Network(self.agenda, Near(), NoFaults())
+        self.records = Records(self.agenda, Random(0), NoFaults())
         self.a = VirtualTransport(self.network, Identity.load_or_create(folder / "a").peer)
         self.b = VirtualTransport(self.network, Identity.load_or_create(folder / "b").peer)
         await self.b.serve(handler, bound)
@@ -152,8 +153,8 @@ class InVirtualTime:
         while True:
             for _ in range(TURNS):
                 await asyncio.sleep(0)
-            if self.agenda.next_at is not None:
-                self.agenda.run(self.agenda.next_at)
+            if (due := next_at(self.agenda)) is not None:
+                self.agenda.run(due)
 
     async def raw(self, use: Callable[[blobs.Reader, blobs.Writer], Awaitable[T]]) -> T:
         pytest.skip("envelopes travel here, not bytes; tests/comm/net/test_virtual_network.py has damage")

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decentral.comm.net.fault_model import NoFaults
 from decentral.comm.net.streams import STREAM_ANSWER_S, WRITE_S
 from decentral.comm.net.virtual_network import Network, Outcome, Port, Respond
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message, Ping, Pong, Probe, Probed, Refused
-from decentral.comm.wire.transport import Answer, AskError
+from decentral.comm.wire.transport import Answer, Ask, AskError, Tag
 from decentral.core.agenda import Agenda
 from decentral.core.ids import PeerId
 from decentral.core.synthetic import SyntheticBlob
@@ -37,7 +36,7 @@ class Wires:
 
 
 @dataclass
-class Bad(NoFaults):
+class Bad:
     """Faults that a test changes."""
 
     cut: set[tuple[PeerId, PeerId]] = field(default_factory=set)
@@ -76,7 +75,8 @@ class World:
         self.answers(respond)
 
     def ask(self, envelope: Envelope | None = None, deadline_s: Seconds = LONG_S, bytes_back: int = 10**6) -> None:
-        self.network.ask(self.a, B, envelope or Envelope(Ping(1)), deadline_s, bytes_back, self._note)
+        ask = Ask(Tag(), B, envelope or Envelope(Ping(1)), deadline_s, bytes_back)
+        self.network.ask(self.a, ask, self._note)
 
     def _note(self, outcome: Outcome) -> None:
         what = outcome.reason if isinstance(outcome, AskError) else _said(outcome)

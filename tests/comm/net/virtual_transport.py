@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from decentral.comm.net.virtual_network import Network, Outcome, Respond
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
-from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
+from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, Handler, Tag
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
@@ -22,7 +22,8 @@ class VirtualTransport:
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._network.ask(self._port, to, envelope, deadline_s, max_blob_bytes, _unless_over(future))
+        ask = Ask(Tag(), to, envelope, deadline_s, max_blob_bytes)
+        self._network.ask(self._port, ask, _unless_over(future))
         outcome = await future
         if isinstance(outcome, AskError):
             raise outcome
@@ -53,6 +54,22 @@ class VirtualTransport:
 
     async def close(self) -> None:
         self._network.unplug(self.peer)
+
+
+class NoFaults:
+    """A NetworkFaultModel on which every message arrives as it was sent."""
+
+    def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
+        return None
+
+    def delay_s(self, source: PeerId, target: PeerId, delay_s: Seconds) -> Seconds:
+        return delay_s
+
+    def damage(self, source: PeerId, target: PeerId, wire: Callable[[], bytes]) -> bytes | None:
+        return None
+
+    def copies(self, source: PeerId, target: PeerId) -> int:
+        return 1
 
 
 def _unless_over(future: "asyncio.Future[Outcome]") -> Callable[[Outcome], None]:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentral.comm.net.loopback import pipe
 from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message, Ping, Probe
 from decentral.core.errors import ProtocolError
+from tests.comm.net.loopback import pipe
 
 T = TypeVar("T")
 

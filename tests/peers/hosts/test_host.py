@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from decentral import audit
-from decentral.comm.net.loopback import Loopback, LoopbackDirectory
 from decentral.comm.routes import stage
 from decentral.comm.wire.identity import Identity
 from decentral.core import config, jobs, journal
@@ -25,6 +24,7 @@ from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.train import memory, replicas
 from decentral.train.compute import Compute, ComputeSetup
+from tests.comm.net.loopback import Loopback, LoopbackDirectory
 
 MakeSetup = Callable[..., ComputeSetup]
 ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]

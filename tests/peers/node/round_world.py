@@ -28,6 +28,7 @@ from decentral.sim.virtual_signer import VirtualSigner
 from decentral.train import gpt
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import train_step
+from tests.core.next_action import next_at
 
 Span = tuple[int, int] | None  # None: the whole model
 Batches = list[tuple[str, int]]  # origin peer and number
@@ -107,10 +108,10 @@ class World(SimulatedSwarm):
         """Runs until all living peers are in that round or a later one."""
         end = self.agenda.now + at_most_s
         while any(self.rounds(member.number).number < number for member in self.living):
-            next_at = self.agenda.next_at
-            assert next_at is not None
-            assert next_at < end, [self.rounds(member.number).number for member in self.living]
-            self.agenda.run(next_at)
+            due = next_at(self.agenda)
+            assert due is not None
+            assert due < end, [self.rounds(member.number).number for member in self.living]
+            self.agenda.run(due)
 
     def of(self, number: int, event: str) -> list[dict[str, Any]]:
         return [line for line in self.lines[self.members[number].peer] if line["event"] == event]
