@@ -14,10 +14,10 @@ from decentral.core.units import Seconds
 from decentral.train import outer
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import LiveWeightsRule, MergedWeights, Parts
+from decentral.train.update_rules import MergedWeights, Parts, UpdateRule
 
 
-class AllReduceRule(LiveWeightsRule):
+class AllReduceRule(UpdateRule):
     """The token-weighted mean of everyone's weights, in fp32, summed in the order of peer ids: same bits for all."""
 
     sections: Mapping[str, str] = {"theta": "fp32"}

@@ -19,12 +19,12 @@ from decentral.core.units import Seconds
 from decentral.train import outer
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import MergedWeights, Parts, RuleState
+from decentral.train.update_rules import MergedWeights, Parts, RuleState, UpdateRule
 
 PSEUDO_GRADIENT = "delta"  # the section's name on the wire
 
 
-class PullRule:
+class PullRule(UpdateRule):
     """outer.close and outer.merge."""
 
     sections: Mapping[str, str] = {"phi": "int8", PSEUDO_GRADIENT: "q4"}
@@ -70,8 +70,6 @@ class PullRule:
         if not 0 < most < torch.linalg.vector_norm(apart):
             return vectors["phi"]
         return self.slow.phi + outer.limited(apart, most)
-
-    def check(self, vectors: Mapping[str, Tensor]) -> None: ...
 
     def state(self) -> RuleState:
         slow = self.slow

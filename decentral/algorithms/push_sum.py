@@ -14,12 +14,12 @@ from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import SCALAR, LiveWeightsRule, MergedWeights, Parts, RuleState
+from decentral.train.update_rules import SCALAR, MergedWeights, Parts, RuleState, UpdateRule
 
 MAX_WEIGHT = 1e6  # of pushed mass; all peers together weigh as many as they are
 
 
-class PushSumRule(LiveWeightsRule):
+class PushSumRule(UpdateRule):
     """x = w theta is this peer's mass. A window's end gives half of x and of w away; what comes is added.
 
     Conserved: the sums of x and of w over all peers and messages in flight, but for training itself. The half is sent

@@ -11,10 +11,10 @@ from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import LiveWeightsRule, MergedWeights, Parts, RuleState
+from decentral.train.update_rules import MergedWeights, Parts, RuleState, UpdateRule
 
 
-class SymmetricRule(LiveWeightsRule):
+class SymmetricRule(UpdateRule):
     """x_i += (Q(x_j) - Q(x_i)) / 2 on both sides (Boyd et al., 2006; AD-PSGD, arXiv 1710.06952).
 
     Both sides use the quantised values, so what one gains the other loses, whatever Q does: the mean is kept.

@@ -11,12 +11,12 @@ from torch import Tensor
 from decentral.core.algorithms import Algorithm
 from decentral.train.inner import Live, step_clipped
 from decentral.train.sections import Packer
-from decentral.train.update_rules import SCALAR, LiveWeightsRule, MergedWeights, Parts
+from decentral.train.update_rules import SCALAR, MergedWeights, Parts, UpdateRule
 
 MAX_STEPS = 1 << 24  # up to here fp32 counts exactly
 
 
-class SynchronousRule(LiveWeightsRule):
+class SynchronousRule(UpdateRule):
     """One AdamW step with the mean gradient of all tokens of a round, whoever computed it.
 
     What a window publishes is the sum of the gradients of its tokens' losses. All holders add up the same sums in the
