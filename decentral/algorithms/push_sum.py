@@ -14,7 +14,7 @@ from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import SCALAR, MergedWeights, Parts, RuleState, UpdateRule
+from decentral.train.update_rules import SCALAR, Parts, RuleState, UpdateRule
 
 MAX_WEIGHT = 1e6  # of pushed mass; all peers together weigh as many as they are
 
@@ -38,14 +38,14 @@ class PushSumRule(UpdateRule):
         self.weight = self.weight - half[0]
         live.theta.copy_((mass - away) / self.weight)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
         """Adds mass at any time, also mass of our own that nobody took."""
         mass, weight = live.theta * self.weight, self.weight
         for part in parts:
             mass = mass + part.vectors["mass"]
             weight = weight + part.vectors["weight"][0]
         self.weight = weight
-        return MergedWeights(live.theta + (mass / weight - live.theta))
+        live.theta.copy_(live.theta + (mass / weight - live.theta))
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         if not 0 < float(vectors["weight"][0]) < MAX_WEIGHT:

@@ -11,7 +11,7 @@ from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import MergedWeights, Parts, RuleState, UpdateRule
+from decentral.train.update_rules import Parts, RuleState, UpdateRule
 
 
 class SymmetricRule(UpdateRule):
@@ -26,13 +26,12 @@ class SymmetricRule(UpdateRule):
     def close(self, live: Live, packer: Packer) -> None:
         self.sent = packer.add("theta", self.sections["theta"], live.theta)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
         assert self.sent is not None, "merge without a close"
         sent, self.sent = self.sent, None
-        if not parts:
-            return MergedWeights(live.theta)
-        assert len(parts) == 1, "a symmetric exchange has two sides"
-        return MergedWeights(live.theta + 0.5 * (parts[0].vectors["theta"] - sent))
+        assert len(parts) <= 1, "a symmetric exchange has two sides"
+        for part in parts:
+            live.theta += 0.5 * (part.vectors["theta"] - sent)
 
     def load(self, live: Live, state: RuleState) -> None:
         self.sent = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from decentral.core.algorithms import Algorithm
 from decentral.train.inner import Live, step_clipped
 from decentral.train.sections import Packer
-from decentral.train.update_rules import SCALAR, MergedWeights, Parts, UpdateRule
+from decentral.train.update_rules import SCALAR, Parts, UpdateRule
 
 MAX_STEPS = 1 << 24  # up to here fp32 counts exactly
 
@@ -31,7 +31,7 @@ class SynchronousRule(UpdateRule):
     def close(self, live: Live, packer: Packer) -> None:
         packer.add("gradient", self.sections["gradient"], live.grad)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
         """Takes the optimizer's step on `live` itself: its moments and steps change, and the gradient is zero after."""
         tokens = sum(part.tokens for part in parts)
         if tokens:
@@ -40,7 +40,6 @@ class SynchronousRule(UpdateRule):
                 live.grad += part.vectors["gradient"]
             step_clipped(live, live.grad.div_(tokens), live.steps, tokens)
             live.grad.zero_()
-        return MergedWeights(live.theta)
 
     def donate(self, live: Live, packer: Packer) -> None:
         packer.add("theta", self.donated["theta"], live.theta)

@@ -10,16 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from decentral.core import jobs
+from decentral.core import config, jobs
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.sim.surrogate_model import SurrogateModel
-from decentral.sim.surrogate_span import SurrogateSpan
-from decentral.train.counters import Counters
+from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, SurrogateModel, loss_of
+from decentral.sim.surrogate_stages import SurrogateStages
+from decentral.train.counters import Counters, MicroBatchNumbers
+from decentral.train.fragment_gossip import FragmentGossip
+from decentral.train.inner import Live
 from decentral.train.job_runner import JobRunner
-from decentral.train.micro_batch_numbers import MicroBatchNumbers
 from decentral.train.span_change import RetainedState
 
 
@@ -57,6 +59,49 @@ class SurrogateDisk:
         return tuple((one, self.retained[one][0]) for one in fragments if one in self.retained)
 
 
+class SurrogateSpan:
+    """The fragments that a surrogate peer holds, with their gossip and their work for routes."""
+
+    stages: SurrogateStages
+
+    def __init__(
+        self, model: SurrogateModel, peer: PeerId, chance: np.random.Generator, layers: tuple[int, int]
+    ) -> None:
+        self.model, self.peer, self.chance, self.cuts = model, peer, chance, model.cuts
+        self.gossip = FragmentGossip(model.config.gossip, peer, model.synthetic_codecs())
+        self.fragments: list[jobs.Fragment] = []
+        self.hold(*layers)
+
+    def hold(self, first: int, last: int) -> None:
+        """Holds layers [first, last): those that are here as they are, the others with their initial weights."""
+        assert not self.fragments or self.stages.idle, "a span changes while no execution is pending"
+        known = {one.live.fragment.index: one.live for one in self.gossip.fragments}
+        self.layers = first, last
+        self.fragments = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
+        self.lives = [known.get(cut.index) or _live(cut, self.model.config.train) for cut in self.fragments]
+        self.gossip.hold(self.lives)
+        self.stages = SurrogateStages(self.model, self.peer, self.lives, self.fragments, self.chance)
+
+    def descend(self, count: int) -> None:
+        """So many steps at once: the descent and the noise of all of them."""
+        keep, rate = (1 - DESCENT_RATE) ** count, self.model.config.train.learning_rate
+        for live, numbers in zip(self.lives, self.stages.weights, strict=True):
+            numbers *= keep
+            numbers += self.chance.normal(0.0, STEP_NOISE * count**0.5, NUMBERS)
+            live.tokens += count * self.model.tokens_per_step
+            live.lr_sum += count * rate
+            live.steps += count
+
+    def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
+        """The layout of every fragment's state as a newcomer gets it, of the whole model."""
+        return (self.gossip.state_layout(NUMBERS),) * len(self.cuts)
+
+
+def _live(fragment: jobs.Fragment, train: config.TrainConfig) -> Live:
+    few = jobs.Fragment(fragment.index, 0, 1, NUMBERS)
+    return Live(few, [nn.RMSNorm(NUMBERS)], torch.device("cpu"), train)  # its weights are ones
+
+
 class SurrogateWorkload(JobRunner):
     """Does the jobs of train/compute.py, and steps when it is told to. It goes on from the disk's checkpoint."""
 
@@ -82,13 +127,13 @@ class SurrogateWorkload(JobRunner):
         tokens = count * self.model.tokens_per_step
         self.span.descend(count)
         self.counters.busy_s = seconds
-        return self.counters.stepped(tokens, self.span.loss(), count, steps=count)
+        return self.counters.stepped(tokens, loss_of(self.span.stages.weights), count, steps=count)
 
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.model.tokens_per_step)
 
     def _evaluate(self) -> jobs.Evaluated:
-        return jobs.Evaluated(self.counters.tokens, self.span.loss(), 0.0)
+        return jobs.Evaluated(self.counters.tokens, loss_of(self.span.stages.weights), 0.0)
 
     def _save(self) -> jobs.Saved:
         tensors = {name: tensor.clone() for name, tensor in self.gossip.tensors().items()}

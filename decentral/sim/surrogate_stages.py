@@ -6,7 +6,7 @@ that is in a sum twice are seen by what the sums hold, not by what the protocol 
 
 The gradient of a micro-batch is that of the quadratic objective, at the weights of its backward pass. Sums are weighted
 by tokens, as real ones are, and noise is added in each step. One step with one micro-batch moves a fragment as one step
-of sim/surrogate_span.py does.
+of sim/surrogate.py does.
 """
 
 from collections.abc import Sequence

@@ -5,9 +5,9 @@ So `kill -9` or a full disk at any moment leaves the old checkpoint or the new o
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -16,6 +16,7 @@ from torch import Tensor
 from decentral.core.errors import UserError
 
 FILE = "checkpoint.safetensors"
+Read = TypeVar("Read")
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> int:
@@ -27,26 +28,21 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """The tensors and facts of the folder's checkpoint; None where there is none. Raises UserError if it is damaged."""
-    path = folder / FILE
-    if not path.exists():
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()["facts"])
-            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
+    return _read(folder, lambda file, facts: ({name: file.get_tensor(name) for name in file.keys()}, facts))  # noqa: SIM118
 
 
 def span(folder: Path) -> tuple[int, int] | None:
     """Layers [first, last) of the folder's checkpoint; None where there is none. Raises UserError, as `read` does."""
+    return _read(folder, lambda _, facts: (int(facts["fragments"][0]["first"]), int(facts["fragments"][-1]["last"])))
+
+
+def _read(folder: Path, what: Callable[[Any, dict[str, Any]], Read]) -> Read | None:
     path = folder / FILE
     if not path.exists():
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            held = json.loads(file.metadata()["facts"])["fragments"]
-            return int(held[0]["first"]), int(held[-1]["last"])
+            return what(file, json.loads(file.metadata()["facts"]))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
 

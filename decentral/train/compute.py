@@ -17,8 +17,8 @@ from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.train import data, measure, resume
+from decentral.train.counters import MicroBatchNumbers
 from decentral.train.job_runner import JobRunner
-from decentral.train.micro_batch_numbers import MicroBatchNumbers
 from decentral.train.retained_state import RetainedStateStore
 from decentral.train.sections import Codecs
 from decentral.train.span import Span

@@ -43,7 +43,12 @@ class Live:
     """
 
     def __init__(
-        self, fragment: Fragment, layers: Sequence[nn.Module], device: torch.device, train: config.TrainConfig, start: int = 0
+        self,
+        fragment: Fragment,
+        layers: Sequence[nn.Module],
+        device: torch.device,
+        train: config.TrainConfig,
+        start: int = 0,
     ) -> None:
         """`layers` begin with the model's layer `start`."""
         own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
@@ -65,6 +70,9 @@ class Live:
             parameter.data = self.theta[begin:end].view(parameter.shape)
             parameter.grad = self.grad[begin:end].view(parameter.shape)
             begin = end
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"theta": self.theta, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def moments(self) -> Moments:
         """AdamW's second moment and both bias corrections, as train/outer.py needs them."""

@@ -2,7 +2,7 @@
 
 A job of core/jobs.py comes in, its outcome goes out. What the layers are made of is behind two protocols: WorkingSpan
 (the fragments that a peer holds) and StageLayers (those layers at work for routes). train/span.py and
-train/stage_runner.py are made of tensors, sim/surrogate_span.py and sim/surrogate_stages.py of a few numbers for each
+train/stage_runner.py are made of tensors, sim/surrogate.py and sim/surrogate_stages.py of a few numbers for each
 fragment.
 """
 
@@ -13,9 +13,8 @@ from typing import Protocol
 
 from decentral.core import jobs
 from decentral.core.jobs import FORWARD_PART, forward_part, share
-from decentral.train.counters import Counters
+from decentral.train.counters import Counters, MicroBatchNumbers
 from decentral.train.fragment_gossip import FragmentGossip
-from decentral.train.micro_batch_numbers import MicroBatchNumbers
 from decentral.train.span_change import HeldSpan, RetainedStore, change_span
 
 

@@ -4,7 +4,6 @@ A rule holds a fragment's gossip state. It turns a window's end into a blob for 
 sent into new weights (`merge`). Each gossip algorithm has its own, in decentral/algorithms.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,15 +31,7 @@ class Parts:
     vectors: dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class MergedWeights:
-    """What the fragment's state becomes: theta [n] fp32, and exp_avg [n] fp32 where AdamW's first moment follows."""
-
-    theta: Tensor
-    exp_avg: Tensor | None = None
-
-
-class UpdateRule(ABC):
+class UpdateRule:
     """One fragment's rule. All vectors are fp32 [n], flattened, on the fragment's device.
 
     By default a rule has no slow weights: it keeps no state, and a newcomer starts from a donor's live weights.
@@ -57,14 +48,13 @@ class UpdateRule(ABC):
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId) -> None: ...
 
-    @abstractmethod
     def close(self, live: Live, packer: Packer) -> None:
         """Ends the window and packs what partners may have. The caller resets the window's counts afterwards."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
-        """What the caller puts in place of theta and exp_avg; without parts it is a solo step. `live` stays as it is,
-        but for exact algorithms, whose merge is the optimizer's step."""
+    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
+        """Changes theta, and exp_avg where AdamW's first moment follows; without parts it is a solo step."""
+        raise NotImplementedError
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         """Raises ProtocolError if what a partner sent cannot be merged, though it is finite and has our layout."""
