@@ -18,7 +18,8 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, SurrogateModel, loss_of
 from decentral.sim.surrogate_stages import SurrogateStages
-from decentral.train.counters import Counters, MicroBatchNumbers
+from decentral.train.checkpoint import MicroBatchNumbers
+from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.inner import Live
 from decentral.train.job_runner import JobRunner
@@ -64,13 +65,11 @@ class SurrogateSpan:
 
     stages: SurrogateStages
 
-    def __init__(
-        self, model: SurrogateModel, peer: PeerId, chance: np.random.Generator, layers: tuple[int, int]
-    ) -> None:
+    def __init__(self, model: SurrogateModel, peer: PeerId, chance: np.random.Generator, first: int, last: int) -> None:
         self.model, self.peer, self.chance, self.cuts = model, peer, chance, model.cuts
         self.gossip = FragmentGossip(model.config.gossip, peer, model.synthetic_codecs())
         self.fragments: list[jobs.Fragment] = []
-        self.hold(*layers)
+        self.hold(first, last)
 
     def hold(self, first: int, last: int) -> None:
         """Holds layers [first, last): those that are here as they are, the others with their initial weights."""
@@ -117,7 +116,7 @@ class SurrogateWorkload(JobRunner):
     ) -> None:
         self.model, self.chance, self.disk = model, chance, disk
         numbers = MicroBatchNumbers(disk.reserved, disk.reserve)
-        super().__init__(SurrogateSpan(model, peer, chance, span), disk, numbers, synchronous=False)
+        super().__init__(SurrogateSpan(model, peer, chance, *span), disk, numbers, synchronous=False)
         if disk.checkpoint is not None:
             self.counters, self.restored = replace(disk.checkpoint.counters), True
             self.gossip.load(disk.checkpoint.tensors, disk.checkpoint.windows, self.counters.own_steps)

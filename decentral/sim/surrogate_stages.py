@@ -36,10 +36,6 @@ class SurrogateGradient:
     tokens: int
 
 
-Sum = tuple[tuple[SurrogateGradient, ...], NDArray[np.float64]]
-"""What is in a sealed sum, and the sum itself: fragments x numbers, over tokens."""
-
-
 @dataclass(slots=True)
 class SurrogateStages:
     """The fragments of one peer at work for routes."""
@@ -55,7 +51,9 @@ class SurrogateStages:
     _filled: list[SurrogateGradient] = field(default_factory=list)
     _executions: list[int] = field(default_factory=list)  # tokens of what is filled in
     _sums: NDArray[np.float64] = field(init=False)  # of what is filled in: fragments x numbers, over tokens
-    _sealed: dict[int, Sum] = field(default_factory=dict)  # by slot
+    _sealed: dict[int, tuple[tuple[SurrogateGradient, ...], NDArray[np.float64]]] = field(
+        default_factory=dict
+    )  # by slot
 
     def __post_init__(self) -> None:
         self.weights = [live.theta.numpy() for live in self.lives]
@@ -94,9 +92,7 @@ class SurrogateStages:
         if job.layout != self._layout(execution, execution.last)[:1] or len(job.blob) != job.layout[0].size:
             return jobs.ExecutionFailed(job.token, Reason.SHAPE)
         came = _read(job.blob)
-        assert came == (execution.origin, execution.number, execution.last), (
-            f"the gradient of {came} came to {execution}"
-        )
+        assert came == (execution.origin, execution.number, execution.last), f"{came}'s gradient came to {execution}"
         del self.pending[job.token]
         return self._backed(job.token, execution, 0.0)
 
@@ -130,18 +126,14 @@ class SurrogateStages:
             live.count(tokens, self.model.config.train.learning_rate)
         self.applied = sealed
 
-    # Parts
-
-    def _sequences(self, execution: SurrogateGradient) -> int:
-        return execution.tokens // self.model.config.model.context
-
     def _layout(self, execution: SurrogateGradient, layer: int) -> Layout:
-        return self.model.layout(layer, self._sequences(execution))
+        return self.model.layout(layer, execution.tokens // self.model.config.model.context)
 
     def _forwarded(self, token: int, number: int, execution: SurrogateGradient) -> jobs.ForwardDone:
         layout = self._layout(execution, execution.last)
         blob = SyntheticBlob([(layout[0].size, _header(execution, execution.last)), (layout[1].size, b"")])
-        return jobs.ForwardDone(token, number, self._sequences(execution), execution.tokens, layout, blob)
+        sequences = execution.tokens // self.model.config.model.context
+        return jobs.ForwardDone(token, number, sequences, execution.tokens, layout, blob)
 
     def _backed(self, token: int, execution: SurrogateGradient, loss: float) -> jobs.BackwardDone:
         """Adds the gradient to the sum, and gives the gradient of the input."""

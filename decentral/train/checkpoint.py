@@ -1,27 +1,32 @@
-"""Checkpoints: one safetensors file, written beside the old one, fsynced, then renamed over it.
+"""What a peer goes on from after a restart: its checkpoint, and which micro-batch numbers it may have given out.
 
-So `kill -9` or a full disk at any moment leaves the old checkpoint or the new one, never half of one.
+A checkpoint is one safetensors file, written beside the old one, fsynced, then renamed over it. So `kill -9` or
+a full disk at any moment leaves the old checkpoint or the new one, never half of one.
 """
 
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from decentral.core.errors import UserError
+from decentral.train.counters import Counters
+from decentral.train.span import Span
 
 FILE = "checkpoint.safetensors"
+RESERVED = 1024  # micro-batch numbers given out for one write to the disk
 Read = TypeVar("Read")
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> int:
     """Replaces the folder's checkpoint; `facts` are JSON. Gives its bytes. Raises OSError and leaves the old one."""
-    data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {"facts": json.dumps(facts)})
+    data = to_bytes({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {"facts": json.dumps(facts)})
     write_atomically(folder / FILE, data)
     return len(data)
 
@@ -45,6 +50,73 @@ def _read(folder: Path, what: Callable[[Any, dict[str, Any]], Read]) -> Read | N
             return what(file, json.loads(file.metadata()["facts"]))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
+
+
+def save(folder: Path, span: Span, counters: Counters) -> int:
+    """Writes the folder's checkpoint; gives its size in bytes. Raises OSError and leaves the old one."""
+    facts = {
+        "run": span.run.digest(),
+        "fragments": [asdict(fragment) for fragment in span.fragments],
+        "own_steps": counters.own_steps,
+        "lr_step": counters.lr_step,
+        "inner_steps": span.inner.steps,
+        "fragment_steps": [live.steps for live in span.inner.lives],
+        "micro_batches": counters.micro_batches,
+        "tokens": counters.tokens,
+        "window": span.gossip.windows(),
+        "versions": {index: version.hex() for index, version in counters.versions.items()},
+    }
+    return write(folder, span.gossip.tensors(), facts)
+
+
+def resume(folder: Path, span: Span, counters: Counters) -> bool:
+    """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is of another run or damaged."""
+    found = read(folder)
+    if found is None:
+        return False
+    tensors, facts = found
+    if facts["run"] != span.run.digest():
+        raise UserError(f"{folder} holds a checkpoint of another run; use another --state-dir")
+    try:
+        _load(tensors, facts, span, counters)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise UserError(f"{folder} holds a checkpoint of another model ({error})") from None
+    return True
+
+
+def _load(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], span: Span, counters: Counters) -> None:
+    span.gossip.load(tensors, facts["window"], facts["inner_steps"])
+    for live, steps in zip(span.inner.lives, facts.get("fragment_steps", ()), strict=False):
+        live.steps = steps
+    counters.own_steps, counters.lr_step = facts["own_steps"], facts["lr_step"]
+    counters.micro_batches, counters.tokens = facts["micro_batches"], facts["tokens"]
+    counters.versions = {int(index): bytes.fromhex(text) for index, text in facts.get("versions", {}).items()}
+
+
+@dataclass(slots=True)
+class MicroBatchNumbers:
+    """Numbers of drawn micro-batches that no restart gives out again, not even a restart from an old checkpoint."""
+
+    reserved: int  # every number that was ever given out is below this one, as the disk has it
+    write: Callable[[int], None]  # puts a new value of `reserved` on the disk
+    least: int = field(init=False)  # the least number that this process may give out
+
+    def __post_init__(self) -> None:
+        self.least = self.reserved
+
+    @classmethod
+    def of(cls, folder: Path) -> "MicroBatchNumbers":
+        path = folder / "position.json"
+        reserved = int(json.loads(path.read_text())) if path.exists() else 0
+        return cls(reserved, lambda new: write_atomically(path, json.dumps(new).encode()))
+
+    def take(self, wished: int) -> int:
+        """The next number from `wished` on. Raises OSError if the disk cannot be written."""
+        number = self.least = max(wished, self.least)
+        if number >= self.reserved:
+            self.reserved = number + RESERVED
+            self.write(self.reserved)
+        return number
 
 
 def write_atomically(path: Path, data: bytes) -> None:

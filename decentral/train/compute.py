@@ -16,8 +16,8 @@ from torch import Tensor
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.train import data, measure, resume
-from decentral.train.counters import MicroBatchNumbers
+from decentral.train import checkpoint, data, measure
+from decentral.train.checkpoint import MicroBatchNumbers
 from decentral.train.job_runner import JobRunner
 from decentral.train.retained_state import RetainedStateStore
 from decentral.train.sections import Codecs
@@ -96,7 +96,7 @@ class Compute(JobRunner):
 
     def resume(self) -> bool:
         """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is damaged or another run's."""
-        self.restored = resume.resume(self.setup.folder, self.span, self.counters)
+        self.restored = checkpoint.resume(self.setup.folder, self.span, self.counters)
         return self.restored
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
@@ -112,8 +112,6 @@ class Compute(JobRunner):
         self.counters.micro_batches += 1
         return self.batch(number)
 
-    # Jobs
-
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.batch(number))
 
@@ -123,7 +121,7 @@ class Compute(JobRunner):
         return jobs.Evaluated(self.counters.tokens, loss, time.perf_counter() - began)
 
     def _save(self) -> jobs.Saved:
-        return jobs.Saved(self.counters.own_steps, resume.save(self.setup.folder, self.span, self.counters))
+        return jobs.Saved(self.counters.own_steps, checkpoint.save(self.setup.folder, self.span, self.counters))
 
     def _start(self, newcomer: bool) -> jobs.Started:
         if self.synchronous:

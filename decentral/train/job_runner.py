@@ -13,7 +13,8 @@ from typing import Protocol
 
 from decentral.core import jobs
 from decentral.core.jobs import FORWARD_PART, forward_part, share
-from decentral.train.counters import Counters, MicroBatchNumbers
+from decentral.train.checkpoint import MicroBatchNumbers
+from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.span_change import HeldSpan, RetainedStore, change_span
 
@@ -32,9 +33,7 @@ class StageLayers(Protocol):
     """The layers of one peer at work for routes."""
 
     @property
-    def pending(self) -> Mapping[int, PendingPass]:
-        """The executions that wait for their backward pass, by token."""
-        ...
+    def pending(self) -> Mapping[int, PendingPass]: ...  # by token
 
     def forward(self, job: jobs.Forward) -> jobs.Outcome: ...
 
@@ -91,10 +90,9 @@ class JobRunner(ABC):
         """The job's share of the computing of one micro-batch through the whole model. Ask before it is done."""
         cuts = self.span.cuts
         match job:
-            case jobs.Draw(_, last):
-                return share(cuts, 0, last) * forward_part(last, cuts[-1].last)
-            case jobs.Forward(_, first, last):
-                return share(cuts, first, last) * forward_part(last, cuts[-1].last)
+            case jobs.Draw() | jobs.Forward():
+                first = job.first if isinstance(job, jobs.Forward) else 0
+                return share(cuts, first, job.last) * forward_part(job.last, cuts[-1].last)
             case jobs.Backward(token) if token in self.span.stages.pending:
                 execution = self.span.stages.pending[token]
                 return (1 - FORWARD_PART) * share(cuts, execution.first, execution.last)

@@ -37,8 +37,7 @@ class RetainedStateStore:
 
     def read(self, fragment: int) -> RetainedState | None:
         """The retained state of this fragment, or None if none of this run can be read."""
-        found = self._facts(fragment)
-        if found is None:
+        if (found := self._facts(fragment)) is None:
             return None
         with safe_open(self._path(fragment), framework="np") as file:
             return *found, file.get_tensor("state").tobytes()

@@ -75,9 +75,6 @@ class GradientSums:
             filled.zero_()
         self.filled_tokens, self.executions = [0] * len(self.filled), []
 
-    def drop(self, slot: int) -> None:
-        self.sealed_tokens[slot] = [0] * len(self.filled)
-
 
 class StageRunner:
     """Consecutive layers at work for routes. Not thread-safe: the compute thread owns it.
@@ -148,7 +145,7 @@ class StageRunner:
         return jobs.Sealed(self.sums.seal(slot), slot)
 
     def drop(self, slot: int) -> jobs.Forgotten:
-        self.sums.drop(slot)
+        self.sums.sealed_tokens[slot] = [0] * len(self.lives)
         return jobs.Forgotten()
 
     def apply(self, lr_step: int, slot: int) -> None:
@@ -157,9 +154,7 @@ class StageRunner:
         for live, gradient, tokens in zip(self.lives, sums.sealed[slot], sums.sealed_tokens[slot], strict=True):
             if tokens:
                 step_clipped(live, gradient.div_(tokens), lr_step, tokens)
-        sums.drop(slot)
-
-    # Parts
+        self.drop(slot)
 
     def _through(self, entering: Tensor, input_BTD: Tensor | None, first: int, last: int) -> PendingBackward:
         """`entering`: tokens_BT at layer 0, else hidden_BTD."""
