@@ -18,7 +18,7 @@ from decentral.core.ids import PeerId
 from decentral.train import outer
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import Parts, RuleState, UpdateRule
+from decentral.train.update_rules import Parts, UpdateRule
 
 PSEUDO_GRADIENT = "delta"  # the section's name on the wire
 
@@ -68,12 +68,12 @@ class PullRule(UpdateRule):
             return vectors["phi"]
         return self.slow.phi + outer.limited(apart, most)
 
-    def state(self) -> RuleState:
+    def state(self) -> dict[str, Tensor]:
         slow = self.slow
         kept = {"phi": slow.phi, "baseline": slow.baseline, "momentum": slow.momentum, "residual": slow.residual}
         return kept if self.closed is None else {**kept, "pending": self.closed.pseudo_gradient}
 
-    def load(self, live: Live, state: RuleState) -> None:
+    def load(self, live: Live, state: dict[str, Tensor]) -> None:
         """A window that was closed and not yet merged becomes a solo step: nobody will send us its partners now."""
         self.slow = outer.Slow(state["phi"], state["baseline"], state["momentum"], state["residual"])
         self.closed = None

@@ -14,7 +14,7 @@ from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import SCALAR, Parts, RuleState, UpdateRule
+from decentral.train.update_rules import SCALAR, Parts, UpdateRule
 
 MAX_WEIGHT = 1e6  # of pushed mass; all peers together weigh as many as they are
 
@@ -51,10 +51,10 @@ class PushSumRule(UpdateRule):
         if not 0 < float(vectors["weight"][0]) < MAX_WEIGHT:
             raise ProtocolError(Reason.WEIGHT, f"mass must weigh something, and less than {MAX_WEIGHT:g}")
 
-    def state(self) -> RuleState:
+    def state(self) -> dict[str, Tensor]:
         return {"weight": self.weight.reshape(1)}
 
-    def load(self, live: Live, state: RuleState) -> None:
+    def load(self, live: Live, state: dict[str, Tensor]) -> None:
         self.weight = state["weight"].reshape(()) if state else torch.ones_like(self.weight)
 
 

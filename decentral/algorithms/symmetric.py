@@ -11,7 +11,7 @@ from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import Parts, RuleState, UpdateRule
+from decentral.train.update_rules import Parts, UpdateRule
 
 
 class SymmetricRule(UpdateRule):
@@ -33,7 +33,7 @@ class SymmetricRule(UpdateRule):
         for part in parts:
             live.theta += 0.5 * (part.vectors["theta"] - sent)
 
-    def load(self, live: Live, state: RuleState) -> None:
+    def load(self, live: Live, state: dict[str, Tensor]) -> None:
         self.sent = None
 
 

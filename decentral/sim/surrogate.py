@@ -61,7 +61,7 @@ class SurrogateDisk:
 
 
 class SurrogateSpan:
-    """The fragments that a surrogate peer holds, with their gossip and their work for routes."""
+    """What train/span.py is for a surrogate peer: the fragments that it holds, with their gossip and work for routes."""
 
     stages: SurrogateStages
 
@@ -72,7 +72,6 @@ class SurrogateSpan:
         self.hold(first, last)
 
     def hold(self, first: int, last: int) -> None:
-        """Holds layers [first, last): those that are here as they are, the others with their initial weights."""
         assert not self.fragments or self.stages.idle, "a span changes while no execution is pending"
         known = {one.live.fragment.index: one.live for one in self.gossip.fragments}
         self.layers = first, last
@@ -92,7 +91,6 @@ class SurrogateSpan:
             live.steps += count
 
     def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
-        """The layout of every fragment's state as a newcomer gets it, of the whole model."""
         return (self.gossip.state_layout(NUMBERS),) * len(self.cuts)
 
 

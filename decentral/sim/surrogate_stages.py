@@ -64,8 +64,6 @@ class SurrogateStages:
         """Whether no micro-batch and no gradient is here."""
         return not (self.pending or self._filled or self._sealed)
 
-    # A micro-batch
-
     def draw(self, job: jobs.Draw, number: int, tokens: int) -> jobs.ForwardDone:
         """Begins this peer's micro-batch with this number, of so many tokens."""
         own = SurrogateGradient(self.peer, number, 0, job.last, tokens)
@@ -100,8 +98,6 @@ class SurrogateStages:
         for token in tokens:
             self.pending.pop(token, None)
         return jobs.Forgotten()
-
-    # The optimizer's step
 
     def seal(self, slot: int) -> jobs.Sealed:
         self._sealed[slot] = tuple(self._filled), self._sums

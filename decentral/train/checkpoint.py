@@ -1,4 +1,4 @@
-"""What a peer goes on from after a restart: its checkpoint, and which micro-batch numbers it may have given out.
+"""What a peer keeps on its disk: a checkpoint, the micro-batch numbers it has given out, and fragments it has given up.
 
 A checkpoint is one safetensors file, written beside the old one, fsynced, then renamed over it. So `kill -9` or
 a full disk at any moment leaves the old checkpoint or the new one, never half of one.
@@ -6,18 +6,22 @@ a full disk at any moment leaves the old checkpoint or the new one, never half o
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
+from safetensors.numpy import save as save_arrays
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from decentral.core.errors import UserError
+from decentral.core.jobs import Donated, Layout, RetainedStates, Section
 from decentral.train.counters import Counters
 from decentral.train.span import Span
+from decentral.train.span_change import RetainedState
 
 FILE = "checkpoint.safetensors"
 RESERVED = 1024  # micro-batch numbers given out for one write to the disk
@@ -26,7 +30,8 @@ Read = TypeVar("Read")
 
 def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> int:
     """Replaces the folder's checkpoint; `facts` are JSON. Gives its bytes. Raises OSError and leaves the old one."""
-    data = to_bytes({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {"facts": json.dumps(facts)})
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    data = save_tensors(plain, {"facts": json.dumps(facts)})
     write_atomically(folder / FILE, data)
     return len(data)
 
@@ -117,6 +122,54 @@ class MicroBatchNumbers:
             self.reserved = number + RESERVED
             self.write(self.reserved)
         return number
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedStateStore:
+    """States of fragments that this peer has given up: a layer whose last holder is lost can be recovered from here.
+
+    Each fragment has a file in the folder: the state as a newcomer would get it, with its sections, and the
+    learning-rate step at which it was given up. Those of another run than the one with this digest count as none.
+    """
+
+    folder: Path
+    run: str
+
+    def write(self, state: Donated, step: int) -> None:
+        """Replaces the retained state of this fragment. Raises OSError and leaves the old one."""
+        fragment, layout, blob = state
+        facts = {"run": self.run, "step": step, "layout": [asdict(section) for section in layout]}
+        data = save_arrays({"state": np.frombuffer(blob, dtype=np.uint8)}, {"facts": json.dumps(facts)})
+        write_atomically(self._path(fragment), data)
+
+    def read(self, fragment: int) -> RetainedState | None:
+        """The retained state of this fragment, or None if none of this run can be read."""
+        if (found := self._facts(fragment)) is None:
+            return None
+        with safe_open(self._path(fragment), framework="np") as file:
+            return *found, file.get_tensor("state").tobytes()
+
+    def forget(self, fragments: Iterable[int]) -> None:
+        """Deletes the states of fragments that this peer holds again."""
+        for fragment in fragments:
+            self._path(fragment).unlink(missing_ok=True)
+
+    def steps(self, fragments: Iterable[int]) -> RetainedStates:
+        """Which of these fragments have a retained state, each with its learning-rate step."""
+        found = ((fragment, self._facts(fragment)) for fragment in fragments)
+        return tuple((fragment, facts[0]) for fragment, facts in found if facts is not None)
+
+    def _facts(self, fragment: int) -> tuple[int, Layout] | None:
+        try:
+            with safe_open(self._path(fragment), framework="np") as file:
+                facts = json.loads(file.metadata()["facts"])
+            layout = tuple(Section(**section) for section in facts["layout"])
+            return (int(facts["step"]), layout) if facts["run"] == self.run else None
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _path(self, fragment: int) -> Path:
+        return self.folder / f"kept-{fragment}.safetensors"
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -17,9 +17,8 @@ from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.train import checkpoint, data, measure
-from decentral.train.checkpoint import MicroBatchNumbers
+from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.train.job_runner import JobRunner
-from decentral.train.retained_state import RetainedStateStore
 from decentral.train.sections import Codecs
 from decentral.train.span import Span
 from decentral.train.step import Device, held_out_loss, train_step

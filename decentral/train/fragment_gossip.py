@@ -111,8 +111,6 @@ class FragmentGossip:
         for gossiped in self.fragments:
             gossiped.newcomer = gossiped.live.fragment.index in newcomers
 
-    # Windows
-
     def close(self, fragment: int, seq: int) -> jobs.WindowClosed:
         gossiped = self._by_index[fragment]
         packer = Packer(self.codecs)
@@ -138,8 +136,6 @@ class FragmentGossip:
             return jobs.Absorbed(fragment, False, rejected[0][1])
         gossiped.rule.merge(gossiped.live, parts)
         return jobs.Absorbed(fragment, True)
-
-    # State
 
     def export(self, fragment: int) -> jobs.StateExported:
         packer = Packer(self.codecs)
@@ -206,13 +202,10 @@ class FragmentGossip:
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
             gossiped.rule.load(live, {name: tensor.to(live.theta.device) for name, tensor in own.items()})
 
-    # What comes from partners
-
     def _decode(
         self, gossiped: GossipedFragment, contributions: Sequence[jobs.Contribution]
     ) -> tuple[list[update_rules.Parts], list[tuple[PeerId, str]]]:
-        """Partners' vectors on our device, and the partners that we refused, with the reason: bytes from the network
-        prove nothing."""
+        """Partners' vectors on our device, and the partners that we refused, with the reason."""
         parts, rejected = [], []
         for one in contributions:
             try:

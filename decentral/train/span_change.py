@@ -19,11 +19,10 @@ RetainedState = tuple[int, jobs.Layout, bytes]
 
 
 class RetainedStore(Protocol):
-    """The states of fragments that a peer has given up, on its disk: train/retained_state.py."""
+    """The states of fragments that a peer has given up, on its disk: train/checkpoint.py."""
 
     def write(self, state: jobs.Donated, step: int) -> None:
         """Raises OSError and leaves the old state."""
-        ...
 
     def read(self, fragment: int) -> RetainedState | None: ...
 
@@ -41,11 +40,9 @@ class HeldSpan(Protocol):
 
     def hold(self, first: int, last: int) -> None:
         """Holds layers [first, last): those that are here as they are, the others with their initial weights."""
-        ...
 
     def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
-        """The layout of every fragment's state, of the whole model."""
-        ...
+        """The layout of every fragment's state as a newcomer gets it, of the whole model."""
 
 
 def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, counters: Counters) -> jobs.SpanChanged:

@@ -97,8 +97,6 @@ class StageRunner:
         self.sums = GradientSums.of(lives, run.routes.slots, alone)
         self._parameters = max(1, sum(gpt.parameters(run.model)))
 
-    # Through the layers
-
     def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> StageOutcome:
         """Runs inputs_BT and targets_BT of our own data, its micro-batch `number`, from layer 0 on."""
         inputs_BT, targets_BT = batch
@@ -138,8 +136,6 @@ class StageRunner:
         for token in tokens:
             self.pending.pop(token, None)
         return jobs.Forgotten()
-
-    # The optimizer's step
 
     def seal(self, slot: int) -> jobs.Sealed:
         return jobs.Sealed(self.sums.seal(slot), slot)

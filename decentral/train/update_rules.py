@@ -16,8 +16,6 @@ from decentral.core.jobs import Layout, Section
 from decentral.train.inner import Live
 from decentral.train.sections import Codecs, Packer
 
-RuleState = dict[str, Tensor]
-
 SCALAR = "scalar"  # in place of a codec: the section holds one fp32 number, however long the fragment is
 
 
@@ -59,11 +57,11 @@ class UpdateRule:
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         """Raises ProtocolError if what a partner sent cannot be merged, though it is finite and has our layout."""
 
-    def state(self) -> RuleState:
+    def state(self) -> dict[str, Tensor]:
         """All that a checkpoint must keep."""
         return {}
 
-    def load(self, live: Live, state: RuleState) -> None:
+    def load(self, live: Live, state: dict[str, Tensor]) -> None:
         """Goes on from `state`; theta is already what it was."""
 
     def donate(self, live: Live, packer: Packer) -> None:
