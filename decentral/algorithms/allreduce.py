@@ -43,7 +43,6 @@ class AllReduceRule(UpdateRule):
 ALGORITHM = Algorithm(
     name="allreduce",
     rule=AllReduceRule,
-    donated=AllReduceRule.donated,
     machine=lambda context, close_at: PullExchange(context, close_at, blocking=True, seq=context.round),
     questions=(Pull,),
     partners=lambda gossip: None,

@@ -95,7 +95,6 @@ class PullRule(UpdateRule):
 ALGORITHM = Algorithm(
     name="pull",
     rule=PullRule,
-    donated=PullRule.donated,
     machine=lambda context, close_at: PullExchange(  # slow weights are pulled in every `consensus_every`-th window only
         context, close_at, light=(PSEUDO_GRADIENT,), whole_every=context.gossip.consensus_every
     ),

@@ -61,7 +61,6 @@ class PushSumRule(UpdateRule):
 ALGORITHM = Algorithm(
     name="push_sum",
     rule=PushSumRule,
-    donated=PushSumRule.donated,
     machine=PushExchange,
     questions=(Push,),
     partners=lambda gossip: 1,

@@ -40,7 +40,6 @@ class SymmetricRule(UpdateRule):
 ALGORITHM = Algorithm(
     name="symmetric",
     rule=SymmetricRule,
-    donated=SymmetricRule.donated,
     machine=SwapExchange,
     questions=(Swap, SwapCommit),
     partners=lambda gossip: 1,

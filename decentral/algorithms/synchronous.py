@@ -42,9 +42,8 @@ class SynchronousRule(UpdateRule):
             live.grad.zero_()
 
     def donate(self, live: Live, packer: Packer) -> None:
-        packer.add("theta", self.donated["theta"], live.theta)
-        packer.add("exp_avg", self.donated["exp_avg"], live.exp_avg)
-        packer.add("exp_avg_sq", self.donated["exp_avg_sq"], live.exp_avg_sq)
+        for name, tensor in live.tensors().items():
+            packer.add(name, self.donated[name], tensor)
         packer.add("steps", "fp32", torch.tensor([float(live.steps)]))
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
@@ -57,7 +56,6 @@ class SynchronousRule(UpdateRule):
 ALGORITHM = Algorithm(
     name="synchronous",
     rule=SynchronousRule,
-    donated=SynchronousRule.donated,
     machine=None,
     questions=(),
     partners=lambda gossip: None,

@@ -1,13 +1,13 @@
 """Training without a model: a few numbers stand for each fragment, and their gossip is the real one.
 
 The numbers descend towards the minimum of a quadratic objective, with noise of each peer's own, as replicas do that see
-different data. What happens to them at a window's end or in a merge is done by train/fragment_gossip.py, so what a
-simulation checks (progress is counted once, mass is conserved, replicas stay together) is checked on the code that
-trains. Blobs are synthetic: they have the length that the real model's would have.
+different data. Windows end and merge in train/fragment_gossip.py, so what a simulation checks (progress is counted
+once, mass is conserved, replicas stay together) is checked on the code that trains. Blobs are as long as real ones.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -42,9 +42,6 @@ class SurrogateDisk:
     reserved: int = 0  # no micro-batch number from here on was given out
     retained: dict[int, RetainedState] = field(default_factory=dict)  # by fragment: states that were given up
 
-    def reserve(self, numbers: int) -> None:
-        self.reserved = numbers
-
     def write(self, state: jobs.Donated, step: int) -> None:
         fragment, layout, blob = state
         self.retained[fragment] = step, layout, blob
@@ -61,7 +58,7 @@ class SurrogateDisk:
 
 
 class SurrogateSpan:
-    """What train/span.py is for a surrogate peer: the fragments that it holds, with their gossip and work for routes."""
+    """What train/span.py is for a surrogate peer: the fragments that it holds, their gossip and work for routes."""
 
     stages: SurrogateStages
 
@@ -113,7 +110,7 @@ class SurrogateWorkload(JobRunner):
         disk: SurrogateDisk,
     ) -> None:
         self.model, self.chance, self.disk = model, chance, disk
-        numbers = MicroBatchNumbers(disk.reserved, disk.reserve)
+        numbers = MicroBatchNumbers(disk.reserved, partial(setattr, disk, "reserved"))
         super().__init__(SurrogateSpan(model, peer, chance, *span), disk, numbers, synchronous=False)
         if disk.checkpoint is not None:
             self.counters, self.restored = replace(disk.checkpoint.counters), True

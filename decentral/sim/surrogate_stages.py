@@ -1,12 +1,11 @@
 """Routes without a model: what train/stage_runner.py does with tensors, done with the few numbers of a surrogate.
 
-Blobs have the true sizes of the model's activations and gradients, and name the micro-batch that they belong to and the
-layer that they enter or leave. So a micro-batch that lost its way, a gradient that came to another execution, and one
-that is in a sum twice are seen by what the sums hold, not by what the protocol believes (sim/route_audit.py).
+Blobs have their true sizes, and name the micro-batch that they belong to and the layer that they enter or leave. So the
+sums themselves show a micro-batch that lost its way, a gradient that came to another execution, and one that was added
+twice (sim/route_audit.py).
 
 The gradient of a micro-batch is that of the quadratic objective, at the weights of its backward pass. Sums are weighted
-by tokens, as real ones are, and noise is added in each step. One step with one micro-batch moves a fragment as one step
-of sim/surrogate.py does.
+by tokens. One step with one micro-batch moves a fragment as one step of sim/surrogate.py does.
 """
 
 from collections.abc import Sequence
@@ -78,7 +77,7 @@ class SurrogateStages:
         assert layer == job.first, f"what enters layer {layer} came to layer {job.first}"
         tokens = layout[1].elements
         execution = SurrogateGradient(origin, number, job.first, job.last, tokens)
-        if job.last < self.model.end:
+        if job.last < self.model.cuts[-1].last:
             self.pending[job.token] = execution
             return self._forwarded(job.token, 0, execution)
         return self._backed(job.token, execution, loss_of(self.weights) * tokens)
@@ -127,7 +126,8 @@ class SurrogateStages:
 
     def _forwarded(self, token: int, number: int, execution: SurrogateGradient) -> jobs.ForwardDone:
         layout = self._layout(execution, execution.last)
-        blob = SyntheticBlob([(layout[0].size, _header(execution, execution.last)), (layout[1].size, b"")])
+        header = msgpack.packb((execution.origin, execution.number, execution.last))
+        blob = SyntheticBlob([(layout[0].size, header), (layout[1].size, b"")])
         sequences = execution.tokens // self.model.config.model.context
         return jobs.ForwardDone(token, number, sequences, execution.tokens, layout, blob)
 
@@ -141,13 +141,8 @@ class SurrogateStages:
         if execution.first == 0:
             return jobs.BackwardDone(token, execution.tokens, loss, (), b"")
         section = self._layout(execution, execution.first)[0]
-        blob = SyntheticBlob([(section.size, _header(execution, execution.first))])
+        blob = SyntheticBlob([(section.size, msgpack.packb((execution.origin, execution.number, execution.first)))])
         return jobs.BackwardDone(token, execution.tokens, loss, (section,), blob)
-
-
-def _header(execution: SurrogateGradient, layer: int) -> bytes:
-    packed: bytes = msgpack.packb((execution.origin, execution.number, layer))
-    return packed
 
 
 def _read(blob: bytes) -> tuple[str, int, int]:

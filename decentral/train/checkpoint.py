@@ -83,19 +83,15 @@ def resume(folder: Path, span: Span, counters: Counters) -> bool:
     if facts["run"] != span.run.digest():
         raise UserError(f"{folder} holds a checkpoint of another run; use another --state-dir")
     try:
-        _load(tensors, facts, span, counters)
+        span.gossip.load(tensors, facts["window"], facts["inner_steps"])
+        for live, steps in zip(span.inner.lives, facts.get("fragment_steps", ()), strict=False):
+            live.steps = steps
+        counters.own_steps, counters.lr_step = facts["own_steps"], facts["lr_step"]
+        counters.micro_batches, counters.tokens = facts["micro_batches"], facts["tokens"]
+        counters.versions = {int(index): bytes.fromhex(text) for index, text in facts.get("versions", {}).items()}
     except (KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{folder} holds a checkpoint of another model ({error})") from None
     return True
-
-
-def _load(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], span: Span, counters: Counters) -> None:
-    span.gossip.load(tensors, facts["window"], facts["inner_steps"])
-    for live, steps in zip(span.inner.lives, facts.get("fragment_steps", ()), strict=False):
-        live.steps = steps
-    counters.own_steps, counters.lr_step = facts["own_steps"], facts["lr_step"]
-    counters.micro_batches, counters.tokens = facts["micro_batches"], facts["tokens"]
-    counters.versions = {int(index): bytes.fromhex(text) for index, text in facts.get("versions", {}).items()}
 
 
 @dataclass(slots=True)

@@ -36,11 +36,7 @@ class ComputeSetup:
 
 
 class Compute(JobRunner):
-    """Builds its layers with their initial weights; `resume` and ImportState replace them.
-
-    A peer that holds the whole model trains without a pause. One that holds a part, and every one of a synchronous run,
-    waits for micro-batches that come along routes, or that it is told to draw.
-    """
+    """Builds its layers with their initial weights; `resume` and ImportState replace them."""
 
     span: Span
     retained: RetainedStateStore
@@ -107,9 +103,8 @@ class Compute(JobRunner):
         return self.setup.corpus.micro_batch(draw, self.micro_batch)
 
     def _fetch(self) -> tuple[Tensor, Tensor]:
-        number = self.counters.micro_batches
         self.counters.micro_batches += 1
-        return self.batch(number)
+        return self.batch(self.counters.micro_batches - 1)
 
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.batch(number))

@@ -1,9 +1,8 @@
 """Jobs and their outcomes: what Compute and the simulator's surrogate do alike.
 
-A job of core/jobs.py comes in, its outcome goes out. What the layers are made of is behind two protocols: WorkingSpan
-(the fragments that a peer holds) and StageLayers (those layers at work for routes). train/span.py and
-train/stage_runner.py are made of tensors, sim/surrogate.py and sim/surrogate_stages.py of a few numbers for each
-fragment.
+What the layers are made of is behind two protocols: WorkingSpan (the fragments that a peer holds) and StageLayers
+(those layers at work for routes). train/span.py and train/stage_runner.py are made of tensors, sim/surrogate.py and
+sim/surrogate_stages.py of a few numbers for each fragment.
 """
 
 from abc import ABC, abstractmethod
@@ -49,8 +48,6 @@ class StageLayers(Protocol):
 
 
 class WorkingSpan(HeldSpan, Protocol):
-    """The fragments that a peer holds, which also work for routes."""
-
     @property
     def stages(self) -> StageLayers: ...
 

@@ -15,7 +15,7 @@ Shapes: B sequences, T positions, D width, V vocabulary.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -43,22 +43,18 @@ class PendingBackward:
     output_BTD: Tensor  # at the model's end logits_BTV
 
 
-@dataclass(slots=True)
 class GradientSums:
-    """Sums of gradients, a vector [n] for each fragment: the one that is being filled, and sealed ones by slot."""
+    """Sums of gradients, a vector [n] for each fragment: the one that is being filled, and sealed ones by slot.
 
-    filled: list[Tensor]
-    sealed: list[list[Tensor]]
-    filled_tokens: list[int]
-    sealed_tokens: list[list[int]]
-    executions: list[int] = field(default_factory=list)  # tokens of those whose gradients are being filled in
+    `alone`: nothing else uses the lives' gradients, so the filled sums are these.
+    """
 
-    @classmethod
-    def of(cls, lives: Sequence[Live], slots: int, alone: bool) -> "GradientSums":
-        """`alone`: nothing else uses the lives' gradients, so the filled sums are these."""
-        grads = [live.grad for live in lives] if alone else [torch.zeros_like(live.grad) for live in lives]
-        sealed = [[torch.zeros_like(live.grad) for live in lives] for _ in range(slots)]
-        return cls(grads, sealed, [0] * len(lives), [[0] * len(lives) for _ in range(slots)])
+    def __init__(self, lives: Sequence[Live], slots: int, alone: bool) -> None:
+        self.filled = [live.grad if alone else torch.zeros_like(live.grad) for live in lives]
+        self.filled_tokens = [0] * len(lives)
+        self.sealed = [[torch.zeros_like(live.grad) for live in lives] for _ in range(slots)]
+        self.sealed_tokens = [[0] * len(lives) for _ in range(slots)]
+        self.executions: list[int] = []  # tokens of those whose gradients are being filled in
 
     def seal(self, slot: int) -> tuple[int, ...]:
         """Moves the filled sum into this slot; gives the executions that are in it."""
@@ -94,7 +90,7 @@ class StageRunner:
         self.layers, self.lives, self.activations, self.device, self.alone = layers, lives, activations, device, alone
         self.start, self.end = lives[0].fragment.first, len(activations.widths)  # `end`: of the model
         self.pending: dict[int, PendingBackward] = {}
-        self.sums = GradientSums.of(lives, run.routes.slots, alone)
+        self.sums = GradientSums(lives, run.routes.slots, alone)
         self._parameters = max(1, sum(gpt.parameters(run.model)))
 
     def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> StageOutcome:

@@ -85,7 +85,8 @@ def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> L
 
 def donated(gossip: GossipConfig) -> Mapping[str, str]:
     """The sections that a newcomer gets under this algorithm."""
-    return algorithm(gossip.algorithm).donated
+    made: type[UpdateRule] = algorithm(gossip.algorithm).rule
+    return made.donated
 
 
 def rule(gossip: GossipConfig, theta: Tensor, peer: PeerId) -> UpdateRule:
