@@ -7,7 +7,7 @@ a full disk at any moment leaves the old checkpoint or the new one, never half o
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,16 +94,13 @@ def resume(folder: Path, span: Span, counters: Counters) -> bool:
     return True
 
 
-@dataclass(slots=True)
 class MicroBatchNumbers:
     """Numbers of drawn micro-batches that no restart gives out again, not even a restart from an old checkpoint."""
 
-    reserved: int  # every number that was ever given out is below this one, as the disk has it
-    write: Callable[[int], None]  # puts a new value of `reserved` on the disk
-    least: int = field(init=False)  # the least number that this process may give out
-
-    def __post_init__(self) -> None:
-        self.least = self.reserved
+    def __init__(self, reserved: int, write: Callable[[int], None]) -> None:
+        self.reserved = reserved  # every number that was ever given out is below this one, as the disk has it
+        self.write = write  # puts a new value of `reserved` on the disk
+        self.least = reserved  # the least number that this process may give out
 
     @classmethod
     def of(cls, folder: Path) -> "MicroBatchNumbers":

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
@@ -92,11 +92,9 @@ class Span:
 
     def _from_zeros(self, chained: Forward, first: int) -> Forward:
         width = self.activations.widths[first]
-
-        def forward(tokens_BT: Tensor) -> Tensor:
-            return chained(torch.zeros(*tokens_BT.shape, width, device=tokens_BT.device, requires_grad=True))
-
-        return forward
+        return lambda tokens_BT: chained(
+            torch.zeros(*tokens_BT.shape, width, device=tokens_BT.device, requires_grad=True)
+        )
 
 
 def _gaps(layers: Mapping[int, nn.Module], first: int, last: int) -> list[tuple[int, int]]:

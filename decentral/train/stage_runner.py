@@ -29,8 +29,6 @@ from decentral.train.activations import ActivationFormat
 from decentral.train.inner import Live, step_clipped
 from decentral.train.step import Device, slow_down
 
-StageOutcome = jobs.ForwardDone | jobs.BackwardDone | jobs.ExecutionFailed
-
 
 @dataclass(slots=True)
 class PendingBackward:
@@ -93,14 +91,14 @@ class StageRunner:
         self.sums = GradientSums(lives, run.routes.slots, alone)
         self._parameters = max(1, sum(gpt.parameters(run.model)))
 
-    def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> StageOutcome:
+    def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> jobs.Outcome:
         """Runs inputs_BT and targets_BT of our own data, its micro-batch `number`, from layer 0 on."""
         inputs_BT, targets_BT = batch
         began = time.perf_counter()
         execution = self._through(inputs_BT.to(self.device.device), None, 0, job.last)
         return self._forwarded(job.token, execution, targets_BT, began, number)
 
-    def forward(self, job: jobs.Forward) -> StageOutcome:
+    def forward(self, job: jobs.Forward) -> jobs.Outcome:
         """Runs another peer's micro-batch. At the model's end the loss and the backward pass follow at once."""
         began = time.perf_counter()
         try:
@@ -111,7 +109,7 @@ class StageRunner:
         execution = self._through(input_BTD, input_BTD, job.first, job.last)
         return self._forwarded(job.token, execution, targets_BT, began)
 
-    def backward(self, job: jobs.Backward) -> StageOutcome:
+    def backward(self, job: jobs.Backward) -> jobs.Outcome:
         """The blob is the gradient of the output that `forward` or `draw` gave."""
         began = time.perf_counter()
         execution = self.pending.get(job.token)
@@ -158,7 +156,7 @@ class StageRunner:
 
     def _forwarded(
         self, token: int, execution: PendingBackward, targets_BT: Tensor, began: float, number: int = 0
-    ) -> StageOutcome:
+    ) -> jobs.Outcome:
         """The output and the targets for the next stage; at the model's end the loss, and the way back from it."""
         if execution.last == self.end:
             loss = gpt.loss_of(execution.output_BTD, targets_BT.to(self.device.device)) * execution.tokens
