@@ -7,17 +7,16 @@ from torch import Tensor
 
 from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.wire.messages import Pull
-from decentral.core.algorithms import Algorithm, FragmentContext
+from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
-from decentral.core.units import Seconds
 from decentral.train import outer
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import LiveWeightsRule, MergedWeights, Parts
+from decentral.train.update_rules import Parts, UpdateRule
 
 
-class AllReduceRule(LiveWeightsRule):
+class AllReduceRule(UpdateRule):
     """The token-weighted mean of everyone's weights, in fp32, summed in the order of peer ids: same bits for all."""
 
     sections: Mapping[str, str] = {"theta": "fp32"}
@@ -30,7 +29,7 @@ class AllReduceRule(LiveWeightsRule):
         packer.add("theta", self.sections["theta"], live.theta)
         self.tokens = live.tokens
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
         everyone = [(self.peer, self.tokens, live.theta)]
         everyone += [(part.peer, part.tokens, part.vectors["theta"]) for part in parts]
         everyone.sort(key=lambda one: one[0])
@@ -38,18 +37,13 @@ class AllReduceRule(LiveWeightsRule):
         mean = torch.zeros_like(live.theta)
         for weight, (_, _, theta) in zip(weights, everyone, strict=True):
             mean += weight * theta
-        return MergedWeights(mean)
-
-
-def _machine(context: FragmentContext, close_at: Seconds) -> PullExchange:
-    return PullExchange(context, close_at, blocking=True, seq=context.round)
+        live.theta.copy_(mean)
 
 
 ALGORITHM = Algorithm(
     name="allreduce",
     rule=AllReduceRule,
-    donated=AllReduceRule.donated,
-    machine=_machine,
+    machine=lambda context, close_at: PullExchange(context, close_at, blocking=True, seq=context.round),
     questions=(Pull,),
     partners=lambda gossip: None,
     snapshot_bytes=4,

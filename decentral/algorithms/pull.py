@@ -12,19 +12,18 @@ from torch import Tensor
 
 from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.wire.messages import Pull
-from decentral.core.algorithms import Algorithm, FragmentContext
+from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
-from decentral.core.units import Seconds
 from decentral.train import outer
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import MergedWeights, Parts, RuleState
+from decentral.train.update_rules import Parts, UpdateRule
 
 PSEUDO_GRADIENT = "delta"  # the section's name on the wire
 
 
-class PullRule:
+class PullRule(UpdateRule):
     """outer.close and outer.merge."""
 
     sections: Mapping[str, str] = {"phi": "int8", PSEUDO_GRADIENT: "q4"}
@@ -43,19 +42,17 @@ class PullRule:
         self.slow, sent = outer.close(self.slow, live.theta, lambda owed: packer.add(PSEUDO_GRADIENT, codec, owed))
         self.closed, self.closed_at = outer.WindowUpdate(sent, live.tokens, live.lr_sum), live.steps
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
         assert self.closed is not None, "merge without a close"
         own, self.closed = self.closed, None
         partners = [self._update_of(part, outer.credible(own.tokens)) for part in parts]
         rho = outer.rho_of(live.steps - self.closed_at)
         outcome = outer.merge(self.slow, own, partners, self.constants, rho)
         self.slow = outcome.slow
-        theta = live.theta + outcome.correction
-        if not self.constants.kappa:
-            return MergedWeights(theta)
-        shift = outer.moment_shift(own, outcome, live.moments(), rho * self.constants.kappa)
-        shift = outer.limited(shift, torch.linalg.vector_norm(live.exp_avg))
-        return MergedWeights(theta, live.exp_avg + shift)
+        live.theta += outcome.correction
+        if self.constants.kappa:
+            shift = outer.moment_shift(own, outcome, live.moments(), rho * self.constants.kappa)
+            live.exp_avg += outer.limited(shift, torch.linalg.vector_norm(live.exp_avg))
 
     def _update_of(self, part: Parts, most_tokens: int) -> outer.WindowUpdate:
         """What a partner did in its window, as far as we believe it."""
@@ -71,14 +68,12 @@ class PullRule:
             return vectors["phi"]
         return self.slow.phi + outer.limited(apart, most)
 
-    def check(self, vectors: Mapping[str, Tensor]) -> None: ...
-
-    def state(self) -> RuleState:
+    def state(self) -> dict[str, Tensor]:
         slow = self.slow
         kept = {"phi": slow.phi, "baseline": slow.baseline, "momentum": slow.momentum, "residual": slow.residual}
         return kept if self.closed is None else {**kept, "pending": self.closed.pseudo_gradient}
 
-    def load(self, live: Live, state: RuleState) -> None:
+    def load(self, live: Live, state: dict[str, Tensor]) -> None:
         """A window that was closed and not yet merged becomes a solo step: nobody will send us its partners now."""
         self.slow = outer.Slow(state["phi"], state["baseline"], state["momentum"], state["residual"])
         self.closed = None
@@ -97,16 +92,12 @@ class PullRule:
         self.slow, self.closed = replace(outer.start(live.theta), momentum=donated["momentum"]), None
 
 
-def _machine(context: FragmentContext, close_at: Seconds) -> PullExchange:
-    """Pseudo-gradients are pulled in every window, slow weights in every `consensus_every`-th."""
-    return PullExchange(context, close_at, light=(PSEUDO_GRADIENT,), whole_every=context.gossip.consensus_every)
-
-
 ALGORITHM = Algorithm(
     name="pull",
     rule=PullRule,
-    donated=PullRule.donated,
-    machine=_machine,
+    machine=lambda context, close_at: PullExchange(  # slow weights are pulled in every `consensus_every`-th window only
+        context, close_at, light=(PSEUDO_GRADIENT,), whole_every=context.gossip.consensus_every
+    ),
     questions=(Pull,),
     partners=lambda gossip: gossip.partners,
     snapshot_bytes=1.53,

@@ -14,12 +14,12 @@ from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import SCALAR, LiveWeightsRule, MergedWeights, Parts, RuleState
+from decentral.train.update_rules import SCALAR, Parts, UpdateRule
 
 MAX_WEIGHT = 1e6  # of pushed mass; all peers together weigh as many as they are
 
 
-class PushSumRule(LiveWeightsRule):
+class PushSumRule(UpdateRule):
     """x = w theta is this peer's mass. A window's end gives half of x and of w away; what comes is added.
 
     Conserved: the sums of x and of w over all peers and messages in flight, but for training itself. The half is sent
@@ -38,30 +38,29 @@ class PushSumRule(LiveWeightsRule):
         self.weight = self.weight - half[0]
         live.theta.copy_((mass - away) / self.weight)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
         """Adds mass at any time, also mass of our own that nobody took."""
         mass, weight = live.theta * self.weight, self.weight
         for part in parts:
             mass = mass + part.vectors["mass"]
             weight = weight + part.vectors["weight"][0]
         self.weight = weight
-        return MergedWeights(live.theta + (mass / weight - live.theta))
+        live.theta.copy_(live.theta + (mass / weight - live.theta))
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         if not 0 < float(vectors["weight"][0]) < MAX_WEIGHT:
             raise ProtocolError(Reason.WEIGHT, f"mass must weigh something, and less than {MAX_WEIGHT:g}")
 
-    def state(self) -> RuleState:
+    def state(self) -> dict[str, Tensor]:
         return {"weight": self.weight.reshape(1)}
 
-    def load(self, live: Live, state: RuleState) -> None:
+    def load(self, live: Live, state: dict[str, Tensor]) -> None:
         self.weight = state["weight"].reshape(()) if state else torch.ones_like(self.weight)
 
 
 ALGORITHM = Algorithm(
     name="push_sum",
     rule=PushSumRule,
-    donated=PushSumRule.donated,
     machine=PushExchange,
     questions=(Push,),
     partners=lambda gossip: 1,

@@ -11,10 +11,10 @@ from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import LiveWeightsRule, MergedWeights, Parts, RuleState
+from decentral.train.update_rules import Parts, UpdateRule
 
 
-class SymmetricRule(LiveWeightsRule):
+class SymmetricRule(UpdateRule):
     """x_i += (Q(x_j) - Q(x_i)) / 2 on both sides (Boyd et al., 2006; AD-PSGD, arXiv 1710.06952).
 
     Both sides use the quantised values, so what one gains the other loses, whatever Q does: the mean is kept.
@@ -26,22 +26,20 @@ class SymmetricRule(LiveWeightsRule):
     def close(self, live: Live, packer: Packer) -> None:
         self.sent = packer.add("theta", self.sections["theta"], live.theta)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
         assert self.sent is not None, "merge without a close"
         sent, self.sent = self.sent, None
-        if not parts:
-            return MergedWeights(live.theta)
-        assert len(parts) == 1, "a symmetric exchange has two sides"
-        return MergedWeights(live.theta + 0.5 * (parts[0].vectors["theta"] - sent))
+        assert len(parts) <= 1, "a symmetric exchange has two sides"
+        for part in parts:
+            live.theta += 0.5 * (part.vectors["theta"] - sent)
 
-    def load(self, live: Live, state: RuleState) -> None:
+    def load(self, live: Live, state: dict[str, Tensor]) -> None:
         self.sent = None
 
 
 ALGORITHM = Algorithm(
     name="symmetric",
     rule=SymmetricRule,
-    donated=SymmetricRule.donated,
     machine=SwapExchange,
     questions=(Swap, SwapCommit),
     partners=lambda gossip: 1,

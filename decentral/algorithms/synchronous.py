@@ -11,12 +11,12 @@ from torch import Tensor
 from decentral.core.algorithms import Algorithm
 from decentral.train.inner import Live, step_clipped
 from decentral.train.sections import Packer
-from decentral.train.update_rules import SCALAR, LiveWeightsRule, MergedWeights, Parts
+from decentral.train.update_rules import SCALAR, Parts, UpdateRule
 
 MAX_STEPS = 1 << 24  # up to here fp32 counts exactly
 
 
-class SynchronousRule(LiveWeightsRule):
+class SynchronousRule(UpdateRule):
     """One AdamW step with the mean gradient of all tokens of a round, whoever computed it.
 
     What a window publishes is the sum of the gradients of its tokens' losses. All holders add up the same sums in the
@@ -31,7 +31,7 @@ class SynchronousRule(LiveWeightsRule):
     def close(self, live: Live, packer: Packer) -> None:
         packer.add("gradient", self.sections["gradient"], live.grad)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
+    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
         """Takes the optimizer's step on `live` itself: its moments and steps change, and the gradient is zero after."""
         tokens = sum(part.tokens for part in parts)
         if tokens:
@@ -40,12 +40,10 @@ class SynchronousRule(LiveWeightsRule):
                 live.grad += part.vectors["gradient"]
             step_clipped(live, live.grad.div_(tokens), live.steps, tokens)
             live.grad.zero_()
-        return MergedWeights(live.theta)
 
     def donate(self, live: Live, packer: Packer) -> None:
-        packer.add("theta", self.donated["theta"], live.theta)
-        packer.add("exp_avg", self.donated["exp_avg"], live.exp_avg)
-        packer.add("exp_avg_sq", self.donated["exp_avg_sq"], live.exp_avg_sq)
+        for name, tensor in live.tensors().items():
+            packer.add(name, self.donated[name], tensor)
         packer.add("steps", "fp32", torch.tensor([float(live.steps)]))
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
@@ -58,7 +56,6 @@ class SynchronousRule(LiveWeightsRule):
 ALGORITHM = Algorithm(
     name="synchronous",
     rule=SynchronousRule,
-    donated=SynchronousRule.donated,
     machine=None,
     questions=(),
     partners=lambda gossip: None,

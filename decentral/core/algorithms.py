@@ -5,7 +5,7 @@ record, so the floors below it, the node among them, know no algorithm by name a
 strict config and must stand in MODULES: nothing that comes from the network chooses code.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -93,11 +93,8 @@ class Algorithm:
     """All that the project needs to know of one value of `gossip.algorithm`."""
 
     name: str
-    rule: Callable[["GossipConfig", Any, PeerId], Any]
-    """Makes a fragment's update rule (train/update_rules.py UpdateRule) from theta [n] fp32 and our own id."""
-
-    donated: Mapping[str, str]
-    """The sections of the state that a newcomer gets: name to codec, in their order."""
+    rule: Any
+    """The class of its update rules, a subclass of UpdateRule in train/update_rules.py."""
 
     machine: Callable[[FragmentContext, Seconds], GossipMachine] | None
     """Makes a fragment's exchange machine, whose first window ends at that time; None: the algorithm is exact."""

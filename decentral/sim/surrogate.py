@@ -1,25 +1,28 @@
 """Training without a model: a few numbers stand for each fragment, and their gossip is the real one.
 
 The numbers descend towards the minimum of a quadratic objective, with noise of each peer's own, as replicas do that see
-different data. What happens to them at a window's end or in a merge is done by train/fragment_gossip.py, so what a
-simulation checks (progress is counted once, mass is conserved, replicas stay together) is checked on the code that
-trains. Blobs are synthetic: they have the length that the real model's would have.
+different data. Windows end and merge in train/fragment_gossip.py, so what a simulation checks (progress is counted
+once, mass is conserved, replicas stay together) is checked on the code that trains. Blobs are as long as real ones.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from decentral.core import jobs
+from decentral.core import config, jobs
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.sim.surrogate_model import SurrogateModel
-from decentral.sim.surrogate_span import SurrogateSpan
+from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, SurrogateModel, loss_of
+from decentral.sim.surrogate_stages import SurrogateStages
+from decentral.train.checkpoint import MicroBatchNumbers
 from decentral.train.counters import Counters
+from decentral.train.fragment_gossip import FragmentGossip
+from decentral.train.inner import Live
 from decentral.train.job_runner import JobRunner
-from decentral.train.micro_batch_numbers import MicroBatchNumbers
 from decentral.train.span_change import RetainedState
 
 
@@ -39,9 +42,6 @@ class SurrogateDisk:
     reserved: int = 0  # no micro-batch number from here on was given out
     retained: dict[int, RetainedState] = field(default_factory=dict)  # by fragment: states that were given up
 
-    def reserve(self, numbers: int) -> None:
-        self.reserved = numbers
-
     def write(self, state: jobs.Donated, step: int) -> None:
         fragment, layout, blob = state
         self.retained[fragment] = step, layout, blob
@@ -55,6 +55,45 @@ class SurrogateDisk:
 
     def steps(self, fragments: Iterable[int]) -> jobs.RetainedStates:
         return tuple((one, self.retained[one][0]) for one in fragments if one in self.retained)
+
+
+class SurrogateSpan:
+    """What train/span.py is for a surrogate peer: the fragments that it holds, their gossip and work for routes."""
+
+    stages: SurrogateStages
+
+    def __init__(self, model: SurrogateModel, peer: PeerId, chance: np.random.Generator, first: int, last: int) -> None:
+        self.model, self.peer, self.chance, self.cuts = model, peer, chance, model.cuts
+        self.gossip = FragmentGossip(model.config.gossip, peer, model.synthetic_codecs())
+        self.fragments: list[jobs.Fragment] = []
+        self.hold(first, last)
+
+    def hold(self, first: int, last: int) -> None:
+        assert not self.fragments or self.stages.idle, "a span changes while no execution is pending"
+        known = {one.live.fragment.index: one.live for one in self.gossip.fragments}
+        self.layers = first, last
+        self.fragments = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
+        self.lives = [known.get(cut.index) or _live(cut, self.model.config.train) for cut in self.fragments]
+        self.gossip.hold(self.lives)
+        self.stages = SurrogateStages(self.model, self.peer, self.lives, self.fragments, self.chance)
+
+    def descend(self, count: int) -> None:
+        """So many steps at once: the descent and the noise of all of them."""
+        keep, rate = (1 - DESCENT_RATE) ** count, self.model.config.train.learning_rate
+        for live, numbers in zip(self.lives, self.stages.weights, strict=True):
+            numbers *= keep
+            numbers += self.chance.normal(0.0, STEP_NOISE * count**0.5, NUMBERS)
+            live.tokens += count * self.model.tokens_per_step
+            live.lr_sum += count * rate
+            live.steps += count
+
+    def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
+        return (self.gossip.state_layout(NUMBERS),) * len(self.cuts)
+
+
+def _live(fragment: jobs.Fragment, train: config.TrainConfig) -> Live:
+    few = jobs.Fragment(fragment.index, 0, 1, NUMBERS)
+    return Live(few, [nn.RMSNorm(NUMBERS)], torch.device("cpu"), train)  # its weights are ones
 
 
 class SurrogateWorkload(JobRunner):
@@ -71,8 +110,8 @@ class SurrogateWorkload(JobRunner):
         disk: SurrogateDisk,
     ) -> None:
         self.model, self.chance, self.disk = model, chance, disk
-        numbers = MicroBatchNumbers(disk.reserved, disk.reserve)
-        super().__init__(SurrogateSpan(model, peer, chance, span), disk, numbers, synchronous=False)
+        numbers = MicroBatchNumbers(disk.reserved, partial(setattr, disk, "reserved"))
+        super().__init__(SurrogateSpan(model, peer, chance, *span), disk, numbers, synchronous=False)
         if disk.checkpoint is not None:
             self.counters, self.restored = replace(disk.checkpoint.counters), True
             self.gossip.load(disk.checkpoint.tensors, disk.checkpoint.windows, self.counters.own_steps)
@@ -82,13 +121,13 @@ class SurrogateWorkload(JobRunner):
         tokens = count * self.model.tokens_per_step
         self.span.descend(count)
         self.counters.busy_s = seconds
-        return self.counters.stepped(tokens, self.span.loss(), count, steps=count)
+        return self.counters.stepped(tokens, loss_of(self.span.stages.weights), count, steps=count)
 
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.model.tokens_per_step)
 
     def _evaluate(self) -> jobs.Evaluated:
-        return jobs.Evaluated(self.counters.tokens, self.span.loss(), 0.0)
+        return jobs.Evaluated(self.counters.tokens, loss_of(self.span.stages.weights), 0.0)
 
     def _save(self) -> jobs.Saved:
         tensors = {name: tensor.clone() for name, tensor in self.gossip.tensors().items()}

@@ -72,11 +72,6 @@ class SurrogateModel:
     def synthetic_codecs(self) -> SyntheticCodecs:
         return SyntheticCodecs(self.codecs, sum(cut.parameters for cut in self.cuts) / len(self.cuts) / NUMBERS)
 
-    @property
-    def end(self) -> int:
-        """The number of the model's layers."""
-        return self.cuts[-1].last
-
 
 def loss_of(weights: Sequence[Numbers]) -> float:
     """Mean square distance of these fragments from the optimum of the quadratic objective, which is zero."""

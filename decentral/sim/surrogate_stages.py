@@ -1,12 +1,11 @@
 """Routes without a model: what train/stage_runner.py does with tensors, done with the few numbers of a surrogate.
 
-Blobs have the true sizes of the model's activations and gradients, and name the micro-batch that they belong to and the
-layer that they enter or leave. So a micro-batch that lost its way, a gradient that came to another execution, and one
-that is in a sum twice are seen by what the sums hold, not by what the protocol believes (sim/route_audit.py).
+Blobs have their true sizes, and name the micro-batch that they belong to and the layer that they enter or leave. So the
+sums themselves show a micro-batch that lost its way, a gradient that came to another execution, and one that was added
+twice (sim/route_audit.py).
 
 The gradient of a micro-batch is that of the quadratic objective, at the weights of its backward pass. Sums are weighted
-by tokens, as real ones are, and noise is added in each step. One step with one micro-batch moves a fragment as one step
-of sim/surrogate_span.py does.
+by tokens. One step with one micro-batch moves a fragment as one step of sim/surrogate.py does.
 """
 
 from collections.abc import Sequence
@@ -36,10 +35,6 @@ class SurrogateGradient:
     tokens: int
 
 
-Sum = tuple[tuple[SurrogateGradient, ...], NDArray[np.float64]]
-"""What is in a sealed sum, and the sum itself: fragments x numbers, over tokens."""
-
-
 @dataclass(slots=True)
 class SurrogateStages:
     """The fragments of one peer at work for routes."""
@@ -55,7 +50,9 @@ class SurrogateStages:
     _filled: list[SurrogateGradient] = field(default_factory=list)
     _executions: list[int] = field(default_factory=list)  # tokens of what is filled in
     _sums: NDArray[np.float64] = field(init=False)  # of what is filled in: fragments x numbers, over tokens
-    _sealed: dict[int, Sum] = field(default_factory=dict)  # by slot
+    _sealed: dict[int, tuple[tuple[SurrogateGradient, ...], NDArray[np.float64]]] = field(
+        default_factory=dict
+    )  # by slot
 
     def __post_init__(self) -> None:
         self.weights = [live.theta.numpy() for live in self.lives]
@@ -65,8 +62,6 @@ class SurrogateStages:
     def idle(self) -> bool:
         """Whether no micro-batch and no gradient is here."""
         return not (self.pending or self._filled or self._sealed)
-
-    # A micro-batch
 
     def draw(self, job: jobs.Draw, number: int, tokens: int) -> jobs.ForwardDone:
         """Begins this peer's micro-batch with this number, of so many tokens."""
@@ -82,7 +77,7 @@ class SurrogateStages:
         assert layer == job.first, f"what enters layer {layer} came to layer {job.first}"
         tokens = layout[1].elements
         execution = SurrogateGradient(origin, number, job.first, job.last, tokens)
-        if job.last < self.model.end:
+        if job.last < self.model.cuts[-1].last:
             self.pending[job.token] = execution
             return self._forwarded(job.token, 0, execution)
         return self._backed(job.token, execution, loss_of(self.weights) * tokens)
@@ -94,9 +89,7 @@ class SurrogateStages:
         if job.layout != self._layout(execution, execution.last)[:1] or len(job.blob) != job.layout[0].size:
             return jobs.ExecutionFailed(job.token, Reason.SHAPE)
         came = _read(job.blob)
-        assert came == (execution.origin, execution.number, execution.last), (
-            f"the gradient of {came} came to {execution}"
-        )
+        assert came == (execution.origin, execution.number, execution.last), f"{came}'s gradient came to {execution}"
         del self.pending[job.token]
         return self._backed(job.token, execution, 0.0)
 
@@ -104,8 +97,6 @@ class SurrogateStages:
         for token in tokens:
             self.pending.pop(token, None)
         return jobs.Forgotten()
-
-    # The optimizer's step
 
     def seal(self, slot: int) -> jobs.Sealed:
         self._sealed[slot] = tuple(self._filled), self._sums
@@ -130,18 +121,15 @@ class SurrogateStages:
             live.count(tokens, self.model.config.train.learning_rate)
         self.applied = sealed
 
-    # Parts
-
-    def _sequences(self, execution: SurrogateGradient) -> int:
-        return execution.tokens // self.model.config.model.context
-
     def _layout(self, execution: SurrogateGradient, layer: int) -> Layout:
-        return self.model.layout(layer, self._sequences(execution))
+        return self.model.layout(layer, execution.tokens // self.model.config.model.context)
 
     def _forwarded(self, token: int, number: int, execution: SurrogateGradient) -> jobs.ForwardDone:
         layout = self._layout(execution, execution.last)
-        blob = SyntheticBlob([(layout[0].size, _header(execution, execution.last)), (layout[1].size, b"")])
-        return jobs.ForwardDone(token, number, self._sequences(execution), execution.tokens, layout, blob)
+        header = msgpack.packb((execution.origin, execution.number, execution.last))
+        blob = SyntheticBlob([(layout[0].size, header), (layout[1].size, b"")])
+        sequences = execution.tokens // self.model.config.model.context
+        return jobs.ForwardDone(token, number, sequences, execution.tokens, layout, blob)
 
     def _backed(self, token: int, execution: SurrogateGradient, loss: float) -> jobs.BackwardDone:
         """Adds the gradient to the sum, and gives the gradient of the input."""
@@ -153,13 +141,8 @@ class SurrogateStages:
         if execution.first == 0:
             return jobs.BackwardDone(token, execution.tokens, loss, (), b"")
         section = self._layout(execution, execution.first)[0]
-        blob = SyntheticBlob([(section.size, _header(execution, execution.first))])
+        blob = SyntheticBlob([(section.size, msgpack.packb((execution.origin, execution.number, execution.first)))])
         return jobs.BackwardDone(token, execution.tokens, loss, (section,), blob)
-
-
-def _header(execution: SurrogateGradient, layer: int) -> bytes:
-    packed: bytes = msgpack.packb((execution.origin, execution.number, layer))
-    return packed
 
 
 def _read(blob: bytes) -> tuple[str, int, int]:

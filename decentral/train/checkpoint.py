@@ -1,54 +1,168 @@
-"""Checkpoints: one safetensors file, written beside the old one, fsynced, then renamed over it.
+"""What a peer keeps on its disk: a checkpoint, the micro-batch numbers it has given out, and fragments it has given up.
 
-So `kill -9` or a full disk at any moment leaves the old checkpoint or the new one, never half of one.
+A checkpoint is one safetensors file, written beside the old one, fsynced, then renamed over it. So `kill -9` or
+a full disk at any moment leaves the old checkpoint or the new one, never half of one.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.numpy import save as save_arrays
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from decentral.core.errors import UserError
+from decentral.core.jobs import Donated, Layout, RetainedStates, Section
+from decentral.train.counters import Counters
+from decentral.train.span import Span
+from decentral.train.span_change import RetainedState
 
 FILE = "checkpoint.safetensors"
+RESERVED = 1024  # micro-batch numbers given out for one write to the disk
+Read = TypeVar("Read")
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> int:
     """Replaces the folder's checkpoint; `facts` are JSON. Gives its bytes. Raises OSError and leaves the old one."""
-    data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, {"facts": json.dumps(facts)})
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    data = save_tensors(plain, {"facts": json.dumps(facts)})
     write_atomically(folder / FILE, data)
     return len(data)
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """The tensors and facts of the folder's checkpoint; None where there is none. Raises UserError if it is damaged."""
-    path = folder / FILE
-    if not path.exists():
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()["facts"])
-            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
+    return _read(folder, lambda file, facts: ({name: file.get_tensor(name) for name in file.keys()}, facts))  # noqa: SIM118
 
 
 def span(folder: Path) -> tuple[int, int] | None:
     """Layers [first, last) of the folder's checkpoint; None where there is none. Raises UserError, as `read` does."""
+    return _read(folder, lambda _, facts: (int(facts["fragments"][0]["first"]), int(facts["fragments"][-1]["last"])))
+
+
+def _read(folder: Path, what: Callable[[Any, dict[str, Any]], Read]) -> Read | None:
     path = folder / FILE
     if not path.exists():
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            held = json.loads(file.metadata()["facts"])["fragments"]
-            return int(held[0]["first"]), int(held[-1]["last"])
+            return what(file, json.loads(file.metadata()["facts"]))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
+
+
+def save(folder: Path, span: Span, counters: Counters) -> int:
+    """Writes the folder's checkpoint; gives its size in bytes. Raises OSError and leaves the old one."""
+    facts = {
+        "run": span.run.digest(),
+        "fragments": [asdict(fragment) for fragment in span.fragments],
+        "own_steps": counters.own_steps,
+        "lr_step": counters.lr_step,
+        "inner_steps": span.inner.steps,
+        "fragment_steps": [live.steps for live in span.inner.lives],
+        "micro_batches": counters.micro_batches,
+        "tokens": counters.tokens,
+        "window": span.gossip.windows(),
+        "versions": {index: version.hex() for index, version in counters.versions.items()},
+    }
+    return write(folder, span.gossip.tensors(), facts)
+
+
+def resume(folder: Path, span: Span, counters: Counters) -> bool:
+    """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is of another run or damaged."""
+    found = read(folder)
+    if found is None:
+        return False
+    tensors, facts = found
+    if facts["run"] != span.run.digest():
+        raise UserError(f"{folder} holds a checkpoint of another run; use another --state-dir")
+    try:
+        span.gossip.load(tensors, facts["window"], facts["inner_steps"])
+        for live, steps in zip(span.inner.lives, facts.get("fragment_steps", ()), strict=False):
+            live.steps = steps
+        counters.own_steps, counters.lr_step = facts["own_steps"], facts["lr_step"]
+        counters.micro_batches, counters.tokens = facts["micro_batches"], facts["tokens"]
+        counters.versions = {int(index): bytes.fromhex(text) for index, text in facts.get("versions", {}).items()}
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise UserError(f"{folder} holds a checkpoint of another model ({error})") from None
+    return True
+
+
+class MicroBatchNumbers:
+    """Numbers of drawn micro-batches that no restart gives out again, not even a restart from an old checkpoint."""
+
+    def __init__(self, reserved: int, write: Callable[[int], None]) -> None:
+        self.reserved = reserved  # every number that was ever given out is below this one, as the disk has it
+        self.write = write  # puts a new value of `reserved` on the disk
+        self.least = reserved  # the least number that this process may give out
+
+    @classmethod
+    def of(cls, folder: Path) -> "MicroBatchNumbers":
+        path = folder / "position.json"
+        reserved = int(json.loads(path.read_text())) if path.exists() else 0
+        return cls(reserved, lambda new: write_atomically(path, json.dumps(new).encode()))
+
+    def take(self, wished: int) -> int:
+        """The next number from `wished` on. Raises OSError if the disk cannot be written."""
+        number = self.least = max(wished, self.least)
+        if number >= self.reserved:
+            self.reserved = number + RESERVED
+            self.write(self.reserved)
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class RetainedStateStore:
+    """States of fragments that this peer has given up: a layer whose last holder is lost can be recovered from here.
+
+    Each fragment has a file in the folder: the state as a newcomer would get it, with its sections, and the
+    learning-rate step at which it was given up. Those of another run than the one with this digest count as none.
+    """
+
+    folder: Path
+    run: str
+
+    def write(self, state: Donated, step: int) -> None:
+        """Replaces the retained state of this fragment. Raises OSError and leaves the old one."""
+        fragment, layout, blob = state
+        facts = {"run": self.run, "step": step, "layout": [asdict(section) for section in layout]}
+        data = save_arrays({"state": np.frombuffer(blob, dtype=np.uint8)}, {"facts": json.dumps(facts)})
+        write_atomically(self._path(fragment), data)
+
+    def read(self, fragment: int) -> RetainedState | None:
+        """The retained state of this fragment, or None if none of this run can be read."""
+        if (found := self._facts(fragment)) is None:
+            return None
+        with safe_open(self._path(fragment), framework="np") as file:
+            return *found, file.get_tensor("state").tobytes()
+
+    def forget(self, fragments: Iterable[int]) -> None:
+        """Deletes the states of fragments that this peer holds again."""
+        for fragment in fragments:
+            self._path(fragment).unlink(missing_ok=True)
+
+    def steps(self, fragments: Iterable[int]) -> RetainedStates:
+        """Which of these fragments have a retained state, each with its learning-rate step."""
+        found = ((fragment, self._facts(fragment)) for fragment in fragments)
+        return tuple((fragment, facts[0]) for fragment, facts in found if facts is not None)
+
+    def _facts(self, fragment: int) -> tuple[int, Layout] | None:
+        try:
+            with safe_open(self._path(fragment), framework="np") as file:
+                facts = json.loads(file.metadata()["facts"])
+            layout = tuple(Section(**section) for section in facts["layout"])
+            return (int(facts["step"]), layout) if facts["run"] == self.run else None
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _path(self, fragment: int) -> Path:
+        return self.folder / f"kept-{fragment}.safetensors"
 
 
 def write_atomically(path: Path, data: bytes) -> None:

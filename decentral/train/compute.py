@@ -16,10 +16,9 @@ from torch import Tensor
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.train import data, measure, resume
+from decentral.train import checkpoint, data, measure
+from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.train.job_runner import JobRunner
-from decentral.train.micro_batch_numbers import MicroBatchNumbers
-from decentral.train.retained_state import RetainedStateStore
 from decentral.train.sections import Codecs
 from decentral.train.span import Span
 from decentral.train.step import Device, held_out_loss, train_step
@@ -37,11 +36,7 @@ class ComputeSetup:
 
 
 class Compute(JobRunner):
-    """Builds its layers with their initial weights; `resume` and ImportState replace them.
-
-    A peer that holds the whole model trains without a pause. One that holds a part, and every one of a synchronous run,
-    waits for micro-batches that come along routes, or that it is told to draw.
-    """
+    """Builds its layers with their initial weights; `resume` and ImportState replace them."""
 
     span: Span
     retained: RetainedStateStore
@@ -96,7 +91,7 @@ class Compute(JobRunner):
 
     def resume(self) -> bool:
         """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is damaged or another run's."""
-        self.restored = resume.resume(self.setup.folder, self.span, self.counters)
+        self.restored = checkpoint.resume(self.setup.folder, self.span, self.counters)
         return self.restored
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
@@ -108,11 +103,8 @@ class Compute(JobRunner):
         return self.setup.corpus.micro_batch(draw, self.micro_batch)
 
     def _fetch(self) -> tuple[Tensor, Tensor]:
-        number = self.counters.micro_batches
         self.counters.micro_batches += 1
-        return self.batch(number)
-
-    # Jobs
+        return self.batch(self.counters.micro_batches - 1)
 
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.batch(number))
@@ -123,7 +115,7 @@ class Compute(JobRunner):
         return jobs.Evaluated(self.counters.tokens, loss, time.perf_counter() - began)
 
     def _save(self) -> jobs.Saved:
-        return jobs.Saved(self.counters.own_steps, resume.save(self.setup.folder, self.span, self.counters))
+        return jobs.Saved(self.counters.own_steps, checkpoint.save(self.setup.folder, self.span, self.counters))
 
     def _start(self, newcomer: bool) -> jobs.Started:
         if self.synchronous:

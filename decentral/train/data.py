@@ -8,7 +8,6 @@ Shapes: B sequences, T positions (`context`).
 """
 
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from decentral.core import config, rng
 from decentral.core.errors import UserError
 
 STRETCH_TOKENS = 16 * 1024
+CHUNK_TOKENS = 1 << 24  # how many mapped tokens are read at once
 Tokens = npt.NDArray[np.generic]
 
 
@@ -59,7 +59,8 @@ def load(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
     if stretch <= model.context + 1:
         need = 20 * (model.context + 2)
         raise UserError(f"data: {data.path or data.kind} has {len(tokens)} tokens; at least {need} are needed")
-    highest = int(max(chunk.max() for chunk in _chunks(tokens)))
+    chunks = range(0, len(tokens), CHUNK_TOKENS)  # a byte may have any value: the vocabulary must have all of them
+    highest = 255 if tokens.dtype == np.uint8 else max(int(tokens[at : at + CHUNK_TOKENS].max()) for at in chunks)
     if highest >= model.vocabulary:
         raise UserError(f"data: token {highest} does not fit model.vocabulary {model.vocabulary}")
     starts = np.arange(len(tokens) // stretch, dtype=np.int64) * stretch
@@ -105,11 +106,3 @@ def _bytes_of(paths: list[Path]) -> Tokens:
         return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), dtype=np.uint8)
     except OSError as error:
         raise UserError(f"data: cannot read {error.filename}: {error.strerror}") from None
-
-
-def _chunks(tokens: Tokens) -> Iterator[Tokens]:
-    if tokens.dtype == np.uint8:
-        yield np.array([255])  # a byte may have any value, so the vocabulary must have room for all of them
-        return
-    for start in range(0, len(tokens), 1 << 24):
-        yield tokens[start : start + (1 << 24)]

@@ -60,13 +60,6 @@ class GossipedFragment:
             vector *= limit / length
         self.lengths.append(min(length, limit) if limit > 0 else length)
 
-    def merge(self, parts: Sequence[update_rules.Parts]) -> None:
-        """Takes the rule's step, and puts what it gives in place of the live weights."""
-        merged = self.rule.merge(self.live, parts)
-        self.live.theta.copy_(merged.theta)
-        if merged.exp_avg is not None:
-            self.live.exp_avg.copy_(merged.exp_avg)
-
 
 def unpacked(
     codecs: Codecs, blobs: Sequence[jobs.Donated], expected: Mapping[int, jobs.Layout]
@@ -84,11 +77,14 @@ def unpacked(
 class FragmentGossip:
     """A peer's fragments and their rules. Not thread-safe: whoever owns the weights calls it."""
 
-    def __init__(self, lives: Sequence[Live], gossip: config.GossipConfig, peer: PeerId, codecs: Codecs) -> None:
+    def __init__(self, gossip: config.GossipConfig, peer: PeerId, codecs: Codecs) -> None:
         self.codecs, self.gossip, self.peer = codecs, gossip, peer
-        self.fragments = [self._new(live) for live in lives]
         self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
-        self._by_index = {gossiped.live.fragment.index: gossiped for gossiped in self.fragments}
+        self._by_index: dict[int, GossipedFragment] = {}
+
+    @property
+    def fragments(self) -> list[GossipedFragment]:
+        return list(self._by_index.values())
 
     def of(self, fragment: int) -> GossipedFragment:
         return self._by_index[fragment]
@@ -115,8 +111,6 @@ class FragmentGossip:
         for gossiped in self.fragments:
             gossiped.newcomer = gossiped.live.fragment.index in newcomers
 
-    # Windows
-
     def close(self, fragment: int, seq: int) -> jobs.WindowClosed:
         gossiped = self._by_index[fragment]
         packer = Packer(self.codecs)
@@ -132,7 +126,7 @@ class FragmentGossip:
     def merge(self, fragment: int, seq: int, contributions: Sequence[jobs.Contribution]) -> jobs.Merged:
         gossiped = self._by_index[fragment]
         parts, rejected = self._decode(gossiped, contributions)
-        gossiped.merge(parts)
+        gossiped.rule.merge(gossiped.live, parts)
         return jobs.Merged(fragment, seq, tuple(part.peer for part in parts), tuple(rejected))
 
     def absorb(self, fragment: int, contribution: jobs.Contribution) -> jobs.Absorbed:
@@ -140,10 +134,8 @@ class FragmentGossip:
         parts, rejected = self._decode(gossiped, [contribution])
         if rejected:
             return jobs.Absorbed(fragment, False, rejected[0][1])
-        gossiped.merge(parts)
+        gossiped.rule.merge(gossiped.live, parts)
         return jobs.Absorbed(fragment, True)
-
-    # State
 
     def export(self, fragment: int) -> jobs.StateExported:
         packer = Packer(self.codecs)
@@ -152,7 +144,11 @@ class FragmentGossip:
 
     def state_layouts(self) -> list[jobs.Layout]:
         """The layout of each fragment's export: what a newcomer may expect of its donors."""
-        return [self._layout(gossiped.rule.donated, gossiped.live) for gossiped in self.fragments]
+        return [self.state_layout(gossiped.live.fragment.parameters) for gossiped in self.fragments]
+
+    def state_layout(self, parameters: int) -> jobs.Layout:
+        """The layout of the export of a fragment with so many parameters."""
+        return update_rules.layout_of(update_rules.donated(self.gossip), parameters, self.codecs)
 
     def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]]) -> jobs.StateImported:
         """Adopts all of these or none: they are decoded and checked first. What nobody trains is not among them."""
@@ -173,26 +169,22 @@ class FragmentGossip:
 
     def hold(self, lives: Sequence[Live]) -> None:
         """Holds these fragments from now on: those that are here as they are, others from their weights."""
-        known = {id(gossiped.live): gossiped for gossiped in self.fragments}
-        self.fragments = [known.get(id(live)) or self._new(live) for live in lives]
-        self._by_index = {gossiped.live.fragment.index: gossiped for gossiped in self.fragments}
+        known = {id(gossiped.live): gossiped for gossiped in self._by_index.values()}
+        self._by_index = {live.fragment.index: known.get(id(live)) or self._new(live) for live in lives}
         if self.holding != BEFORE_START and self.holding not in self._by_index:
             self.holding = None
 
     def _new(self, live: Live) -> GossipedFragment:
         rule = update_rules.rule(self.gossip, live.theta, self.peer)
-        return GossipedFragment(live, rule, self._layout(rule.sections, live))
-
-    def _layout(self, sections: Mapping[str, str], live: Live) -> jobs.Layout:
-        return update_rules.layout_of(sections, live.fragment.parameters, self.codecs)
+        layout = update_rules.layout_of(rule.sections, live.fragment.parameters, self.codecs)
+        return GossipedFragment(live, rule, layout)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint must keep, by fragment and name."""
         kept: dict[str, Tensor] = {}
         for gossiped in self.fragments:
-            live, prefix = gossiped.live, f"{gossiped.live.fragment.index}."
-            own = {"theta": live.theta, "exp_avg": live.exp_avg, "exp_avg_sq": live.exp_avg_sq}
-            kept |= {prefix + name: value for name, value in own.items()}
+            prefix = f"{gossiped.live.fragment.index}."
+            kept |= {prefix + name: value for name, value in gossiped.live.tensors().items()}
             kept |= {prefix + "rule." + name: value for name, value in gossiped.rule.state().items()}
         return kept
 
@@ -204,20 +196,16 @@ class FragmentGossip:
         """Goes on from a checkpoint. Raises KeyError, ValueError or RuntimeError if it is of another model."""
         for gossiped, (tokens, lr_sum) in zip(self.fragments, windows, strict=True):
             live, prefix = gossiped.live, f"{gossiped.live.fragment.index}."
-            live.theta.copy_(tensors[prefix + "theta"])
-            live.exp_avg.copy_(tensors[prefix + "exp_avg"])
-            live.exp_avg_sq.copy_(tensors[prefix + "exp_avg_sq"])
+            for name, tensor in live.tensors().items():
+                tensor.copy_(tensors[prefix + name])
             live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
             gossiped.rule.load(live, {name: tensor.to(live.theta.device) for name, tensor in own.items()})
 
-    # What comes from partners
-
     def _decode(
         self, gossiped: GossipedFragment, contributions: Sequence[jobs.Contribution]
     ) -> tuple[list[update_rules.Parts], list[tuple[PeerId, str]]]:
-        """Partners' vectors on our device, and the partners that we refused, with the reason: bytes from the network
-        prove nothing."""
+        """Partners' vectors on our device, and the partners that we refused, with the reason."""
         parts, rejected = [], []
         for one in contributions:
             try:

@@ -116,11 +116,7 @@ class Attention(nn.Module):
         k_BKTE = self.k_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels).transpose(1, 2)
         v_BKTE = self.v_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels).transpose(1, 2)
         out_BHTE = F.scaled_dot_product_attention(
-            self._rotate(q_BHTE),
-            self._rotate(k_BKTE),
-            v_BKTE,
-            is_causal=True,
-            enable_gqa=self.heads != self.kv_heads,
+            self._rotate(q_BHTE), self._rotate(k_BKTE), v_BKTE, is_causal=True, enable_gqa=self.heads != self.kv_heads
         )
         out_BTD: Tensor = self.o_proj(out_BHTE.transpose(1, 2).reshape(B, T, -1))
         return out_BTD
@@ -168,15 +164,10 @@ def to_llama(layers: Sequence[nn.Module]) -> dict[str, Tensor]:
     """The weights under the names of Hugging Face's LlamaForCausalLM; they share their memory with the layers."""
     names = {}
     for index, layer in enumerate(layers):
+        prefix = "model." if index in (0, len(layers) - 1) else f"model.layers.{index - 1}."
         for name, tensor in layer.state_dict().items():
-            names[_llama_name(index, len(layers), name)] = tensor
+            names[name if name.startswith("lm_head.") else prefix + name] = tensor
     return names
-
-
-def _llama_name(index: int, count: int, name: str) -> str:
-    if name.startswith("lm_head."):
-        return name
-    return f"model.{name}" if index in (0, count - 1) else f"model.layers.{index - 1}.{name}"
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

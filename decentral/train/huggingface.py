@@ -29,7 +29,14 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
     weights = {name: tensor.detach().float().contiguous() for name, tensor in gpt.to_llama(layers).items()}
     files = {"config.json": _json(llama(run)), "model.safetensors": save(weights, {"format": "pt"})}
     if run.data.kind != "tokens" and run.model.vocabulary >= BYTES:
-        files |= {"tokenizer.json": _json(tokenizer()), "tokenizer_config.json": _json(tokenizer_config(run))}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": run.model.context,
+            "clean_up_tokenization_spaces": False,
+            "add_bos_token": False,
+            "add_eos_token": False,
+        }
+        files |= {"tokenizer.json": _json(tokenizer()), "tokenizer_config.json": _json(settings)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -89,16 +96,6 @@ def tokenizer() -> dict[str, Any]:
             "vocab": {char: byte for byte, char in enumerate(_visible())},
             "merges": [],
         },
-    }
-
-
-def tokenizer_config(run: config.Config) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": run.model.context,
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": False,
-        "add_eos_token": False,
     }
 
 

@@ -6,7 +6,6 @@ come first, then the others (gains), as AdamW treats them differently.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +64,15 @@ class Live:
         self.steps = 0  # of AdamW on this fragment: for its bias correction and for a newcomer's own warm-up
         self.train = train
         self.decayed = sum(p.numel() for p in matrices)
-        self._bind(matrices + gains)
+        begin = 0
+        for parameter in matrices + gains:
+            end = begin + parameter.numel()
+            parameter.data = self.theta[begin:end].view(parameter.shape)
+            parameter.grad = self.grad[begin:end].view(parameter.shape)
+            begin = end
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"theta": self.theta, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def moments(self) -> Moments:
         """AdamW's second moment and both bias corrections, as train/outer.py needs them."""
@@ -78,14 +85,6 @@ class Live:
         self.lr_sum += rate
         self.steps += 1
 
-    def _bind(self, parameters: Sequence[nn.Parameter]) -> None:
-        start = 0
-        for parameter in parameters:
-            stop = start + parameter.numel()
-            parameter.data = self.theta[start:stop].view(parameter.shape)
-            parameter.grad = self.grad[start:stop].view(parameter.shape)
-            start = stop
-
 
 class Inner:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over all fragments, through torch's fused kernel."""
@@ -93,7 +92,6 @@ class Inner:
     def __init__(self, lives: Sequence[Live], train: config.TrainConfig) -> None:
         self.lives = lives
         self.train = train
-        self._parts = [part for live in lives for part in _parts(live, train.weight_decay, live.grad)]
 
     @property
     def steps(self) -> int:
@@ -105,9 +103,8 @@ class Inner:
 
     def clip(self) -> Tensor:
         """Scales the gradient of all fragments to a norm of at most `clip_norm`; gives the norm that it had."""
-        norm: Tensor = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(live.grad) for live in self.lives])
-        )
+        lengths = [torch.linalg.vector_norm(live.grad) for live in self.lives]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(lengths))
         scale = (self.train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for live in self.lives:
             live.grad.mul_(scale)
@@ -115,9 +112,9 @@ class Inner:
 
     def step(self, rate: float, tokens: int) -> None:
         """AdamW with the present gradients; `rate` is the learning rate, `tokens` what the gradients are of."""
-        for part in self._parts:
-            _adamw(part, self.steps, rate, self.train)
+        steps = self.steps
         for live in self.lives:
+            _adamw(live, live.grad, steps, rate)
             live.count(tokens, rate)
 
 
@@ -132,48 +129,31 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> Non
         return
     gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     rate = rate_at(train, lr_step, live.steps)
-    for part in _parts(live, train.weight_decay, gradient):
-        _adamw(part, live.steps, rate, train)
+    _adamw(live, gradient, live.steps, rate)
     live.count(tokens, rate)
 
 
-def _adamw(part: "_Part", steps: int, rate: float, train: config.TrainConfig) -> None:
-    adamw(
-        [part.theta],
-        [part.grad],
-        [part.exp_avg],
-        [part.exp_avg_sq],
-        [],
-        [torch.tensor(float(steps), device=part.theta.device)],
-        fused=True,
-        amsgrad=False,
-        beta1=train.beta1,
-        beta2=train.beta2,
-        lr=rate,
-        weight_decay=part.decay,
-        eps=1e-8,
-        maximize=False,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A stretch of a fragment that has one weight decay. The tensors are views, not copies."""
-
-    theta: Tensor
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    decay: float
-
-
-def _parts(live: Live, weight_decay: float, gradient: Tensor) -> list[_Part]:
-    stretches = [(slice(0, live.decayed), weight_decay), (slice(live.decayed, None), 0.0)]
-    return [
-        _Part(live.theta[s], gradient[s], live.exp_avg[s], live.exp_avg_sq[s], decay)
-        for s, decay in stretches
-        if live.theta[s].numel()
-    ]
+def _adamw(live: Live, gradient: Tensor, steps: int, rate: float) -> None:
+    train = live.train
+    for stretch, decay in ((slice(0, live.decayed), train.weight_decay), (slice(live.decayed, None), 0.0)):
+        if not live.theta[stretch].numel():
+            continue
+        adamw(
+            [live.theta[stretch]],
+            [gradient[stretch]],
+            [live.exp_avg[stretch]],
+            [live.exp_avg_sq[stretch]],
+            [],
+            [torch.tensor(float(steps), device=live.theta.device)],
+            fused=True,
+            amsgrad=False,
+            beta1=train.beta1,
+            beta2=train.beta2,
+            lr=rate,
+            weight_decay=decay,
+            eps=1e-8,
+            maximize=False,
+        )
 
 
 def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:

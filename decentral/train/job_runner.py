@@ -1,9 +1,8 @@
 """Jobs and their outcomes: what Compute and the simulator's surrogate do alike.
 
-A job of core/jobs.py comes in, its outcome goes out. What the layers are made of is behind two protocols: WorkingSpan
-(the fragments that a peer holds) and StageLayers (those layers at work for routes). train/span.py and
-train/stage_runner.py are made of tensors, sim/surrogate_span.py and sim/surrogate_stages.py of a few numbers for each
-fragment.
+What the layers are made of is behind two protocols: WorkingSpan (the fragments that a peer holds) and StageLayers
+(those layers at work for routes). train/span.py and train/stage_runner.py are made of tensors, sim/surrogate.py and
+sim/surrogate_stages.py of a few numbers for each fragment.
 """
 
 from abc import ABC, abstractmethod
@@ -13,9 +12,9 @@ from typing import Protocol
 
 from decentral.core import jobs
 from decentral.core.fragments import FORWARD_PART, forward_part, share
+from decentral.train.checkpoint import MicroBatchNumbers
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip
-from decentral.train.micro_batch_numbers import MicroBatchNumbers
 from decentral.train.span_change import HeldSpan, RetainedStore, change_span
 
 
@@ -33,9 +32,7 @@ class StageLayers(Protocol):
     """The layers of one peer at work for routes."""
 
     @property
-    def pending(self) -> Mapping[int, PendingPass]:
-        """The executions that wait for their backward pass, by token."""
-        ...
+    def pending(self) -> Mapping[int, PendingPass]: ...  # by token
 
     def forward(self, job: jobs.Forward) -> jobs.Outcome: ...
 
@@ -51,8 +48,6 @@ class StageLayers(Protocol):
 
 
 class WorkingSpan(HeldSpan, Protocol):
-    """The fragments that a peer holds, which also work for routes."""
-
     @property
     def stages(self) -> StageLayers: ...
 
@@ -92,10 +87,9 @@ class JobRunner(ABC):
         """The job's share of the computing of one micro-batch through the whole model. Ask before it is done."""
         cuts = self.span.cuts
         match job:
-            case jobs.Draw(_, last):
-                return share(cuts, 0, last) * forward_part(last, cuts[-1].last)
-            case jobs.Forward(_, first, last):
-                return share(cuts, first, last) * forward_part(last, cuts[-1].last)
+            case jobs.Draw() | jobs.Forward():
+                first = job.first if isinstance(job, jobs.Forward) else 0
+                return share(cuts, first, job.last) * forward_part(job.last, cuts[-1].last)
             case jobs.Backward(token) if token in self.span.stages.pending:
                 execution = self.span.stages.pending[token]
                 return (1 - FORWARD_PART) * share(cuts, execution.first, execution.last)

@@ -2,8 +2,7 @@
 
     for each parameter      20 bytes: theta, its gradient, a sealed sum of gradients, AdamW's two moments        fp32
                              4 more for each further sealed sum that `routes.sums` allows
-                            24 more for gossip by `pull`: phi, baseline, momentum, residual and the closed window (20,
-                               fp32), and two published snapshots (4); each algorithm's record has its own figure
+                               more for gossip: `memory_bytes` of the algorithm's record
     of the largest fragment 16 bytes for each parameter: vectors that exist while a window is closed, merged or given
                                to a newcomer
     for each micro-batch between its forward and its backward pass
@@ -62,10 +61,8 @@ def check(found: MemoryNeeds, memory_bytes: int) -> None:
     """Raises UserError if not one fragment fits."""
     least = min(found.span_bytes(index, index + 1) for index in range(len(found.fragments)))
     if least > memory_bytes:
-        raise UserError(
-            f"--memory {memory_bytes}: the smallest part of this model takes {least} bytes; give more, or lower "
-            f"gossip.fragment_parameters or train.micro_batch"
-        )
+        advice = "give more, or lower gossip.fragment_parameters or train.micro_batch"
+        raise UserError(f"--memory {memory_bytes}: the smallest part of this model takes {least} bytes; {advice}")
 
 
 def give_back_what_is_freed() -> None:

@@ -55,10 +55,10 @@ def missing(run: config.Config, weights: Weights) -> list[jobs.Fragment]:
 
 def layers_with(run: config.Config, weights: Weights) -> list[nn.Module]:
     """The run's model with these weights, on the CPU. Raises UserError if they are another model's, or not all."""
+    for fragment in missing(run, weights):
+        raise UserError(f"nobody holds layers {fragment.first} to {fragment.last - 1} of the model")
     layers = gpt.build(run.model, run.seed)
     for fragment in fragments_of(run):
-        if fragment.index not in weights:
-            raise UserError(f"nobody holds layers {fragment.first} to {fragment.last - 1} of the model")
         if weights[fragment.index].numel() != fragment.parameters:
             raise UserError(f"layers {fragment.first} to {fragment.last - 1} are another model's")
         live = Live(fragment, layers, torch.device("cpu"), run.train)

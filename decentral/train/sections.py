@@ -17,15 +17,12 @@ class Codecs(Protocol):
 
     def encode(self, codec: str, values: Tensor) -> bytes:
         """The bytes of fp32 values [n]."""
-        ...
 
     def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
         """fp32 [elements] on the CPU. Raises ProtocolError for bytes that `encode` cannot have written."""
-        ...
 
     def size(self, codec: str, elements: int) -> int:
         """How many bytes `encode` makes of so many values."""
-        ...
 
 
 @dataclass(slots=True)

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
-from decentral.train import gpt, update_rules
+from decentral.train import gpt
 from decentral.train.activations import ActivationFormat
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.inner import Inner, Live, fragments_of
@@ -29,7 +29,7 @@ class Span:
         self.activations = ActivationFormat(run, codecs, gpt.widths(run.model))
         self.layers: list[nn.Module] = []
         self.fragments: list[jobs.Fragment] = []
-        self.gossip = FragmentGossip([], run.gossip, peer, codecs)
+        self.gossip = FragmentGossip(run.gossip, peer, codecs)
         self.inner = Inner([], run.train)
         self.forward: Forward = chain([], compiled=False)
         self._stages: StageRunner | None = None
@@ -85,19 +85,16 @@ class Span:
 
     def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
         """The layout of every fragment's state as a newcomer gets it, of the whole model."""
-        donated = update_rules.donated(self.run.gossip)
-        return tuple(update_rules.layout_of(donated, cut.parameters, self.gossip.codecs) for cut in self.cuts)
+        return tuple(self.gossip.state_layout(cut.parameters) for cut in self.cuts)
 
     def _at_work(self, alone: bool) -> StageRunner:
         return StageRunner(self.run, self.layers, self.inner.lives, self.activations, self.device, alone)
 
     def _from_zeros(self, chained: Forward, first: int) -> Forward:
         width = self.activations.widths[first]
-
-        def forward(tokens_BT: Tensor) -> Tensor:
-            return chained(torch.zeros(*tokens_BT.shape, width, device=tokens_BT.device, requires_grad=True))
-
-        return forward
+        return lambda tokens_BT: chained(
+            torch.zeros(*tokens_BT.shape, width, device=tokens_BT.device, requires_grad=True)
+        )
 
 
 def _gaps(layers: Mapping[int, nn.Module], first: int, last: int) -> list[tuple[int, int]]:

@@ -3,8 +3,7 @@
 Everything is checked, and what is given up is on the disk, before anything changes; a change that fails is undone.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -20,11 +19,10 @@ RetainedState = tuple[int, jobs.Layout, bytes]
 
 
 class RetainedStore(Protocol):
-    """The states of fragments that a peer has given up, on its disk: train/retained_state.py."""
+    """The states of fragments that a peer has given up, on its disk: train/checkpoint.py."""
 
     def write(self, state: jobs.Donated, step: int) -> None:
         """Raises OSError and leaves the old state."""
-        ...
 
     def read(self, fragment: int) -> RetainedState | None: ...
 
@@ -42,28 +40,21 @@ class HeldSpan(Protocol):
 
     def hold(self, first: int, last: int) -> None:
         """Holds layers [first, last): those that are here as they are, the others with their initial weights."""
-        ...
 
     def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
-        """The layout of every fragment's state, of the whole model."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SpanChange:
-    gained: list[int]  # indices of fragments
-    lost: list[int]
-    states: dict[int, dict[str, Tensor]]  # of gained fragments; one that is missing begins with its initial weights
+        """The layout of every fragment's state as a newcomer gets it, of the whole model."""
 
 
 def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, counters: Counters) -> jobs.SpanChanged:
     """Holds the job's layers from now on. No execution may be pending. An outcome that is not accepted says why."""
-    held = span.fragments
+    held, layouts = span.fragments, dict(enumerate(span.all_state_layouts()))
+    gained = [cut.index for cut in span.cuts if job.first <= cut.first < job.last and cut not in held]
+    lost = [cut.index for cut in held if not job.first <= cut.first < job.last]
     try:
-        change = checked(job, span, retained)
+        states = _states(job, span.gossip, retained, {index: layouts[index] for index in gained})
     except ProtocolError as error:
         return jobs.SpanChanged(False, error.reason)
-    given_up = [(out.fragment, out.layout, out.blob) for out in map(span.gossip.export, change.lost)]
+    given_up = [(out.fragment, out.layout, out.blob) for out in map(span.gossip.export, lost)]
     try:
         for state in given_up:
             retained.write(state, counters.lr_step)
@@ -71,28 +62,25 @@ def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, c
     except (OSError, RuntimeError) as error:  # a full disk, a device out of memory
         if span.fragments != held:
             span.hold(held[0].first, held[-1].last)
-            span.gossip.start(unpacked(span.gossip.codecs, given_up, dict(enumerate(span.all_state_layouts()))))
+            span.gossip.start(unpacked(span.gossip.codecs, given_up, layouts))
         return jobs.SpanChanged(False, Reason.DISK if isinstance(error, OSError) else Reason.MEMORY)
-    span.gossip.start(change.states)
-    span.gossip.begin_anew(change.gained)
-    retained.forget(change.gained)
+    span.gossip.start(states)
+    span.gossip.begin_anew(gained)
+    retained.forget(gained)
     counters.follow(job.step)
     return jobs.SpanChanged(True, kept=retained.steps(cut.index for cut in span.cuts))
 
 
-def checked(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore) -> SpanChange:
-    """What the job changes. A gained fragment's state comes from the job, or else from the disk if it fits.
+def _states(
+    job: jobs.ChangeSpan, gossip: FragmentGossip, retained: RetainedStore, gained: Mapping[int, jobs.Layout]
+) -> dict[int, dict[str, Tensor]]:
+    """The states of gained fragments, from the job or else from the disk if they fit; others get their initial weights.
 
-    Raises ProtocolError if a state that came with the job is not as it should be.
+    `gained` has the layout of each. Raises ProtocolError if a state that came with the job is not as it should be.
     """
-    held, layouts = span.fragments, dict(enumerate(span.all_state_layouts()))
-    gained = [cut.index for cut in span.cuts if job.first <= cut.first < job.last and cut not in held]
-    lost = [cut.index for cut in held if not job.first <= cut.first < job.last]
     given = {fragment: (fragment, layout, blob) for fragment, layout, blob in job.blobs}
-    for index in gained:
+    for index, expected in gained.items():
         found = None if index in given else retained.read(index)
-        if found is not None and found[1] == layouts[index]:
+        if found is not None and found[1] == expected:
             given[index] = index, found[1], found[2]
-    blobs = [given[index] for index in sorted(given)]
-    states = unpacked(span.gossip.codecs, blobs, {index: layouts[index] for index in gained})
-    return SpanChange(gained, lost, states)
+    return unpacked(gossip.codecs, [given[index] for index in sorted(given)], gained)

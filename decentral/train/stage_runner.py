@@ -15,7 +15,7 @@ Shapes: B sequences, T positions, D width, V vocabulary.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,6 @@ from decentral.train.activations import ActivationFormat
 from decentral.train.inner import Live, step_clipped
 from decentral.train.step import Device, slow_down
 
-StageOutcome = jobs.ForwardDone | jobs.BackwardDone | jobs.ExecutionFailed
-
 
 @dataclass(slots=True)
 class PendingBackward:
@@ -43,22 +41,18 @@ class PendingBackward:
     output_BTD: Tensor  # at the model's end logits_BTV
 
 
-@dataclass(slots=True)
 class GradientSums:
-    """Sums of gradients, a vector [n] for each fragment: the one that is being filled, and sealed ones by slot."""
+    """Sums of gradients, a vector [n] for each fragment: the one that is being filled, and sealed ones by slot.
 
-    filled: list[Tensor]
-    sealed: list[list[Tensor]]
-    filled_tokens: list[int]
-    sealed_tokens: list[list[int]]
-    executions: list[int] = field(default_factory=list)  # tokens of those whose gradients are being filled in
+    `alone`: nothing else uses the lives' gradients, so the filled sums are these.
+    """
 
-    @classmethod
-    def of(cls, lives: Sequence[Live], slots: int, alone: bool) -> "GradientSums":
-        """`alone`: nothing else uses the lives' gradients, so the filled sums are these."""
-        grads = [live.grad for live in lives] if alone else [torch.zeros_like(live.grad) for live in lives]
-        sealed = [[torch.zeros_like(live.grad) for live in lives] for _ in range(slots)]
-        return cls(grads, sealed, [0] * len(lives), [[0] * len(lives) for _ in range(slots)])
+    def __init__(self, lives: Sequence[Live], slots: int, alone: bool) -> None:
+        self.filled = [live.grad if alone else torch.zeros_like(live.grad) for live in lives]
+        self.filled_tokens = [0] * len(lives)
+        self.sealed = [[torch.zeros_like(live.grad) for live in lives] for _ in range(slots)]
+        self.sealed_tokens = [[0] * len(lives) for _ in range(slots)]
+        self.executions: list[int] = []  # tokens of those whose gradients are being filled in
 
     def seal(self, slot: int) -> tuple[int, ...]:
         """Moves the filled sum into this slot; gives the executions that are in it."""
@@ -74,9 +68,6 @@ class GradientSums:
         for filled in self.filled:
             filled.zero_()
         self.filled_tokens, self.executions = [0] * len(self.filled), []
-
-    def drop(self, slot: int) -> None:
-        self.sealed_tokens[slot] = [0] * len(self.filled)
 
 
 class StageRunner:
@@ -97,19 +88,17 @@ class StageRunner:
         self.layers, self.lives, self.activations, self.device, self.alone = layers, lives, activations, device, alone
         self.start, self.end = lives[0].fragment.first, len(activations.widths)  # `end`: of the model
         self.pending: dict[int, PendingBackward] = {}
-        self.sums = GradientSums.of(lives, run.routes.slots, alone)
+        self.sums = GradientSums(lives, run.routes.slots, alone)
         self._parameters = max(1, sum(gpt.parameters(run.model)))
 
-    # Through the layers
-
-    def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> StageOutcome:
+    def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> jobs.Outcome:
         """Runs inputs_BT and targets_BT of our own data, its micro-batch `number`, from layer 0 on."""
         inputs_BT, targets_BT = batch
         began = time.perf_counter()
         execution = self._through(inputs_BT.to(self.device.device), None, 0, job.last)
         return self._forwarded(job.token, execution, targets_BT, began, number)
 
-    def forward(self, job: jobs.Forward) -> StageOutcome:
+    def forward(self, job: jobs.Forward) -> jobs.Outcome:
         """Runs another peer's micro-batch. At the model's end the loss and the backward pass follow at once."""
         began = time.perf_counter()
         try:
@@ -120,7 +109,7 @@ class StageRunner:
         execution = self._through(input_BTD, input_BTD, job.first, job.last)
         return self._forwarded(job.token, execution, targets_BT, began)
 
-    def backward(self, job: jobs.Backward) -> StageOutcome:
+    def backward(self, job: jobs.Backward) -> jobs.Outcome:
         """The blob is the gradient of the output that `forward` or `draw` gave."""
         began = time.perf_counter()
         execution = self.pending.get(job.token)
@@ -142,13 +131,11 @@ class StageRunner:
             self.pending.pop(token, None)
         return jobs.Forgotten()
 
-    # The optimizer's step
-
     def seal(self, slot: int) -> jobs.Sealed:
         return jobs.Sealed(self.sums.seal(slot), slot)
 
     def drop(self, slot: int) -> jobs.Forgotten:
-        self.sums.drop(slot)
+        self.sums.sealed_tokens[slot] = [0] * len(self.lives)
         return jobs.Forgotten()
 
     def apply(self, lr_step: int, slot: int) -> None:
@@ -157,9 +144,7 @@ class StageRunner:
         for live, gradient, tokens in zip(self.lives, sums.sealed[slot], sums.sealed_tokens[slot], strict=True):
             if tokens:
                 step_clipped(live, gradient.div_(tokens), lr_step, tokens)
-        sums.drop(slot)
-
-    # Parts
+        self.drop(slot)
 
     def _through(self, entering: Tensor, input_BTD: Tensor | None, first: int, last: int) -> PendingBackward:
         """`entering`: tokens_BT at layer 0, else hidden_BTD."""
@@ -171,7 +156,7 @@ class StageRunner:
 
     def _forwarded(
         self, token: int, execution: PendingBackward, targets_BT: Tensor, began: float, number: int = 0
-    ) -> StageOutcome:
+    ) -> jobs.Outcome:
         """The output and the targets for the next stage; at the model's end the loss, and the way back from it."""
         if execution.last == self.end:
             loss = gpt.loss_of(execution.output_BTD, targets_BT.to(self.device.device)) * execution.tokens

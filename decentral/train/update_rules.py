@@ -6,7 +6,6 @@ sent into new weights (`merge`). Each gossip algorithm has its own, in decentral
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,8 +15,6 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Layout, Section
 from decentral.train.inner import Live
 from decentral.train.sections import Codecs, Packer
-
-RuleState = dict[str, Tensor]
 
 SCALAR = "scalar"  # in place of a codec: the section holds one fp32 number, however long the fragment is
 
@@ -32,74 +29,47 @@ class Parts:
     vectors: dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class MergedWeights:
-    """What the fragment's state becomes: theta [n] fp32, and exp_avg [n] fp32 where AdamW's first moment follows."""
+class UpdateRule:
+    """One fragment's rule. All vectors are fp32 [n], flattened, on the fragment's device.
 
-    theta: Tensor
-    exp_avg: Tensor | None = None
+    By default a rule has no slow weights: it keeps no state, and a newcomer starts from a donor's live weights.
+    """
 
-
-class UpdateRule(Protocol):
-    """One fragment's rule. All vectors are fp32 [n], flattened, on the fragment's device."""
-
-    sections: Mapping[str, str]
+    sections: Mapping[str, str] = {"theta": "int8"}
     """The sections that `close` packs, in this order: name to codec, or to SCALAR."""
 
-    donated: Mapping[str, str]
+    donated: Mapping[str, str] = {"theta": "fp32"}
     """The sections that a newcomer gets, likewise."""
 
-    clipped: str | None
+    clipped: str | None = None
     """The section whose length is limited against that of recent ones, if any. A partner always sends it."""
+
+    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId) -> None: ...
 
     def close(self, live: Live, packer: Packer) -> None:
         """Ends the window and packs what partners may have. The caller resets the window's counts afterwards."""
+        raise NotImplementedError
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> MergedWeights:
-        """What the caller puts in place of theta and exp_avg; without parts it is a solo step. `live` stays as it is,
-        but for exact algorithms, whose merge is the optimizer's step."""
-        ...
+    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
+        """Changes theta, and exp_avg where AdamW's first moment follows; without parts it is a solo step."""
+        raise NotImplementedError
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         """Raises ProtocolError if what a partner sent cannot be merged, though it is finite and has our layout."""
 
-    def state(self) -> RuleState:
+    def state(self) -> dict[str, Tensor]:
         """All that a checkpoint must keep."""
-        ...
+        return {}
 
-    def load(self, live: Live, state: RuleState) -> None:
+    def load(self, live: Live, state: dict[str, Tensor]) -> None:
         """Goes on from `state`; theta is already what it was."""
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Packs what a newcomer starts from."""
-
-    def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
-        """Starts anew, theta included, from what a donor packed."""
-
-
-class LiveWeightsRule:
-    """The base of rules without slow weights: they keep no state, and a newcomer starts from a donor's live weights.
-
-    A subclass adds `close` and `merge`.
-    """
-
-    sections: Mapping[str, str] = {"theta": "int8"}
-    donated: Mapping[str, str] = {"theta": "fp32"}
-    clipped: str | None = None
-
-    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId) -> None: ...
-
-    def check(self, vectors: Mapping[str, Tensor]) -> None: ...
-
-    def state(self) -> RuleState:
-        return {}
-
-    def load(self, live: Live, state: RuleState) -> None: ...
-
-    def donate(self, live: Live, packer: Packer) -> None:
         packer.add("theta", self.donated["theta"], live.theta)
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
+        """Starts anew, theta included, from what a donor packed."""
         live.theta.copy_(donated["theta"])
         self.load(live, {})
 
@@ -115,7 +85,8 @@ def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> L
 
 def donated(gossip: GossipConfig) -> Mapping[str, str]:
     """The sections that a newcomer gets under this algorithm."""
-    return algorithm(gossip.algorithm).donated
+    made: type[UpdateRule] = algorithm(gossip.algorithm).rule
+    return made.donated
 
 
 def rule(gossip: GossipConfig, theta: Tensor, peer: PeerId) -> UpdateRule:

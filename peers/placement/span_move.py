@@ -8,7 +8,7 @@ yields: it stays, and grants its lease. Then no new stage executions are taken u
 compute thread changes the layers between two optimizer steps.
 
 Whatever fails before that leaves the old span serving. The state of what was given up is retained on the disk
-(train/retained_state.py), in case its last holder is lost.
+(train/checkpoint.py), in case its last holder is lost.
 """
 
 from collections.abc import Sequence

@@ -49,7 +49,7 @@ class Replica:
         return parts
 
     def merge(self, parts: Sequence[Parts]) -> None:
-        self.live.theta.copy_(self.rule.merge(self.live, parts).theta)
+        self.rule.merge(self.live, parts)
 
     def donate(self) -> Blob:
         packer = Packer(compress)

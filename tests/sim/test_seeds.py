@@ -17,7 +17,7 @@ from decentral.core.units import Seconds
 from decentral.peers.placement import span_move
 from decentral.peers.planning import swarm_plans
 from decentral.sim import sweep
-from decentral.train import micro_batch_numbers, outer
+from decentral.train import checkpoint, outer
 
 FOUND = {
     28: "a partition: all waited for one silent partner, and the good answers grew old",
@@ -114,7 +114,7 @@ def no_aborts(off: Switch) -> None:
 
 def no_reserved_numbers(off: Switch) -> None:
     """A peer that restarts from an old checkpoint gives micro-batch numbers out again."""
-    off.setattr(micro_batch_numbers.MicroBatchNumbers, "take", lambda own, wished: wished)
+    off.setattr(checkpoint.MicroBatchNumbers, "take", lambda own, wished: wished)
 
 
 def no_others_plans(off: Switch) -> None:
