@@ -25,11 +25,6 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def choose(plain: bool) -> Display:
-    """The display for a terminal, or a plain one."""
-    return LineDisplay() if plain else LiveDisplay()
-
-
 class LineDisplay:
     """A line of figures every few seconds."""
 

@@ -4,8 +4,6 @@ Each round makes one child and anneals it with compiled moves (local_search.py).
 layouts; then a child is in turn random, made from two parents (the stages on which they agree are kept, greedily:
 Galinier and Hao's partition crossover, 1999), or the best layout so far. The parents are the best distinct layouts.
 Every child's stages are put in the best order (Held-Karp) before it joins them.
-
-Shapes: N peers, S stages, R replicas, K kinds of peers.
 """
 
 from dataclasses import dataclass, field

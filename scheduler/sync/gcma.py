@@ -17,8 +17,6 @@ Two are not kept, because they change nothing but what is reported:
 The published code is interpreted and needs about six minutes for the 5,000 candidates of its main program; this is
 compiled and needs seconds. benchmarks/planner_published.py is the interpreted form: it walks candidate by candidate
 as this one does, and measures that rate, so docs/PLANNER.md can compare by candidates as well as by seconds.
-
-Shapes: N peers, S stages, P partitions in the population.
 """
 
 from typing import NamedTuple

@@ -10,7 +10,7 @@ Where a link differs by direction, both directions are used equally (all-reduce 
 go forward, gradients back), so the mean of the two times stands for either. On symmetric links this is the paper's
 formula. This file is the reference that the compiled search is tested against; it is not fast.
 
-Shapes: N peers, S stages, R replicas. `slots` lists the peers of S stages of R, one stage after the other, and then
+`slots` lists the peers of S stages of R, one stage after the other, and then
 the peers that no stage uses.
 """
 

@@ -8,7 +8,7 @@ these are computed, and no further than needed to know that the move is too expe
 The true cost is made of maxima and so has many plateaus. Therefore the searches walk on a smoothed cost, which adds
 `smooth` times the means (of `data_S`, and of `near_S`) to the maxima; the best layout is kept by its true cost.
 
-Shapes: N peers, S stages, R replicas; a stage boundary is numbered by the stage before it.
+A stage boundary is numbered by the stage before it.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Both are parts of the cost of Yuan et al. (arXiv 2206.01288, section 3.2): the devices of two neighbouring stages are
 matched so that the slowest of their links is as fast as possible, and the stages are ordered along the open path
 (travelling salesman without return) that costs least.
-
-Shapes: cost_RR has the seconds between the R devices of two stages, cost_SS those between any two of S stages.
 """
 
 import numpy as np

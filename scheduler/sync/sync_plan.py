@@ -24,12 +24,16 @@ from decentral.scheduler.sync.layout_cost import Layout, Problem, best_layout, p
 Solver = Callable[[Problem, Ints, SearchBudget, np.random.Generator], Ints]
 """(problem, region_N, budget, rng) -> slots, as in layout_cost.py"""
 
+Record = list[tuple[float, float]]
+"""(seconds, best cost so far), at each improvement"""
+
 SYNC_SOLVERS: dict[str, Solver] = {
     "genetic": evolve.search,
     "annealing": annealing.search,
     "gcma": gcma.search,
     "exact": exact.search,
 }
+COMPARED_SOLVERS = ("genetic", "annealing", "gcma")
 HAND_DRAWS = 5  # a hand layout depends on which region comes first, so the best of some draws counts
 
 
@@ -85,6 +89,27 @@ def hand_costs(problem: Problem, region_N: Ints, seed: int) -> dict[str, float]:
         draws = [layouts.STARTS[name](region_N, problem.stages, problem.replicas, rng) for _ in range(HAND_DRAWS)]
         costs[name] = min(best_layout(problem, slots).cost.total for slots in draws)
     return costs
+
+
+def solver_records(topology: Topology, seed: int, seconds: float, clock: Callable[[], float]) -> dict[str, Record]:
+    """Each solver's progress within `seconds`, and the hand layouts as one point each, which no time improves."""
+    problem = problem_of(topology, topology.workload or Workload())
+    region_N = regions_of(topology)
+    found: dict[str, Record] = {name: [(0.0, cost)] for name, cost in hand_costs(problem, region_N, seed).items()}
+    for name in COMPARED_SOLVERS:
+        if name == "gcma" and problem.stages * problem.replicas != problem.peers:
+            continue
+        begin, record = clock(), Record()
+
+        def note(_fraction: float, best: float, record: Record = record, begin: float = begin) -> None:
+            if not record or best < record[-1][1]:
+                record.append((clock() - begin, best))
+
+        budget = SearchBudget(seconds, clock=clock, report=note)
+        slots = SYNC_SOLVERS[name](problem, region_N, budget, chance.arrays(seed, "plan", name))
+        record.append((clock() - begin, best_layout(problem, slots).cost.total))
+        found[name] = record
+    return found
 
 
 def _compile(solver: str) -> None:

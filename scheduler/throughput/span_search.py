@@ -5,8 +5,6 @@ of regions whose memory takes the model: cut points follow the devices' speed (s
 every span then grows to what the memory allows, because overlap lets the flow balance what whole layers cannot.
 The search moves, swaps, grows and shrinks spans of idle peers towards layers that are scarce, and compares the results
 by their flow (max_flow.py). Small swarms are then solved exactly (mixed-integer programme, HiGHS).
-
-Shapes: N peers, L layers; spans are N x 2, as in layer_costs.py.
 """
 
 import itertools

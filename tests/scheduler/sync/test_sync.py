@@ -12,7 +12,7 @@ from benchmarks import planner_published
 from decentral.core.errors import UserError
 from decentral.scheduler.shared import topology
 from decentral.scheduler.shared.arrays import Floats, Ints
-from decentral.scheduler.shared.margin import adopts
+from decentral.scheduler.shared.plan import adopts
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.shared.topology import Topology, Workload, regions_of
 from decentral.scheduler.sync import annealing, degrees, evolve, exact, gcma, layouts, local_search, matching
