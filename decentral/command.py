@@ -1,7 +1,7 @@
 """What the commands share: flags that fail with one line, and exit codes.
 
-0: done, also after Ctrl-C (130 from the planner). 1: an error of our own. 2: something the user can mend, in one line on
-stderr.
+0: done, also after Ctrl-C (130 from the planner). 1: an error of our own. 2: one line on stderr says what
+to mend.
 """
 
 import argparse

@@ -62,8 +62,7 @@ def _busy_fraction(steps: Sequence[Line], joined_at: float | None) -> float:
     if joined_at is None or not steps or steps[-1]["t"] <= joined_at:
         return 0.0
     busy_s = float(sum(line["seconds"] for line in steps))
-    elapsed_s = float(steps[-1]["t"] - joined_at)
-    return round(min(1.0, busy_s / elapsed_s), 4)
+    return round(min(1.0, busy_s / float(steps[-1]["t"] - joined_at)), 4)
 
 
 def progress_line(folders: Sequence[Path], since: float) -> str:

@@ -26,17 +26,16 @@ def choose(
     """The workload with both degrees set, and the cost of every pair tried, as `"8x8": seconds`."""
     pairs = candidates(len(topology), workload.stages, workload.replicas)
     costs: dict[str, float] = {}
-    best: tuple[float, Workload] | None = None
+    best, least = workload, float("inf")
     for stages, replicas in pairs:
         trial = divided(workload, stages, replicas)
         problem = problem_of(topology, trial)
         rng = chance.arrays(seed, "degrees", stages, replicas)
         slots = evolve.search(problem, region_N, budget.part(1 / len(pairs)), rng)
         cost = costs[f"{stages}x{replicas}"] = best_layout(problem, slots).cost.total
-        if best is None or cost < best[0]:
-            best = cost, trial
-    assert best is not None
-    return best[1], costs
+        if cost < least:
+            best, least = trial, cost
+    return best, costs
 
 
 def divided(workload: Workload, stages: int, replicas: int) -> Workload:
@@ -52,10 +51,7 @@ def divided(workload: Workload, stages: int, replicas: int) -> Workload:
 
 
 def candidates(peers: int, stages: int | None, replicas: int | None) -> list[tuple[int, int]]:
-    """The pairs of degrees to try; a degree that is given stays.
-
-    Pairs that leave more than a few peers unused are tried only where no other pair exists.
-    """
+    """The pairs of degrees to try. Pairs that leave more than a few peers unused count only where no other exists."""
     counts = np.arange(1, min(peers, MOST_STAGES_TRIED) + 1) if stages is None else np.array([stages])
     found = [(int(s), replicas or peers // int(s)) for s in counts if s * (replicas or peers // int(s)) <= peers]
     full = [pair for pair in found if pair[0] * pair[1] >= LEAST_USED * peers]

@@ -27,16 +27,15 @@ SMOOTH = (0.1, 0.3, 0.0, 1.0)  # in turn, since no single value is best everywhe
 
 @dataclass(slots=True)
 class Pool:
-    """The best layouts of distinct cost, cheapest first."""
+    """The best PARENTS layouts of distinct cost, cheapest first."""
 
-    limit: int
     members: list[tuple[float, Ints]] = field(default_factory=list)
 
     def add(self, cost: float, slots: Ints) -> None:
         if all(abs(cost - other) > 1e-6 for other, _ in self.members):
             self.members.append((cost, slots.copy()))
             self.members.sort(key=lambda member: member[0])
-            del self.members[self.limit :]
+            del self.members[PARENTS:]
 
     def pick(self, rng: np.random.Generator) -> Ints:
         return self.members[int(rng.integers(len(self.members)))][1]
@@ -65,7 +64,7 @@ class _Search:
     region_N: Ints
     rng: np.random.Generator
     proposals: Proposals
-    pool: Pool = field(default_factory=lambda: Pool(PARENTS))
+    pool: Pool = field(default_factory=Pool)
     offer_s: float = np.inf  # what the quickest `offer` so far took: each child needs as much at its end
 
     @property
@@ -91,10 +90,7 @@ class _Search:
                 return self.pool.members[0][1], 0.02
 
     def long_child(self, progress: SearchProgress, starts: list[Ints]) -> tuple[Ints, float]:
-        """Where a round begins in a long pipeline: every other time the best of many random block layouts.
-
-        Single moves cannot rearrange so many peers within seconds, but the cost of a draw takes only milliseconds.
-        """
+        """As `child`, where single moves rearrange too few peers: every other round begins at the best of many cheap draws."""
         if progress.rounds % 2:
             return self.child(progress.rounds // 2, starts)
         best, least = self.pool.members[0][1], np.inf
@@ -185,6 +181,5 @@ def _placed(counts_SK: Ints, kind_N: Ints, replicas: int, rng: np.random.Generat
     rest = [peer for kind in by_kind for peer in kind]
     rng.shuffle(rest)
     for members in child:
-        while len(members) < replicas:
-            members.append(rest.pop())
+        members += [rest.pop() for _ in range(replicas - len(members))]
     return np.array([peer for members in child for peer in members] + rest)

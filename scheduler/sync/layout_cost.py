@@ -27,10 +27,7 @@ from decentral.scheduler.sync.matching import bottleneck_matching, stage_order
 
 
 class Problem(NamedTuple):
-    """Seconds for each pair of peers, and how many stages and replicas to place: S * R <= N.
-
-    A named tuple, because compiled functions take it as it is.
-    """
+    """Seconds for each pair of peers, and how many to place: S * R <= N. Compiled functions take the tuple as it is."""
 
     data_NN: Floats  # 2 (delay + gradient / (R * bandwidth)), symmetric, diagonal 0
     pipe_NN: Floats  # delay + activation / bandwidth, symmetric, diagonal 0

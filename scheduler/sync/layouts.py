@@ -107,10 +107,7 @@ def _flat(stages: Sequence[Sequence[int]], unused: Sequence[Sequence[int]]) -> I
 
 
 def _by_region(region_N: Ints, multiple: int, rng: np.random.Generator) -> Ints:
-    """All peers, region by region in a random order: of each region first a whole multiple of `multiple` peers.
-
-    The rest of each region follows at the end, again region by region.
-    """
+    """All peers, region by region in random order: of each a whole multiple of `multiple`, and at the end the rests."""
     regions = [rng.permutation(np.flatnonzero(region_N == r)) for r in rng.permutation(int(region_N.max()) + 1)]
     cuts = [len(peers) - len(peers) % multiple for peers in regions]
     parts = [np.split(peers, [cut]) for peers, cut in zip(regions, cuts, strict=True)]

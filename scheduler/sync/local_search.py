@@ -155,10 +155,7 @@ def boundary(pipe_NN: Floats, slots: Ints, replicas: int, first: int, second: in
 def anneal(
     problem: Problem, state: State, best_slots: Ints, best: float, cooling: Cooling, proposals: Proposals
 ) -> float:
-    """Metropolis annealing in place: `state` walks, and `best_slots` gets the cheapest layout below `best`.
-
-    Returns that layout's true cost in seconds, or `best` if the walk met none that is cheaper.
-    """
+    """Metropolis annealing of `state` in place. Copies the cheapest layout below `best` and returns its true cost."""
     slots, random, twin_N, smooth = state.slots, proposals.random, proposals.twin_N, cooling.smooth
     stages, replicas = problem.stages, problem.replicas
     used = stages * replicas
@@ -265,11 +262,9 @@ def _replace_in_sums(problem: Problem, state: State, slot: int, leaver: int, own
 
 @inner
 def _try_pieces(problem: Problem, state: State, limit: float, smooth: float, random: RandomState) -> float:
-    """Swaps a piece of a pipeline, over a few stages, with a piece of another over as many later or earlier ones.
+    """Swaps pieces of two pipelines, over different stages, if the cost stays within `limit`. Returns it, else inf.
 
-    A pipeline's pieces stay in a region: swapped peer by peer, each swap on the way would cost two slow boundaries.
-    Returns the new cost; inf if it would exceed `limit`.
-    """
+    Pieces stay in a region: swapped peer by peer, each swap on the way would cost two slow boundaries."""
     slots, stages, replicas = state.slots, problem.stages, problem.replicas
     length = 2 + int(_unit(random) * (stages // 2 - 1))
     s, t = int(_unit(random) * (stages - length + 1)), int(_unit(random) * (stages - length + 1))

@@ -136,34 +136,29 @@ class FlowSolver:
     def maximum(self, spans_N2: Ints) -> MaxFlow:
         """As the function `maximum`."""
         key = spans_N2.tobytes()
-        found = self._known.get(key)
-        if found is None:
+        if key not in self._known:
             if len(self._known) >= FLOWS_REMEMBERED:
                 self._known.clear()
-            found = self._known[key] = maximum(self.costs, spans_N2)
-        return found
+            self._known[key] = maximum(self.costs, spans_N2)
+        return self._known[key]
 
 
 def held(costs: LayerCosts, spans_N2: Ints) -> Flags:
     """Which peer holds which layer: N x L."""
     layer = np.arange(costs.layers)
-    holds: Flags = (spans_N2[:, :1] <= layer) & (layer < spans_N2[:, 1:])
-    return holds
+    return np.asarray((spans_N2[:, :1] <= layer) & (layer < spans_N2[:, 1:]))
 
 
 def link_left(costs: LayerCosts, holds_NL: Flags) -> Floats:
     """Bytes/s between any two peers, one way, that gossip of their common layers leaves free: N x N."""
     holds = holds_NL.astype(np.float64)
-    left: Floats = np.maximum(0.0, costs.link_NN - (holds * costs.snapshot_L) @ holds.T)
-    return left
+    return np.asarray(np.maximum(0.0, costs.link_NN - (holds * costs.snapshot_L) @ holds.T))
 
 
 def routes(flow: MaxFlow, most: int = 256) -> list[tuple[float, list[tuple[int, int, int]]]]:
-    """The flow as routes: (share of all tokens, [(peer, first, last), ...]), the largest share first.
+    """The flow as routes: (share of all tokens, [(peer, first, last), ...]), the widest first, `most` at most.
 
-    Each step takes the widest route that is left, until less than a thousandth of the tokens is left or `most` routes
-    are found.
-    """
+    Less than a thousandth of the tokens may remain without a route."""
     computed = flow.computed_NL.copy()
     transfers = {(i, x, j): rate for i, j, x, rate in flow.transfers}
     found: list[tuple[float, list[tuple[int, int, int]]]] = []
@@ -209,11 +204,8 @@ def _widest(computed: Floats, transfers: dict[tuple[int, int, int], float]) -> t
 
 
 def _transfers(costs: LayerCosts, holds_NL: Flags) -> tuple[Ints, Ints, Ints]:
-    """Every (sender, receiver, layer entered) that the spans and links allow.
-
-    Where a layer has many holders, each sender and each receiver keeps only its NEAREST fastest links: the programme
-    stays small, and what it finds is still a flow that the swarm can carry.
-    """
+    """Every (sender, receiver, layer entered) that the spans and links allow; of many only the NEAREST fastest of each
+    sender and receiver. What the smaller programme finds is still a flow that the swarm can carry."""
     parts = []
     for layer in range(1, costs.layers):
         senders, receivers = np.flatnonzero(holds_NL[:, layer - 1]), np.flatnonzero(holds_NL[:, layer])
@@ -245,6 +237,4 @@ def _matrix(values: list[Floats], rows: list[Ints], columns: list[Ints], height:
 def _prices(marginal_N: Floats, holds_NL: Flags, seconds_NL: Floats) -> Floats:
     """What more time of a layer's holders is worth, relative to their speed: high where a layer is scarce."""
     worth = np.maximum(0.0, -marginal_N)[:, None] / (1 / seconds_NL.sum(axis=1))[:, None]
-    count = np.maximum(1, holds_NL.sum(axis=0))
-    price: Floats = (worth * holds_NL).sum(axis=0) / count
-    return price
+    return np.asarray((worth * holds_NL).sum(axis=0) / np.maximum(1, holds_NL.sum(axis=0)))
