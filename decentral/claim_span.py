@@ -134,9 +134,6 @@ def _record(request: SpanRequest, span: tuple[int, int], now: float) -> PeerReco
     return PeerRecord(request.name, now, request.addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)
 
 
-# What the claimed layers mean for routes
-
-
 @dataclass(frozen=True, slots=True)
 class RoutedModel:
     """A model as routes see it: where it is cut, and how large the activations are that enter each layer."""

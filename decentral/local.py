@@ -172,9 +172,8 @@ class LocalSwarm:
             if member.process.poll() is not None:
                 raise UserError(f"peer {member.number} did not start: {_last_output(member.folder)}")
             if time.time() > deadline:
-                raise UserError(
-                    f"peer {member.number} did not start within {PEER_START_S:.0f} s; is the machine loaded?"
-                )
+                waited = f"within {PEER_START_S:.0f} s; is the machine loaded?"
+                raise UserError(f"peer {member.number} did not start {waited}")
             time.sleep(POLL_S)
 
     def _running(self) -> list[LocalPeer]:

@@ -58,17 +58,13 @@ def _main(options: argparse.Namespace) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(prog="python -m decentral.plan", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "topology", metavar="TOPOLOGY", nargs="?", help="a YAML or JSON file, or a shipped name such as eight-cities"
-    )
+    place = "a YAML or JSON file, or a shipped name such as eight-cities"
+    parser.add_argument("topology", metavar="TOPOLOGY", nargs="?", help=place)
     parser.add_argument("--join", metavar="ADDR", help="instead of TOPOLOGY: the address of a peer of a live swarm")
     parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
-    parser.add_argument(
-        "--objective",
-        choices=["sync", "throughput"],
-        help="sync: least communication of a synchronous step (default); "
-        "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)",
-    )
+    objectives = "sync: least communication of a synchronous step (default); "
+    objectives += "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)"
+    parser.add_argument("--objective", choices=["sync", "throughput"], help=objectives)
     parser.add_argument("--solver", default="genetic", help="genetic, annealing, gcma, exact, flow, or a hand layout")
     parser.add_argument("--seconds", type=_positive, default=5.0, help="how long to search (default 5)")
     parser.add_argument("--seed", type=int, default=0)
@@ -113,9 +109,6 @@ def _plan(topology: Topology, config: Config | None, options: argparse.Namespace
         if options.model or config is None:
             config = load_config(options.model)
         return throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
-
-
-# A live swarm
 
 
 async def _live(address: str) -> tuple[dict[str, dict[str, Any]], Config]:

@@ -138,10 +138,9 @@ def _report_violation(outcome: sweep.SweepOutcome, shrunk: bool) -> dict[str, An
 
 def _write_report(path: str | None, account: dict[str, Any]) -> None:
     """Writes the report as it stands, so that a sweep that is stopped leaves what it has found."""
-    if path is None:
-        return
     try:
-        Path(path).write_text(json.dumps(account, indent=1) + "\n")
+        if path is not None:
+            Path(path).write_text(json.dumps(account, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"--report {path}: {error.strerror}; choose a place that can be written") from None
 

@@ -74,5 +74,4 @@ def _positions(topology: Topology, count: int) -> Floats:
     centre = np.eye(count) - 1 / count
     values, vectors = np.linalg.eigh(-0.5 * centre @ far**2 @ centre)
     flat: Floats = vectors[:, -2:] * np.sqrt(np.maximum(values[-2:], 0))
-    scaled: Floats = flat / np.abs(flat).max()
-    return scaled
+    return np.asarray(flat / np.abs(flat).max())

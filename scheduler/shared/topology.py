@@ -38,7 +38,7 @@ class Workload:
 
     The replicas of a stage average `gradient_gbytes`, and in each pipeline a stage sends `activation_gbytes` to the
     next. Where `stages` or `replicas` is None, these figures are totals of the whole model and of the whole batch, and
-    the search for the degrees of parallelism (sync/degrees.py) divides them.
+    the search for the degrees of parallelism (sync/sync_plan.py) divides them.
     """
 
     stages: int | None = 8
@@ -101,7 +101,8 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
     ids = tuple(peer.id for peer in peers)
     _require(len(set(ids)) == len(ids), "every peer id once", next((i for i in ids if ids.count(i) > 1), ""))
     delay, bandwidth = _matrices(spec, [peer.region for peer in peers])
-    return _topology(peers, delay, bandwidth, spec.workload and Workload(**spec.workload.model_dump()))
+    workload = Workload(**spec.workload.model_dump()) if spec.workload else None
+    return _topology(peers, delay, bandwidth, workload)
 
 
 def topology_from_profiles(

@@ -90,7 +90,7 @@ class _Search:
                 return self.pool.members[0][1], 0.02
 
     def long_child(self, progress: SearchProgress, starts: list[Ints]) -> tuple[Ints, float]:
-        """As `child`, where single moves rearrange too few peers: every other round begins at the best of many cheap draws."""
+        """As `child`; single moves rearrange too few peers, so every other round takes the best of many cheap draws."""
         if progress.rounds % 2:
             return self.child(progress.rounds // 2, starts)
         best, least = self.pool.members[0][1], np.inf

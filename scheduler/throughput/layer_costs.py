@@ -123,8 +123,7 @@ def _layers(config: Config) -> tuple[Floats, Floats]:
 
 def _check_memory(costs: LayerCosts) -> None:
     """Raises UserError if the peers cannot hold every layer often enough, or none can hold the largest layer."""
-    need = costs.holders * float(costs.state_L.sum())
-    have = float(costs.memory_N.sum())
+    need, have = costs.holders * float(costs.state_L.sum()), float(costs.memory_N.sum())
     if have < need:
         raise UserError(
             f"topology: {costs.holders} holder(s) of every layer need {need / 1e9:.1f} GB of memory; the whole pool "

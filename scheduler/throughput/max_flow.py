@@ -67,8 +67,9 @@ class _Variables:
 def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
     """The greatest throughput of these spans."""
     holds_NL = held(costs, spans_N2)
+    peer_Y, layer_Y = np.nonzero(holds_NL)
     peer_K, layer_K = np.nonzero(holds_NL[:, 1:] & holds_NL[:, :-1])
-    flow = _Variables(holds_NL, *np.nonzero(holds_NL), peer_K, layer_K + 1, *_transfers(costs, holds_NL))
+    flow = _Variables(holds_NL, peer_Y, layer_Y, peer_K, layer_K + 1, *_transfers(costs, holds_NL))
     scale = costs.compute_bound()  # so that all numbers are near 1
     balance, (use, limits) = _balance(flow), _capacities(costs, flow, scale)
     y, _, m = flow.columns()

@@ -144,8 +144,7 @@ def scaled(weight: Floats, seconds: Floats) -> Floats:
     """Symmetric rates in proportion to `weight` (N x N), as fast as the busiest peer's time allows."""
     weight = np.maximum(weight, weight.T)
     busy = np.where(weight > 0, weight * np.where(np.isfinite(seconds), seconds, 0.0), 0.0).sum(axis=1).max()
-    rate: Floats = weight * (LINK_SHARE / busy) if busy > 0 else weight * 0.0
-    return rate
+    return np.asarray(weight * (LINK_SHARE / busy if busy > 0 else 0.0))
 
 
 def slowest(rate: Floats, groups: Sequence[Ints]) -> float:
@@ -155,8 +154,7 @@ def slowest(rate: Floats, groups: Sequence[Ints]) -> float:
 
 def _laplacian(rate: Floats, group: Ints) -> Floats:
     part = rate[np.ix_(group, group)]
-    laplacian: Floats = np.diag(part.sum(axis=1)) - part
-    return laplacian
+    return np.asarray(np.diag(part.sum(axis=1)) - part)
 
 
 def _slow_vectors(rate: Floats, groups: Sequence[Ints]) -> list[Floats]:
