@@ -57,13 +57,8 @@ class CountAudit:
         return not self.twice
 
     def figures(self) -> dict[str, int]:
-        return {
-            "everywhere": self.everywhere,
-            "in_part": self.in_part,
-            "twice": len(self.twice),
-            "thrown_away": self.dropped,
-            "tokens": self.tokens,
-        }
+        figures = {"everywhere": self.everywhere, "in_part": self.in_part, "twice": len(self.twice)}
+        return figures | {"thrown_away": self.dropped, "tokens": self.tokens}
 
 
 @dataclass(slots=True)
@@ -93,15 +88,14 @@ class MicroBatchCounts:
 def audit(journals: Iterable[Iterable[Mapping[str, Any]]], layers: int) -> CountAudit:
     """Counts all lines of all peers' journals, over all their lives."""
     counts = MicroBatchCounts()
-    for line in (line for lines in journals for line in lines):
+    for line in itertools.chain.from_iterable(journals):
         counts.add(line["event"], line)
     return counts.result(layers)
 
 
 def overlap(spans: Sequence[Span]) -> bool:
     """Whether some layer is in two of the spans."""
-    ordered = sorted(spans)
-    return any(after[0] < before[1] for before, after in itertools.pairwise(ordered))
+    return any(after[0] < before[1] for before, after in itertools.pairwise(sorted(spans)))
 
 
 def covered(spans: Sequence[Span]) -> int:

@@ -14,10 +14,11 @@ from typing import Protocol
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.transport import Directory
-from decentral.core import config, memory_needs
+from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout
+from decentral.core.memory_needs import MemoryNeeds, widest_span
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
@@ -68,9 +69,7 @@ class WallClock:
         await asyncio.sleep(seconds)
 
 
-async def claim(
-    request: SpanRequest, needs: memory_needs.MemoryNeeds, directory: Directory, clock: Clock
-) -> ClaimedSpan:
+async def claim(request: SpanRequest, needs: MemoryNeeds, directory: Directory, clock: Clock) -> ClaimedSpan:
     """Chooses layers and claims them in the DHT. Raises UserError if not even the smallest part of the model fits."""
     memory_bytes, count = request.memory_bytes, len(needs.fragments)
     if request.kept is not None:
@@ -79,7 +78,7 @@ async def claim(
         return ClaimedSpan(None, needs.capacity(0, count, memory_bytes), memory_bytes)
     memory.check(needs, memory_bytes)
     own, shards = request.own, request.run.swarm.shards
-    reach = memory_needs.widest_span(needs, memory_bytes)
+    reach = widest_span(needs, memory_bytes)
     chosen, claimed_at = None, float("inf")
     key = records.key_of(request.name, own.peer, shards)
     for _ in range(CLAIM_ROUNDS):
@@ -99,20 +98,19 @@ async def claim(
     return ClaimedSpan(span, needs.capacity(chosen.begin, chosen.end, memory_bytes), memory_bytes)
 
 
-def _keep(needs: memory_needs.MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> ClaimedSpan:
+def _keep(needs: MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> ClaimedSpan:
     held = span_choice.holder_of(needs.fragments, *kept, 0.0)
-    if needs.span_bytes(held.begin, held.end) > memory_bytes:
+    needed = needs.span_bytes(held.begin, held.end)
+    if needed > memory_bytes:
         raise UserError(
             f"--memory {memory_bytes}: this folder's checkpoint holds layers {kept[0]} to {kept[1] - 1}, which take "
-            f"{needs.span_bytes(held.begin, held.end)} bytes; give as much, or use another --state-dir"
+            f"{needed} bytes; give as much, or use another --state-dir"
         )
     whole = (held.begin, held.end) == (0, len(needs.fragments))
     return ClaimedSpan(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)
 
 
-def _holders(
-    needs: memory_needs.MemoryNeeds, found: dict[PeerId, PeerRecord], own: PeerId, claimed_at: float
-) -> list[Holder]:
+def _holders(needs: MemoryNeeds, found: dict[PeerId, PeerRecord], own: PeerId, claimed_at: float) -> list[Holder]:
     """The peers that train, and those that claimed before us. One that was not measured yet counts as typical."""
     earlier = {
         peer: record
@@ -134,9 +132,6 @@ def _mean(values: Iterable[float]) -> float:
 
 def _record(request: SpanRequest, span: tuple[int, int], now: float) -> PeerRecord:
     return PeerRecord(request.name, now, request.addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)
-
-
-# What the claimed layers mean for routes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What the commands share: flags that fail with one line, and exit codes.
 
-0: done, also after Ctrl-C. 2: something the user can mend, in one line on stderr. 1: an error of our own.
+0: done, also after Ctrl-C (130 from the planner). 1: an error of our own. 2: one line on stderr says what
+to mend.
 """
 
 import argparse
@@ -40,13 +41,13 @@ def several(text: str, read: Callable[[str], T]) -> list[T]:
         return []
 
 
-def run(main: Callable[[], None]) -> int:
-    """Runs a command and gives its exit code. An error of our own is raised as it is, and so exits with 1."""
+def run(main: Callable[[], None], interrupted: int = 0) -> int:
+    """Runs a command. Returns its exit code: `interrupted` after Ctrl-C. An error of our own is raised as it is."""
     try:
         main()
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 0
+        return interrupted
     return 0

@@ -52,9 +52,6 @@ def _main(flags: argparse.Namespace) -> None:
         print("no tokenizer: this run's tokens are not bytes; bring the one that made them")
 
 
-# Checkpoints
-
-
 def from_folders(paths: Sequence[str]) -> tuple[config.Config, list[Weights]]:
     """The weights in peers' state folders, or in a folder of such, as decentral.local makes it. Raises UserError."""
     folders = [found for path in paths for found in _state_folders(Path(path))]
@@ -68,15 +65,10 @@ def from_folders(paths: Sequence[str]) -> tuple[config.Config, list[Weights]]:
 
 
 def _state_folders(path: Path) -> list[Path]:
-    if (path / "run.json").exists():
-        return [path]
-    below = sorted(found.parent for found in path.glob("*/run.json"))
-    if not below:
+    found = [path] if (path / "run.json").exists() else sorted(run.parent for run in path.glob("*/run.json"))
+    if not found:
         raise UserError(f"--state-dir {path}: no peer's state folder, nor a folder of such")
-    return below
-
-
-# Live peers
+    return found
 
 
 async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]:

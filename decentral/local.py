@@ -119,8 +119,8 @@ class LocalSwarm:
             shown_at = self.joined_at
             while self._running() and (goal is None or time.time() < self.joined_at + goal):
                 time.sleep(POLL_S)
-                for member in self.members:
-                    if member.process.poll() is None and member.has_done(self.stop_after, self.joined_at):
+                for member in self._running():
+                    if member.has_done(self.stop_after, self.joined_at):
                         member.process.send_signal(signal.SIGINT)
                 if time.time() >= shown_at + 5:
                     shown_at = time.time()
@@ -132,9 +132,8 @@ class LocalSwarm:
     def stop(self) -> None:
         """Sends Ctrl-C to every peer, and waits while they save. A peer that takes too long is killed."""
         self.seconds = time.time() - self.joined_at
-        for member in self.members:
-            if member.process.poll() is None:
-                member.process.send_signal(signal.SIGINT)
+        for member in self._running():
+            member.process.send_signal(signal.SIGINT)
         deadline = time.time() + PEER_LEAVE_S
         for member in self.members:
             try:
@@ -143,10 +142,9 @@ class LocalSwarm:
                 member.process.kill()
 
     def kill(self) -> None:
-        for member in self.members:
-            if member.process.poll() is None:
-                member.process.kill()
-                member.process.wait()
+        for member in self._running():
+            member.process.kill()
+            member.process.wait()
 
     def launch(self, number: int, join: str | None) -> None:
         """Starts a peer. It goes on from its folder if it has one, else it joins at the address, or begins the run."""
@@ -174,13 +172,12 @@ class LocalSwarm:
             if member.process.poll() is not None:
                 raise UserError(f"peer {member.number} did not start: {_last_output(member.folder)}")
             if time.time() > deadline:
-                raise UserError(
-                    f"peer {member.number} did not start within {PEER_START_S:.0f} s; is the machine loaded?"
-                )
+                waited = f"within {PEER_START_S:.0f} s; is the machine loaded?"
+                raise UserError(f"peer {member.number} did not start {waited}")
             time.sleep(POLL_S)
 
-    def _running(self) -> bool:
-        return any(member.process.poll() is None for member in self.members)
+    def _running(self) -> list[LocalPeer]:
+        return [member for member in self.members if member.process.poll() is None]
 
 
 def _last_output(folder: Path) -> str:

@@ -94,9 +94,8 @@ async def reach_swarm(flags: argparse.Namespace, folder: state.StateFolder, tran
     folder.write_run(run, settings)
     addresses = await transport.addresses()
     folder.write_listen(addresses)
-    directory = await transport.directory(
-        [*records.keys(run, settings.swarm.shards), swarm_plans.key_of(run)], contacts
-    )
+    keys = [*records.keys(run, settings.swarm.shards), swarm_plans.key_of(run)]
+    directory = await transport.directory(keys, contacts)
     return SwarmAccess(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
 
 
@@ -173,9 +172,8 @@ def _model(compute: Compute) -> RoutedModel:
 def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
     """The device's profile: measured once for this device, model and version, then read from the state folder."""
     device = compute.setup.device
-    key = f"{__version__} {device} {compute.setup.config.digest()}" + (
-        f" {compute.span.share}" if compute.span.share < 1 else ""
-    )
+    part = f" {compute.span.share}" if compute.span.share < 1 else ""
+    key = f"{__version__} {device} {compute.setup.config.digest()}{part}"
     measured = folder.read_profile(key)
     if measured is None:
         model = compute.setup.config.model
@@ -188,7 +186,7 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
 async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
     """Runs the host until it stops, and shows what it does. Exits with 1 if it stopped with an error."""
     node, setup = host.node, host.node.setup
-    shown = view.choose(plain=flags.plain or not sys.stdout.isatty())
+    shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
     shown.introduce(node, folder.path)
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
     host.journal.write("started", **facts, throttle=flags.throttle)

@@ -1,12 +1,10 @@
 """Who holds which layers, in which order, with whom: `python -m decentral.plan TOPOLOGY`.
 
-    python -m decentral.plan eight-cities                       least communication of a synchronous step
-    python -m decentral.plan swarm.yaml --model default         the asynchronous swarm's throughput
-    python -m decentral.plan --join ADDR                        a live swarm, as its peers measured themselves
-    python -m decentral.plan spot --solver annealing --json     another solver; the plan as JSON
-    python -m decentral.plan spot --compare --plot spot.png     cost against seconds for all solvers
-
-Exit status 0, or 2 with one line that says what to mend.
+python -m decentral.plan eight-cities                       least communication of a synchronous step
+python -m decentral.plan swarm.yaml --model default         the asynchronous swarm's throughput
+python -m decentral.plan --join ADDR                        a live swarm, as its peers measured themselves
+python -m decentral.plan spot --solver annealing --json     another solver; the plan as JSON
+python -m decentral.plan spot --compare --plot spot.png     cost against seconds for all solvers
 """
 
 import argparse
@@ -34,8 +32,7 @@ from decentral.scheduler.shared import plot
 from decentral.scheduler.shared import topology as topologies
 from decentral.scheduler.shared.search_budget import Report, SearchBudget
 from decentral.scheduler.shared.topology import Topology
-from decentral.scheduler.sync import compare
-from decentral.scheduler.sync.sync_plan import SyncPlan, sync_plan
+from decentral.scheduler.sync.sync_plan import SyncPlan, solver_records, sync_plan
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.throughput.throughput_plan import ThroughputPlan, throughput_plan
 
@@ -45,39 +42,29 @@ LOOK_PAUSE_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        options = _options(arguments)
-        topology, config = _swarm(options)
-        if options.compare:
-            return _compare(topology, options)
-        plan = _plan(topology, config, options)
-        if options.plot:
-            _draw(plan, topology, options.plot)
-    except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    if options.json:
-        print(json.dumps(plan.to_json()))
-    else:
-        _show(plan, topology, Console())
-    return 0
+    return command.run(lambda: _main(_options(arguments)), interrupted=130)
+
+
+def _main(options: argparse.Namespace) -> None:
+    topology, config = _swarm(options)
+    if options.compare:
+        _compare(topology, options)
+        return
+    plan = _plan(topology, config, options)
+    if options.plot:
+        _draw(plan, topology, options.plot)
+    print(json.dumps(plan.to_json())) if options.json else _show(plan, topology, Console())
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(prog="python -m decentral.plan", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "topology", metavar="TOPOLOGY", nargs="?", help="a YAML or JSON file, or a shipped name such as eight-cities"
-    )
+    place = "a YAML or JSON file, or a shipped name such as eight-cities"
+    parser.add_argument("topology", metavar="TOPOLOGY", nargs="?", help=place)
     parser.add_argument("--join", metavar="ADDR", help="instead of TOPOLOGY: the address of a peer of a live swarm")
     parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
-    parser.add_argument(
-        "--objective",
-        choices=["sync", "throughput"],
-        help="sync: least communication of a synchronous step (default); "
-        "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)",
-    )
+    objectives = "sync: least communication of a synchronous step (default); "
+    objectives += "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)"
+    parser.add_argument("--objective", choices=["sync", "throughput"], help=objectives)
     parser.add_argument("--solver", default="genetic", help="genetic, annealing, gcma, exact, flow, or a hand layout")
     parser.add_argument("--seconds", type=_positive, default=5.0, help="how long to search (default 5)")
     parser.add_argument("--seed", type=int, default=0)
@@ -124,9 +111,6 @@ def _plan(topology: Topology, config: Config | None, options: argparse.Namespace
         return throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
 
 
-# A live swarm
-
-
 async def _live(address: str) -> tuple[dict[str, dict[str, Any]], Config]:
     """Each peer's own signed profile, by peer id, and the swarm's config. Raises UserError if nobody answers."""
     from decentral.visit import visit
@@ -147,19 +131,18 @@ def _profile(record: PeerRecord, config: Config) -> dict[str, Any]:
     return dataclasses.asdict(record.profile) | {"flops": reached or record.profile.flops}
 
 
-def _compare(topology: Topology, options: argparse.Namespace) -> int:
+def _compare(topology: Topology, options: argparse.Namespace) -> None:
     """Cost against seconds for every solver of the synchronous objective."""
-    records = compare.records(topology, options.seed, options.seconds, time.monotonic)
+    records = solver_records(topology, options.seed, options.seconds, time.monotonic)
     if options.plot:
         plot.comparison(records, options.plot)
     if options.json:
         print(json.dumps(records))
-        return 0
+        return
     table = Table("solver", "cost, s", "found after, s", title="all solvers")
     for name, record in sorted(records.items(), key=lambda item: item[1][-1][1]):
         table.add_row(name, f"{record[-1][1]:.5f}", f"{record[-1][0]:.2f}")
     Console().print(table)
-    return 0
 
 
 @contextmanager

@@ -64,16 +64,16 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
     """The scenario that the flags describe. Raises UserError."""
     run_config = config.load(flags.config, flags.set)
     if run_config.synchronous:
-        raise UserError(
-            "gossip.algorithm synchronous is not simulated; expected pull, symmetric, push_sum or allreduce"
-        )
+        known = "pull, symmetric, push_sum or allreduce"
+        raise UserError(f"gossip.algorithm synchronous is not simulated; expected {known}")
     many = flags.peers > MOST_AUDITED
     pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
     settings = SwarmSettings.of(run_config, pace, flags.throttle, flags.tokens_per_step)
     settings = replace(settings, unquantised=many, moves=not many)
     if flags.memory:
         settings = replace(settings, memory=flags.memory)
-        check_memory(settings)
+        for memory_bytes in settings.memory:
+            memory.check(memory.needs(settings.config, settings.fragments), memory_bytes)
     if flags.gradients:
         settings = real_gradients(settings)
     drawn = faults.parse(flags.faults) if flags.faults else []
@@ -138,20 +138,16 @@ def _report_violation(outcome: sweep.SweepOutcome, shrunk: bool) -> dict[str, An
 
 def _write_report(path: str | None, account: dict[str, Any]) -> None:
     """Writes the report as it stands, so that a sweep that is stopped leaves what it has found."""
-    if path is None:
-        return
     try:
-        Path(path).write_text(json.dumps(account, indent=1) + "\n")
+        if path is not None:
+            Path(path).write_text(json.dumps(account, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"--report {path}: {error.strerror}; choose a place that can be written") from None
 
 
 def _explain(said: str, latest: Sequence[str], scenario: Scenario, again: str) -> None:
-    print(f"violated: {said}", file=sys.stderr)
-    print(f"  seed {scenario.seed}, {scenario.peers} peers, faults: {faults.text_of(scenario.faults)}", file=sys.stderr)
-    for line in latest:
-        print(f"  {line}", file=sys.stderr)
-    print(f"  again: {again}", file=sys.stderr)
+    swarm = f"seed {scenario.seed}, {scenario.peers} peers, faults: {faults.text_of(scenario.faults)}"
+    print("\n  ".join([f"violated: {said}", swarm, *latest, f"again: {again}"]), file=sys.stderr)
 
 
 def _shrink(scenario: Scenario, rule: str) -> None:
@@ -191,20 +187,11 @@ def _routed(routes: RouteReport) -> str:
     )
 
 
-def check_memory(settings: SwarmSettings) -> None:
-    """Raises UserError if the memory of some peer does not even take the smallest part of the model."""
-    for memory_bytes in settings.memory:
-        memory.check(memory.needs(settings.config, settings.fragments), memory_bytes)
-
-
 @contextmanager
 def _progress(seconds: float, quiet: bool) -> Iterator[OnProgress]:
     console = Console(file=sys.stderr)
-    columns = (
-        TextColumn("{task.completed:.0f} of {task.total:.0f} virtual seconds"),
-        BarColumn(),
-        TimeRemainingColumn(),
-    )
+    label = TextColumn("{task.completed:.0f} of {task.total:.0f} virtual seconds")
+    columns = (label, BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task("", total=seconds)
         yield lambda at: bar.update(task, completed=at)
@@ -227,9 +214,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--delay-ms", type=float, default=30.0, metavar="MS", help="one way; default 30")
     parser.add_argument("--up-mbps", type=float, default=20.0, metavar="MBPS", help="of a peer; default 20")
     parser.add_argument("--down-mbps", type=float, default=100.0, metavar="MBPS", help="of a peer; default 100")
-    parser.add_argument(
-        "--faults", metavar="SPEC", help="such as 'crash 2 at 20; restart 2 at 30': decentral/sim/faults.py"
-    )
+    spec = "such as 'crash 2 at 20; restart 2 at 30': decentral/sim/faults.py"
+    parser.add_argument("--faults", metavar="SPEC", help=spec)
     parser.add_argument("--trace", metavar="FILE", help="churn from a CSV with the columns time, peer, up/down")
     parser.add_argument("--random-faults", type=int, default=0, metavar="N", help="so many by chance")
     parser.add_argument("--sweep", type=int, default=0, metavar="N", help="so many small swarms with faults by chance")

@@ -3,54 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from decentral.core.journal import read
 from decentral.state import StateFolder
 from decentral.train import replicas
 
 Line = dict[str, Any]  # one line of a journal
-
-
-class ExchangeCounts(TypedDict):
-    """Exchanges by outcome."""
-
-    done: int
-    solo: int
-    failed: int
-
-
-class PeerSummary(TypedDict):
-    """What one peer did in its last life."""
-
-    peer: str
-    throttle: float
-    micro_batches: int
-    tokens: int
-    busy_fraction: float
-    exchanges: ExchangeCounts
-    sent_bytes: int
-    received_bytes: int
-    loss_last: float | None
-
-
-class SwarmSummary(TypedDict):
-    """What all peers did together. A loss or spread that is not known is None."""
-
-    seconds: float
-    tokens: int
-    tokens_per_s: float
-    loss_first: float | None
-    loss_last: float | None
-    heldout_loss: float | None
-    replica_spread: float | None
-
-
-class Summary(TypedDict):
-    """The JSON object of `decentral.local --summary`."""
-
-    peers: list[PeerSummary]
-    swarm: SwarmSummary
+Summary = dict[str, Any]  # the JSON object of `decentral.local --summary`
 
 
 def summarise(folders: Sequence[Path], throttles: Sequence[float], seconds: float) -> Summary:
@@ -61,16 +21,16 @@ def summarise(folders: Sequence[Path], throttles: Sequence[float], seconds: floa
     evals = [[line["loss"] for line in lines if line["event"] == "eval"] for lines in journals]
     lasts = [peer["loss_last"] for peer in peers if peer["loss_last"] is not None]
     heldout_loss, spread = _of_replicas(folders)
-    swarm = SwarmSummary(
-        seconds=round(seconds, 2),
-        tokens=tokens,
-        tokens_per_s=round(tokens / max(1e-9, seconds), 1),
-        loss_first=evals[0][0] if evals and evals[0] else None,
-        loss_last=sum(lasts) / len(lasts) if lasts else None,
-        heldout_loss=heldout_loss,
-        replica_spread=spread,
-    )
-    return Summary(peers=peers, swarm=swarm)
+    swarm = {
+        "seconds": round(seconds, 2),
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / max(1e-9, seconds), 1),
+        "loss_first": evals[0][0] if evals and evals[0] else None,
+        "loss_last": sum(lasts) / len(lasts) if lasts else None,
+        "heldout_loss": heldout_loss,
+        "replica_spread": spread,
+    }
+    return {"peers": peers, "swarm": swarm}
 
 
 def _last_life(lines: list[Line]) -> list[Line]:
@@ -79,22 +39,22 @@ def _last_life(lines: list[Line]) -> list[Line]:
     return lines[starts[-1] :] if starts else []
 
 
-def _of_peer(lines: list[Line], throttle: float) -> PeerSummary:
+def _of_peer(lines: list[Line], throttle: float) -> dict[str, Any]:
     steps = [line for line in lines if line["event"] == "step"]
     outcomes = Counter(line["outcome"] for line in lines if line["event"] == "exchange")
     traffic = [line for line in lines if line["event"] == "traffic"]
     joined_at = next((line["t"] for line in lines if line["event"] == "joined"), None)
-    return PeerSummary(
-        peer=str(lines[0]["peer"]) if lines else "",
-        throttle=throttle,
-        micro_batches=sum(line["micro_batches"] for line in steps),
-        tokens=sum(line["tokens"] for line in steps),
-        busy_fraction=_busy_fraction(steps, joined_at),
-        exchanges=ExchangeCounts(done=outcomes["done"], solo=outcomes["solo"], failed=outcomes["failed"]),
-        sent_bytes=traffic[-1]["sent_bytes"] if traffic else 0,
-        received_bytes=traffic[-1]["received_bytes"] if traffic else 0,
-        loss_last=steps[-1]["loss"] if steps else None,
-    )
+    return {
+        "peer": str(lines[0]["peer"]) if lines else "",
+        "throttle": throttle,
+        "micro_batches": sum(line["micro_batches"] for line in steps),
+        "tokens": sum(line["tokens"] for line in steps),
+        "busy_fraction": _busy_fraction(steps, joined_at),
+        "exchanges": {outcome: outcomes[outcome] for outcome in ("done", "solo", "failed")},
+        "sent_bytes": traffic[-1]["sent_bytes"] if traffic else 0,
+        "received_bytes": traffic[-1]["received_bytes"] if traffic else 0,
+        "loss_last": steps[-1]["loss"] if steps else None,
+    }
 
 
 def _busy_fraction(steps: Sequence[Line], joined_at: float | None) -> float:
@@ -102,8 +62,7 @@ def _busy_fraction(steps: Sequence[Line], joined_at: float | None) -> float:
     if joined_at is None or not steps or steps[-1]["t"] <= joined_at:
         return 0.0
     busy_s = float(sum(line["seconds"] for line in steps))
-    elapsed_s = float(steps[-1]["t"] - joined_at)
-    return round(min(1.0, busy_s / elapsed_s), 4)
+    return round(min(1.0, busy_s / float(steps[-1]["t"] - joined_at)), 4)
 
 
 def progress_line(folders: Sequence[Path], since: float) -> str:

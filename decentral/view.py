@@ -25,11 +25,6 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def choose(plain: bool) -> Display:
-    """The display for a terminal, or a plain one."""
-    return LineDisplay() if plain else LiveDisplay()
-
-
 class LineDisplay:
     """A line of figures every few seconds."""
 
@@ -51,8 +46,9 @@ class LiveDisplay:
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}"))
-        self._bar = Progress(*columns)
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}")
+        )
         self._task = self._bar.add_task("joining", total=None, end="")
         self._live = Live(self._bar, console=self._console, refresh_per_second=4)
 
@@ -71,17 +67,13 @@ class LiveDisplay:
 
 def introduction(node: Node, folder: Path) -> str:
     """What the user reads first: the run, the device, and how others join."""
-    setup = node.setup
+    setup, profile = node.setup, node.setup.profile
     parameters = sum(fragment.parameters for fragment in setup.fragments)
-    profile = setup.profile
-    return "\n".join(
-        [
-            f"run {setup.run}: {parameters / 1e6:.2f} M parameters in {len(setup.fragments)} fragments",
-            f"peer {setup.own.peer} on {profile.device}: {profile.tokens_per_s:,.0f} tokens/s",
-            f"state in {folder}; go on later with: python -m decentral.peer --state-dir {folder}",
-            "others join with:",
-            f"    python -m decentral.peer --join {setup.addresses[0]}",
-        ]
+    return (
+        f"run {setup.run}: {parameters / 1e6:.2f} M parameters in {len(setup.fragments)} fragments\n"
+        f"peer {setup.own.peer} on {profile.device}: {profile.tokens_per_s:,.0f} tokens/s\n"
+        f"state in {folder}; go on later with: python -m decentral.peer --state-dir {folder}\n"
+        f"others join with:\n    python -m decentral.peer --join {setup.addresses[0]}"
     )
 
 
@@ -94,8 +86,7 @@ def farewell(node: Node, folder: Path, reason: str) -> None:
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:
     """The figures of both displays, by their names."""
-    progress = node.progress
-    busy = _busy(node, now)
+    progress, busy = node.progress, _busy(node, now)
     return {
         "step": f"{progress.step}",
         "loss": "-" if progress.loss is None else f"{progress.loss:.3f}",

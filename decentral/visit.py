@@ -46,10 +46,7 @@ async def visit(join: Sequence[str]) -> AsyncIterator[VisitedSwarm]:
 
 
 async def say_hello(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
-    """Says hello at every --join address: the peers that gave a welcome, and the first welcome.
-
-    Raises UserError if there are addresses and no peer there gave one.
-    """
+    """The peers at --join that gave a welcome, and the first welcome. Raises UserError if all addresses fail."""
     contacts, welcome, trouble = [], None, ""
     for address in join:
         try:

@@ -38,7 +38,7 @@ from decentral.peers.membership import records
 from decentral.peers.placement.layer_recovery import TrainingPeer
 from decentral.peers.planning.plan_evaluation import HORIZON_S, EvaluatePlans, PlansEvaluated, PlanTask, Spans
 from decentral.peers.planning.search_schedule import SearchSchedule
-from decentral.scheduler.shared.margin import adopts
+from decentral.scheduler.shared.plan import adopts
 
 MOST_PLANNED_SPANS = 4096
 MOST_PLANS = 8  # the latest plans, which are evaluated at a time

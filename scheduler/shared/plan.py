@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+MARGIN = 0.02  # a new plan must be better by this share before a peer changes to it
 LAST_IN_JSON = ("baselines", "reason", "digest")
 
 
@@ -23,3 +24,8 @@ class Plan:
         own = asdict(self)
         last = {name: own.pop(name) for name in LAST_IN_JSON}
         return {"objective": self.objective} | own | last
+
+
+def adopts(current: float, proposed: float) -> bool:
+    """Whether a peer that pays `current` seconds changes to a plan that its own evaluation puts at `proposed`."""
+    return proposed < current * (1 - MARGIN)

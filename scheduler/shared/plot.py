@@ -14,10 +14,7 @@ MOST_NAMES = 24
 
 
 def map_of(topology: Topology, title: str, paths: Sequence[Sequence[str]], file: str) -> None:
-    """Draws regions so that near ones are near, and over them the first of these paths of peer ids.
-
-    Raises UserError without matplotlib.
-    """
+    """Draws regions so that near ones are near, and the first of these paths of peer ids. May raise UserError."""
     pyplot = _pyplot()
     names = list(dict.fromkeys(topology.regions))
     position = _positions(topology, len(names))
@@ -39,10 +36,7 @@ def map_of(topology: Topology, title: str, paths: Sequence[Sequence[str]], file:
 
 
 def comparison(records: Mapping[str, Sequence[tuple[float, float]]], file: str) -> None:
-    """Draws the best cost so far against seconds, a line per solver; a hand layout is a level line.
-
-    Raises UserError without matplotlib.
-    """
+    """Draws the best cost so far against seconds, a line per solver; a hand layout is level. May raise UserError."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5))
     end = max(record[-1][0] for record in records.values()) or 1.0
@@ -80,5 +74,4 @@ def _positions(topology: Topology, count: int) -> Floats:
     centre = np.eye(count) - 1 / count
     values, vectors = np.linalg.eigh(-0.5 * centre @ far**2 @ centre)
     flat: Floats = vectors[:, -2:] * np.sqrt(np.maximum(values[-2:], 0))
-    scaled: Floats = flat / np.abs(flat).max()
-    return scaled
+    return np.asarray(flat / np.abs(flat).max())

@@ -11,10 +11,6 @@ Report = Callable[[float, float], None]
 """(fraction of the budget that is used, best cost so far)"""
 
 
-def _silent(_fraction: float, _best: float) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class SearchBudget:
     """Seconds on the caller's clock, or rounds, whichever ends first. Without a clock only the rounds count."""
@@ -22,7 +18,7 @@ class SearchBudget:
     seconds: float = float("inf")
     rounds: float = float("inf")
     clock: Callable[[], float] = lambda: 0.0
-    report: Report = _silent
+    report: Report = lambda _fraction, _best: None
 
     def part(self, share: float) -> "SearchBudget":
         """The same clock and listener for a share of the seconds and rounds."""
@@ -35,7 +31,7 @@ class SearchBudget:
 
     def silent(self) -> "SearchBudget":
         """The same budget without a listener, for a search whose cost is another quantity."""
-        return replace(self, report=_silent)
+        return replace(self, report=lambda _fraction, _best: None)
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ class Workload:
 
     The replicas of a stage average `gradient_gbytes`, and in each pipeline a stage sends `activation_gbytes` to the
     next. Where `stages` or `replicas` is None, these figures are totals of the whole model and of the whole batch, and
-    the search for the degrees of parallelism (sync/degrees.py) divides them.
+    the search for the degrees of parallelism (sync/sync_plan.py) divides them.
     """
 
     stages: int | None = 8
@@ -101,7 +101,8 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
     ids = tuple(peer.id for peer in peers)
     _require(len(set(ids)) == len(ids), "every peer id once", next((i for i in ids if ids.count(i) > 1), ""))
     delay, bandwidth = _matrices(spec, [peer.region for peer in peers])
-    return _topology(peers, delay, bandwidth, _workload(spec.workload))
+    workload = Workload(**spec.workload.model_dump()) if spec.workload else None
+    return _topology(peers, delay, bandwidth, workload)
 
 
 def topology_from_profiles(
@@ -233,9 +234,8 @@ def _matrices(spec: _File, regions: list[str]) -> tuple[Floats, Floats]:
     if (spec.delay_ms is None) != (spec.bandwidth_gbps is None):
         raise UserError("topology: delay_ms and bandwidth_gbps belong together; one of them is missing")
     if spec.delay_ms is not None and spec.bandwidth_gbps is not None:
-        return _full("delay_ms", spec.delay_ms, len(regions)) / 1e3, GBIT * _full(
-            "bandwidth_gbps", spec.bandwidth_gbps, len(regions)
-        )
+        delay = _full("delay_ms", spec.delay_ms, len(regions))
+        return delay / 1e3, GBIT * _full("bandwidth_gbps", spec.bandwidth_gbps, len(regions))
     names = list(dict.fromkeys(regions))
     return _by_region(spec, names, np.array([names.index(region) for region in regions]))
 
@@ -294,10 +294,6 @@ def _topology(peers: Sequence[_Peer], delay: Floats, bandwidth: Floats, workload
         bandwidth=bandwidth,
         workload=workload,
     )
-
-
-def _workload(fields: _WorkloadFields | None) -> Workload | None:
-    return None if fields is None else Workload(**fields.model_dump())
 
 
 def _require(condition: bool, expected: str, came: str = "") -> None:

@@ -4,8 +4,6 @@ Each round makes one child and anneals it with compiled moves (local_search.py).
 layouts; then a child is in turn random, made from two parents (the stages on which they agree are kept, greedily:
 Galinier and Hao's partition crossover, 1999), or the best layout so far. The parents are the best distinct layouts.
 Every child's stages are put in the best order (Held-Karp) before it joins them.
-
-Shapes: N peers, S stages, R replicas, K kinds of peers.
 """
 
 from dataclasses import dataclass, field
@@ -29,16 +27,15 @@ SMOOTH = (0.1, 0.3, 0.0, 1.0)  # in turn, since no single value is best everywhe
 
 @dataclass(slots=True)
 class Pool:
-    """The best layouts of distinct cost, cheapest first."""
+    """The best PARENTS layouts of distinct cost, cheapest first."""
 
-    limit: int
     members: list[tuple[float, Ints]] = field(default_factory=list)
 
     def add(self, cost: float, slots: Ints) -> None:
         if all(abs(cost - other) > 1e-6 for other, _ in self.members):
             self.members.append((cost, slots.copy()))
             self.members.sort(key=lambda member: member[0])
-            del self.members[self.limit :]
+            del self.members[PARENTS:]
 
     def pick(self, rng: np.random.Generator) -> Ints:
         return self.members[int(rng.integers(len(self.members)))][1]
@@ -67,7 +64,7 @@ class _Search:
     region_N: Ints
     rng: np.random.Generator
     proposals: Proposals
-    pool: Pool = field(default_factory=lambda: Pool(PARENTS))
+    pool: Pool = field(default_factory=Pool)
     offer_s: float = np.inf  # what the quickest `offer` so far took: each child needs as much at its end
 
     @property
@@ -93,10 +90,7 @@ class _Search:
                 return self.pool.members[0][1], 0.02
 
     def long_child(self, progress: SearchProgress, starts: list[Ints]) -> tuple[Ints, float]:
-        """Where a round begins in a long pipeline: every other time the best of many random block layouts.
-
-        Single moves cannot rearrange so many peers within seconds, but the cost of a draw takes only milliseconds.
-        """
+        """As `child`; single moves rearrange too few peers, so every other round takes the best of many cheap draws."""
         if progress.rounds % 2:
             return self.child(progress.rounds // 2, starts)
         best, least = self.pool.members[0][1], np.inf
@@ -187,6 +181,5 @@ def _placed(counts_SK: Ints, kind_N: Ints, replicas: int, rng: np.random.Generat
     rest = [peer for kind in by_kind for peer in kind]
     rng.shuffle(rest)
     for members in child:
-        while len(members) < replicas:
-            members.append(rest.pop())
+        members += [rest.pop() for _ in range(replicas - len(members))]
     return np.array([peer for members in child for peer in members] + rest)

@@ -45,10 +45,7 @@ def search(problem: Problem, _region_N: Ints, budget: SearchBudget, _rng: np.ran
 
 @compiled
 def _place(problem: Problem, partition: _Partition, peer: int, opened: int, best: float) -> float:
-    """Places `peer` and all after it in every way that may cost less than `best`. Returns the least cost found.
-
-    `opened`: how many stages have a peer already.
-    """
+    """The least cost of all ways to place `peer` and those after it; `opened` stages have a peer already."""
     stage_N, sums_N, data_NN = partition.stage_N, partition.sums_N, problem.data_NN
     if peer == stage_N.size:
         cost = score(problem, stage_N)

@@ -9,16 +9,10 @@ Two oddities of the published code are kept, because they decide what it finds:
 - its replacement test reads `child > max(score of parent 1, child > score of parent 2)`: the second is a boolean,
   so a child no worse than the *first* parent replaces the worse of both, even when it is the worst of the three;
 - a chain chooses the peer whose nearest mate is nearest, and the stage whose mean distance is greatest.
-Two are not kept, because they change nothing but what is reported:
-- the matching that it returns belongs to the threshold *after* the last feasible one, so that the pipelines it
-  writes down cost more than it claims (x1.03 to x1.64 measured); here pipelines come from the feasible matching;
-- its seeding (`random.seed = i`) overwrites the function instead of calling it, so no run can be repeated.
+Two are not kept, because they change only what is reported: the returned matching belongs to the threshold *after* the
+last feasible one, and the seeding (`random.seed = i`) overwrites the function instead of calling it.
 
-The published code is interpreted and needs about six minutes for the 5,000 candidates of its main program; this is
-compiled and needs seconds. benchmarks/planner_published.py is the interpreted form: it walks candidate by candidate
-as this one does, and measures that rate, so docs/PLANNER.md can compare by candidates as well as by seconds.
-
-Shapes: N peers, S stages, P partitions in the population.
+benchmarks/planner_published.py is the interpreted form, which walks candidate by candidate as this compiled one does.
 """
 
 from typing import NamedTuple
@@ -199,10 +193,7 @@ def _chain(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags, touched
 
 @inner
 def _gains(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags) -> tuple[Floats, Floats, Ints, Ints]:
-    """For each stage: the unlocked peer whose nearest mate is nearest, and what moving it elsewhere would gain.
-
-    Returns the gain of moving it to each other stage, the best of these gains, the peer, and the best target.
-    """
+    """Of each stage's peer with the nearest mate: its gain in each other stage, the best gain, the peer, the target."""
     sizes = _sizes(stage_N, stages)
     gain_NS = np.zeros((stage_N.size, stages))
     gain_SS, gain_S, nearest_S = np.empty((stages, stages)), np.empty(stages), np.empty(stages)

@@ -10,7 +10,7 @@ Where a link differs by direction, both directions are used equally (all-reduce 
 go forward, gradients back), so the mean of the two times stands for either. On symmetric links this is the paper's
 formula. This file is the reference that the compiled search is tested against; it is not fast.
 
-Shapes: N peers, S stages, R replicas. `slots` lists the peers of S stages of R, one stage after the other, and then
+`slots` lists the peers of S stages of R, one stage after the other, and then
 the peers that no stage uses.
 """
 
@@ -27,10 +27,7 @@ from decentral.scheduler.sync.matching import bottleneck_matching, stage_order
 
 
 class Problem(NamedTuple):
-    """Seconds for each pair of peers, and how many stages and replicas to place: S * R <= N.
-
-    A named tuple, because compiled functions take it as it is.
-    """
+    """Seconds for each pair of peers, and how many to place: S * R <= N. Compiled functions take the tuple as it is."""
 
     data_NN: Floats  # 2 (delay + gradient / (R * bandwidth)), symmetric, diagonal 0
     pipe_NN: Floats  # delay + activation / bandwidth, symmetric, diagonal 0

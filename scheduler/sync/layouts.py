@@ -7,7 +7,7 @@ Every function here takes each peer's region (region_N, numbered from 0), the nu
 random generator, and returns slots: the peers of S stages of R, one stage after the other, then the unused ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,9 +24,7 @@ def random(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator)
 
 def region_pipeline(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
     """Each pipeline stays inside a region as far as the region's size allows, so that activations stay local."""
-    peers = _by_region(region_N, stages, rng)
-    used = peers[: stages * replicas].reshape(replicas, stages)
-    return np.concatenate((used.T.ravel(), peers[stages * replicas :]))
+    return _dealt(_by_region(region_N, stages, rng), stages, replicas)
 
 
 def region_data(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
@@ -36,9 +34,7 @@ def region_data(region_N: Ints, stages: int, replicas: int, rng: np.random.Gener
 
 def deal(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
     """Each region is dealt over the stages like cards, so that every stage has some peers of every region."""
-    peers = _by_region(region_N, 1, rng)
-    used = peers[: stages * replicas]
-    return np.concatenate((used.reshape(replicas, stages).T.ravel(), peers[stages * replicas :]))
+    return _dealt(_by_region(region_N, 1, rng), stages, replicas)
 
 
 def blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
@@ -48,16 +44,14 @@ def blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator)
     some stage boundaries that are fast for all pipelines, where `region_pipeline` has a slow pair in each.
     """
     left = _shuffled_regions(region_N, rng)
-    slots: list[list[int]] = []
+    slots: list[Sequence[int]] = []
     while len(slots) < stages:
-        length = stages - len(slots)
-        while length > 1 and sum(len(peers) // length for peers in left) < replicas:
-            length -= 1
+        length = _longest_run(left, stages - len(slots), replicas)
         groups: list[list[int]] = []
         for peers in sorted(left, key=len, reverse=True):
             while len(peers) >= length and len(groups) < replicas:
                 groups.append([peers.pop() for _ in range(length)])
-        slots += [[group[i] for group in groups] for i in range(length)]
+        slots += zip(*groups, strict=True)
     return _flat(slots, left)
 
 
@@ -69,18 +63,16 @@ def random_blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Gen
     """
     left = _shuffled_regions(region_N, rng)
     noise = float(rng.choice([0.0, 0.5, 1.0, 2.0]))
-    slots: list[list[int]] = []
+    slots: list[Sequence[int]] = []
     while len(slots) < stages:
-        longest = stages - len(slots)
-        while longest > 1 and sum(len(peers) // longest for peers in left) < replicas:
-            longest -= 1
+        longest = _longest_run(left, stages - len(slots), replicas)
         length = int(rng.integers(1, longest + 1)) if rng.random() < 0.3 else -(-longest // int(rng.integers(1, 4)))
         groups: list[list[int]] = []
         for _ in range(replicas):
             size = [len(peers) + noise * length * rng.random() if len(peers) >= length else -1.0 for peers in left]
             largest = left[int(np.argmax(size))]
             groups.append([largest.pop() for _ in range(length)])
-        slots += [[group[i] for group in groups] for i in range(length)]
+        slots += zip(*groups, strict=True)
     return _flat(slots, left)
 
 
@@ -98,20 +90,25 @@ def _shuffled_regions(region_N: Ints, rng: np.random.Generator) -> list[list[int
     return [list(rng.permutation(np.flatnonzero(region_N == r))) for r in range(int(region_N.max()) + 1)]
 
 
-def _flat(stages: list[list[int]], unused: list[list[int]]) -> Ints:
+def _longest_run(left: list[list[int]], stages: int, replicas: int) -> int:
+    """The longest run, of `stages` at most, for which the peers that are left form a group for each replica."""
+    runs = range(stages, 1, -1)
+    return next((length for length in runs if sum(len(peers) // length for peers in left) >= replicas), 1)
+
+
+def _dealt(peers: Ints, stages: int, replicas: int) -> Ints:
+    """The peers dealt over the stages in turn, and those that are over."""
+    used = stages * replicas
+    return np.concatenate((peers[:used].reshape(replicas, stages).T.ravel(), peers[used:]))
+
+
+def _flat(stages: Sequence[Sequence[int]], unused: Sequence[Sequence[int]]) -> Ints:
     return np.array([peer for members in [*stages, *unused] for peer in members])
 
 
 def _by_region(region_N: Ints, multiple: int, rng: np.random.Generator) -> Ints:
-    """All peers, region by region in a random order: of each region first a whole multiple of `multiple` peers.
-
-    The rest of each region follows at the end, again region by region.
-    """
-    whole: list[Ints] = []
-    rest: list[Ints] = []
-    for region in rng.permutation(int(region_N.max()) + 1):
-        peers = rng.permutation(np.flatnonzero(region_N == region))
-        cut = len(peers) - len(peers) % multiple
-        whole.append(peers[:cut])
-        rest.append(peers[cut:])
-    return np.concatenate(whole + rest)
+    """All peers, region by region in random order: of each a whole multiple of `multiple`, and at the end the rests."""
+    regions = [rng.permutation(np.flatnonzero(region_N == r)) for r in rng.permutation(int(region_N.max()) + 1)]
+    cuts = [len(peers) - len(peers) % multiple for peers in regions]
+    parts = [np.split(peers, [cut]) for peers, cut in zip(regions, cuts, strict=True)]
+    return np.concatenate([whole for whole, _ in parts] + [rest for _, rest in parts])

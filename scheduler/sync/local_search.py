@@ -8,7 +8,7 @@ these are computed, and no further than needed to know that the move is too expe
 The true cost is made of maxima and so has many plateaus. Therefore the searches walk on a smoothed cost, which adds
 `smooth` times the means (of `data_S`, and of `near_S`) to the maxima; the best layout is kept by its true cost.
 
-Shapes: N peers, S stages, R replicas; a stage boundary is numbered by the stage before it.
+A stage boundary is numbered by the stage before it.
 """
 
 from typing import NamedTuple
@@ -155,10 +155,7 @@ def boundary(pipe_NN: Floats, slots: Ints, replicas: int, first: int, second: in
 def anneal(
     problem: Problem, state: State, best_slots: Ints, best: float, cooling: Cooling, proposals: Proposals
 ) -> float:
-    """Metropolis annealing in place: `state` walks, and `best_slots` gets the cheapest layout below `best`.
-
-    Returns that layout's true cost in seconds, or `best` if the walk met none that is cheaper.
-    """
+    """Metropolis annealing of `state` in place. Copies the cheapest layout below `best` and returns its true cost."""
     slots, random, twin_N, smooth = state.slots, proposals.random, proposals.twin_N, cooling.smooth
     stages, replicas = problem.stages, problem.replicas
     used = stages * replicas
@@ -265,11 +262,9 @@ def _replace_in_sums(problem: Problem, state: State, slot: int, leaver: int, own
 
 @inner
 def _try_pieces(problem: Problem, state: State, limit: float, smooth: float, random: RandomState) -> float:
-    """Swaps a piece of a pipeline, over a few stages, with a piece of another over as many later or earlier ones.
+    """Swaps pieces of two pipelines, over different stages, if the cost stays within `limit`. Returns it, else inf.
 
-    A pipeline's pieces stay in a region: swapped peer by peer, each swap on the way would cost two slow boundaries.
-    Returns the new cost; inf if it would exceed `limit`.
-    """
+    Pieces stay in a region: swapped peer by peer, each swap on the way would cost two slow boundaries."""
     slots, stages, replicas = state.slots, problem.stages, problem.replicas
     length = 2 + int(_unit(random) * (stages // 2 - 1))
     s, t = int(_unit(random) * (stages - length + 1)), int(_unit(random) * (stages - length + 1))

@@ -3,8 +3,6 @@
 Both are parts of the cost of Yuan et al. (arXiv 2206.01288, section 3.2): the devices of two neighbouring stages are
 matched so that the slowest of their links is as fast as possible, and the stages are ordered along the open path
 (travelling salesman without return) that costs least.
-
-Shapes: cost_RR has the seconds between the R devices of two stages, cost_SS those between any two of S stages.
 """
 
 import numpy as np
@@ -17,21 +15,16 @@ EXACT_STAGES = 14  # up to here the stage order is exact: 14 * 14 * 2**14 steps 
 
 @compiled
 def bottleneck_matching(cost_RR: Floats, limit: float, partner_R: Ints) -> float:
-    """The least possible maximum over a perfect matching's edges; writes the row of each column to `partner_R`.
-
-    Returns inf as soon as the value is known to exceed `limit`; `partner_R` is then not complete.
-    """
+    """The least maximum over a perfect matching's edges, inf if above `limit`; `partner_R` gets each column's row."""
     return matching_above(cost_RR, _lower_bound(cost_RR), limit, partner_R)
 
 
 @inner
 def matching_above(cost_RR: Floats, bound: float, limit: float, partner_R: Ints) -> float:
-    """As `bottleneck_matching`, with its lower bound known: the largest of all rows' and columns' least entries.
+    """As `bottleneck_matching`, given a lower bound. O(R^3), in practice near O(R^2).
 
-    Each row that is not matched at the current threshold grows an alternating tree by its cheapest edge (Dijkstra with
-    max in place of +), so that the threshold rises exactly as far as Hall's condition demands. O(R^3), in practice
-    near O(R^2).
-    """
+    Each unmatched row grows an alternating tree by its cheapest edge (Dijkstra with max in place of +), so that the
+    threshold rises exactly as far as Hall's condition demands."""
     size = cost_RR.shape[0]
     value = bound
     if value > limit:

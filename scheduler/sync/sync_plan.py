@@ -2,12 +2,15 @@
 
     plan = sync_plan(topology, solver="genetic", seed=0, budget=SearchBudget(seconds=5, clock=time.monotonic))
 
+A workload that leaves degrees open gets a search for them (as AMP, arXiv 2210.07297): each pair of degrees that uses
+nearly all peers is tried briefly. Only communication is compared: with the same peers, computing is the same.
+
 A plan is far cheaper to verify than to find: `layout_cost.cost_of_pipelines` gives the cost of its pipelines.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -18,11 +21,14 @@ from decentral.scheduler.shared.arrays import Ints
 from decentral.scheduler.shared.plan import Plan
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.shared.topology import Topology, Workload, regions_of
-from decentral.scheduler.sync import annealing, degrees, evolve, exact, gcma, layouts
+from decentral.scheduler.sync import annealing, evolve, exact, gcma, layouts
 from decentral.scheduler.sync.layout_cost import Layout, Problem, best_layout, problem_of
 
 Solver = Callable[[Problem, Ints, SearchBudget, np.random.Generator], Ints]
 """(problem, region_N, budget, rng) -> slots, as in layout_cost.py"""
+
+Record = list[tuple[float, float]]
+"""(seconds, best cost so far), at each improvement"""
 
 SYNC_SOLVERS: dict[str, Solver] = {
     "genetic": evolve.search,
@@ -30,6 +36,9 @@ SYNC_SOLVERS: dict[str, Solver] = {
     "gcma": gcma.search,
     "exact": exact.search,
 }
+COMPARED_SOLVERS = ("genetic", "annealing", "gcma")
+LEAST_USED = 0.95  # of the peers
+MOST_STAGES_TRIED = 64
 HAND_DRAWS = 5  # a hand layout depends on which region comes first, so the best of some draws counts
 
 
@@ -44,10 +53,9 @@ class SyncPlan(Plan):
 
 
 def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) -> SyncPlan:
-    """The plan of least communication for a synchronous step.
+    """The plan of least communication, within the budget's seconds (without those for compiling).
 
-    The budget's seconds are for all of it except compiling (or loading what was compiled). Raises UserError for an
-    unknown solver, and for a swarm that is too small for its workload or too large for the exact solver.
+    Raises UserError for an unknown solver, or a swarm too small for its workload or too large for the exact solver.
     """
     workload = topology.workload or Workload(stages=None, replicas=None)
     region_N = regions_of(topology)
@@ -55,7 +63,7 @@ def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) 
     start = begin = budget.clock()
     tried: dict[str, float] = {}
     if workload.stages is None or workload.replicas is None:
-        workload, tried = degrees.choose(topology, region_N, workload, seed, budget.part(0.4))
+        workload, tried = best_degrees(topology, region_N, workload, seed, budget.part(0.4))
         budget, begin = budget.part(0.6), budget.clock()
     problem, digest = problem_of(topology, workload), topology.digest()
     between = budget.clock()
@@ -77,6 +85,44 @@ def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) 
     )
 
 
+def best_degrees(
+    topology: Topology, region_N: Ints, workload: Workload, seed: int, budget: SearchBudget
+) -> tuple[Workload, dict[str, float]]:
+    """The workload with both degrees set, and the cost of every pair tried, as `"8x8": seconds`."""
+    pairs = candidates(len(topology), workload.stages, workload.replicas)
+    costs: dict[str, float] = {}
+    best, least = workload, float("inf")
+    for stages, replicas in pairs:
+        trial = divided(workload, stages, replicas)
+        problem = problem_of(topology, trial)
+        rng = chance.arrays(seed, "degrees", stages, replicas)
+        slots = evolve.search(problem, region_N, budget.part(1 / len(pairs)), rng)
+        cost = costs[f"{stages}x{replicas}"] = best_layout(problem, slots).cost.total
+        if cost < least:
+            best, least = trial, cost
+    return best, costs
+
+
+def divided(workload: Workload, stages: int, replicas: int) -> Workload:
+    """The workload with these degrees; totals of the whole model and the whole batch are divided by them."""
+    gradient, activation = workload.gradient_gbytes, workload.activation_gbytes
+    return replace(
+        workload,
+        stages=stages,
+        replicas=replicas,
+        gradient_gbytes=gradient / stages if workload.stages is None else gradient,
+        activation_gbytes=activation / replicas if workload.replicas is None else activation,
+    )
+
+
+def candidates(peers: int, stages: int | None, replicas: int | None) -> list[tuple[int, int]]:
+    """The pairs of degrees to try. Pairs that leave more than a few peers unused count only where no other exists."""
+    counts = np.arange(1, min(peers, MOST_STAGES_TRIED) + 1) if stages is None else np.array([stages])
+    found = [(int(s), replicas or peers // int(s)) for s in counts if s * (replicas or peers // int(s)) <= peers]
+    full = [pair for pair in found if pair[0] * pair[1] >= LEAST_USED * peers]
+    return full or found or [(1, peers)]
+
+
 def hand_costs(problem: Problem, region_N: Ints, seed: int) -> dict[str, float]:
     """What the layouts that a person would draw cost, in seconds; each is the best of HAND_DRAWS draws."""
     costs = {}
@@ -85,6 +131,27 @@ def hand_costs(problem: Problem, region_N: Ints, seed: int) -> dict[str, float]:
         draws = [layouts.STARTS[name](region_N, problem.stages, problem.replicas, rng) for _ in range(HAND_DRAWS)]
         costs[name] = min(best_layout(problem, slots).cost.total for slots in draws)
     return costs
+
+
+def solver_records(topology: Topology, seed: int, seconds: float, clock: Callable[[], float]) -> dict[str, Record]:
+    """Each solver's progress within `seconds`, and the hand layouts as one point each, which no time improves."""
+    problem = problem_of(topology, topology.workload or Workload())
+    region_N = regions_of(topology)
+    found: dict[str, Record] = {name: [(0.0, cost)] for name, cost in hand_costs(problem, region_N, seed).items()}
+    for name in COMPARED_SOLVERS:
+        if name == "gcma" and problem.stages * problem.replicas != problem.peers:
+            continue
+        begin, record = clock(), Record()
+
+        def note(_fraction: float, best: float, record: Record = record, begin: float = begin) -> None:
+            if not record or best < record[-1][1]:
+                record.append((clock() - begin, best))
+
+        budget = SearchBudget(seconds, clock=clock, report=note)
+        slots = SYNC_SOLVERS[name](problem, region_N, budget, chance.arrays(seed, "plan", name))
+        record.append((clock() - begin, best_layout(problem, slots).cost.total))
+        found[name] = record
+    return found
 
 
 def _compile(solver: str) -> None:

@@ -6,9 +6,6 @@
 of int8 and 4-bit values (3; rounded up for the codec's scales). 34 bytes per channel and token are a block's
 activations in 16 bits without the attention matrix (Korthikanti et al., arXiv 2205.05198, equation 2; the attention
 kernel here never writes that matrix).
-
-Shapes: N peers, L layers. A span is the layers [first, last) that a peer holds; spans_N2 has one for each peer, and
-(0, 0) for a peer without layers.
 """
 
 from dataclasses import dataclass
@@ -126,8 +123,7 @@ def _layers(config: Config) -> tuple[Floats, Floats]:
 
 def _check_memory(costs: LayerCosts) -> None:
     """Raises UserError if the peers cannot hold every layer often enough, or none can hold the largest layer."""
-    need = costs.holders * float(costs.state_L.sum())
-    have = float(costs.memory_N.sum())
+    need, have = costs.holders * float(costs.state_L.sum()), float(costs.memory_N.sum())
     if have < need:
         raise UserError(
             f"topology: {costs.holders} holder(s) of every layer need {need / 1e9:.1f} GB of memory; the whole pool "

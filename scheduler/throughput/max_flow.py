@@ -10,8 +10,6 @@ spans to parts of them). As a linear programme (HiGHS):
     y_jx = k_jx + sum_i m_ijx  (x > 0);   y_j,x-1 = k_jx + sum_i m_jix;   maximise sum_j y_j0
     sum_x seconds_jx * y_jx <= 1                                           a peer computes all the time at most
     hidden * sum_x (m_ijx + m_jix) <= link_ij - gossip_ij                  forward one way, gradients back
-
-Shapes: N peers, L layers, Y, K and M variables of each kind.
 """
 
 import itertools
@@ -57,35 +55,31 @@ class _Variables:
     layer_M: Ints  # the layer entered
 
     @property
-    def y(self) -> Ints:
-        return np.arange(len(self.peer_Y))
-
-    @property
-    def k(self) -> Ints:
-        return len(self.peer_Y) + np.arange(len(self.peer_K))
-
-    @property
-    def m(self) -> Ints:
-        return len(self.peer_Y) + len(self.peer_K) + np.arange(len(self.sender_M))
-
-    @property
     def count(self) -> int:
         return len(self.peer_Y) + len(self.peer_K) + len(self.sender_M)
+
+    def columns(self) -> tuple[Ints, Ints, Ints]:
+        """The numbers of the columns of all y, k and m."""
+        first, second = len(self.peer_Y), len(self.peer_Y) + len(self.peer_K)
+        return np.arange(first), np.arange(first, second), np.arange(second, self.count)
 
 
 def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
     """The greatest throughput of these spans."""
     holds_NL = held(costs, spans_N2)
-    flow = _variables(costs, holds_NL)
+    peer_Y, layer_Y = np.nonzero(holds_NL)
+    peer_K, layer_K = np.nonzero(holds_NL[:, 1:] & holds_NL[:, :-1])
+    flow = _Variables(holds_NL, peer_Y, layer_Y, peer_K, layer_K + 1, *_transfers(costs, holds_NL))
     scale = costs.compute_bound()  # so that all numbers are near 1
     balance, (use, limits) = _balance(flow), _capacities(costs, flow, scale)
+    y, _, m = flow.columns()
     value = np.zeros(flow.count)
-    value[flow.y[flow.layer_Y == 0]] = -1.0
+    value[y[flow.layer_Y == 0]] = -1.0
     found = linprog(value, use, limits, balance, np.zeros(balance.shape[0]), method="highs")
     assert found.status == 0, found.message
     computed_NL = np.zeros(holds_NL.shape)
-    computed_NL[flow.peer_Y, flow.layer_Y] = found.x[flow.y] * scale
-    moved = found.x[flow.m] * scale
+    computed_NL[flow.peer_Y, flow.layer_Y] = found.x[y] * scale
+    moved = found.x[m] * scale
     return MaxFlow(
         tokens_per_s=-float(found.fun) * scale,
         computed_NL=computed_NL,
@@ -96,13 +90,6 @@ def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
         idle_N=1 - (computed_NL * costs.seconds_NL).sum(axis=1),
         price_L=_prices(found.ineqlin.marginals[: costs.peers], holds_NL, costs.seconds_NL),
     )
-
-
-def _variables(costs: LayerCosts, holds_NL: Flags) -> _Variables:
-    """Every variable that the spans and links allow."""
-    peer_Y, layer_Y = np.nonzero(holds_NL)
-    peer_K, layer_K = np.nonzero(holds_NL[:, 1:] & holds_NL[:, :-1])
-    return _Variables(holds_NL, peer_Y, layer_Y, peer_K, layer_K + 1, *_transfers(costs, holds_NL))
 
 
 def _balance(flow: _Variables) -> coo_matrix:
@@ -120,7 +107,8 @@ def _balance(flow: _Variables) -> coo_matrix:
         row_out[flow.peer_K, flow.layer_K - 1],
         row_out[flow.sender_M, flow.layer_M - 1],
     ]
-    columns = [flow.y[enters], flow.k, flow.m, flow.y[leaves], flow.k, flow.m]
+    y, k, m = flow.columns()
+    columns = [y[enters], k, m, y[leaves], k, m]
     signs = [1.0, -1.0, -1.0, 1.0, -1.0, -1.0]
     values = [np.full(len(part), sign) for part, sign in zip(columns, signs, strict=True)]
     return _matrix(values, rows, columns, int(enters.sum() + leaves.sum()), flow.count)
@@ -133,8 +121,9 @@ def _capacities(costs: LayerCosts, flow: _Variables, scale: float) -> tuple[coo_
     pairs, row_of = np.unique(low * peers + high, return_inverse=True)
     limit = link_left(costs, flow.holds_NL)[pairs // peers, pairs % peers] if len(low) else np.zeros(0)
     seconds = costs.seconds_NL[flow.peer_Y, flow.layer_Y] * scale
+    y, _, m = flow.columns()
     load = np.full(len(low), costs.hidden_bytes * scale / LINK_UNIT)
-    use = _matrix([seconds, load], [flow.peer_Y, peers + row_of], [flow.y, flow.m], peers + len(pairs), flow.count)
+    use = _matrix([seconds, load], [flow.peer_Y, peers + row_of], [y, m], peers + len(pairs), flow.count)
     return use, np.concatenate((np.ones(peers), limit / LINK_UNIT))
 
 
@@ -148,34 +137,29 @@ class FlowSolver:
     def maximum(self, spans_N2: Ints) -> MaxFlow:
         """As the function `maximum`."""
         key = spans_N2.tobytes()
-        found = self._known.get(key)
-        if found is None:
+        if key not in self._known:
             if len(self._known) >= FLOWS_REMEMBERED:
                 self._known.clear()
-            found = self._known[key] = maximum(self.costs, spans_N2)
-        return found
+            self._known[key] = maximum(self.costs, spans_N2)
+        return self._known[key]
 
 
 def held(costs: LayerCosts, spans_N2: Ints) -> Flags:
     """Which peer holds which layer: N x L."""
     layer = np.arange(costs.layers)
-    holds: Flags = (spans_N2[:, :1] <= layer) & (layer < spans_N2[:, 1:])
-    return holds
+    return np.asarray((spans_N2[:, :1] <= layer) & (layer < spans_N2[:, 1:]))
 
 
 def link_left(costs: LayerCosts, holds_NL: Flags) -> Floats:
     """Bytes/s between any two peers, one way, that gossip of their common layers leaves free: N x N."""
     holds = holds_NL.astype(np.float64)
-    left: Floats = np.maximum(0.0, costs.link_NN - (holds * costs.snapshot_L) @ holds.T)
-    return left
+    return np.asarray(np.maximum(0.0, costs.link_NN - (holds * costs.snapshot_L) @ holds.T))
 
 
 def routes(flow: MaxFlow, most: int = 256) -> list[tuple[float, list[tuple[int, int, int]]]]:
-    """The flow as routes: (share of all tokens, [(peer, first, last), ...]), the largest share first.
+    """The flow as routes: (share of all tokens, [(peer, first, last), ...]), the widest first, `most` at most.
 
-    Each step takes the widest route that is left, until less than a thousandth of the tokens is left or `most` routes
-    are found.
-    """
+    Less than a thousandth of the tokens may remain without a route."""
     computed = flow.computed_NL.copy()
     transfers = {(i, x, j): rate for i, j, x, rate in flow.transfers}
     found: list[tuple[float, list[tuple[int, int, int]]]] = []
@@ -198,14 +182,16 @@ def routes(flow: MaxFlow, most: int = 256) -> list[tuple[float, list[tuple[int, 
 def _widest(computed: Floats, transfers: dict[tuple[int, int, int], float]) -> tuple[list[int], float]:
     """The route whose narrowest part is widest (dynamic programme over the layers): each layer's peer, and tokens/s."""
     peers, layers = computed.shape
-    stay = _stays(computed, transfers)
+    stay = np.zeros((layers, peers))  # tokens/s that stay in a peer: what it computed less what it sent away
+    stay[1:] = computed[:, :-1].T
     width = computed[:, 0].copy()
     before = np.full((layers, peers), -1)
     by_layer: dict[int, list[tuple[int, int, float]]] = {}
     for (i, x, j), rate in transfers.items():
         by_layer.setdefault(x, []).append((i, j, rate))
+        stay[x, i] -= rate
     for x in range(1, layers):
-        after = np.minimum(width, stay[x])
+        after = np.minimum(width, np.maximum(0.0, stay[x]))
         before[x] = np.arange(peers)
         for i, j, rate in by_layer.get(x, []):
             if min(width[i], rate) > after[j]:
@@ -218,21 +204,9 @@ def _widest(computed: Floats, transfers: dict[tuple[int, int, int], float]) -> t
     return path[::-1], float(width[peer])
 
 
-def _stays(computed: Floats, transfers: dict[tuple[int, int, int], float]) -> Floats:
-    """Tokens/s that stay in a peer between two layers, L x N: what it computed less what it sent away."""
-    stay = np.zeros(computed.T.shape)
-    stay[1:] = computed[:, :-1].T
-    for (i, x, _), rate in transfers.items():
-        stay[x, i] -= rate
-    return np.maximum(0.0, stay)
-
-
 def _transfers(costs: LayerCosts, holds_NL: Flags) -> tuple[Ints, Ints, Ints]:
-    """Every (sender, receiver, layer entered) that the spans and links allow.
-
-    Where a layer has many holders, each sender and each receiver keeps only its NEAREST fastest links: the programme
-    stays small, and what it finds is still a flow that the swarm can carry.
-    """
+    """Every (sender, receiver, layer entered) that the spans and links allow; of many only the NEAREST fastest of each
+    sender and receiver. What the smaller programme finds is still a flow that the swarm can carry."""
     parts = []
     for layer in range(1, costs.layers):
         senders, receivers = np.flatnonzero(holds_NL[:, layer - 1]), np.flatnonzero(holds_NL[:, layer])
@@ -264,6 +238,4 @@ def _matrix(values: list[Floats], rows: list[Ints], columns: list[Ints], height:
 def _prices(marginal_N: Floats, holds_NL: Flags, seconds_NL: Floats) -> Floats:
     """What more time of a layer's holders is worth, relative to their speed: high where a layer is scarce."""
     worth = np.maximum(0.0, -marginal_N)[:, None] / (1 / seconds_NL.sum(axis=1))[:, None]
-    count = np.maximum(1, holds_NL.sum(axis=0))
-    price: Floats = (worth * holds_NL).sum(axis=0) / count
-    return price
+    return np.asarray((worth * holds_NL).sum(axis=0) / np.maximum(1, holds_NL.sum(axis=0)))

@@ -21,10 +21,7 @@ def options(costs: LayerCosts) -> int:
 
 
 def best_spans(costs: LayerCosts, seconds: float = 600.0) -> Ints | None:
-    """Spans (N x 2) of the greatest throughput, or the best found in that time, which is at most 600 s.
-
-    Returns None if no choice that gives every layer enough holders was found.
-    """
+    """Spans (N x 2) of the greatest throughput found within `seconds`, at most 600; None if no valid ones were."""
     model = _Model(costs)
     limits = {"time_limit": min(seconds, 600.0), "mip_rel_gap": 1e-7}
     found = milp(model.value, integrality=model.integer, bounds=model.bounds, constraints=model.rules(), options=limits)
@@ -45,18 +42,16 @@ def _choices(costs: LayerCosts) -> Iterator[tuple[int, int, int]]:
 
 
 class _Model:
-    """The columns are z (choices), y and k (peer, layer), m (from, to, layer), b (pair, layer), and v (pair).
-
-    b is 1 where both peers of a pair hold the layer, v is 1 where gossip leaves nothing of the pair's link.
-    """
+    """Columns: z (choices), y and k (peer, layer), m (from, to, layer), b (pair, layer: 1 where both hold it), and
+    v (pair: 1 where gossip leaves nothing of the link)."""
 
     def __init__(self, costs: LayerCosts) -> None:
         self.costs = costs
         peers, layers = costs.peers, costs.layers
         self.choices = list(_choices(costs))
         self.pairs = [(i, j) for i in range(peers) for j in range(i + 1, peers) if costs.link_NN[i, j] > 0]
-        sizes = [len(self.choices), peers * layers, peers * layers, peers * peers * layers]
-        sizes += [len(self.pairs) * layers, len(self.pairs)]
+        own, pairs = peers * layers, len(self.pairs)
+        sizes = [len(self.choices), own, own, peers * own, pairs * layers, pairs]
         self.at = np.concatenate(([0], np.cumsum(sizes)))
         self.count = int(self.at[-1])
         self.scale = costs.compute_bound()
@@ -95,13 +90,11 @@ class _Model:
         self._tokens()
         self._links()
         matrix = lil_matrix((len(self._rows), self.count))
-        for number, (terms, _, _) in enumerate(self._rows):
-            for column, factor in terms.items():
+        terms, low, high = zip(*self._rows, strict=True)
+        for number, row in enumerate(terms):
+            for column, factor in row.items():
                 matrix[number, column] = factor
-        return LinearConstraint(matrix.tocsr(), [row[1] for row in self._rows], [row[2] for row in self._rows])
-
-    def _add(self, terms: dict[int, float], low: float, high: float) -> None:
-        self._rows.append((terms, low, high))
+        return LinearConstraint(matrix.tocsr(), low, high)
 
     def _holding(self, peer: int, layer: int, sign: float) -> dict[int, float]:
         """The peer's choices that hold the layer, each with the factor `sign`."""
@@ -111,24 +104,24 @@ class _Model:
         """Each peer has one span at most, and each layer enough holders."""
         costs = self.costs
         for peer in range(costs.peers):
-            self._add({n: 1.0 for n, choice in enumerate(self.choices) if choice[0] == peer}, 0, 1)
+            self._rows.append(({n: 1.0 for n, choice in enumerate(self.choices) if choice[0] == peer}, 0, 1))
         for layer in range(costs.layers):
             holding = {n: 1.0 for n, (_, first, last) in enumerate(self.choices) if first <= layer < last}
-            self._add(holding, costs.holders, np.inf)
+            self._rows.append((holding, costs.holders, np.inf))
 
     def _tokens(self) -> None:
         """Peers compute only layers that they hold, within their time, and tokens are conserved."""
         costs = self.costs
         for j in range(costs.peers):
             seconds = {self.y(j, x): float(costs.seconds_NL[j, x] * self.scale) for x in range(costs.layers)}
-            self._add(seconds, 0, 1)
+            self._rows.append((seconds, 0, 1))
             for x in range(costs.layers):
-                self._add({self.y(j, x): seconds[self.y(j, x)], **self._holding(j, x, -1.0)}, -np.inf, 0)
+                self._rows.append(({self.y(j, x): seconds[self.y(j, x)], **self._holding(j, x, -1.0)}, -np.inf, 0))
                 if x > 0:
                     arrives = {self.m(i, j, x): -1.0 for i in range(costs.peers) if i != j}
                     leaves = {self.m(j, i, x): -1.0 for i in range(costs.peers) if i != j}
-                    self._add({self.y(j, x): 1.0, self.k(j, x): -1.0, **arrives}, 0, 0)
-                    self._add({self.y(j, x - 1): 1.0, self.k(j, x): -1.0, **leaves}, 0, 0)
+                    self._rows.append(({self.y(j, x): 1.0, self.k(j, x): -1.0, **arrives}, 0, 0))
+                    self._rows.append(({self.y(j, x - 1): 1.0, self.k(j, x): -1.0, **leaves}, 0, 0))
 
     def _links(self) -> None:
         """On each link hidden * moved + gossip <= rate, or nothing moves (v = 1)."""
@@ -143,7 +136,7 @@ class _Model:
                 both = int(self.at[4]) + number * costs.layers + x
                 gossip[both] = float(costs.snapshot_L[x]) / link
                 held = {both: -1.0, **self._holding(i, x, 1.0), **self._holding(j, x, 1.0)}
-                self._add(held, -np.inf, 1)
+                self._rows.append((held, -np.inf, 1))
             excess = float(costs.snapshot_L.sum()) / link
-            self._add({**moved, **gossip, full: -excess}, -np.inf, 1)
-            self._add({**moved, full: 1.0}, -np.inf, 1)
+            self._rows.append(({**moved, **gossip, full: -excess}, -np.inf, 1))
+            self._rows.append(({**moved, full: 1.0}, -np.inf, 1))

@@ -13,11 +13,11 @@ share of time by what it helps over what it takes (exponentiated gradient; any s
 programme over the cuts found so far, which closes in on the optimum (Kelley; up to 32 peers). Where spans differ, each
 layer's holders give their own cuts, and the slowest layer counts.
 
-Shapes: N peers, L layers. Everywhere `seconds` (inf where two peers share no layer) and `rate` (per second) are N x N,
+Everywhere `seconds` (inf where two peers share no layer) and `rate` (per second) are N x N,
 and a group is the numbers of the peers that hold the same layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,8 +144,7 @@ def scaled(weight: Floats, seconds: Floats) -> Floats:
     """Symmetric rates in proportion to `weight` (N x N), as fast as the busiest peer's time allows."""
     weight = np.maximum(weight, weight.T)
     busy = np.where(weight > 0, weight * np.where(np.isfinite(seconds), seconds, 0.0), 0.0).sum(axis=1).max()
-    rate: Floats = weight * (LINK_SHARE / busy) if busy > 0 else weight * 0.0
-    return rate
+    return np.asarray(weight * (LINK_SHARE / busy if busy > 0 else 0.0))
 
 
 def slowest(rate: Floats, groups: Sequence[Ints]) -> float:
@@ -155,32 +154,27 @@ def slowest(rate: Floats, groups: Sequence[Ints]) -> float:
 
 def _laplacian(rate: Floats, group: Ints) -> Floats:
     part = rate[np.ix_(group, group)]
-    laplacian: Floats = np.diag(part.sum(axis=1)) - part
-    return laplacian
+    return np.asarray(np.diag(part.sum(axis=1)) - part)
 
 
 def _slow_vectors(rate: Floats, groups: Sequence[Ints]) -> list[Floats]:
     """The CUTS slowest eigenvectors of each group, 0 for peers outside it."""
-    vectors = []
+    return [np.nan_to_num(vector) for _, vector in _eigenvectors(rate, groups, CUTS)]
+
+
+def _eigenvectors(rate: Floats, groups: Sequence[Ints], count: int) -> Iterator[tuple[float, Floats]]:
+    """The `count` slowest eigenvalues and eigenvectors of each group but the constant one; NaN outside the group."""
     for group in groups:
-        _, columns = np.linalg.eigh(_laplacian(rate, group))
-        for number in range(1, min(1 + CUTS, len(group))):
-            vector = np.zeros(len(rate))
+        values, columns = np.linalg.eigh(_laplacian(rate, group))
+        for number in range(1, min(1 + count, len(group))):
+            vector = np.full(len(rate), np.nan)
             vector[group] = columns[:, number]
-            vectors.append(vector)
-    return vectors
+            yield float(values[number]), vector
 
 
 def _slope(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:
     """The slowest lambda_2, and its slope for each pair, mixed from the slowest few vectors of all groups."""
-    values, vectors = [], []
-    for group in groups:
-        eigen, columns = np.linalg.eigh(_laplacian(rate, group))
-        for number in range(1, min(1 + SLOW, len(group))):
-            vector = np.full(len(rate), np.nan)
-            vector[group] = columns[:, number]
-            values.append(float(eigen[number]))
-            vectors.append(vector)
+    values, vectors = zip(*_eigenvectors(rate, groups, SLOW), strict=True)
     least = min(values)
     weight = np.exp(-(np.array(values) - least) / (0.02 * least + 1e-300))
     weight /= weight.sum()

@@ -5,8 +5,6 @@ of regions whose memory takes the model: cut points follow the devices' speed (s
 every span then grows to what the memory allows, because overlap lets the flow balance what whole layers cannot.
 The search moves, swaps, grows and shrinks spans of idle peers towards layers that are scarce, and compares the results
 by their flow (max_flow.py). Small swarms are then solved exactly (mixed-integer programme, HiGHS).
-
-Shapes: N peers, L layers; spans are N x 2, as in layer_costs.py.
 """
 
 import itertools
@@ -118,10 +116,7 @@ def _finished(costs: LayerCosts, spans: Ints, tokens_per_s: float, budget: Searc
 
 
 def groupings(costs: LayerCosts, region_N: Ints) -> list[list[Ints]]:
-    """Divisions of the swarm into groups that each hold a chain: one group, single peers, and joined regions.
-
-    Regions whose memory does not take the model join the region with the fastest link to them.
-    """
+    """Groups that each hold a chain: all peers, single peers, and regions (joined to the nearest where too small)."""
     everyone = [np.arange(costs.peers)]
     groups = [np.flatnonzero(region_N == region) for region in range(int(region_N.max()) + 1)]
     divisions = [everyone, [np.array([peer]) for peer in everyone[0]]]
@@ -165,13 +160,11 @@ def grown(costs: LayerCosts, peer: int, first: int, last: int) -> tuple[int, int
         last -= 1
     if not costs.fits(peer, first, last):
         return 0, 0
-    more = True
-    while more:
-        more = False
-        if last < costs.layers and costs.fits(peer, first, last + 1):
-            last, more = last + 1, True
-        if first > 0 and costs.fits(peer, first - 1, last):
-            first, more = first - 1, True
+    before = None
+    while before != (first, last):
+        before = first, last
+        last += last < costs.layers and costs.fits(peer, first, last + 1)
+        first -= first > 0 and costs.fits(peer, first - 1, last)
     return first, last
 
 
@@ -194,10 +187,7 @@ def fill(costs: LayerCosts, rng: np.random.Generator) -> Ints:
 
 
 def repaired(costs: LayerCosts, spans: Ints) -> Ints:
-    """Spans changed so that every layer has enough holders, as far as that succeeds within a few rounds.
-
-    The layer with the fewest holders gets the peer whose own layers have the most.
-    """
+    """Gives layers without enough holders the peers whose own layers have the most, within a few rounds."""
     spans = spans.copy()
     for _ in range(4 * costs.peers):
         held = max_flow.held(costs, spans).sum(axis=0)
@@ -217,10 +207,7 @@ def repaired(costs: LayerCosts, spans: Ints) -> Ints:
 
 
 def mutated(costs: LayerCosts, spans: Ints, flow: MaxFlow, rng: np.random.Generator) -> Ints:
-    """A child in which one peer, rather an idle one, moves to scarce layers, shifts, resizes, or swaps with another.
-
-    `flow`: the flow of `spans`, which says who is idle and which layers are scarce.
-    """
+    """A child of `spans`: by their flow, one (rather idle) peer moves to scarce layers, shifts, resizes or swaps."""
     child = spans.copy()
     idle = flow.idle_N + 0.02
     peer = int(rng.choice(costs.peers, p=idle / idle.sum()))
@@ -259,7 +246,5 @@ def equal_random(costs: LayerCosts, rng: np.random.Generator) -> Ints:
             break
     stage_N = rng.permutation(costs.peers) % stages
     spans = np.stack((cuts[stage_N], cuts[stage_N + 1]), axis=1)
-    for peer in range(costs.peers):
-        if not costs.fits(peer, *map(int, spans[peer])):
-            spans[peer] = 0
-    return spans
+    fits = [costs.fits(peer, *map(int, span)) for peer, span in enumerate(spans)]
+    return np.where(np.array(fits)[:, None], spans, 0)

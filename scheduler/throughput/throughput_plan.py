@@ -39,10 +39,9 @@ class ThroughputPlan(Plan):
 def throughput_plan(
     topology: Topology, config: Config, solver: str, seed: int, budget: SearchBudget, holders: int = 1
 ) -> ThroughputPlan:
-    """The plan of greatest throughput for this run's model, with at least `holders` peers for each layer.
+    """The plan of greatest throughput for this model, with at least `holders` peers for each layer, in budget.seconds.
 
-    The budget's seconds are for all of it. Raises UserError if the swarm cannot hold the model, or if the solver is
-    unknown.
+    Raises UserError if the swarm cannot hold the model, or if the solver is unknown.
     """
     start = budget.clock()
     costs = layer_costs.of_model(topology, config, holders)
@@ -55,9 +54,8 @@ def throughput_plan(
     bound = costs.compute_bound()
     share = rest.part(GOSSIP_SHARE).silent()
     share = share.less(max(0.0, budget.clock() - start + share.seconds - budget.seconds))
-    partners = partner_weights.partners(
-        topology, max_flow.held(costs, chosen), costs.snapshot_L * layer_costs.ROUND_S, share
-    )
+    moved_L, held_NL = costs.snapshot_L * layer_costs.ROUND_S, max_flow.held(costs, chosen)
+    partners = partner_weights.partners(topology, held_NL, moved_L, share)
     return ThroughputPlan(
         solver=solver,
         seed=seed,
@@ -91,9 +89,8 @@ def _solve(costs: LayerCosts, region_N: Ints, solver: str, seed: int, budget: Se
             if exact is None:
                 raise UserError("--solver exact takes up to about 6 peers and 8 layers; use --solver genetic")
             return exact
-    raise UserError(
-        f"--solver {solver} is not one for --objective throughput; there are: {', '.join(THROUGHPUT_SOLVERS)}"
-    )
+    known = ", ".join(THROUGHPUT_SOLVERS)
+    raise UserError(f"--solver {solver} is not one for --objective throughput; there are: {known}")
 
 
 def random_throughput(costs: LayerCosts, seed: int) -> float:

@@ -12,13 +12,13 @@ from benchmarks import planner_published
 from decentral.core.errors import UserError
 from decentral.scheduler.shared import topology
 from decentral.scheduler.shared.arrays import Floats, Ints
-from decentral.scheduler.shared.margin import adopts
+from decentral.scheduler.shared.plan import adopts
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.shared.topology import Topology, Workload, regions_of
-from decentral.scheduler.sync import annealing, degrees, evolve, exact, gcma, layouts, local_search, matching
+from decentral.scheduler.sync import annealing, evolve, exact, gcma, layouts, local_search, matching
 from decentral.scheduler.sync.layout_cost import Problem, best_layout, cost_of_pipelines, problem_of
 from decentral.scheduler.sync.local_search import Cooling
-from decentral.scheduler.sync.sync_plan import sync_plan
+from decentral.scheduler.sync.sync_plan import candidates, sync_plan
 from tests.scheduler.swarms import subset
 
 OPTIMA = {
@@ -244,7 +244,7 @@ def test_a_plan_uses_every_peer_at_most_once_and_costs_what_it_claims() -> None:
 
 
 def test_degrees_left_open_are_searched() -> None:
-    assert degrees.candidates(6, None, None) == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    assert candidates(6, None, None) == [(1, 6), (2, 3), (3, 2), (6, 1)]
     swarm = replace(topology.load("ten-cities"), workload=Workload(None, None, 5.2, 3.77))
     plan = sync_plan(swarm, "genetic", 0, SearchBudget(rounds=20))
     assert plan.cost["total"] <= min(value for name, value in plan.baselines.items() if "x" in name) + 1e-9
