@@ -18,7 +18,7 @@ from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
 from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Log
+from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node, NodePhase
@@ -88,7 +88,7 @@ class SimulatedPeer:
     peer: PeerId
     host: VirtualHost | None = None
     disk: SurrogateDisk = field(default_factory=SurrogateDisk)
-    span: tuple[int, int] | None = None  # layers with which its present life began
+    span: tuple[int, int] = (0, 0)  # layers with which its present life began
     claiming: bool = False  # it is choosing its layers
     has_run: bool = False  # its disk knows the run: a restart needs no contact
     address_book: tuple[PeerId, ...] = ()
@@ -124,8 +124,12 @@ AnswerFilter = Callable[[SimulatedPeer, PeerId, Envelope], Envelope]
 """What a Byzantine peer sends to an asker instead of its answer."""
 
 
-class Unobserved(Observer):
-    """Looks at nothing: in large swarms a look at every event would cost as much as the event."""
+class Unobserved:
+    """An Observer that looks at nothing: in large swarms a look at every event would cost as much as the event."""
+
+    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None: ...
+
+    def done(self, host: VirtualHost, job: object, outcome: object) -> None: ...
 
 
 class SimulatedSwarm:
@@ -178,10 +182,8 @@ class SimulatedSwarm:
             self.started.append(member)
         member.has_run = True
         member.lives += 1
-        if self.settings.memory:
-            self._claim_span(member, contacts)
-        else:
-            self._begin_life(member, contacts, None)
+        begin = self._claim_span if self.settings.memory else self._begin_life
+        begin(member, contacts)
 
     def _claim_span(self, member: SimulatedPeer, contacts: tuple[PeerId, ...]) -> None:
         member.claiming, life = True, member.lives
@@ -203,17 +205,15 @@ class SimulatedSwarm:
         return claim_span.SpanRequest(self.settings.config, RUN, VirtualSigner(member.peer), (), memory_bytes, kept)
 
     def _begin_life(
-        self, member: SimulatedPeer, contacts: tuple[PeerId, ...], claimed: claim_span.ClaimedSpan | None
+        self, member: SimulatedPeer, contacts: tuple[PeerId, ...], claimed: claim_span.ClaimedSpan | None = None
     ) -> None:
-        layers = (0, self.settings.fragments[-1].last)
-        member.span = (claimed.span if claimed else None) or layers
+        member.span = (claimed.span if claimed else None) or (0, self.settings.fragments[-1].last)
         training = self._training(member)
         node = Node(self._setup(member, training, contacts, claimed))
         falsified = partial(self._falsified, member)
         connection = Connection(self.network, self.network.plug(member.peer), self.records, self.lookup_s, falsified)
         pace = replace(self.settings.pace, step_s=self._step_s(member))
-        chance = rng.stream(self.seed, "steps", member.number, member.lives)
-        clock = self.clock(member)
+        clock, chance = self.clock(member), rng.stream(self.seed, "steps", member.number, member.lives)
         member.host = VirtualHost(node, connection, training, pace, clock, chance, self.observer, self.journal)
         member.host.engine.stretched = member.stretched
         member.host.start()
@@ -262,11 +262,8 @@ class SimulatedSwarm:
 
     def _contacts(self, member: SimulatedPeer) -> tuple[PeerId, ...]:
         """The peers that it can connect to now: those in its address book; for a newcomer any one that trains."""
-        cut_off_at = self.network_faults.cut_off_at
-        if member.has_run:
-            known = [self.by_peer[peer] for peer in member.address_book]
-        else:
-            known = self._training_contact()
+        cut_off_at, book = self.network_faults.cut_off_at, member.address_book
+        known = [self.by_peer[peer] for peer in book] if member.has_run else self._training_contact()
         return tuple(
             other.peer
             for other in known
@@ -277,8 +274,7 @@ class SimulatedSwarm:
     def _training_contact(self) -> list[SimulatedPeer]:
         """Any one peer that trains. Guesses come first, because a look at all takes long in a large swarm."""
         for _ in range(CONTACT_GUESSES if self.started else 0):
-            guess = self._chance.choice(self.started)
-            if guess.training:
+            if (guess := self._chance.choice(self.started)).training:
                 return [guess]
         there = [other for other in self.started if other.training]
         return [self._chance.choice(there)] if there else []
@@ -287,7 +283,6 @@ class SimulatedSwarm:
         settings = self.settings
         if settings.gradients is not None:
             return settings.gradients(member)
-        assert member.span is not None
         codecs = PlainCodecs(compress) if settings.unquantised else compress
         chance = rng.arrays(self.seed, "noise", member.number, member.lives)
         model = SurrogateModel(settings.config, settings.fragments, codecs, settings.tokens_per_step, self.model.layout)
@@ -304,17 +299,15 @@ class SimulatedSwarm:
         claimed: claim_span.ClaimedSpan | None,
     ) -> NodeSetup:
         settings = self.settings
-        restored = training.lr_step if training.restored else None
         memory_bytes = claimed.memory_bytes if claimed else 1 << 34
         profile = Profile("simulated", memory_bytes, 1e12, settings.tokens_per_step / self._step_s(member))
-        assert member.span is not None
         first, last = member.span
         held = [one for one in settings.fragments if first <= one.first and one.last <= last]
         routes = None
         if claimed:
             routes = claim_span.stage_config(self._span_request(member), self.model, held, claimed.capacity)
         surrogate = training if isinstance(training, SurrogateWorkload) else None
-        moves = claimed is not None and settings.moves and not settings.spans and surrogate is not None
+        moves = claimed and settings.moves and not settings.spans and surrogate
         return NodeSetup(
             config=settings.config,
             run=RUN,
@@ -325,10 +318,10 @@ class SimulatedSwarm:
             profile=profile,
             addresses=(),
             contacts=contacts,
-            restored_step=restored,
+            restored_step=training.lr_step if training.restored else None,
             routes=routes,
             memory_budget=MemoryBudget(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
-            retained=training.retained_states() if isinstance(training, SurrogateWorkload) else (),
+            retained=surrogate.retained_states() if surrogate else (),
         )
 
     def _keep(self, member: SimulatedPeer, keep_disk: bool) -> None:
