@@ -22,9 +22,7 @@ from decentral.comm.gossip.pull import ENOUGH_PERIODS, PullExchange
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.sim.bounds_audit import SLACK_S, slowest_step_s
-from decentral.sim.evidence import Evidence
-from decentral.sim.replica_spread import fragments_of
+from decentral.sim.evidence import SLACK_S, Evidence, slowest_step_s
 from decentral.sim.virtual_host import VirtualHost
 
 PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
@@ -141,7 +139,7 @@ class GossipAudit:
     def moved(self, host: VirtualHost) -> None:
         """A fragment that was gained begins with a donor's state, though the peer may have held it before."""
         history, before = self.histories[host.peer], {one.index for one in host.node.setup.fragments}
-        gained = {held.live.fragment.index for held in fragments_of(host)} - before
+        gained = {held.live.fragment.index for held in host.training.gossip.fragments} - before
         history.merged = {name: window for name, window in history.merged.items() if name[1] not in gained}
         history.absorbed = {push for push in history.absorbed if push[1] not in gained}
         history.weights = {index: weight for index, weight in history.weights.items() if index not in gained}
@@ -177,7 +175,7 @@ class GossipAudit:
 
 def _weights(host: VirtualHost) -> dict[int, float]:
     """The push-sum weight of each fragment; 1 where the algorithm has none."""
-    rules = {held.live.fragment.index: held.rule for held in fragments_of(host)}
+    rules = {held.live.fragment.index: held.rule for held in host.training.gossip.fragments}
     return {index: float(rule.weight) if isinstance(rule, PushSumRule) else 1.0 for index, rule in rules.items()}
 
 

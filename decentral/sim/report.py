@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 import msgpack
@@ -12,8 +12,8 @@ from decentral.audit import MicroBatchCounts
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.sim.convergence_audit import distances, loss_of_mean
 from decentral.sim.faults import Fault
-from decentral.sim.replica_spread import distances, loss_of_mean, weights_of
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
 
 SAMPLED = 256  # peers that a sample looks at closely
@@ -98,10 +98,9 @@ class RunReport:
     def to_json(self) -> dict[str, Any]:
         """One flat object: the figures of each group stand beside the others."""
         flat: dict[str, Any] = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            flat |= asdict(value) if is_dataclass(value) and not isinstance(value, type) else {one.name: value}
-        return flat | {"samples": [asdict(sample) for sample in self.samples]}
+        for name, value in asdict(self).items():
+            flat |= value if is_dataclass(getattr(self, name)) else {name: value}
+        return flat
 
 
 @dataclass(slots=True)
@@ -226,6 +225,6 @@ class RunStatistics:
     def _digest(self) -> str:
         """The hash of all journal lines in their order, and of all weights at the end."""
         for member in self.swarm.members:
-            if member.host is not None:
-                self._hash.update(weights_of(member.host).numpy().tobytes())
+            for held in member.host.training.gossip.fragments if member.host is not None else ():
+                self._hash.update(held.live.theta.numpy().tobytes())
         return str(self._hash.hexdigest())
