@@ -13,7 +13,6 @@ A violation names the seed, the time, and what the peers concerned did last (evi
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.gossip.snapshots import MAX_WAITING_PULLS
@@ -47,10 +46,12 @@ class InvariantAudit:
     def __init__(self, swarm: SimulatedSwarm, injector: FaultInjector) -> None:
         self.swarm = swarm
         self.evidence = Evidence(swarm, injector)
-        self.gossip, self.bounds = GossipAudit(self.evidence), BoundsAudit(self.evidence)
-        self.routes, self.convergence = RouteAudit(self.evidence), ConvergenceAudit(self.evidence)
+        self.gossip, self.routes = GossipAudit(self.evidence), RouteAudit(self.evidence)
+        self.convergence = ConvergenceAudit(self.evidence)
         self.checks = 0  # jobs that were audited
+        self._stepped_at: dict[PeerId, Seconds] = {}
         self._mass_checked_at = 0.0
+        self._blocking = algorithm(swarm.settings.config.gossip.algorithm).blocking
 
     def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
         if not isinstance(event, jobs.Stepped):
@@ -89,7 +90,7 @@ class InvariantAudit:
         settings, now = self.swarm.settings, self.swarm.agenda.now
         self.evidence.note_network()
         for member in self.swarm.living:
-            self.bounds.check(member)
+            self._check_bounds(member)
         if settings.memory:
             self.routes.check()
         if settings.config.gossip.algorithm == "push_sum" and now > self._mass_checked_at + CHECK_S / 2:
@@ -104,8 +105,25 @@ class InvariantAudit:
         if settled:
             self.convergence.finish()
 
+    def _check_bounds(self, member: SimulatedPeer) -> None:
+        """A peer waits for others by design in all-reduce, and where it needs them for a micro-batch."""
+        assert member.host is not None
+        host, now = member.host, self.swarm.agenda.now
+        if member.frozen:
+            self._stepped_at[member.peer] = now
+            return
+        for detail in _broken_bounds(host, now):
+            self.evidence.violated("bounded", f"{member.peer}: {detail}", host)
+        if not member.training or self._blocking or not host.node.setup.whole:
+            return
+        last = max(self._stepped_at.get(member.peer, 0.0), host.engine.last_computed or 0.0)
+        self._stepped_at[member.peer] = last
+        longest = slowest_step_s(host) + host.engine.pace.report_s + STEP_STALLED_S
+        if now - last > longest:
+            self.evidence.violated("never waits", f"{member.peer} has made no step for {longest:.0f} s", host)
+
     def _joined(self, host: VirtualHost, from_donors: bool) -> None:
-        self.bounds.joined(host)
+        self._stepped_at[host.peer] = host.agenda.now
         self.gossip.joined(host, from_donors)
         restored = host.node.setup.restored_step is not None
         if from_donors or restored or host.agenda.now < self.evidence.network_trouble_at + SETTLED_S:
@@ -119,50 +137,18 @@ class InvariantAudit:
                 self.evidence.violated("holds state", f"started from nothing while {other.peer} trains", host)
 
 
-@dataclass(slots=True)
-class BoundsAudit:
-    """Looks at each peer's open requests, its job queue, and when it last computed."""
-
-    evidence: Evidence
-    stepped_at: dict[PeerId, Seconds] = field(default_factory=dict)
-
-    def joined(self, host: VirtualHost) -> None:
-        self.stepped_at[host.peer] = host.agenda.now
-
-    def check(self, member: SimulatedPeer) -> None:
-        assert member.host is not None
-        host, now = member.host, self.evidence.swarm.agenda.now
-        if host.port.frozen:
-            self.stepped_at[member.peer] = now
-            return
-        for detail in _broken_bounds(host, now):
-            self.evidence.violated("bounded", f"{member.peer}: {detail}", host)
-        self._check_steps(member, host, now)
-
-    def _check_steps(self, member: SimulatedPeer, host: VirtualHost, now: Seconds) -> None:
-        """A peer waits for others by design in all-reduce, and where it needs them for a micro-batch."""
-        computed = host.engine.last_computed
-        waits = algorithm(self.evidence.swarm.settings.config.gossip.algorithm).blocking or not host.node.setup.whole
-        longest = slowest_step_s(host) + host.engine.pace.report_s + STEP_STALLED_S
-        if member.training and not waits:
-            last = self.stepped_at.get(member.peer, 0.0)
-            last = self.stepped_at[member.peer] = last if computed is None else max(last, computed)
-            if now - last > longest:
-                self.evidence.violated("never waits", f"{member.peer} has made no step for {longest:.0f} s", host)
-
-
 def _broken_bounds(host: VirtualHost, now: Seconds) -> Iterator[str]:
     port, queued = host.port, len(host.engine.inbox)
     if len(port.open) > MOST_OPEN or len(port.asked) > MOST_OWN_REQUESTS or queued > MOST_JOBS:
         yield f"{len(port.open)} open, {len(port.asked)} asked, {queued} jobs"
-    if (open_s := now - min(port.open.values(), default=now)) > LONGEST_ANSWER_S:
-        yield f"a question has been open for {open_s:.0f} s"
-    if (
-        writing_s := now - min((one.writing for one in port.open if one.writing is not None), default=now)
-    ) > WRITE_S + SLACK_S:
-        yield f"an answer has been written for {writing_s:.0f} s"
-    if (asked_s := now - min((one.began for one in port.asked), default=now)) > LONGEST_REQUEST_S:
-        yield f"it has waited {asked_s:.0f} s for an answer"
+    waits = [
+        ("a question has been open", list(port.open.values()), LONGEST_ANSWER_S),
+        ("an answer is written", [one.writing for one in port.open if one.writing is not None], WRITE_S + SLACK_S),
+        ("it has waited for an answer", [one.began for one in port.asked], LONGEST_REQUEST_S),
+    ]
+    for what, began, limit_s in waits:
+        if now - min(began, default=now) > limit_s:
+            yield f"{what} for {now - min(began):.0f} s"
     for exchange in host.node.gossip.running.values():
         if isinstance(exchange, PullExchange) and len(exchange.published.waiting) > MAX_WAITING_PULLS:
             yield f"{len(exchange.published.waiting)} answers are held"

@@ -126,25 +126,26 @@ def _peers(text: str) -> tuple[int, ...]:
 
 def trace(path: Path) -> list[Fault]:
     """Churn from a CSV with the columns time (s), peer (number), up or down. Raises UserError."""
-    faults = []
+    kinds = {"up": "restart", "down": "crash"}
     try:
         with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                kind = {"up": "restart", "down": "crash"}[(row.get("up/down") or row.get("state") or "").strip()]
-                faults.append(Fault(kind, float(row["time"]), (int(row["peer"]),)))
+            return [
+                Fault(
+                    kinds[(row.get("up/down") or row.get("state") or "").strip()],
+                    float(row["time"]),
+                    (int(row["peer"]),),
+                )
+                for row in csv.DictReader(file)
+            ]
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise UserError(
-            f"--trace {path}: expected a CSV with the columns time, peer, up/down ({type(error).__name__})"
-        ) from None
-    return faults
+        what = "expected a CSV with the columns time, peer, up/down"
+        raise UserError(f"--trace {path}: {what} ({type(error).__name__})") from None
 
 
 def draw(chance: Random, peers: int, until: Seconds, count: int) -> list[Fault]:
     """`count` faults by chance, of all kinds, in order of time, that begin before `until`. Crashed peers come back."""
-    faults: list[Fault] = []
-    for _ in range(count):
-        faults += _drawn(chance, peers, until)
-    return sorted(faults, key=lambda fault: fault.at)
+    drawn = [fault for _ in range(count) for fault in _drawn(chance, peers, until)]
+    return sorted(drawn, key=lambda fault: fault.at)
 
 
 def _drawn(chance: Random, peers: int, until: Seconds) -> Iterator[Fault]:
@@ -154,12 +155,10 @@ def _drawn(chance: Random, peers: int, until: Seconds) -> Iterator[Fault]:
     back = round(at + lasts, 2)
     peer = chance.randrange(peers)
     match kind:
-        case "crash" | "restart" | "wipe":
-            yield Fault("crash", at, (peer,))
-            yield Fault("wipe" if kind == "wipe" else "restart", back, (peer,))
-        case "all":
-            yield Fault("crash", at, (ALL,))
-            yield Fault("restart", back, (ALL,))
+        case "crash" | "restart" | "wipe" | "all":
+            gone = (ALL,) if kind == "all" else (peer,)
+            yield Fault("crash", at, gone)
+            yield Fault("wipe" if kind == "wipe" else "restart", back, gone)
         case "freeze":
             yield Fault(kind, at, (peer,), lasts=LONG_FREEZE_S if chance.random() < 0.4 else lasts)
         case "slow":
