@@ -50,8 +50,7 @@ class ConvergenceAudit:
         if self.evidence.swarm.settings.config.swarm.shards == 1:
             self._check_rosters(living)
         self._check_together(living)
-        drift = self.mean_drift(living)
-        if drift > MAX_DRIFT:
+        if (drift := self.mean_drift(living)) > MAX_DRIFT:
             first = living[0].host if living else None
             self.evidence.violated("drift", f"corrections have moved the mean by {drift:.2f}", first)
 
@@ -67,8 +66,7 @@ class ConvergenceAudit:
         there = {member.peer for member in living}
         for member in living:
             assert member.host is not None
-            wrong = set(member.host.node.roster.live) ^ (there - {member.peer})
-            if wrong:
+            if wrong := set(member.host.node.roster.live) ^ (there - {member.peer}):
                 self.evidence.violated("roster", f"{member.peer} is wrong about {sorted(wrong)}", member.host)
 
     def _check_together(self, living: Sequence[SimulatedPeer]) -> None:

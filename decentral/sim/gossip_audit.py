@@ -62,10 +62,11 @@ class GossipAudit:
 
     def closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
         held = self.published.setdefault((host.peer, closed.fragment), {})
-        for blob in _as_asked(closed):
+        window = (self.evidence.life(host.peer), closed.seq)
+        sections = [content for _, content in _sections(closed.layout, closed.blob)]
+        for blob in (closed.blob, *sections):  # a partner may ask for either
             fingerprint = _fingerprint(blob)
             windows = held.pop(fingerprint, [])[-PUBLISHED:]  # re-inserted below, so the newest blob stands last
-            window = (self.evidence.life(host.peer), closed.seq)
             held[fingerprint] = [*windows, (window, host.agenda.now)]
         while len(held) > PUBLISHED:
             del held[next(iter(held))]
@@ -91,29 +92,26 @@ class GossipAudit:
         limit_s += self.evidence.skew_s() + SLACK_S + slowest_step_s(host)
         for one in contributions:
             found = self._publications(one, fragment)
-            if found and host.agenda.now - found[-1][1] > limit_s:
-                age_s = host.agenda.now - found[-1][1]
+            if found and (age_s := host.agenda.now - found[-1][1]) > limit_s:
                 self.evidence.violated("fresh", f"window {found[-1][0]} of {one.peer} was {age_s:.0f} s old", host)
 
     def merged(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
-        found = self._checked_publications(host, one, fragment)
-        if not found:
+        merged = self.histories[host.peer].merged
+        last = merged.get((one.peer, fragment), (0, 0))
+        if not (found := self._checked_publications(host, one, fragment)):
             return
-        history = self.histories[host.peer]
-        last = history.merged.get((one.peer, fragment), (0, 0))
         newer = [window for window, _ in found if window > last]
         if not newer:
             detail = f"window {found[-1][0]} of {one.peer}, fragment {fragment}, was merged again"
             self.evidence.violated("once", detail, host)
-        history.merged[one.peer, fragment] = newer[0]
+        merged[one.peer, fragment] = newer[0]
 
     def absorbed(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
         found = self._checked_publications(host, one, fragment)
         if not found:
             return
         history, pushes = self.histories[host.peer], [(one.peer, fragment, window) for window, _ in found]
-        free = [push for push in pushes if push not in history.absorbed]
-        free = [push for push in free if self.taken.get(push) in (None, host.peer)]
+        free = [name for name in pushes if name not in history.absorbed and self.taken.get(name) in (None, host.peer)]
         push = [*pushes, *free][-1]  # windows without a step between them have the same blob: a free one is meant
         if push in history.absorbed:
             self.evidence.violated("once", f"push {push[-1]} of {one.peer} was added again", host)
@@ -125,8 +123,7 @@ class GossipAudit:
         history.weights[fragment] = history.weights.get(fragment, 1.0) + _weight_of(one.layout, one.blob)
 
     def saved(self, host: VirtualHost) -> None:
-        history = self.histories[host.peer]
-        history.saved = dict(history.merged)
+        self.histories[host.peer].saved = dict(self.histories[host.peer].merged)
 
     def joined(self, host: VirtualHost, from_donors: bool) -> None:
         """A new life has the weight of its checkpoint. The mass that only its last life had taken is nobody's."""
@@ -150,7 +147,7 @@ class GossipAudit:
         """A weight is wrong if it is so at two checks in a row: between a job and its report the two may differ."""
         for member in self.evidence.swarm.living:
             assert member.host is not None
-            if not member.training or (member.port is not None and member.port.frozen):
+            if not member.training or member.frozen:
                 continue
             history, wrong = self.histories[member.peer], dict[int, float]()
             for fragment, weight in _weights(member.host).items():
@@ -188,11 +185,6 @@ def _weight_of(layout: jobs.Layout, blob: bytes) -> float:
 def _fingerprint(blob: bytes) -> bytes:
     """The audit's own digest: it must not believe the digests that it audits."""
     return hashlib.sha256(memoryview(blob)).digest()
-
-
-def _as_asked(closed: jobs.WindowClosed) -> list[bytes]:
-    """The blob as a whole, and each of its sections: a partner may ask for either."""
-    return [closed.blob, *(content for _, content in _sections(closed.layout, closed.blob))]
 
 
 def _sections(layout: jobs.Layout, blob: bytes) -> Iterator[tuple[str, bytes]]:

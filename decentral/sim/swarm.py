@@ -11,14 +11,14 @@ import torch
 
 from decentral import claim_span
 from decentral.comm.net.virtual_directory import Records
-from decentral.comm.net.virtual_network import Network, Port
+from decentral.comm.net.virtual_network import Network
 from decentral.comm.wire import compress
 from decentral.comm.wire.codec import Envelope
 from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
 from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node, NodePhase
@@ -103,10 +103,6 @@ class SimulatedPeer:
         return self.host if self.host is not None and self.host.ended is None else None
 
     @property
-    def port(self) -> Port | None:
-        return self.host.port if self.host is not None else None
-
-    @property
     def alive(self) -> bool:
         return self.life is not None
 
@@ -124,14 +120,6 @@ AnswerFilter = Callable[[SimulatedPeer, PeerId, Envelope], Envelope]
 """What a Byzantine peer sends to an asker instead of its answer."""
 
 
-class Unobserved:
-    """An Observer that looks at nothing: in large swarms a look at every event would cost as much as the event."""
-
-    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None: ...
-
-    def done(self, host: VirtualHost, job: object, outcome: object) -> None: ...
-
-
 class SimulatedSwarm:
     """Members by number, the network between them, and time. `observer` and `journal` hear of all that happens."""
 
@@ -139,7 +127,7 @@ class SimulatedSwarm:
         self, settings: SwarmSettings, seed: int, geography: SwarmGeography, observer: Observer | None = None
     ) -> None:
         self.settings, self.seed, self.geography = settings, seed, geography
-        self.observer: Observer = observer or Unobserved()
+        self.observer = observer  # None in large swarms: looking at an event would cost as much as the event
         self.agenda = Agenda()
         self.network_faults = NetworkFaults(self.agenda, rng.stream(seed, "sky"))
         self.network = Network(self.agenda, geography, self.network_faults)

@@ -230,7 +230,7 @@ class VirtualHost:
         pace: Pace,
         clock: Callable[[], Seconds],
         chance: Random,
-        observer: Observer,
+        observer: Observer | None,
         journal: Callable[[PeerId, Seconds, Log], None],
     ) -> None:
         self.node, self.connection, self.training, self.clock = node, connection, training, clock
@@ -289,7 +289,7 @@ class VirtualHost:
         self.deliver(Asked(self._last_request, sender, envelope))
 
     def _report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
-        if job is not None:
+        if job is not None and self.observer is not None:
             self.observer.done(self, job, outcome)
         self.deliver(outcome)
 
@@ -304,7 +304,8 @@ class VirtualHost:
     # Effects
 
     def _carry_all(self, event: object, effects: list[Effect]) -> None:
-        self.observer.handled(self, event, effects)
+        if self.observer is not None:
+            self.observer.handled(self, event, effects)
         for effect in effects:
             self._carry(effect)
         self._arm()
