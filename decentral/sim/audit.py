@@ -130,11 +130,10 @@ class InvariantAudit:
             return
         held = set(host.node.setup.fragments)
         for other in self.swarm.members:
-            if not other.training or other.peer == host.peer or other.byzantine or other.host is None:
-                continue
-            node = other.host.node
-            if (node.progress.joined_at or 0) < host.clock() - SETTLED_S and held & set(node.setup.fragments):
-                self.evidence.violated("holds state", f"started from nothing while {other.peer} trains", host)
+            if other.training and other.peer != host.peer and not other.byzantine and other.host is not None:
+                node = other.host.node
+                if (node.progress.joined_at or 0) < host.clock() - SETTLED_S and held & set(node.setup.fragments):
+                    self.evidence.violated("holds state", f"started from nothing while {other.peer} trains", host)
 
 
 def _broken_bounds(host: VirtualHost, now: Seconds) -> Iterator[str]:

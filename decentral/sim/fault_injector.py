@@ -147,8 +147,7 @@ def _scaled(content: bytes) -> bytes:
     """The first scale of a quantised block (bf16) with a larger exponent: its values become 64 times as large."""
     if len(content) < 2:
         return content
-    number = int.from_bytes(content[:2], "little")
-    larger = min(number + (6 << 7), 0x7E80)
+    larger = min(int.from_bytes(content[:2], "little") + (6 << 7), 0x7E80)
     return larger.to_bytes(2, "little") + content[2:]
 
 

@@ -75,13 +75,11 @@ def _one(text: str) -> Fault:
     found = _FORM.fullmatch(text)
     if found is None:
         raise UserError(f"--faults: {text!r} is no fault; expected such as 'crash 2 at 20' or 'slow 0 x5 at 10 for 20'")
-    kind, target, value = found["kind"], found["target"], found["value"]
-    at, lasts = float(found["at"]), float(found["lasts"] or 0)
     try:
-        fault = _built(kind, target, value, at, lasts)
+        fault = _built(found["kind"], found["target"], found["value"], float(found["at"]), float(found["lasts"] or 0))
     except ValueError:
         raise UserError(f"--faults: {text!r} is not complete; the forms stand in decentral/sim/faults.py") from None
-    if kind in LASTING and not lasts:
+    if fault.kind in LASTING and not fault.lasts:
         raise UserError(f"--faults: {text!r} must end: add 'for SECONDS'")
     return fault
 
@@ -91,17 +89,14 @@ def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Second
         return Fault(kind, at, value=_number(target), lasts=lasts)
     if kind in PAIRS:
         first, _, second = target.partition(PAIRS[kind])
-        factor = _number(value) if kind == "degrade" else 0.0
-        return Fault(kind, at, (int(first), int(second)), factor, lasts)
-    if kind == "lie":
-        if value not in LIES:
-            raise UserError(f"--faults: a lie is one of {', '.join(LIES)}; got {value!r}")
-        return Fault(kind, at, _peers(target), lasts=lasts, how=value)
+        return Fault(kind, at, (int(first), int(second)), _number(value) if kind == "degrade" else 0.0, lasts)
     if kind not in PEERS:
         known = ", ".join([*PEERS, *PAIRS, *SHARES, "join"])
         raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
+    if kind == "lie" and value not in LIES:
+        raise UserError(f"--faults: a lie is one of {', '.join(LIES)}; got {value!r}")
     size = _number(value, negative=kind == "skew") if kind in ("slow", "skew") else 0.0
-    return Fault(kind, at, _peers(target), size, lasts)
+    return Fault(kind, at, _peers(target), size, lasts, how=(value or "") if kind == "lie" else "")
 
 
 def _number(text: str | None, negative: bool = False) -> float:

@@ -140,9 +140,8 @@ class RouteAudit:
     def _check_holders(self, living: list[SimulatedPeer]) -> None:
         holders: dict[int, dict[PeerId, int]] = {one.index: {} for one in self.evidence.swarm.settings.fragments}
         for member in living:
-            if member.training and member.host is not None:
-                for fragment in member.host.node.setup.fragments:
-                    holders[fragment.index][member.peer] = member.lives
+            for fragment in member.host.node.setup.fragments if member.training and member.host is not None else ():
+                holders[fragment.index][member.peer] = member.lives
         there = {member.peer: member.lives for member in living}
         for index, before in self._holders.items():
             still = next((peer for peer, life in before.items() if there.get(peer) == life), None)

@@ -133,7 +133,7 @@ class Engine:
         self._cancel()
 
     def freeze(self) -> None:
-        self._make_steps(self.agenda.now)
+        self._make_steps()
         self.halt()
         self.began = None
 
@@ -143,7 +143,7 @@ class Engine:
 
     def set_speed(self, stretched: float) -> None:
         """The new speed holds from the step after the present one."""
-        self._make_steps(self.agenda.now)
+        self._make_steps()
         self.stretched, self.slowest = stretched, max(self.slowest, stretched)
         if self.began is not None:
             self._go_on()
@@ -156,7 +156,7 @@ class Engine:
 
     def _work(self) -> None:
         """At a step edge: report the steps, do what is in the queue, one by one, go on."""
-        self._make_steps(self.agenda.now)
+        self._make_steps()
         if not self.inbox:
             self._go_on()
             return
@@ -194,17 +194,13 @@ class Engine:
         if self.inbox:
             self._at(now, self._work)
         elif not self.training.waits:
-            self.began = now
-            self._step_s = self._drawn_step_s()
+            self.began, self._step_s = now, self._drawn_step_s()
             count = max(1, min(self.pace.steps_at_once, round(self.pace.report_s / self._step_s)))
             self._at(now + count * self._step_s, self._work)
 
-    def _make_steps(self, now: Seconds) -> None:
-        if self.began is None:
-            return
-        count = int((now - self.began) / self._step_s + 1e-6)
-        if count:
-            self.last_computed = now
+    def _make_steps(self) -> None:
+        if self.began is not None and (count := int((self.agenda.now - self.began) / self._step_s + 1e-6)):
+            self.last_computed = self.agenda.now
             seconds = count * self._step_s + self.busy_s
             self.began, self.busy_s = self.began + count * self._step_s, 0.0
             self.report(None, self.training.take_steps(count, seconds))
@@ -278,10 +274,10 @@ class VirtualHost:
     def deliver(self, event: object) -> None:
         if self.ended is not None:
             return
-        if self._frozen is not None:
+        if self._frozen is None:
+            self._carry_all(event, self.node.handle(event, self.clock()))
+        else:
             self._frozen.append(event)
-            return
-        self._carry_all(event, self.node.handle(event, self.clock()))
 
     def _serve(self, sender: PeerId, envelope: Envelope, respond: Respond) -> None:
         self._last_request += 1
@@ -315,8 +311,7 @@ class VirtualHost:
             case Ask():
                 self._ask(effect)
             case Reply(request, envelope):
-                respond = self._requests.pop(request, None)
-                if respond is not None:
+                if respond := self._requests.pop(request, None):
                     respond(envelope)
             case Log():
                 self.journal(self.peer, self.clock(), effect)
