@@ -1,25 +1,41 @@
 """What must hold whatever goes wrong, checked while it goes.
 
     gossip_audit.py       whole, once, baseline, fresh, mass
-    bounds_audit.py       bounded, never waits
     route_audit.py        micro-batches that travel through several peers
     convergence_audit.py  together, drift, roster
     here                  holds state: no peer starts from nothing while a peer that trains can be reached
+                          bounded: requests open at a peer, its own requests, its jobs and held answers have limits,
+                          and all end in time
+                          never waits: a peer that trains is never longer without a step than its device needs, but
+                          for others' work
 
 A violation names the seed, the time, and what the peers concerned did last (evidence.py).
 """
 
+from collections.abc import Iterator
+
+from decentral.comm.gossip.pull import PullExchange
+from decentral.comm.gossip.snapshots import MAX_WAITING_PULLS
+from decentral.comm.net.streams import MAX_STREAMS, READ_S, WRITE_S
 from decentral.core import jobs
+from decentral.core.algorithms import algorithm
+from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
-from decentral.sim.bounds_audit import BoundsAudit
+from decentral.core.units import Seconds
 from decentral.sim.convergence_audit import ConvergenceAudit
-from decentral.sim.evidence import Evidence
+from decentral.sim.evidence import SLACK_S, Evidence, slowest_step_s
 from decentral.sim.fault_injector import FaultInjector
 from decentral.sim.gossip_audit import GossipAudit
 from decentral.sim.route_audit import RouteAudit
-from decentral.sim.swarm import SimulatedSwarm
+from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
 from decentral.sim.virtual_host import VirtualHost
 
+MOST_OWN_REQUESTS = 64  # of a peer, under way
+MOST_OPEN = 2 * MAX_STREAMS  # those that are being refused as busy are open for a moment too
+MOST_JOBS = 256
+LONGEST_REQUEST_S = 75.0 + 60.0  # patience, and the longest deadline
+LONGEST_ANSWER_S = READ_S + 90.0 + WRITE_S + 1.0  # routes here are shorter than the protocol's longest
+STEP_STALLED_S = 5.0  # beyond a step, its jobs and the reporting interval
 CHECK_S = 1.0
 SETTLED_S = 60.0  # after trouble in the network, or after a peer has joined, until others must have found it
 
@@ -30,10 +46,12 @@ class InvariantAudit:
     def __init__(self, swarm: SimulatedSwarm, injector: FaultInjector) -> None:
         self.swarm = swarm
         self.evidence = Evidence(swarm, injector)
-        self.gossip, self.bounds = GossipAudit(self.evidence), BoundsAudit(self.evidence)
-        self.routes, self.convergence = RouteAudit(self.evidence.violated), ConvergenceAudit(self.evidence)
+        self.gossip, self.routes = GossipAudit(self.evidence), RouteAudit(self.evidence)
+        self.convergence = ConvergenceAudit(self.evidence)
         self.checks = 0  # jobs that were audited
+        self._stepped_at: dict[PeerId, Seconds] = {}
         self._mass_checked_at = 0.0
+        self._blocking = algorithm(swarm.settings.config.gossip.algorithm).blocking
 
     def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
         if not isinstance(event, jobs.Stepped):
@@ -43,7 +61,7 @@ class InvariantAudit:
                 case Log("joined"):
                     self._joined(host, bool(effect.fields["donors"]))
                 case Log("counted" | "uncounted"):
-                    self.routes.logged(host, self.evidence.life(host.peer), effect)
+                    self.routes.logged(host, effect)
                 case jobs.Merge(fragment, _, contributions):
                     self.gossip.taken_for_merge(host, fragment, contributions)
 
@@ -61,7 +79,7 @@ class InvariantAudit:
             case jobs.Absorb(fragment, contribution), jobs.Absorbed(accepted=True):
                 self.gossip.absorbed(host, fragment, contribution)
             case jobs.Seal() | jobs.Apply(), jobs.Stepped() if host.ended is None:
-                self.routes.stepped(host, self.evidence.life(host.peer))
+                self.routes.stepped(host)
             case jobs.ChangeSpan(), jobs.SpanChanged(accepted=True):
                 self.gossip.moved(host)
             case _, jobs.Saved():
@@ -72,10 +90,9 @@ class InvariantAudit:
         settings, now = self.swarm.settings, self.swarm.agenda.now
         self.evidence.note_network()
         for member in self.swarm.living:
-            self.bounds.check(member, now)
+            self._check_bounds(member)
         if settings.memory:
-            trouble = self.evidence.network_trouble_at == now
-            self.routes.check(self.swarm.living, settings.fragments, trouble, now)
+            self.routes.check()
         if settings.config.gossip.algorithm == "push_sum" and now > self._mass_checked_at + CHECK_S / 2:
             self._mass_checked_at = now
             self.gossip.check_mass()
@@ -83,21 +100,54 @@ class InvariantAudit:
     def finish(self, settled: bool) -> None:
         """The rules at the end. `settled`: the last fault is long enough ago for all of them."""
         self.check()
-        undisturbed = not self.evidence.injector.last_at
-        self.routes.finish(self.swarm.settings.fragments[-1].last, self.swarm.agenda.now, undisturbed)
+        if not self.evidence.injector.last_at:
+            self.routes.finish()
         if settled:
             self.convergence.finish()
 
+    def _check_bounds(self, member: SimulatedPeer) -> None:
+        """A peer waits for others by design in all-reduce, and where it needs them for a micro-batch."""
+        assert member.host is not None
+        host, now = member.host, self.swarm.agenda.now
+        if member.frozen:
+            self._stepped_at[member.peer] = now
+            return
+        for detail in _broken_bounds(host, now):
+            self.evidence.violated("bounded", f"{member.peer}: {detail}", host)
+        if not member.training or self._blocking or not host.node.setup.whole:
+            return
+        last = max(self._stepped_at.get(member.peer, 0.0), host.engine.last_computed or 0.0)
+        self._stepped_at[member.peer] = last
+        longest = slowest_step_s(host) + host.engine.pace.report_s + STEP_STALLED_S
+        if now - last > longest:
+            self.evidence.violated("never waits", f"{member.peer} has made no step for {longest:.0f} s", host)
+
     def _joined(self, host: VirtualHost, from_donors: bool) -> None:
-        self.bounds.joined(host)
+        self._stepped_at[host.peer] = host.agenda.now
         self.gossip.joined(host, from_donors)
         restored = host.node.setup.restored_step is not None
         if from_donors or restored or host.agenda.now < self.evidence.network_trouble_at + SETTLED_S:
             return
         held = set(host.node.setup.fragments)
         for other in self.swarm.members:
-            if not other.training or other.peer == host.peer or other.byzantine or other.host is None:
-                continue
-            node = other.host.node
-            if (node.progress.joined_at or 0) < host.clock() - SETTLED_S and held & set(node.setup.fragments):
-                self.evidence.violated("holds state", f"started from nothing while {other.peer} trains", host)
+            if other.training and other.peer != host.peer and not other.byzantine and other.host is not None:
+                node = other.host.node
+                if (node.progress.joined_at or 0) < host.clock() - SETTLED_S and held & set(node.setup.fragments):
+                    self.evidence.violated("holds state", f"started from nothing while {other.peer} trains", host)
+
+
+def _broken_bounds(host: VirtualHost, now: Seconds) -> Iterator[str]:
+    port, queued = host.port, len(host.engine.inbox)
+    if len(port.open) > MOST_OPEN or len(port.asked) > MOST_OWN_REQUESTS or queued > MOST_JOBS:
+        yield f"{len(port.open)} open, {len(port.asked)} asked, {queued} jobs"
+    waits = [
+        ("a question has been open", list(port.open.values()), LONGEST_ANSWER_S),
+        ("an answer is written", [one.writing for one in port.open if one.writing is not None], WRITE_S + SLACK_S),
+        ("it has waited for an answer", [one.began for one in port.asked], LONGEST_REQUEST_S),
+    ]
+    for what, began, limit_s in waits:
+        if now - min(began, default=now) > limit_s:
+            yield f"{what} for {now - min(began):.0f} s"
+    for exchange in host.node.gossip.running.values():
+        if isinstance(exchange, PullExchange) and len(exchange.published.waiting) > MAX_WAITING_PULLS:
+            yield f"{len(exchange.published.waiting)} answers are held"

@@ -6,7 +6,7 @@ roster    some time after the last fault every peer knows exactly which peers li
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from decentral.algorithms.pull import PullRule
 from decentral.core.ids import PeerId
 from decentral.sim.evidence import Evidence
-from decentral.sim.replica_spread import distances, fragments_of
 from decentral.sim.surrogate_model import STEP_NOISE
 from decentral.sim.swarm import SimulatedPeer
 from decentral.sim.virtual_host import VirtualHost
@@ -51,14 +50,15 @@ class ConvergenceAudit:
         if self.evidence.swarm.settings.config.swarm.shards == 1:
             self._check_rosters(living)
         self._check_together(living)
-        drift = self.mean_drift(living)
-        if drift > MAX_DRIFT:
+        if (drift := self.mean_drift(living)) > MAX_DRIFT:
             first = living[0].host if living else None
             self.evidence.violated("drift", f"corrections have moved the mean by {drift:.2f}", first)
 
     def mean_drift(self, living: Sequence[SimulatedPeer]) -> float:
         """How far all corrections together have moved the mean, in distances from the optimum at the start."""
-        holders = Counter(held.live.fragment.index for one in living if one.host for held in fragments_of(one.host))
+        holders = Counter(
+            held.live.fragment.index for one in living if one.host for held in one.host.training.gossip.fragments
+        )
         moved = [float(drift.square().mean().sqrt()) / max(1, holders[index]) for index, drift in self.drift.items()]
         return max(moved, default=0.0)
 
@@ -66,10 +66,8 @@ class ConvergenceAudit:
         there = {member.peer for member in living}
         for member in living:
             assert member.host is not None
-            wrong = set(member.host.node.roster.live) ^ (there - {member.peer})
-            if wrong:
-                detail = f"{member.peer} is wrong about {', '.join(sorted(wrong))}"
-                self.evidence.violated("roster", detail, member.host)
+            if wrong := set(member.host.node.roster.live) ^ (there - {member.peer}):
+                self.evidence.violated("roster", f"{member.peer} is wrong about {sorted(wrong)}", member.host)
 
     def _check_together(self, living: Sequence[SimulatedPeer]) -> None:
         swarm = self.evidence.swarm
@@ -80,3 +78,28 @@ class ConvergenceAudit:
             if noise > MAX_APART and len(living) > 1:
                 detail = f"{peer} is {noise:.0f} windows' noise from the others"
                 self.evidence.violated("together", detail, swarm.by_peer[peer].host)
+
+
+def distances(peers: Iterable[SimulatedPeer]) -> dict[PeerId, float]:
+    """The distance of each replica from the mean of all that hold the same: root mean square over the numbers."""
+    squares: dict[PeerId, list[Tensor]] = {}
+    for replicas in _by_fragment(peers).values():
+        mean = torch.stack(list(replicas.values())).mean(dim=0)
+        for peer, theta in replicas.items():
+            squares.setdefault(peer, []).append((theta - mean).square())
+    return {peer: float(torch.cat(parts).mean().sqrt()) for peer, parts in squares.items()}
+
+
+def loss_of_mean(peers: Iterable[SimulatedPeer]) -> float:
+    """The mean square of the average of the replicas: a surrogate's distance from its optimum, which is zero."""
+    replicas = _by_fragment(peers).values()
+    means = [torch.stack(list(held.values())).mean(dim=0).square() for held in replicas]
+    return float(torch.cat(means).mean()) if means else 0.0
+
+
+def _by_fragment(peers: Iterable[SimulatedPeer]) -> dict[int, dict[PeerId, Tensor]]:
+    found: dict[int, dict[PeerId, Tensor]] = {}
+    for peer in peers:
+        for held in peer.host.training.gossip.fragments if peer.host is not None else ():
+            found.setdefault(held.live.fragment.index, {})[peer.peer] = held.live.theta
+    return found

@@ -13,6 +13,7 @@ from decentral.sim.virtual_host import VirtualHost
 
 LATEST_EVENTS = 12  # events of a peer that a violation shows
 SHOWN_CHARACTERS = 160  # of an event
+SLACK_S = 1.0  # by which any time limit may be missed
 
 
 class Violation(Exception):
@@ -39,8 +40,8 @@ class Evidence:
 
     def note_network(self) -> None:
         """Looks whether something is wrong with the network or with a process at this moment."""
-        network, members = self.swarm.network_faults, self.swarm.members
-        frozen = any(member.alive and member.port and member.port.frozen for member in members)
+        network = self.swarm.network_faults
+        frozen = any(member.frozen for member in self.swarm.living)
         faulty = network.sides or network.one_way or network.loss or network.damage_rates
         if faulty or frozen or self.swarm.records.late_s:
             self.network_trouble_at = self.swarm.agenda.now
@@ -65,3 +66,9 @@ class Evidence:
 def _short(event: object) -> str:
     text = repr(event)
     return text if len(text) < SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def slowest_step_s(host: VirtualHost) -> Seconds:
+    """Twice the mean step at the slowest speed that the device has had: noise included."""
+    engine = host.engine
+    return 2 * engine.pace.step_s * max(engine.stretched, engine.slowest)

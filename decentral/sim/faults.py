@@ -75,13 +75,11 @@ def _one(text: str) -> Fault:
     found = _FORM.fullmatch(text)
     if found is None:
         raise UserError(f"--faults: {text!r} is no fault; expected such as 'crash 2 at 20' or 'slow 0 x5 at 10 for 20'")
-    kind, target, value = found["kind"], found["target"], found["value"]
-    at, lasts = float(found["at"]), float(found["lasts"] or 0)
     try:
-        fault = _built(kind, target, value, at, lasts)
+        fault = _built(found["kind"], found["target"], found["value"], float(found["at"]), float(found["lasts"] or 0))
     except ValueError:
         raise UserError(f"--faults: {text!r} is not complete; the forms stand in decentral/sim/faults.py") from None
-    if kind in LASTING and not lasts:
+    if fault.kind in LASTING and not fault.lasts:
         raise UserError(f"--faults: {text!r} must end: add 'for SECONDS'")
     return fault
 
@@ -91,17 +89,14 @@ def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Second
         return Fault(kind, at, value=_number(target), lasts=lasts)
     if kind in PAIRS:
         first, _, second = target.partition(PAIRS[kind])
-        factor = _number(value) if kind == "degrade" else 0.0
-        return Fault(kind, at, (int(first), int(second)), factor, lasts)
-    if kind == "lie":
-        if value not in LIES:
-            raise UserError(f"--faults: a lie is one of {', '.join(LIES)}; got {value!r}")
-        return Fault(kind, at, _peers(target), lasts=lasts, how=value)
+        return Fault(kind, at, (int(first), int(second)), _number(value) if kind == "degrade" else 0.0, lasts)
     if kind not in PEERS:
         known = ", ".join([*PEERS, *PAIRS, *SHARES, "join"])
         raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
+    if kind == "lie" and value not in LIES:
+        raise UserError(f"--faults: a lie is one of {', '.join(LIES)}; got {value!r}")
     size = _number(value, negative=kind == "skew") if kind in ("slow", "skew") else 0.0
-    return Fault(kind, at, _peers(target), size, lasts)
+    return Fault(kind, at, _peers(target), size, lasts, how=(value or "") if kind == "lie" else "")
 
 
 def _number(text: str | None, negative: bool = False) -> float:
@@ -126,25 +121,26 @@ def _peers(text: str) -> tuple[int, ...]:
 
 def trace(path: Path) -> list[Fault]:
     """Churn from a CSV with the columns time (s), peer (number), up or down. Raises UserError."""
-    faults = []
+    kinds = {"up": "restart", "down": "crash"}
     try:
         with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                kind = {"up": "restart", "down": "crash"}[(row.get("up/down") or row.get("state") or "").strip()]
-                faults.append(Fault(kind, float(row["time"]), (int(row["peer"]),)))
+            return [
+                Fault(
+                    kinds[(row.get("up/down") or row.get("state") or "").strip()],
+                    float(row["time"]),
+                    (int(row["peer"]),),
+                )
+                for row in csv.DictReader(file)
+            ]
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise UserError(
-            f"--trace {path}: expected a CSV with the columns time, peer, up/down ({type(error).__name__})"
-        ) from None
-    return faults
+        what = "expected a CSV with the columns time, peer, up/down"
+        raise UserError(f"--trace {path}: {what} ({type(error).__name__})") from None
 
 
 def draw(chance: Random, peers: int, until: Seconds, count: int) -> list[Fault]:
     """`count` faults by chance, of all kinds, in order of time, that begin before `until`. Crashed peers come back."""
-    faults: list[Fault] = []
-    for _ in range(count):
-        faults += _drawn(chance, peers, until)
-    return sorted(faults, key=lambda fault: fault.at)
+    drawn = [fault for _ in range(count) for fault in _drawn(chance, peers, until)]
+    return sorted(drawn, key=lambda fault: fault.at)
 
 
 def _drawn(chance: Random, peers: int, until: Seconds) -> Iterator[Fault]:
@@ -154,12 +150,10 @@ def _drawn(chance: Random, peers: int, until: Seconds) -> Iterator[Fault]:
     back = round(at + lasts, 2)
     peer = chance.randrange(peers)
     match kind:
-        case "crash" | "restart" | "wipe":
-            yield Fault("crash", at, (peer,))
-            yield Fault("wipe" if kind == "wipe" else "restart", back, (peer,))
-        case "all":
-            yield Fault("crash", at, (ALL,))
-            yield Fault("restart", back, (ALL,))
+        case "crash" | "restart" | "wipe" | "all":
+            gone = (ALL,) if kind == "all" else (peer,)
+            yield Fault("crash", at, gone)
+            yield Fault("wipe" if kind == "wipe" else "restart", back, gone)
         case "freeze":
             yield Fault(kind, at, (peer,), lasts=LONG_FREEZE_S if chance.random() < 0.4 else lasts)
         case "slow":

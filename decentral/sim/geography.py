@@ -38,13 +38,9 @@ class SwarmGeography:
         """Places a peer by its number in the swarm: the topology's places are taken in turn."""
         self._places[peer] = number
         draw = rng.stream(self.seed, "wires", number)
-        half, up, down = self.link.delay_s / 2, self.link.up, self.link.down
-        spread = self.link.spread
-        self._own[peer] = (
-            half * draw.lognormvariate(0, spread),
-            up * draw.lognormvariate(0, spread),
-            down * draw.lognormvariate(0, spread),
-        )
+        typical = self.link.delay_s / 2, self.link.up, self.link.down
+        half, up, down = (figure * draw.lognormvariate(0, self.link.spread) for figure in typical)
+        self._own[peer] = half, up, down
 
     def up(self, peer: PeerId) -> float:
         return self._own[peer][1] if self.topology is None else float("inf")
@@ -61,9 +57,8 @@ class SwarmGeography:
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
         """The rate of the pair's own link in bytes/s, beside the two access links."""
-        rate = float("inf")
-        if self.topology is not None:
-            rate = float(self.topology.bandwidth[self._at(source), self._at(target)])
+        topology = self.topology
+        rate = float("inf") if topology is None else float(topology.bandwidth[self._at(source), self._at(target)])
         if self.relayed and (target in self.relayed or source in self.relayed):
             rate = min(rate, RELAY_RATE)
         if not self.degraded:

@@ -22,9 +22,7 @@ from decentral.comm.gossip.pull import ENOUGH_PERIODS, PullExchange
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.sim.bounds_audit import SLACK_S, slowest_step_s
-from decentral.sim.evidence import Evidence
-from decentral.sim.replica_spread import fragments_of
+from decentral.sim.evidence import SLACK_S, Evidence, slowest_step_s
 from decentral.sim.virtual_host import VirtualHost
 
 PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
@@ -64,10 +62,11 @@ class GossipAudit:
 
     def closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
         held = self.published.setdefault((host.peer, closed.fragment), {})
-        for blob in _as_asked(closed):
+        window = (self.evidence.life(host.peer), closed.seq)
+        sections = [content for _, content in _sections(closed.layout, closed.blob)]
+        for blob in (closed.blob, *sections):  # a partner may ask for either
             fingerprint = _fingerprint(blob)
             windows = held.pop(fingerprint, [])[-PUBLISHED:]  # re-inserted below, so the newest blob stands last
-            window = (self.evidence.life(host.peer), closed.seq)
             held[fingerprint] = [*windows, (window, host.agenda.now)]
         while len(held) > PUBLISHED:
             del held[next(iter(held))]
@@ -93,29 +92,26 @@ class GossipAudit:
         limit_s += self.evidence.skew_s() + SLACK_S + slowest_step_s(host)
         for one in contributions:
             found = self._publications(one, fragment)
-            if found and host.agenda.now - found[-1][1] > limit_s:
-                age_s = host.agenda.now - found[-1][1]
+            if found and (age_s := host.agenda.now - found[-1][1]) > limit_s:
                 self.evidence.violated("fresh", f"window {found[-1][0]} of {one.peer} was {age_s:.0f} s old", host)
 
     def merged(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
-        found = self._checked_publications(host, one, fragment)
-        if not found:
+        merged = self.histories[host.peer].merged
+        last = merged.get((one.peer, fragment), (0, 0))
+        if not (found := self._checked_publications(host, one, fragment)):
             return
-        history = self.histories[host.peer]
-        last = history.merged.get((one.peer, fragment), (0, 0))
         newer = [window for window, _ in found if window > last]
         if not newer:
             detail = f"window {found[-1][0]} of {one.peer}, fragment {fragment}, was merged again"
             self.evidence.violated("once", detail, host)
-        history.merged[one.peer, fragment] = newer[0]
+        merged[one.peer, fragment] = newer[0]
 
     def absorbed(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
         found = self._checked_publications(host, one, fragment)
         if not found:
             return
         history, pushes = self.histories[host.peer], [(one.peer, fragment, window) for window, _ in found]
-        free = [push for push in pushes if push not in history.absorbed]
-        free = [push for push in free if self.taken.get(push) in (None, host.peer)]
+        free = [name for name in pushes if name not in history.absorbed and self.taken.get(name) in (None, host.peer)]
         push = [*pushes, *free][-1]  # windows without a step between them have the same blob: a free one is meant
         if push in history.absorbed:
             self.evidence.violated("once", f"push {push[-1]} of {one.peer} was added again", host)
@@ -127,8 +123,7 @@ class GossipAudit:
         history.weights[fragment] = history.weights.get(fragment, 1.0) + _weight_of(one.layout, one.blob)
 
     def saved(self, host: VirtualHost) -> None:
-        history = self.histories[host.peer]
-        history.saved = dict(history.merged)
+        self.histories[host.peer].saved = dict(self.histories[host.peer].merged)
 
     def joined(self, host: VirtualHost, from_donors: bool) -> None:
         """A new life has the weight of its checkpoint. The mass that only its last life had taken is nobody's."""
@@ -141,7 +136,7 @@ class GossipAudit:
     def moved(self, host: VirtualHost) -> None:
         """A fragment that was gained begins with a donor's state, though the peer may have held it before."""
         history, before = self.histories[host.peer], {one.index for one in host.node.setup.fragments}
-        gained = {held.live.fragment.index for held in fragments_of(host)} - before
+        gained = {held.live.fragment.index for held in host.training.gossip.fragments} - before
         history.merged = {name: window for name, window in history.merged.items() if name[1] not in gained}
         history.absorbed = {push for push in history.absorbed if push[1] not in gained}
         history.weights = {index: weight for index, weight in history.weights.items() if index not in gained}
@@ -152,7 +147,7 @@ class GossipAudit:
         """A weight is wrong if it is so at two checks in a row: between a job and its report the two may differ."""
         for member in self.evidence.swarm.living:
             assert member.host is not None
-            if not member.training or (member.port is not None and member.port.frozen):
+            if not member.training or member.frozen:
                 continue
             history, wrong = self.histories[member.peer], dict[int, float]()
             for fragment, weight in _weights(member.host).items():
@@ -177,7 +172,7 @@ class GossipAudit:
 
 def _weights(host: VirtualHost) -> dict[int, float]:
     """The push-sum weight of each fragment; 1 where the algorithm has none."""
-    rules = {held.live.fragment.index: held.rule for held in fragments_of(host)}
+    rules = {held.live.fragment.index: held.rule for held in host.training.gossip.fragments}
     return {index: float(rule.weight) if isinstance(rule, PushSumRule) else 1.0 for index, rule in rules.items()}
 
 
@@ -190,11 +185,6 @@ def _weight_of(layout: jobs.Layout, blob: bytes) -> float:
 def _fingerprint(blob: bytes) -> bytes:
     """The audit's own digest: it must not believe the digests that it audits."""
     return hashlib.sha256(memoryview(blob)).digest()
-
-
-def _as_asked(closed: jobs.WindowClosed) -> list[bytes]:
-    """The blob as a whole, and each of its sections: a partner may ask for either."""
-    return [closed.blob, *(content for _, content in _sections(closed.layout, closed.blob))]
 
 
 def _sections(layout: jobs.Layout, blob: bytes) -> Iterator[tuple[str, bytes]]:

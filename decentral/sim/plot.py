@@ -23,12 +23,11 @@ def draw(report: RunReport, path: Path) -> None:
     rates = [(made[n + 1] - made[m]) / (times[n + 1] - times[m]) for n, m in enumerate(ago)]
     figure, (top, middle, bottom) = pyplot.subplots(3, sharex=True, figsize=(9, 7))
     top.plot(at, rates)
-    top.set_ylabel("tokens/s")
     middle.semilogy(at, [max(one.spread, 1e-6) for one in report.samples])
-    middle.set_ylabel("spread of the replicas")
     bottom.plot(at, [one.live for one in report.samples], label="live")
     bottom.plot(at, [one.training for one in report.samples], label="training")
-    bottom.set_ylabel("peers")
+    for axes, label in ((top, "tokens/s"), (middle, "spread of the replicas"), (bottom, "peers")):
+        axes.set_ylabel(label)
     bottom.set_xlabel("virtual seconds")
     bottom.legend()
     figure.suptitle(f"{report.peers} peers, seed {report.seed}")

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 import msgpack
@@ -12,8 +12,8 @@ from decentral.audit import MicroBatchCounts
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.sim.convergence_audit import distances, loss_of_mean
 from decentral.sim.faults import Fault
-from decentral.sim.replica_spread import distances, loss_of_mean, weights_of
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
 
 SAMPLED = 256  # peers that a sample looks at closely
@@ -98,10 +98,9 @@ class RunReport:
     def to_json(self) -> dict[str, Any]:
         """One flat object: the figures of each group stand beside the others."""
         flat: dict[str, Any] = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            flat |= asdict(value) if is_dataclass(value) and not isinstance(value, type) else {one.name: value}
-        return flat | {"samples": [asdict(sample) for sample in self.samples]}
+        for name, value in asdict(self).items():
+            flat |= value if is_dataclass(getattr(self, name)) else {name: value}
+        return flat
 
 
 @dataclass(slots=True)
@@ -152,13 +151,12 @@ class RunStatistics:
         training = [member for member in living if member.training]
         apart = distances(training[:SAMPLED])
         spread = (sum(d * d for d in apart.values()) / len(apart)) ** 0.5 if apart else 0.0
-        error = self._roster_error(living[:SAMPLED])
-        at = self.swarm.agenda.now
-        self.samples.append(Sample(at, len(living), len(training), sum(self.tokens.values()), spread, error))
+        at, tokens, error = self.swarm.agenda.now, sum(self.tokens.values()), self._roster_error(living[:SAMPLED])
+        self.samples.append(Sample(at, len(living), len(training), tokens, spread, error))
 
     def _roster_error(self, living: Sequence[SimulatedPeer]) -> float:
         """Where the roster is sharded nobody has to know everybody: only the dead that are still in it count."""
-        there = {member.peer for member in self.swarm.members if member.alive}
+        there = {member.peer for member in self.swarm.living}
         sharded = self.swarm.settings.config.swarm.shards > 1
         if len(there) < 2:
             return 0.0
@@ -215,17 +213,13 @@ class RunStatistics:
 
     def _recoveries(self, faults: Sequence[Fault]) -> dict[str, Seconds | None]:
         """The time from the end of each fault until all living peers train and know each other."""
-        found: dict[str, Seconds | None] = {}
-        for fault in faults:
-            over = fault.at + fault.lasts
-            later = (one for one in self.samples if one.at >= over)
-            first = next((one.at for one in later if one.live == one.training and not one.roster_error), None)
-            found[str(fault)] = None if first is None else round(first - over, 2)
-        return found
+        good = [one.at for one in self.samples if one.live == one.training and not one.roster_error]
+        ends = {str(fault): fault.at + fault.lasts for fault in faults}
+        return {name: next((round(at - over, 2) for at in good if at >= over), None) for name, over in ends.items()}
 
     def _digest(self) -> str:
         """The hash of all journal lines in their order, and of all weights at the end."""
         for member in self.swarm.members:
-            if member.host is not None:
-                self._hash.update(weights_of(member.host).numpy().tobytes())
+            for held in member.host.training.gossip.fragments if member.host is not None else ():
+                self._hash.update(held.live.theta.numpy().tobytes())
         return str(self._hash.hexdigest())

@@ -14,19 +14,19 @@ Assertions in sim/surrogate_stages.py check that activations and gradients come 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decentral.audit import Span, covered, overlap
 from decentral.comm.routes import commits
 from decentral.comm.routes.admission import MOST_HELD
 from decentral.comm.routes.execution_table import JOBS_AT_ONCE
-from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.planning.swarm_plans import SwarmPlan
+from decentral.sim.evidence import Evidence
 from decentral.sim.surrogate import SurrogateWorkload
 from decentral.sim.surrogate_stages import SurrogateGradient
 from decentral.sim.swarm import SimulatedPeer
@@ -38,9 +38,6 @@ LONGEST_S = 60.0  # in which a micro-batch of these swarms is committed or abort
 CONVERGED_S = 40.0  # in which all peers have seen each other and all plans, and have evaluated those
 ROUTE_STALLED_S = 2 * LONGEST_S  # without a micro-batch counted anywhere
 COUNTED_EVERYWHERE_S = 2 * LONGEST_S + 5.0  # after its first count a micro-batch counts everywhere, or never will
-
-Violated = Callable[[str, str, VirtualHost | None], None]
-"""Reports a rule that was broken, with the detail and the peer concerned."""
 
 
 @dataclass(slots=True)
@@ -56,7 +53,7 @@ class UnmatchedGradients:
 class RouteAudit:
     """Compares sums of gradients with journals, holders with fragments, and plans with one another."""
 
-    violated: Violated
+    evidence: Evidence
     counted: dict[tuple[str, int], list[Span]] = field(default_factory=dict)  # by origin peer and number
     first_at: dict[tuple[str, int], Seconds] = field(default_factory=dict)
     thrown_away: set[tuple[str, int]] = field(default_factory=set)
@@ -70,7 +67,7 @@ class RouteAudit:
 
     # Event by event
 
-    def stepped(self, host: VirtualHost, life: int) -> None:
+    def stepped(self, host: VirtualHost) -> None:
         """Takes the gradients of a sum that has been applied to the weights."""
         training = host.training
         if not isinstance(training, SurrogateWorkload):
@@ -81,52 +78,47 @@ class RouteAudit:
             spans.append((one.first, one.last))
             self.first_at.setdefault(name, host.agenda.now)
             if overlap(spans):
-                self.violated("counted", f"{host.peer} counts {name} in layers {spans[-1]} again", host)
+                self.evidence.violated("counted", f"{host.peer} counts {name} in layers {spans[-1]} again", host)
         self.counted_at = host.agenda.now
-        unmatched = self._unmatched_of(host, life)
-        unmatched.summed.extend(training.span.stages.applied)
-        self._compare(host, unmatched)
+        self._compare(host, summed=training.span.stages.applied)
 
-    def logged(self, host: VirtualHost, life: int, line: Log) -> None:
+    def logged(self, host: VirtualHost, line: Log) -> None:
         """Takes a `counted` or `uncounted` line of a peer's journal."""
         if line.event == "uncounted":
             self.thrown_away |= {(one[0], one[1]) for one in line.fields["of"]}
-            return
-        if not isinstance(host.training, SurrogateWorkload):
-            return
-        unmatched = self._unmatched_of(host, life)
-        unmatched.journaled.extend(SurrogateGradient(*one) for one in line.fields["of"])
-        self._compare(host, unmatched)
+        elif isinstance(host.training, SurrogateWorkload):
+            self._compare(host, journaled=[SurrogateGradient(*one) for one in line.fields["of"]])
 
-    def _unmatched_of(self, host: VirtualHost, life: int) -> UnmatchedGradients:
+    def _compare(
+        self, host: VirtualHost, summed: Iterable[SurrogateGradient] = (), journaled: Iterable[SurrogateGradient] = ()
+    ) -> None:
+        life = self.evidence.life(host.peer)
         unmatched = self._unmatched.get(host.peer)
         if unmatched is None or unmatched.life != life:
             unmatched = self._unmatched[host.peer] = UnmatchedGradients(life)
-        return unmatched
-
-    def _compare(self, host: VirtualHost, unmatched: UnmatchedGradients) -> None:
+        unmatched.summed.extend(summed)
+        unmatched.journaled.extend(journaled)
         while unmatched.summed and unmatched.journaled:
-            summed, journaled = unmatched.summed.popleft(), unmatched.journaled.popleft()
-            if summed != journaled:
-                self.violated("told", f"the journal says {journaled}, the sum held {summed}", host)
+            held, told = unmatched.summed.popleft(), unmatched.journaled.popleft()
+            if held != told:
+                self.evidence.violated("told", f"the journal says {told}, the sum held {held}", host)
 
     # Now and then
 
-    def check(
-        self, living: Sequence[SimulatedPeer], fragments: Sequence[jobs.Fragment], trouble: bool, now: Seconds
-    ) -> None:
-        """The rules that hold at any time. `trouble`: something is wrong with the network or a process."""
+    def check(self) -> None:
+        """The rules that hold at any time."""
+        now, living = self.evidence.swarm.agenda.now, self.evidence.swarm.living
         for member in living:
             self._check_bounds(member, len(living))
-        holders = self._check_holders(living, fragments)
-        if trouble or not all(holders[one.index] for one in fragments):
+        self._check_holders(living)
+        if self.evidence.network_trouble_at == now or not all(self._holders.values()):
             self.troubled_at = now
         quiet_since = max(self.troubled_at, self.counted_at)
         if now - quiet_since > ROUTE_STALLED_S:
-            self.violated("goes on", f"nothing was counted for {now - quiet_since:.0f} s", None)
+            self.evidence.violated("goes on", f"nothing was counted for {now - quiet_since:.0f} s", None)
         self._check_plans(living, now)
 
-    def _check_plans(self, living: Sequence[SimulatedPeer], now: Seconds) -> None:
+    def _check_plans(self, living: list[SimulatedPeer], now: Seconds) -> None:
         there = frozenset((member.peer, member.lives) for member in living if member.training)
         if there != self._there:
             self._there, self._changed_at = there, now
@@ -143,23 +135,20 @@ class RouteAudit:
         for member, plan in followed[1:]:
             if plan != followed[0][1]:
                 first = followed[0][0].peer
-                self.violated("converges", f"{member.peer} and {first} follow different plans", member.host)
+                self.evidence.violated("converges", f"{member.peer} and {first} follow different plans", member.host)
 
-    def _check_holders(
-        self, living: Sequence[SimulatedPeer], fragments: Sequence[jobs.Fragment]
-    ) -> dict[int, dict[PeerId, int]]:
-        holders: dict[int, dict[PeerId, int]] = {one.index: {} for one in fragments}
-        there = {member.peer: member.lives for member in living}
+    def _check_holders(self, living: list[SimulatedPeer]) -> None:
+        holders: dict[int, dict[PeerId, int]] = {one.index: {} for one in self.evidence.swarm.settings.fragments}
         for member in living:
-            if member.training and member.host is not None:
-                for fragment in member.host.node.setup.fragments:
-                    holders[fragment.index][member.peer] = member.lives
+            for fragment in member.host.node.setup.fragments if member.training and member.host is not None else ():
+                holders[fragment.index][member.peer] = member.lives
+        there = {member.peer: member.lives for member in living}
         for index, before in self._holders.items():
-            still = [peer for peer, life in before.items() if there.get(peer) == life]
-            if still and not holders[index]:
-                self.violated("covered", f"{still[0]} was the last holder of fragment {index}, and let it go", None)
+            still = next((peer for peer, life in before.items() if there.get(peer) == life), None)
+            if still is not None and not holders[index]:
+                detail = f"{still} was the last holder of fragment {index}, and let it go"
+                self.evidence.violated("covered", detail, None)
         self._holders = holders
-        return holders
 
     def _check_bounds(self, member: SimulatedPeer, living: int) -> None:
         host = member.host
@@ -167,29 +156,27 @@ class RouteAudit:
             return
         routes, stage, capacity = host.node.routes, host.node.routes.stage, host.node.routes.stage.capacity
         decided = max((len(box.commit) + len(box.abort) for box in routes.commits.boxes.values()), default=0)
-        graphs = (
-            list(host.training.span.stages.pending.values()) if isinstance(host.training, SurrogateWorkload) else []
-        )
+        graphs = host.training.span.stages.pending.values() if isinstance(host.training, SurrogateWorkload) else ()
+        activations = sum(stage.memory_share(one.first, one.last) for one in graphs)
         sizes: dict[str, tuple[float, float]] = {
             "executions": (len(routes.executions), MOST_HELD * capacity),
             "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * capacity),
             "graphs": (len(graphs), MOST_UNDER_WAY + JOBS_AT_ONCE),
-            "spans' activations": (
-                sum(stage.memory_share(one.first, one.last) for one in graphs),
-                capacity + JOBS_AT_ONCE,
-            ),
+            "spans' activations": (activations, capacity + JOBS_AT_ONCE),
             "decisions for one peer": (decided, 2 * commits.DECISIONS_KEPT),
             "peers to be told": (len(routes.commits.boxes), MOST_OUTBOXES * max(living, 4)),
         }
         for what, (size, most) in sizes.items():
             if size > most:
-                self.violated("bounded", f"{member.peer}: {size:g} {what}, at most {most:g}", host)
+                self.evidence.violated("bounded", f"{member.peer}: {size:g} {what}, at most {most:g}", host)
 
     # At the end
 
-    def finish(self, layers: int, now: Seconds, undisturbed: bool) -> None:
-        """The rule at the end. `undisturbed`: the run had no faults."""
+    def finish(self) -> None:
+        """The rule at the end of a run that had no faults."""
+        layers, now = self.evidence.swarm.settings.fragments[-1].last, self.evidence.swarm.agenda.now
         old = (name for name, at in self.first_at.items() if now - at > COUNTED_EVERYWHERE_S)
         missed = [name for name in old if covered(self.counted[name]) < layers and name not in self.thrown_away]
-        if undisturbed and missed:
-            self.violated("accounted", f"{missed[0]} counts in layers {self.counted[missed[0]]} only", None)
+        if missed:
+            detail = f"{missed[0]} counts in layers {self.counted[missed[0]]} only"
+            self.evidence.violated("accounted", detail, None)

@@ -127,6 +127,6 @@ def shrink(scenario: Scenario, rule: str, on_fewer: Callable[[str], None] = lamb
 def _violates(scenario: Scenario, faults: Sequence[Fault], rule: str) -> bool:
     try:
         run(replace(scenario, faults=tuple(faults)))
-        return False
     except Violation as violation:
         return violation.rule == rule
+    return False

@@ -5,22 +5,20 @@ A member is a peer with its disk: it may live several times. Whatever chance dec
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from decentral import claim_span
-from decentral.comm.net.virtual_directory import Records, VirtualDirectory
-from decentral.comm.net.virtual_network import Network, Port
+from decentral.comm.net.virtual_directory import Records
+from decentral.comm.net.virtual_network import Network
 from decentral.comm.wire import compress
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Message
-from decentral.comm.wire.transport import Announce, Answer, Ask, AskError
 from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
 from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node, NodePhase
@@ -31,7 +29,7 @@ from decentral.sim.network_faults import NetworkFaults
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, SyntheticCodecs
 from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, play
-from decentral.sim.virtual_host import Observer, Pace, Respond, Training, VirtualHost
+from decentral.sim.virtual_host import Connection, Observer, Pace, Respond, Training, VirtualHost
 from decentral.sim.virtual_signer import VirtualSigner
 from decentral.train import gpt, memory, update_rules
 from decentral.train.activations import ActivationFormat
@@ -89,9 +87,8 @@ class SimulatedPeer:
     number: int
     peer: PeerId
     host: VirtualHost | None = None
-    port: Port | None = None
     disk: SurrogateDisk = field(default_factory=SurrogateDisk)
-    span: tuple[int, int] | None = None  # layers with which its present life began
+    span: tuple[int, int] = (0, 0)  # layers with which its present life began
     claiming: bool = False  # it is choosing its layers
     has_run: bool = False  # its disk knows the run: a restart needs no contact
     address_book: tuple[PeerId, ...] = ()
@@ -110,20 +107,17 @@ class SimulatedPeer:
         return self.life is not None
 
     @property
+    def frozen(self) -> bool:
+        """Whether the process is stopped, or was when it ended."""
+        return self.host is not None and self.host.port.frozen
+
+    @property
     def training(self) -> bool:
         return self.life is not None and self.life.node.phase is NodePhase.TRAINING
 
 
 AnswerFilter = Callable[[SimulatedPeer, PeerId, Envelope], Envelope]
 """What a Byzantine peer sends to an asker instead of its answer."""
-
-
-class Unobserved:
-    """An Observer that looks at nothing: in large swarms a look at every event would cost as much as the event."""
-
-    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None: ...
-
-    def done(self, host: VirtualHost, job: object, outcome: object) -> None: ...
 
 
 class SimulatedSwarm:
@@ -133,7 +127,7 @@ class SimulatedSwarm:
         self, settings: SwarmSettings, seed: int, geography: SwarmGeography, observer: Observer | None = None
     ) -> None:
         self.settings, self.seed, self.geography = settings, seed, geography
-        self.observer: Observer = observer or Unobserved()
+        self.observer = observer  # None in large swarms: looking at an event would cost as much as the event
         self.agenda = Agenda()
         self.network_faults = NetworkFaults(self.agenda, rng.stream(seed, "sky"))
         self.network = Network(self.agenda, geography, self.network_faults)
@@ -144,6 +138,7 @@ class SimulatedSwarm:
         self.journal: Callable[[PeerId, Seconds, Log], None] = lambda peer, t, line: None
         self.filter_answer: AnswerFilter = lambda member, asker, envelope: envelope
         self.model = settings.model
+        self.lookup_s = DIRECTORY_DELAYS * geography.link.delay_s
         self._state_layouts = settings.state_layouts()
         self._needs = memory.needs(settings.config, settings.fragments)
         self._chance = rng.stream(seed, "swarm")
@@ -175,15 +170,12 @@ class SimulatedSwarm:
             self.started.append(member)
         member.has_run = True
         member.lives += 1
-        if self.settings.memory:
-            self._claim_span(member, contacts)
-        else:
-            self._begin_life(member, contacts, None)
+        begin = self._claim_span if self.settings.memory else self._begin_life
+        begin(member, contacts)
 
     def _claim_span(self, member: SimulatedPeer, contacts: tuple[PeerId, ...]) -> None:
         member.claiming, life = True, member.lives
-        lookup_s = DIRECTORY_DELAYS * self.geography.link.delay_s
-        directory = DelayedDirectory(VirtualDirectory(self.records, member.peer), lookup_s)
+        directory = DelayedDirectory(self.records, member.peer, self.lookup_s)
         request, clock = self._span_request(member), VirtualClock(self.clock(member))
 
         def claimed(found: claim_span.ClaimedSpan) -> None:
@@ -201,18 +193,16 @@ class SimulatedSwarm:
         return claim_span.SpanRequest(self.settings.config, RUN, VirtualSigner(member.peer), (), memory_bytes, kept)
 
     def _begin_life(
-        self, member: SimulatedPeer, contacts: tuple[PeerId, ...], claimed: claim_span.ClaimedSpan | None
+        self, member: SimulatedPeer, contacts: tuple[PeerId, ...], claimed: claim_span.ClaimedSpan | None = None
     ) -> None:
-        layers = (0, self.settings.fragments[-1].last)
-        member.span = (claimed.span if claimed else None) or layers
+        member.span = (claimed.span if claimed else None) or (0, self.settings.fragments[-1].last)
         training = self._training(member)
         node = Node(self._setup(member, training, contacts, claimed))
-        member.port = self.network.plug(member.peer)
-        wire = PeerWire(self, member, member.port)
+        falsified = partial(self._falsified, member)
+        connection = Connection(self.network, self.network.plug(member.peer), self.records, self.lookup_s, falsified)
         pace = replace(self.settings.pace, step_s=self._step_s(member))
-        chance = rng.stream(self.seed, "steps", member.number, member.lives)
-        clock = self.clock(member)
-        member.host = VirtualHost(node, wire, training, pace, self.agenda, clock, chance, self.observer, self.journal)
+        clock, chance = self.clock(member), rng.stream(self.seed, "steps", member.number, member.lives)
+        member.host = VirtualHost(node, connection, training, pace, clock, chance, self.observer, self.journal)
         member.host.engine.stretched = member.stretched
         member.host.start()
 
@@ -234,14 +224,14 @@ class SimulatedSwarm:
             self.network.unplug(member.peer)
 
     def freeze(self, member: SimulatedPeer) -> None:
-        if (host := member.life) and member.port is not None:
-            member.port.frozen = True
+        if host := member.life:
+            host.port.frozen = True
             host.freeze()
 
     def thaw(self, member: SimulatedPeer) -> None:
-        if (host := member.life) and member.port is not None and member.port.frozen:
+        if (host := member.life) and host.port.frozen:
             host.thaw()
-            self.network.thaw(member.port)
+            self.network.thaw(host.port)
 
     def slow_down(self, member: SimulatedPeer, times: float) -> None:
         member.stretched = times
@@ -251,27 +241,28 @@ class SimulatedSwarm:
     def clock(self, member: SimulatedPeer) -> Callable[[], Seconds]:
         return lambda: EPOCH + self.agenda.now + member.skew_s
 
+    def _falsified(self, member: SimulatedPeer, asker: PeerId, respond: Respond) -> Respond:
+        if not member.byzantine:
+            return respond
+        return lambda answer: respond(self.filter_answer(member, asker, answer))
+
     # The parts of a life
 
     def _contacts(self, member: SimulatedPeer) -> tuple[PeerId, ...]:
         """The peers that it can connect to now: those in its address book; for a newcomer any one that trains."""
-        cut_off_at = self.network_faults.cut_off_at
-        if member.has_run:
-            known = [self.by_peer[peer] for peer in member.address_book]
-        else:
-            known = self._training_contact()
+        cut_off_at, book = self.network_faults.cut_off_at, member.address_book
+        known = [self.by_peer[peer] for peer in book] if member.has_run else self._training_contact()
         return tuple(
             other.peer
             for other in known
-            if other.alive and not (other.port and other.port.frozen)
+            if other.alive and not other.frozen
             if cut_off_at(member.peer, other.peer) is None and cut_off_at(other.peer, member.peer) is None
         )
 
     def _training_contact(self) -> list[SimulatedPeer]:
         """Any one peer that trains. Guesses come first, because a look at all takes long in a large swarm."""
         for _ in range(CONTACT_GUESSES if self.started else 0):
-            guess = self._chance.choice(self.started)
-            if guess.training:
+            if (guess := self._chance.choice(self.started)).training:
                 return [guess]
         there = [other for other in self.started if other.training]
         return [self._chance.choice(there)] if there else []
@@ -280,7 +271,6 @@ class SimulatedSwarm:
         settings = self.settings
         if settings.gradients is not None:
             return settings.gradients(member)
-        assert member.span is not None
         codecs = PlainCodecs(compress) if settings.unquantised else compress
         chance = rng.arrays(self.seed, "noise", member.number, member.lives)
         model = SurrogateModel(settings.config, settings.fragments, codecs, settings.tokens_per_step, self.model.layout)
@@ -297,17 +287,15 @@ class SimulatedSwarm:
         claimed: claim_span.ClaimedSpan | None,
     ) -> NodeSetup:
         settings = self.settings
-        restored = training.lr_step if training.restored else None
         memory_bytes = claimed.memory_bytes if claimed else 1 << 34
         profile = Profile("simulated", memory_bytes, 1e12, settings.tokens_per_step / self._step_s(member))
-        assert member.span is not None
         first, last = member.span
         held = [one for one in settings.fragments if first <= one.first and one.last <= last]
         routes = None
         if claimed:
             routes = claim_span.stage_config(self._span_request(member), self.model, held, claimed.capacity)
         surrogate = training if isinstance(training, SurrogateWorkload) else None
-        moves = claimed is not None and settings.moves and not settings.spans and surrogate is not None
+        moves = claimed and settings.moves and not settings.spans and surrogate
         return NodeSetup(
             config=settings.config,
             run=RUN,
@@ -318,10 +306,10 @@ class SimulatedSwarm:
             profile=profile,
             addresses=(),
             contacts=contacts,
-            restored_step=restored,
+            restored_step=training.lr_step if training.restored else None,
             routes=routes,
             memory_budget=MemoryBudget(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
-            retained=training.retained_states() if isinstance(training, SurrogateWorkload) else (),
+            retained=surrogate.retained_states() if surrogate else (),
         )
 
     def _keep(self, member: SimulatedPeer, keep_disk: bool) -> None:
@@ -330,43 +318,3 @@ class SimulatedSwarm:
         member.address_book = tuple(sorted(member.host.node.roster.live)) or member.address_book
         if not keep_disk:
             member.disk, member.has_run = SurrogateDisk(), False
-
-
-@dataclass(slots=True)
-class PeerWire:
-    """A Wire: one member's end of the network and of the directory."""
-
-    swarm: SimulatedSwarm
-    member: SimulatedPeer
-    port: Port
-
-    def ask(self, ask: Ask, done: Callable[[Answer | AskError], None]) -> None:
-        self.swarm.network.ask(self.port, ask, done)
-
-    def serve(self, serve: Callable[[PeerId, Envelope, Respond], None], bound: Callable[[Message], int]) -> None:
-        def serve_altered(sender: PeerId, envelope: Envelope, respond: Respond) -> None:
-            if not self.member.byzantine:
-                serve(sender, envelope, respond)
-                return
-            serve(sender, envelope, lambda answer: respond(self.swarm.filter_answer(self.member, sender, answer)))
-
-        self.port.serve, self.port.bound = serve_altered, bound
-
-    def store(self, record: Announce) -> None:
-        """The record is on its way whatever becomes of the peer: the last one of a peer that leaves is heard."""
-        records, peer = self.swarm.records, self.member.peer
-
-        def arrive() -> None:
-            records.store(peer, record.key, record.subkey, record.value, record.expires)
-
-        self._later(arrive)
-
-    def fetch(self, key: str, done: Callable[[dict[str, bytes]], None]) -> None:
-        def look() -> None:
-            if self.member.port is self.port and self.member.alive:
-                done(self.swarm.records.fetch(self.member.peer, key))
-
-        self._later(look)
-
-    def _later(self, action: Callable[[], None]) -> None:
-        self.swarm.agenda.after(DIRECTORY_DELAYS * self.swarm.geography.link.delay_s, action)

@@ -61,9 +61,11 @@ def scenario_of(seed: int) -> Scenario:
     chance = rng.stream(seed, "sweep")
     peers = chance.randint(3, 6)
     throttles = tuple(chance.choice([1.0, 1.0, 1.5, 4.0]) for _ in range(peers))
-    algorithm = chance.choice(ALGORITHMS)
-    spans = seed % SPANS_EVERY == SPANS_EVERY - 1
-    settings = _span_settings(algorithm, throttles, seed) if spans else _settings(algorithm, throttles)
+    algorithm = f"gossip.algorithm={chance.choice(ALGORITHMS)}"
+    if seed % SPANS_EVERY == SPANS_EVERY - 1:
+        settings = _span_settings(algorithm, throttles, seed)
+    else:
+        settings = SwarmSettings.of(_config(algorithm), Pace(0.4, 0.05, report_s=5.0), throttles, 1024)
     drawn = faults.draw(chance, peers, FAULTS_UNTIL_S, chance.randint(1, 5))
     over = max(fault.at + fault.lasts for fault in drawn)
     seconds = over + settings.config.swarm.record_ttl_s + ROSTER_SETTLE_S + 1
@@ -72,17 +74,16 @@ def scenario_of(seed: int) -> Scenario:
 
 
 @cache
-def _settings(algorithm: str, throttles: tuple[float, ...]) -> SwarmSettings:
-    run_config = config.load(None, [*SETTINGS, f"gossip.algorithm={algorithm}"])
-    return SwarmSettings.of(run_config, Pace(0.4, 0.05, report_s=5.0), throttles, 1024)
+def _config(*overrides: str) -> config.Config:
+    return config.load(None, [*SETTINGS, *overrides])
 
 
 def _span_settings(algorithm: str, throttles: tuple[float, ...], seed: int) -> SwarmSettings:
     """The memory of each peer takes one to three of the four fragments, mostly two; a few take all."""
     chance = rng.stream(seed, "spans")
-    overlap = chance.random() < 0.5
-    accumulate = chance.choice([1, 1, 2, 4])
-    run_config = _span_config(algorithm, overlap, accumulate)
+    overlap = f"routes.overlap={str(chance.random() < 0.5).lower()}"
+    accumulate = f"train.accumulate={chance.choice([1, 1, 2, 4])}"
+    run_config = _config(*SPAN_MODEL, overlap, accumulate, algorithm)
     settings = SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=5.0), throttles, 64)
     under_way = chance.choice([4, 6, 8])
     sizes = [chance.choice([1, 2, 2, 2, 3, len(settings.fragments)]) for _ in throttles]
@@ -96,12 +97,6 @@ def memory_for(settings: SwarmSettings, count: int, under_way: int) -> int:
     enough = max(needs.span_bytes(at, at + count, under_way) for at in starts)
     more = [needs.span_bytes(at, at + count + 1) - 1 for at in starts[:-1]]
     return min([enough, *more])
-
-
-@cache
-def _span_config(algorithm: str, overlap: bool, accumulate: int) -> config.Config:
-    routes = [f"routes.overlap={str(overlap).lower()}", f"train.accumulate={accumulate}"]
-    return config.load(None, [*SETTINGS, *SPAN_MODEL, *routes, f"gossip.algorithm={algorithm}"])
 
 
 def play(seed: int) -> SweepOutcome:

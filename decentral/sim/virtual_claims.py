@@ -5,8 +5,9 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from decentral.comm.net.virtual_directory import VirtualDirectory
+from decentral.comm.net.virtual_directory import Records, VirtualDirectory
 from decentral.core.agenda import Agenda
+from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
 T = TypeVar("T")
@@ -38,16 +39,13 @@ class VirtualClock:
         await wait(seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class DelayedDirectory:
+class DelayedDirectory(VirtualDirectory):
     """A directory whose lookups take `lookup_s` each."""
 
-    near: VirtualDirectory
-    lookup_s: Seconds
-
-    async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
-        return await self.near.store(key, subkey, value, expires)
+    def __init__(self, records: Records, peer: PeerId, lookup_s: Seconds) -> None:
+        super().__init__(records, peer)
+        self.lookup_s = lookup_s
 
     async def fetch(self, key: str) -> Mapping[str, bytes]:
         await wait(self.lookup_s)
-        return await self.near.fetch(key)
+        return await super().fetch(key)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
+from decentral.comm.net.virtual_directory import Records
+from decentral.comm.net.virtual_network import Network, Port
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Message
 from decentral.comm.wire.transport import (
     Announce,
     Answer,
@@ -66,16 +67,15 @@ class Training(Protocol):
         ...
 
 
-class Wire(Protocol):
-    """One peer's end of comm/net/virtual_network.py's Network."""
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One peer's end of the network and of the directory."""
 
-    def ask(self, ask: Ask, done: Callable[[Answer | AskError], None]) -> None: ...
-
-    def serve(self, serve: Callable[[PeerId, Envelope, Respond], None], bound: Callable[[Message], int]) -> None: ...
-
-    def store(self, record: Announce) -> None: ...
-
-    def fetch(self, key: str, done: Callable[[dict[str, bytes]], None]) -> None: ...
+    network: Network
+    port: Port
+    records: Records
+    lookup_s: Seconds  # how long a record takes to the directory or from there
+    falsified: Callable[[PeerId, Respond], Respond]  # what a Byzantine peer does to its answer to this asker
 
 
 class Observer(Protocol):
@@ -125,10 +125,7 @@ class Engine:
         self.inbox.append(job)
         if len(self.inbox) > 1 or self.frozen or self._doing:
             return
-        if self.began is None:
-            self._at(self.agenda.now, self._work)
-        else:
-            self._at(self._edge(self.agenda.now), self._work)
+        self._at(self.agenda.now if self.began is None else self._edge(self.began), self._work)
 
     def halt(self) -> None:
         """The process is gone."""
@@ -136,7 +133,7 @@ class Engine:
         self._cancel()
 
     def freeze(self) -> None:
-        self._make_steps(self.agenda.now)
+        self._make_steps()
         self.halt()
         self.began = None
 
@@ -146,20 +143,20 @@ class Engine:
 
     def set_speed(self, stretched: float) -> None:
         """The new speed holds from the step after the present one."""
-        self._make_steps(self.agenda.now)
+        self._make_steps()
         self.stretched, self.slowest = stretched, max(self.slowest, stretched)
         if self.began is not None:
             self._go_on()
 
-    def _edge(self, now: Seconds) -> Seconds:
-        """The end of the present step."""
-        assert self.began is not None
-        done = int((now - self.began) / self._step_s + 1e-9)
-        return self.began + max(1, done + (self.began + done * self._step_s < now - 1e-9)) * self._step_s
+    def _edge(self, began: Seconds) -> Seconds:
+        """The end of the present step, of those that began then."""
+        now = self.agenda.now
+        done = int((now - began) / self._step_s + 1e-9)
+        return began + max(1, done + (began + done * self._step_s < now - 1e-9)) * self._step_s
 
     def _work(self) -> None:
         """At a step edge: report the steps, do what is in the queue, one by one, go on."""
-        self._make_steps(self.agenda.now)
+        self._make_steps()
         if not self.inbox:
             self._go_on()
             return
@@ -167,7 +164,8 @@ class Engine:
         if isinstance(job, jobs.Finish):
             self.halt()
             return
-        computing_s = self._computing_s(job)
+        part = self.training.work(job)
+        computing_s = part * self._drawn_step_s() if part else 0.0
         outcome = self.training.do(job)
         job_s = computing_s + self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
         self.busy_s += job_s
@@ -184,10 +182,6 @@ class Engine:
         self._doing = False
         self._go_on()
 
-    def _computing_s(self, job: jobs.Job) -> Seconds:
-        part = self.training.work(job)
-        return part * self._drawn_step_s() if part else 0.0
-
     def _drawn_step_s(self) -> Seconds:
         noise = max(0.1, 1 + self.chance.gauss(0.0, self.pace.noise)) if self.pace.noise else 1.0
         return self.pace.step_s * self.stretched * noise
@@ -200,17 +194,13 @@ class Engine:
         if self.inbox:
             self._at(now, self._work)
         elif not self.training.waits:
-            self.began = now
-            self._step_s = self._drawn_step_s()
+            self.began, self._step_s = now, self._drawn_step_s()
             count = max(1, min(self.pace.steps_at_once, round(self.pace.report_s / self._step_s)))
             self._at(now + count * self._step_s, self._work)
 
-    def _make_steps(self, now: Seconds) -> None:
-        if self.began is None:
-            return
-        count = int((now - self.began) / self._step_s + 1e-6)
-        if count:
-            self.last_computed = now
+    def _make_steps(self) -> None:
+        if self.began is not None and (count := int((self.agenda.now - self.began) / self._step_s + 1e-6)):
+            self.last_computed = self.agenda.now
             seconds = count * self._step_s + self.busy_s
             self.began, self.busy_s = self.began + count * self._step_s, 0.0
             self.report(None, self.training.take_steps(count, seconds))
@@ -231,17 +221,17 @@ class VirtualHost:
     def __init__(
         self,
         node: Node,
-        wire: Wire,
+        connection: Connection,
         training: Training,
         pace: Pace,
-        agenda: Agenda,
         clock: Callable[[], Seconds],
         chance: Random,
-        observer: Observer,
+        observer: Observer | None,
         journal: Callable[[PeerId, Seconds, Log], None],
     ) -> None:
-        self.node, self.wire, self.training, self.agenda, self.clock = node, wire, training, agenda, clock
-        self.engine = Engine(agenda, training, pace, chance, self._report)
+        self.node, self.connection, self.training, self.clock = node, connection, training, clock
+        self.port, self.agenda = connection.port, connection.network.agenda
+        self.engine = Engine(self.agenda, training, pace, chance, self._report)
         self.observer, self.journal = observer, journal
         self.peer = node.setup.own.peer
         self.ended: str | None = None
@@ -252,7 +242,7 @@ class VirtualHost:
         self._frozen: deque[object] | None = None  # events that came while the process was stopped
 
     def start(self) -> None:
-        self.wire.serve(self._serve, self.node.answers.blob_bound)
+        self.port.serve, self.port.bound = self._serve, self.node.answers.blob_bound
         self._carry_all(Woke(), self.node.begin(self.clock()))
 
     def stop(self, reason: str) -> None:
@@ -284,18 +274,18 @@ class VirtualHost:
     def deliver(self, event: object) -> None:
         if self.ended is not None:
             return
-        if self._frozen is not None:
+        if self._frozen is None:
+            self._carry_all(event, self.node.handle(event, self.clock()))
+        else:
             self._frozen.append(event)
-            return
-        self._carry_all(event, self.node.handle(event, self.clock()))
 
     def _serve(self, sender: PeerId, envelope: Envelope, respond: Respond) -> None:
         self._last_request += 1
-        self._requests[self._last_request] = respond
+        self._requests[self._last_request] = self.connection.falsified(sender, respond)
         self.deliver(Asked(self._last_request, sender, envelope))
 
     def _report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
-        if job is not None:
+        if job is not None and self.observer is not None:
             self.observer.done(self, job, outcome)
         self.deliver(outcome)
 
@@ -310,7 +300,8 @@ class VirtualHost:
     # Effects
 
     def _carry_all(self, event: object, effects: list[Effect]) -> None:
-        self.observer.handled(self, event, effects)
+        if self.observer is not None:
+            self.observer.handled(self, event, effects)
         for effect in effects:
             self._carry(effect)
         self._arm()
@@ -318,17 +309,16 @@ class VirtualHost:
     def _carry(self, effect: Effect) -> None:
         match effect:
             case Ask():
-                self.wire.ask(effect, self._hearing(effect))
+                self._ask(effect)
             case Reply(request, envelope):
-                respond = self._requests.pop(request, None)
-                if respond is not None:
+                if respond := self._requests.pop(request, None):
                     respond(envelope)
             case Log():
                 self.journal(self.peer, self.clock(), effect)
             case Announce():
-                self.wire.store(effect)
+                self.agenda.after(self.connection.lookup_s, lambda: self._announce(effect))
             case Lookup(key):
-                self.wire.fetch(key, lambda values: self.deliver(Found(key, values)))
+                self.agenda.after(self.connection.lookup_s, lambda: self._look_up(key))
             case Learn():
                 pass
             case EvaluatePlans():
@@ -339,7 +329,7 @@ class VirtualHost:
                 assert isinstance(effect, jobs.Job), f"no one carries out {effect!r}"
                 self.engine.put(effect)
 
-    def _hearing(self, ask: Ask) -> Callable[[Answer | AskError], None]:
+    def _ask(self, ask: Ask) -> None:
         began = self.agenda.now
 
         def hear(outcome: Answer | AskError) -> None:
@@ -349,7 +339,15 @@ class VirtualHost:
                 moved = (outcome.seconds, outcome.sent_bytes, outcome.received_bytes)
                 self.deliver(Answered(ask.tag, ask.to, outcome.envelope, *moved))
 
-        return hear
+        self.connection.network.ask(self.port, ask, hear)
+
+    def _announce(self, record: Announce) -> None:
+        """The record is on its way whatever becomes of the peer: the last one of a peer that leaves is heard."""
+        self.connection.records.store(self.peer, record.key, record.subkey, record.value, record.expires)
+
+    def _look_up(self, key: str) -> None:
+        if self.ended is None:
+            self.deliver(Found(key, self.connection.records.fetch(self.peer, key)))
 
     def _arm(self) -> None:
         """Keeps one timer, for the next time at which the node wants to wake."""

@@ -183,9 +183,9 @@ def test_a_donor_that_dies_in_the_middle_of_a_transfer_stops_no_newcomer() -> No
 
 def _donors_of(member: SimulatedPeer) -> list[PeerId]:
     """The peers that are sending it a piece of state."""
-    if member.host is None or member.port is None or member.host.node.join.phase is not JoinPhase.FETCHING:
+    if member.host is None or member.host.node.join.phase is not JoinPhase.FETCHING:
         return []
-    return [question.target for question in member.port.asked if question.writing is not None]
+    return [question.target for question in member.host.port.asked if question.writing is not None]
 
 
 # The network
@@ -252,7 +252,7 @@ def test_a_clock_that_is_wrong_harms_nobody(skew_s: float) -> None:
 def test_damaged_messages_are_counted_and_dropped(spec: str, refused: set[str]) -> None:
     faulty = FaultySwarm(spec)
     faulty.play(60)
-    counted = {reason for member in faulty.swarm.members if member.port for reason in member.port.refused}
+    counted = {reason for member in faulty.swarm.members if member.host for reason in member.host.port.refused}
     failed = {line.fields["reason"] for line in faulty.said("exchange") if line.fields["outcome"] == "failed"}
     assert (counted | failed) & refused
     faulty.settle()

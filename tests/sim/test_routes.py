@@ -29,7 +29,7 @@ from decentral.sim.report import RunReport
 from decentral.sim.run import Scenario, run
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import DESCENT_RATE, STEP_NOISE, SurrogateModel
-from decentral.sim.swarm import SwarmSettings, Unobserved
+from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
 from decentral.train import memory
 
@@ -132,7 +132,9 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
     settings = replace(settings, memory=(half,))
     losses: list[float] = []
 
-    class LossObserver(Unobserved):
+    class LossObserver:
+        def handled(self, host: object, event: object, effects: object) -> None: ...
+
         def done(self, host: object, job: object, outcome: object) -> None:
             if isinstance(outcome, jobs.BackwardDone) and outcome.loss:
                 losses.append(outcome.loss / outcome.tokens)
