@@ -18,46 +18,7 @@ from decentral.core.reasons import Reason
 
 MAX_HEADER_BYTES = 128 * 1024  # a Welcome carries a config of up to 64 KiB
 
-_OLD = {
-    "ForwardRequest": "Carry",
-    "BackwardResponse": "Returned",
-    "CommitDecision": "Settle",
-    "CommitQuery": "Unsettled",
-    "SwapCommit": "Commit",
-    "ForwardStatusQuery": "Carrying",
-    "LeaseRequest": "Stay",
-    "RoundQuery": "Follow",
-    "RoundStatus": "Standing",
-    "CollectRequest": "Collect",
-    "RoundReport": "Report",
-    "StateRequest": "PullState",
-}
-_OLD_FIELDS = {
-    "origin": "starter",
-    "execution": "leg",
-    "executions": "legs",
-    "lr_sum": "rates",
-    "commit": "count",
-    "abort": "release",
-}
-_NEW_FIELDS = {old: new for new, old in _OLD_FIELDS.items()}
-
-
-def _old(tree: Any, collects: bool = False) -> Any:
-    if isinstance(tree, dict):
-        collects = "patience_s" in tree and "member" in tree
-        return {(k if collects else _OLD_FIELDS.get(k, k)): _old(v) for k, v in tree.items()}
-    return tuple(map(_old, tree)) if isinstance(tree, tuple) else tree
-
-
-def _new(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {_NEW_FIELDS.get(k, k): _new(v) for k, v in tree.items()}
-    return tuple(map(_new, tree)) if isinstance(tree, tuple) else tree
-
-
-_KINDS: dict[str, type[Message]] = {_OLD.get(kind.__name__, kind.__name__): kind for kind in Message.__args__}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 _FIELDS = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in _KINDS.items()}
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
@@ -72,8 +33,8 @@ class Envelope:
 
 def encode(message: Message, blob_bytes: int = 0) -> bytes:
     """The header of a message that `blob_bytes` bytes of blob follow."""
-    fields = _old(dataclasses.asdict(message))
-    header: bytes = msgpack.packb([VERSION, _NAMES[type(message)], fields, blob_bytes])
+    fields = dataclasses.asdict(message)
+    header: bytes = msgpack.packb([VERSION, type(message).__name__, fields, blob_bytes])
     assert len(header) <= MAX_HEADER_BYTES, f"{type(message).__name__} of {len(header)} bytes"
     return header
 
@@ -85,7 +46,6 @@ def decode(header: bytes) -> tuple[Message, int]:
         raise ProtocolError(Reason.VERSION, f"this peer speaks version {VERSION}; that one {version!r}"[:200])
     if kind not in _KINDS or not isinstance(fields, dict):
         raise ProtocolError(Reason.UNKNOWN, "no such message")
-    fields = _new(fields)
     if set(fields) != _FIELDS[kind]:
         raise ProtocolError(Reason.FIELDS, f"{kind} has other fields than ours")
     try:

@@ -20,7 +20,7 @@ from decentral.train.inner import Live
 from decentral.train.sections import Packer
 from decentral.train.update_rules import Parts, UpdateRule
 
-PSEUDO_GRADIENT = "delta"  # the section's name on the wire
+PSEUDO_GRADIENT = "pseudo_gradient"  # the section's name on the wire
 
 
 class PullRule(UpdateRule):

@@ -224,7 +224,7 @@ WRONG: dict[str, Callable[[Contribution], Contribution]] = {
     "one number more": lambda one: repacked(one, lambda name, vector: torch.cat((vector, vector[:1]))),
     "a single number": lambda one: repacked(one, lambda name, vector: vector[:1]),
     "no numbers": lambda one: replace(one, layout=tuple(replace(s, elements=0, size=0) for s in one.layout), blob=b""),
-    "a pseudo-gradient of another length": lambda one: repacked(one, lambda name, v: v[:1] if name == "delta" else v),
+    "a pseudo-gradient of another length": lambda one: repacked(one, lambda name, v: v[:1] if name == "pseudo_gradient" else v),
     "a section too few": first_section,
     "no sections": lambda one: replace(one, layout=(), blob=b""),
     "other names": renamed,
@@ -292,7 +292,7 @@ def test_a_pseudo_gradient_a_thousand_times_too_long_moves_us_hardly_further_tha
             contribution = close(theirs, seq=seq)
             merge(theirs, seq=seq)
             if seq == 5:
-                contribution = repacked(contribution, lambda name, v: scale * v if name == "delta" else v)
+                contribution = repacked(contribution, lambda name, v: scale * v if name == "pseudo_gradient" else v)
             before = weights(ours)
             assert merge(ours, contribution, seq=seq).used == (PeerId("B"),)
         return float(torch.linalg.vector_norm(weights(ours) - before))

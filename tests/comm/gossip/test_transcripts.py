@@ -32,7 +32,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Absorb, Absorbed, CloseWindow, Merge, Merged, Section, WindowClosed
 from decentral.core.machine import Effect, Log, Woke
 
-LAYOUT = (Section("phi", "int8", 6, 6), Section("delta", "q4", 4, 2))
+LAYOUT = (Section("phi", "int8", 6, 6), Section("pseudo_gradient", "q4", 4, 2))
 FLAWS = {
     "run": {"run": "other"},
     "fragment": {"fragment": 1},
@@ -88,7 +88,7 @@ def machine_of(kind: str, swarm: Swarm) -> GossipMachine:
     context = FragmentContext(RunId("run"), PeerId("M"), 0, 0.0, GossipConfig(max_age_s=60.0), swarm)
     match kind:
         case "pull":
-            return PullExchange(context, 10.0, light=("delta",), whole_every=3)
+            return PullExchange(context, 10.0, light=("pseudo_gradient",), whole_every=3)
         case "allreduce":
             return PullExchange(context, 10.0, blocking=True, seq=4)
         case "swap":
@@ -128,10 +128,10 @@ def said(sender: str, text: str, now: float) -> Envelope:
         case "commit":
             return Envelope(SwapCommit("run", 0, int(words[0])))
         case "pull":
-            sections = ("delta",) if "delta" in words else ()
+            sections = ("pseudo_gradient",) if "pseudo_gradient" in words else ()
             times = (float(after.get("since", 0)), float(after.get("for", 0)))
             return Envelope(Pull("run", 0, int(after["after"]), *times, "exactly" in words, sections))
-    layout = pick(LAYOUT, ("delta",) if "delta" in words else ())
+    layout = pick(LAYOUT, ("pseudo_gradient",) if "pseudo_gradient" in words else ())
     blob = sender.encode() * sum(section.size for section in layout)
     sent = float(after.get("at", now))
     snapshot = Snapshot("run", 0, int(words[0]), 32, 0.25, sent, layout, blobs.digest(blob))

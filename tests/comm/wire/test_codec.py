@@ -21,7 +21,7 @@ SNAPSHOT = messages.Snapshot(
     4096,
     0.25,
     1.7e9,
-    (Section("phi", "int8", 100, 102), Section("delta", "q4", 100, 52)),
+    (Section("phi", "int8", 100, 102), Section("pseudo_gradient", "q4", 100, 52)),
     b"d" * 16,
 )
 EXAMPLES: list[Message] = [
@@ -32,7 +32,7 @@ EXAMPLES: list[Message] = [
     messages.Probe(messages.MAX_PROBE_BYTES),
     messages.Probed(5),
     messages.Pull("gpt-3fa2c1", 0, 16, 1.7e9, 2.5),
-    messages.Pull("gpt-3fa2c1", 0, 16, 0.0, messages.MAX_PATIENCE_S, exact=True, sections=("delta",)),
+    messages.Pull("gpt-3fa2c1", 0, 16, 0.0, messages.MAX_PATIENCE_S, exact=True, sections=("pseudo_gradient",)),
     SNAPSHOT,
     dataclasses.replace(SNAPSHOT, layout=()),
     messages.Swap(SNAPSHOT),

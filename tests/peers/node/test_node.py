@@ -44,7 +44,7 @@ from decentral.peers.node.setup import NodeSetup
 RUN = RunId("gpt-3fa2c1")
 NOW = 1.7e9
 FRAGMENTS = (jobs.Fragment(0, 0, 1, 100), jobs.Fragment(1, 1, 3, 200))
-LAYOUT = (Section("phi", "int8", 6, 6), Section("delta", "q4", 4, 2))
+LAYOUT = (Section("phi", "int8", 6, 6), Section("pseudo_gradient", "q4", 4, 2))
 BLOB = b"ABCDEFGH"
 PROFILE = Profile("cpu", 1 << 30, 1e9, 1e4)
 ALGORITHMS = ("pull", "symmetric", "push_sum", "allreduce", "synchronous")
@@ -180,7 +180,7 @@ rates = st.floats(0, 1e12, exclude_max=True)
 snapshots = st.builds(Snapshot, runs(), fragments, numbers(), numbers(), rates, times, layouts, digests)
 patience = st.floats(0, MAX_PATIENCE_S)
 holds = st.floats(0, messages.MAX_ROUTE_S)
-names = st.sampled_from([(), ("delta",), ("phi",)]) | st.lists(words(32), max_size=16).map(tuple)
+names = st.sampled_from([(), ("pseudo_gradient",), ("phi",)]) | st.lists(words(32), max_size=16).map(tuple)
 lengths = st.integers(1, messages.MAX_CHUNK_BYTES)
 hops = st.builds(messages.Hop, words(64), fragments, fragments)
 members = st.builds(
