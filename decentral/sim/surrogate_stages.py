@@ -88,8 +88,8 @@ class SurrogateStages:
             return jobs.ExecutionFailed(job.token, Reason.FORGOTTEN)
         if job.layout != self._layout(execution, execution.last)[:1] or len(job.blob) != job.layout[0].size:
             return jobs.ExecutionFailed(job.token, Reason.SHAPE)
-        came = _read(job.blob)
-        assert came == (execution.origin, execution.number, execution.last), f"{came}'s gradient came to {execution}"
+        came, ours = _read(job.blob), (execution.origin, execution.number, execution.last)
+        assert came == ours, f"the gradient of {came} came to {execution}"
         del self.pending[job.token]
         return self._backed(job.token, execution, 0.0)
 
