@@ -224,7 +224,9 @@ WRONG: dict[str, Callable[[Contribution], Contribution]] = {
     "one number more": lambda one: repacked(one, lambda name, vector: torch.cat((vector, vector[:1]))),
     "a single number": lambda one: repacked(one, lambda name, vector: vector[:1]),
     "no numbers": lambda one: replace(one, layout=tuple(replace(s, elements=0, size=0) for s in one.layout), blob=b""),
-    "a pseudo-gradient of another length": lambda one: repacked(one, lambda name, v: v[:1] if name == "pseudo_gradient" else v),
+    "a pseudo-gradient of another length": lambda one: repacked(
+        one, lambda name, v: v[:1] if name == "pseudo_gradient" else v
+    ),
     "a section too few": first_section,
     "no sections": lambda one: replace(one, layout=(), blob=b""),
     "other names": renamed,

@@ -117,7 +117,7 @@ def event_of(text: str, now: float, swarm: Swarm) -> object:
 
 
 def said(sender: str, text: str, now: float) -> Envelope:
-    """What a partner sends: `snapshot 7 delta at 3 shape`, `refused busy`, `done`, `pull after 3 since 9 for 5`."""
+    """A partner's message: `snapshot 7 pseudo_gradient shape`, `refused busy`, `done`, `pull after 3 since 9 for 5`."""
     kind, *words = text.split()
     after = {word: words[at + 1] for at, word in enumerate(words[:-1])}
     match kind:
@@ -166,7 +166,7 @@ def spoken(message: Message) -> str:
                 f"pull after {after} since {since:g} for {patience:g} {'exactly ' * exact}{' '.join(sections) or 'all'}"
             )
         case Snapshot() as snapshot:
-            return f"snapshot {snapshot.seq} {'all' if snapshot.layout == LAYOUT else 'delta'}"
+            return f"snapshot {snapshot.seq} {'all' if snapshot.layout == LAYOUT else 'pseudo_gradient'}"
         case Swap(offered) | Push(offered):
             return f"{type(message).__name__.lower()} {offered.seq}"
         case SwapCommit(_, _, seq):

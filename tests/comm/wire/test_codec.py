@@ -118,7 +118,7 @@ def test_the_largest_config_fits_into_a_header() -> None:
     assert codec.decode(codec.encode(welcome)) == (welcome, 0)
 
 
-@pytest.mark.parametrize("version", [0, 2, 255, "1", None, [1], {"a": 1}])
+@pytest.mark.parametrize("version", [0, 1, 255, "1", None, [1], {"a": 1}])
 def test_another_version_is_refused_as_such(version: object) -> None:
     assert refusal(header("Ping", {"nonce": 1}, version=version)) == "version"
 
@@ -153,8 +153,8 @@ def test_an_unknown_message_is_refused() -> None:
         ("Pull", PULL | {"since": -1.0}),
         ("Pull", PULL | {"sections": ["phi"] * 17}),
         ("Pull", PULL | {"sections": ["p" * 33]}),
-        ("PullState", {"run": "r", "fragment": 0, "offset": 0, "length": 0}),
-        ("PullState", {"run": "r", "fragment": 0, "offset": 0, "length": messages.MAX_CHUNK_BYTES + 1}),
+        ("StateRequest", {"run": "r", "fragment": 0, "offset": 0, "length": 0}),
+        ("StateRequest", {"run": "r", "fragment": 0, "offset": 0, "length": messages.MAX_CHUNK_BYTES + 1}),
         ("Refused", {"reason": "r" * 33}),
         ("Refused", {"reason": "busy", "detail": "d" * 201}),
         ("Swap", {"offered": {"run": "r"}}),
@@ -233,8 +233,8 @@ def test_a_header_over_its_bound_is_refused_before_it_is_read() -> None:
         msgpack.packb([VERSION, "Done", {1: 2}, 0]),
         b"\x91" * 5000,
         b"\xdf\xff\xff\xff\xff",
-        b"\x94\x01\xa4Done\x80\xc7\x00\x05",
-        b"\x94\x01\xa1\xff\x80\x00",
+        b"\x94\x02\xa4Done\x80\xc7\x00\x05",
+        b"\x94\x02\xa1\xff\x80\x00",
     ],
     ids=lambda data: data[:8].hex(),
 )
