@@ -87,7 +87,7 @@ def no_replay_check(off: Switch) -> None:
 
 
 def no_write_deadline(off: Switch) -> None:
-    off.setattr(virtual_network, "WRITE_S", None)
+    off.setattr(virtual_network, "WRITE_S", 1e9)
 
 
 def no_staleness_limit(off: Switch) -> None:
