@@ -146,10 +146,10 @@ class PullExchange(Exchange):
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """Takes the answer of a partner, and merges after the last one."""
-        failed = ""
+        failed: str | None = None  # a partner may give an empty reason
         match event:
             case Answered(envelope=Envelope(Snapshot() as snapshot)):
-                failed = self._received(event, snapshot, now)
+                failed = self._received(event, snapshot, now) or None
             case Answered(envelope=Envelope(Refused(Reason.NOTHING_NEWER, newest))):
                 if self.blocking and newest.isdecimal() and len(newest) < 16:
                     self._goal = max(self._goal, int(newest) - 1)  # where it is rounds ahead of us, we go where it is
@@ -158,7 +158,7 @@ class PullExchange(Exchange):
                 failed = reason
             case _:
                 failed = Reason.UNEXPECTED
-        lines = [self._failed(event.peer, failed, event.seconds)] if failed else []
+        lines = [self._failed(event.peer, failed, event.seconds)] if failed is not None else []
         self._window.pending.discard(event.peer)
         return [*lines, *([] if self._window.pending else self._merge(now))]
 

@@ -71,7 +71,7 @@ class PushExchange(Exchange):
 
     def _answered(self, event: Answered | AskFailed, tries: int, now: Seconds) -> list[Effect]:
         """Takes the mass back, asks again, or gives the mass up: it is better lost than in two places."""
-        back = ""  # why this try cannot have brought the mass there
+        back: str | None = None  # why this try cannot have brought the mass there; a partner may give an empty reason
         match event:
             case Answered(envelope=Envelope(Done())):
                 return self._end(event.peer, "done", "", now, (event.sent_bytes, event.received_bytes))
@@ -79,7 +79,7 @@ class PushExchange(Exchange):
                 back = reason
             case Answered():
                 back = Reason.UNEXPECTED
-        if back and tries == 1:  # a try before this one might have arrived
+        if back is not None and tries == 1:  # a try before this one might have arrived
             return [self._take_back(), *self._end(event.peer, "failed", back, now)]
         if tries < PUSH_TRIES:
             return [self._ask(event.peer, tries + 1, now)]

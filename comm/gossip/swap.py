@@ -85,7 +85,9 @@ class SwapExchange(Exchange):
             case Answered(envelope=Envelope(Snapshot() as snapshot, blob)):
                 self._bytes = (event.sent_bytes, event.received_bytes)
                 refused = self._take(event.peer, snapshot, blob, now)
-                return self._merge(refused) + ([] if refused else [self._commit(event.peer, self.seq, 1)])
+                if refused:
+                    return self._merge(refused)
+                return [*self._merge("", self._theirs), self._commit(event.peer, self.seq, 1)]
             case Answered(envelope=Envelope(Refused(reason))) | AskFailed(reason=reason):
                 return self._merge(reason)
         return self._merge(Reason.UNEXPECTED)
@@ -128,7 +130,7 @@ class SwapExchange(Exchange):
             return [Reply(request, Envelope(Refused(Reason.NO_OFFER)))]
         if self.state is ExchangePhase.OFFERED:
             self._committed_seq = commit.seq
-            return [Reply(request, Envelope(Done())), *self._merge("")]
+            return [Reply(request, Envelope(Done())), *self._merge("", self._theirs)]
         again = commit.seq == self._committed_seq  # our first acknowledgement was lost
         return [Reply(request, Envelope(Done() if again else Refused(Reason.NO_OFFER)))]
 
@@ -142,10 +144,10 @@ class SwapExchange(Exchange):
             self._seen[peer], self._theirs = snapshot.seq, contribution(peer, snapshot, blob)
         return refused
 
-    def _merge(self, reason: str) -> list[Effect]:
-        """Merges the partner's snapshot, or, for a `reason`, none."""
-        self.state, self._reason = ExchangePhase.MERGING, reason
-        return [Merge(self.context.fragment, self.seq, (self._theirs,) if self._theirs and not reason else ())]
+    def _merge(self, reason: str, theirs: Contribution | None = None) -> list[Effect]:
+        """Merges the partner's snapshot; without one, `reason` says why, in the partner's own word if it is one."""
+        self.state, self._reason, self._theirs = ExchangePhase.MERGING, reason, None
+        return [Merge(self.context.fragment, self.seq, (theirs,) if theirs else ())]
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = ExchangePhase.OPEN

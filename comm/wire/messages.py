@@ -46,7 +46,7 @@ MAX_NEWCOMERS = 16  # in one RoundReport
 Run = Annotated[str, Strict(), Field(max_length=64)]
 Sequences = Annotated[int, Strict(), Field(gt=0, lt=1 << 20)]  # in a micro-batch
 Peer = Annotated[str, Strict(), Field(max_length=64)]
-Word = Annotated[str, Strict(), Field(max_length=32)]
+Word = Annotated[str, Strict(), Field(min_length=1, max_length=32)]
 Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
 Index = Annotated[int, Strict(), Field(ge=0, lt=1 << 20)]
 Digest = Annotated[bytes, Strict(), Field(min_length=16, max_length=16)]

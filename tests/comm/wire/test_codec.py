@@ -155,6 +155,7 @@ def test_an_unknown_message_is_refused() -> None:
         ("Pull", PULL | {"sections": ["p" * 33]}),
         ("StateRequest", {"run": "r", "fragment": 0, "offset": 0, "length": 0}),
         ("StateRequest", {"run": "r", "fragment": 0, "offset": 0, "length": messages.MAX_CHUNK_BYTES + 1}),
+        ("Refused", {"reason": ""}),
         ("Refused", {"reason": "r" * 33}),
         ("Refused", {"reason": "busy", "detail": "d" * 201}),
         ("Swap", {"offered": {"run": "r"}}),
