@@ -14,7 +14,6 @@ from torch.optim.adamw import adamw
 from decentral.core import config
 from decentral.core.jobs import Fragment
 from decentral.train import gpt
-from decentral.train.outer import Moments
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
@@ -74,10 +73,13 @@ class Live:
     def tensors(self) -> dict[str, Tensor]:
         return {"theta": self.theta, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
-    def moments(self) -> Moments:
-        """AdamW's second moment and both bias corrections, as train/outer.py needs them."""
-        train, steps = self.train, self.steps
-        return Moments(self.exp_avg_sq, 1 - train.beta1**steps, 1 - train.beta2**steps)
+    def copy_theta(self, into: Tensor) -> None:
+        """Copies theta into an fp32 vector [n] in host memory."""
+        into.copy_(self.theta)
+
+    def add(self, correction: Tensor) -> None:
+        """Adds an fp32 vector [n] in host memory to theta."""
+        self.theta += correction.to(self.theta.device, non_blocking=True)
 
     def count(self, tokens: int, rate: float) -> None:
         """A step was taken with so many tokens, at this learning rate."""
