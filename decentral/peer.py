@@ -23,7 +23,6 @@ if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes
 from decentral import __version__, command, state, view
 from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
-from decentral.comm.wire import compress
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.transport import AskError
 from decentral.core import config
@@ -39,7 +38,7 @@ from decentral.peers.node.node import Node
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.peers.planning import swarm_plans
-from decentral.train import checkpoint, data, measure, memory
+from decentral.train import checkpoint, compress, data, measure, memory
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.visit import say_hello
 
