@@ -4,6 +4,7 @@ The event loop submits jobs and gets outcomes through `report`; what crosses is 
 has which thread does what. `do` and `step` may also be called directly, without threads: tests and the simulator do.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
 from decentral.train import checkpoint, data, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.train.job_phases import JobThreads, Phase, Program
@@ -56,6 +58,7 @@ class Compute(JobRunner):
         retained, numbers = RetainedStateStore(setup.folder, run.digest()), MicroBatchNumbers.of(setup.folder)
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
+        self._clock: Callable[[], Seconds] = time.monotonic  # the training thread's processor time, where it is known
         self.threads = JobThreads(self.program, self._failure_of)
         self.counters.beside_s = self.threads.take_beside_s
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
@@ -66,9 +69,22 @@ class Compute(JobRunner):
         """Gives a job to the threads; Finish is the last one. Any thread may call it."""
         self.threads.submit(job)
 
+    def training_s(self) -> Seconds:
+        """Processor time that training has had so far: of the threads that multiply matrices, as if none was throttled.
+
+        Where a GPU trains, the machine's cores have nothing else to do: then it is their time.
+        """
+        device = self.setup.device
+        if device.device.type != "cpu":
+            return time.monotonic() * (os.cpu_count() or 1)
+        return self._clock() * torch.get_num_threads() * device.throttle
+
     def run(self, report: Callable[[jobs.Outcome], None]) -> None:
         """The training thread's life: tasks at step edges, and steps, until Finish has come and all jobs are done."""
         threads, account = self.threads, self.counters.time
+        if hasattr(time, "pthread_getcpuclockid"):
+            clock = time.pthread_getcpuclockid(threading.get_ident())
+            self._clock = lambda: time.clock_gettime(clock)
         threads.report = report
         worker = threading.Thread(target=threads.work_beside, name="beside", daemon=True)
         worker.start()
