@@ -138,7 +138,8 @@ async def prepare(
     if claimed.span is not None:
         memory.give_back_what_is_freed()
     corpus = data.load(run.data, run.model)
-    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span))
+    expected = bool(access.contacts) or request.kept is not None
+    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span, state_expected=expected))
     restored = compute.resume()
     setup = NodeSetup(
         config=run,

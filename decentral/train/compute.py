@@ -38,6 +38,7 @@ class ComputeSetup:
     device: Device
     folder: Path
     span: tuple[int, int] | None = None  # layers [first, last), whole fragments; None: the whole model
+    state_expected: bool = False  # a checkpoint or donors are there: initial weights are drawn only if none gives any
     kernels: OuterKernels | None = None  # None: plain torch, one operation after another
 
 
@@ -53,7 +54,7 @@ class Compute(JobRunner):
         kernels = setup.kernels or TorchKernels(setup.codecs)
         tools = RuleTools(setup.codecs, kernels, pinned=setup.device.device.type == "cuda")
         span = Span(run, setup.peer, tools, setup.device)
-        span.hold(*(setup.span or (0, span.model_layers)))
+        span.hold(*(setup.span or (0, span.model_layers)), drawn=not setup.state_expected)
         retained, numbers = RetainedStateStore(setup.folder, run.digest()), MicroBatchNumbers.of(setup.folder)
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
@@ -134,6 +135,7 @@ class Compute(JobRunner):
     def resume(self) -> bool:
         """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is damaged or another run's."""
         self.restored = checkpoint.resume(self.setup.folder, self.span, self.counters)
+        self.span.given(fragment.index for fragment in self.fragments if self.restored)
         return self.restored
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
@@ -161,7 +163,15 @@ class Compute(JobRunner):
             seconds += time.perf_counter() - began
         return jobs.Evaluated(self.counters.tokens, total / len(self.held_out[0]), seconds)
 
+    def _import(self, job: jobs.ImportState) -> Program:
+        imported = yield from super()._import(job)
+        if isinstance(imported, jobs.StateImported) and imported.accepted:
+            self.span.given(fragment for fragment, _, _ in job.blobs)
+        return imported
+
     def _save(self) -> Program:
+        yield Phase.HELD
+        self.span.draw()  # where a peer stops before it has joined
         yield Phase.BESIDE
         while self._saving:  # a checkpoint is on its way, and this one is newer
             yield Phase.BESIDE
@@ -175,6 +185,7 @@ class Compute(JobRunner):
     def _start(self, newcomer: bool) -> jobs.Started:
         if self.synchronous:
             self.span.stages.sums.clear()  # their gradients belong to other weights
+        self.span.draw()
         self.counters.time.take()  # what came before is no part of the time of training
         return super()._start(newcomer)
 

@@ -54,7 +54,8 @@ class TrainingProgress:
         """`fetched`: the state came from the swarm, and the disk has none or an older one: it is saved at once."""
         self.joined_at = self._line_at = now
         self.lr_step = max(self.lr_step, lr_step)
-        self._eval_at = now if self.evaluates else None
+        first_eval_at = now + self.train.eval_every_s if fetched else now  # donors have evaluated what was fetched
+        self._eval_at = first_eval_at if self.evaluates else None
         self._save_at = now if fetched else now + self.limits.checkpoint_every_s
 
     def save_soon(self, now: Seconds) -> None:
