@@ -140,8 +140,8 @@ async def prepare(
         memory.give_back_what_is_freed()
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
-    computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span, CompiledKernels())
-    compute = Compute(replace(computing, state_expected=expected))
+    computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
+    compute = Compute(replace(computing, state_expected=expected, kernels=CompiledKernels()))
     restored = compute.resume()
     setup = NodeSetup(
         config=run,

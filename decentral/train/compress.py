@@ -150,7 +150,9 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _tensor(blob: bytes | Bytes, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(np.frombuffer(blob, np.uint8).copy()).view(dtype) if len(blob) else torch.empty(0, dtype=dtype)
+    return (
+        torch.from_numpy(np.frombuffer(blob, np.uint8).copy()).view(dtype) if len(blob) else torch.empty(0, dtype=dtype)
+    )
 
 
 CODECS = {

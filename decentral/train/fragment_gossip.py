@@ -18,6 +18,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.train import update_rules
+from decentral.train.device_copies import copy_in, copy_out
 from decentral.train.inner import Live
 from decentral.train.job_phases import Phase, Program, finish
 from decentral.train.sections import Codecs, Packer, unpack
@@ -39,27 +40,36 @@ class GossipedFragment:
     on_request: jobs.Layout  # the sections that are encoded when somebody asks for them
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
     resting: bool = False  # nobody reads its windows, so none is closed
+    folding: bool = False
 
     @property
     def index(self) -> int:
         return self.live.fragment.index
 
-    def copied(self) -> tuple[Tensor, Window]:
-        """At a step edge: a copy of theta, and what was trained since the last one, which is counted anew from now."""
-        live, theta = self.live, self.rule.buffer()
-        live.copy_theta(theta)
+    def copied(self) -> Generator[Phase, None, Tensor]:
+        """From a step edge to the worker: a copy of theta at the edge."""
+        theta = self.rule.buffer()
+        arrive = copy_out(self.live, theta)
+        yield Phase.BESIDE
+        arrive()
+        return theta
+
+    def end_window(self) -> Window:
+        """What was trained since the last call. It is counted anew from now."""
+        live = self.live
         window = Window(0 if self.newcomer else live.tokens, live.lr_sum, live.steps)
         live.tokens, live.lr_sum, self.newcomer = 0, 0.0, False
-        return theta, window
+        return window
 
     def correct(self, correction: Correction | None) -> Steps:
-        """At the next step edge, if there is anything to correct."""
+        """From the worker to the next step edge, if there is anything to correct."""
         if correction is not None:
+            vector = copy_in(correction.vector, self.live.theta.device)
             yield Phase.EDGE
             if correction.replaces:
-                self.live.theta.copy_(correction.vector)
+                self.live.theta.copy_(vector)
             else:
-                self.live.add(correction.vector)
+                self.live.add(vector)
 
     def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """The names in `with_rule`, in its order, with tensors on the meta device."""
@@ -76,11 +86,19 @@ class GossipedFragment:
             yield f"{self.index}.rule.{name}", tensor
 
     def fold(self) -> Steps:
-        """Takes what was trained while it rested into the slow weights."""
+        """Takes what was trained while it rested into the slow weights, unless that is being done. It ends at an edge.
+
+        A newcomer and a partner may both want it at the same time.
+        """
         yield Phase.EDGE
-        theta, _ = self.copied()
-        yield Phase.BESIDE
-        yield from self.correct(self.rule.fold(theta))
+        while self.folding:
+            yield Phase.EDGE
+        if self.resting:
+            self.folding = True
+            self.end_window()
+            theta = yield from self.copied()
+            yield from self.correct(self.rule.fold(theta))
+            self.folding = False
 
     def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
         """What can be merged, and the partners that we refused, with the reason."""
@@ -152,10 +170,9 @@ class FragmentGossip:
         self.holding = job.fragment if job.hold else self.holding
         if gossiped.resting:
             yield from gossiped.fold()
-            yield Phase.EDGE
             gossiped.resting = False
-        theta, window = gossiped.copied()
-        yield Phase.BESIDE
+        window = gossiped.end_window()
+        theta = yield from gossiped.copied()
         packer = Packer(self.tools.codecs)
         correction = gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
@@ -192,9 +209,7 @@ class FragmentGossip:
         if rejected:
             return jobs.Absorbed(fragment, False, rejected[0][1])
         yield Phase.EDGE
-        theta = gossiped.rule.buffer()
-        gossiped.live.copy_theta(theta)
-        yield Phase.BESIDE
+        theta = yield from gossiped.copied()
         yield from gossiped.correct(gossiped.rule.merge(theta, parts, gossiped.live.steps))
         return jobs.Absorbed(fragment, True)
 

@@ -44,7 +44,11 @@ class Undrawn(TorchFunctionMode):
     DRAWS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.trunc_normal_)
 
     def __torch_function__(
-        self, function: Callable[..., Any], _: object, values: Sequence[Any] = (), named: Mapping[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        _: object,
+        values: Sequence[Any] = (),
+        named: Mapping[str, Any] | None = None,
     ) -> Any:
         named = named or {}
         return named["tensor"] if function in self.DRAWS else function(*values, **named)

@@ -165,7 +165,10 @@ class CompiledKernels:
         n = vectors.phi.numel()
         none = np.empty(0, np.float32)
         momentum = none if vectors.momentum is None else vectors.momentum.numpy()
-        steps, towards = _stacked(PSEUDO_GRADIENT_CODEC, pseudo_gradients, n), _stacked(SLOW_WEIGHTS_CODEC, slow_weights, n)
+        steps, towards = (
+            _stacked(PSEUDO_GRADIENT_CODEC, pseudo_gradients, n),
+            _stacked(SLOW_WEIGHTS_CODEC, slow_weights, n),
+        )
         _merge(
             (vectors.phi.numpy(), vectors.baseline.numpy(), vectors.correction.numpy(), momentum),
             steps,
