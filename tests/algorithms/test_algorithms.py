@@ -113,6 +113,9 @@ class Alone:
     def deadline_s(self, peer: PeerId, size: int) -> float:
         return 5.0
 
+    def window_s(self) -> float:
+        return 10.0
+
     def period_s(self, size: int) -> float:
         return 10.0
 

@@ -1,6 +1,7 @@
 """What a peer counts of its own work."""
 
 from decentral.core.jobs import Stepped
+from decentral.core.time_spent import KINDS, NO_TIME, TimeSpent
 from decentral.train.counters import Counters
 
 
