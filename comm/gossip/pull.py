@@ -198,7 +198,7 @@ class PullExchange(Exchange):
         if pick(whole, names) != snapshot.layout:
             self._windows = (
                 self.whole_every - 1
-            )  # it could encode slow weights no more: they are due in the next window
+            )  # it had no slow weights any more: they are due in the next window
         self.seen.pop(event.peer, None)
         self.seen[event.peer] = snapshot.seq
         while len(self.seen) > MOST_SEEN:
