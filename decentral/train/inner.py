@@ -50,11 +50,9 @@ class Live:
         start: int = 0,
     ) -> None:
         """`layers` begin with the model's layer `start`."""
-        own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
-        matrices = [p for p in own if p.ndim >= 2]
-        gains = [p for p in own if p.ndim < 2]
+        matrices, gains = _matrices_and_gains(fragment, layers, start)
         self.fragment = fragment
-        self.theta = torch.cat([p.detach().float().flatten() for p in matrices + gains]).to(device)
+        self.theta = flat_weights(fragment, layers, start).to(device)
         self.grad = torch.zeros_like(self.theta)
         self.exp_avg = torch.zeros_like(self.theta)
         self.exp_avg_sq = torch.zeros_like(self.theta)
@@ -86,6 +84,19 @@ class Live:
         self.tokens += tokens
         self.lr_sum += rate
         self.steps += 1
+
+
+def flat_weights(fragment: Fragment, layers: Sequence[nn.Module], start: int) -> Tensor:
+    """The fragment's weights as one fp32 vector [n]: a copy. `layers` begin with the model's layer `start`."""
+    matrices, gains = _matrices_and_gains(fragment, layers, start)
+    return torch.cat([p.detach().float().flatten() for p in matrices + gains])
+
+
+def _matrices_and_gains(
+    fragment: Fragment, layers: Sequence[nn.Module], start: int
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
+    return [p for p in own if p.ndim >= 2], [p for p in own if p.ndim < 2]
 
 
 class Inner:

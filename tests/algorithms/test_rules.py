@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decentral.algorithms.pull import PSEUDO_GRADIENT, PullRule
-from decentral.comm.wire import compress
+from decentral.algorithms.pull import PSEUDO_GRADIENT
 from decentral.core import config, rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Fragment, Layout
-from decentral.train import update_rules
+from decentral.train import compress, update_rules
 from decentral.train.fragment_gossip import GossipedFragment
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import TorchKernels
