@@ -140,7 +140,8 @@ async def prepare(
         memory.give_back_what_is_freed()
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
-    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span, state_expected=expected))
+    made = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span, state_expected=expected)
+    compute = Compute(made)
     restored = compute.resume()
     setup = NodeSetup(
         config=run,
