@@ -25,7 +25,7 @@ from decentral.train.job_runner import JobRunner, time_kind
 from decentral.train.outer_kernels import OuterKernels, TorchKernels
 from decentral.train.sections import Codecs
 from decentral.train.span import Span
-from decentral.train.step import Device, held_out_loss, train_step
+from decentral.train.step import Device, held_out_part, parts_of, train_step
 from decentral.train.update_rules import RuleTools
 
 
@@ -59,6 +59,7 @@ class Compute(JobRunner):
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
         self._clock: Callable[[], Seconds] = time.monotonic  # the training thread's processor time, where it is known
+        self._saving = False
         self.threads = JobThreads(self.program, self._failure_of)
         self.counters.beside_s = self.threads.take_beside_s
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
@@ -97,6 +98,7 @@ class Compute(JobRunner):
                 account.spent_on(time_kind(task.job))
             elif not wait:
                 report(self.step())
+                threads.begin_edge()
         worker.join()
 
     def step(self) -> jobs.Stepped:
@@ -151,10 +153,15 @@ class Compute(JobRunner):
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.batch(number))
 
-    def _evaluate(self) -> jobs.Evaluated:
-        began = time.perf_counter()
-        loss = held_out_loss(self.span.forward, self.held_out, self.setup.device, max(8, self.micro_batch))
-        return jobs.Evaluated(self.counters.tokens, loss, time.perf_counter() - began)
+    def _evaluate(self) -> Program:
+        """A few sequences at each step edge, so that no step comes late: the weights move a little meanwhile."""
+        total, seconds = 0.0, 0.0
+        for part in parts_of(self.held_out, max(8, self.micro_batch)):
+            yield Phase.EDGE
+            began = time.perf_counter()
+            total += held_out_part(self.span.forward, part, self.setup.device)
+            seconds += time.perf_counter() - began
+        return jobs.Evaluated(self.counters.tokens, total / len(self.held_out[0]), seconds)
 
     def _import(self, job: jobs.ImportState) -> Program:
         imported = yield from super()._import(job)
@@ -165,7 +172,15 @@ class Compute(JobRunner):
     def _save(self) -> Program:
         yield Phase.HELD
         self.span.draw()  # where a peer stops before it has joined
-        return jobs.Saved(self.counters.own_steps, checkpoint.save(self.setup.folder, self.span, self.counters))
+        yield Phase.BESIDE
+        while self._saving:  # a checkpoint is on its way, and this one is newer
+            yield Phase.BESIDE
+        self._saving = True
+        try:
+            size = yield from checkpoint.save(self.setup.folder, self.span, self.counters, whole=self.synchronous)
+        finally:
+            self._saving = False
+        return jobs.Saved(self.counters.own_steps, size)
 
     def _start(self, newcomer: bool) -> jobs.Started:
         if self.synchronous:

@@ -6,9 +6,10 @@ weights and takes a correction; all else goes on beside it (train/job_phases.py)
 here before it moves anything; the numerics are in the update rules of decentral/algorithms.
 """
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from decentral.core import config, jobs
@@ -59,6 +60,20 @@ class GossipedFragment:
                 self.live.theta.copy_(correction.vector)
             else:
                 self.live.add(correction.vector)
+
+    def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """The names in `with_rule`, in its order, with tensors on the meta device."""
+        for name, tensor in self.live.tensors().items():
+            yield f"{self.index}.{name}", tensor.to("meta")
+        for name, elements in self.rule.kept().items():
+            yield f"{self.index}.rule.{name}", torch.empty(elements, device="meta")
+
+    def with_rule(self, live: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint keeps of the fragment, by name: these live tensors, and the rule's state that fits them."""
+        for name, tensor in live.items():
+            yield f"{self.index}.{name}", tensor
+        for name, tensor in self.rule.state(live["theta"].cpu().float()).items():
+            yield f"{self.index}.rule.{name}", tensor
 
     def fold(self) -> Steps:
         """Takes what was trained while it rested into the slow weights."""
@@ -254,14 +269,8 @@ class FragmentGossip:
     # Checkpoints
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint must keep, by fragment and name."""
-        kept: dict[str, Tensor] = {}
-        for gossiped in self.fragments:
-            prefix = f"{gossiped.index}."
-            kept |= {prefix + name: value for name, value in gossiped.live.tensors().items()}
-            state = gossiped.rule.state(gossiped.live.theta.cpu())
-            kept |= {prefix + "rule." + name: value for name, value in state.items()}
-        return kept
+        """All that a checkpoint must keep, by fragment and name. The worker must be held."""
+        return {name: tensor for one in self.fragments for name, tensor in one.with_rule(one.live.tensors())}
 
     def windows(self) -> list[tuple[int, float]]:
         """For each fragment its tokens, and the sum of its learning rates, since its last close."""

@@ -132,6 +132,10 @@ class UpdateRule:
 
     # Checkpoints and newcomers
 
+    def kept(self) -> Mapping[str, int]:
+        """The names and lengths of what `state` gives, in its order."""
+        return {}
+
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         """All that a checkpoint with these weights must keep."""
         return {}
