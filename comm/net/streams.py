@@ -174,9 +174,7 @@ class Server:
         finally:
             self.idle -= 1
 
-    async def _answer_one(
-        self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer, length: int | None
-    ) -> bool:
+    async def _answer_one(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer, length: int | None) -> bool:
         """Whether another question may follow on the stream. `length`: of the question's header, if it was read."""
         self.open += 1
         try:
