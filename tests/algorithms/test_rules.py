@@ -46,15 +46,20 @@ class Replica:
     def close(self) -> Contribution:
         """Ends the window; gives all sections of it, those on request too."""
         packer = Packer(compress)
-        theta, window = self.gossiped.copied()
+        window, theta = self.gossiped.end_window(), self.copied()
         self.correct(self.rule.close(theta, window, packer))
         self.rule.encode(packer)
         return Contribution(self.peer, window.tokens, window.lr_sum, *packer.finish())
 
     def merge(self, contributions: Sequence[Contribution]) -> None:
         parts = [self.rule.read(one) for one in contributions]
-        theta = self.gossiped.copied()[0] if self.rule.reads_theta else None
+        theta = self.copied() if self.rule.reads_theta else None
         self.correct(self.rule.merge(theta, parts, self.live.steps))
+
+    def copied(self) -> Tensor:
+        theta = self.rule.buffer()
+        self.live.copy_theta(theta)
+        return theta
 
     def correct(self, correction: Correction | None) -> None:
         for _ in self.gossiped.correct(correction):
