@@ -74,6 +74,14 @@ class Live:
     def tensors(self) -> dict[str, Tensor]:
         return {"theta": self.theta, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
+    def copy_theta(self, into: Tensor) -> None:
+        """Writes the weights as fp32 into `into` [n], which may lie on another device: what gossip sees of them."""
+        into.copy_(self.theta)
+
+    def add(self, correction: Tensor) -> None:
+        """Adds a correction of gossip, fp32 [n], which may lie on another device."""
+        self.theta.add_(correction.to(self.theta.device))
+
     def moments(self) -> Moments:
         """AdamW's second moment and both bias corrections, as train/outer.py needs them."""
         train, steps = self.train, self.steps

@@ -70,6 +70,16 @@ def test_the_layers_see_the_flat_vector_and_the_vector_sees_the_layers() -> None
     assert sum(float(live.grad.abs().sum()) for live in inner.lives) > 0
 
 
+def test_gossip_copies_the_weights_out_and_adds_its_correction() -> None:
+    live = flat(gpt.build(MODEL, 0)).lives[0]
+    before = live.theta.clone()
+    copied = torch.empty_like(before)
+    live.copy_theta(copied)
+    live.add(torch.full_like(before, 0.5))
+    assert torch.equal(copied, before)
+    assert torch.equal(live.theta, before + 0.5)
+
+
 def test_flattening_keeps_every_weight() -> None:
     ours, reference = gpt.build(MODEL, 0), gpt.build(MODEL, 0)
     flat(ours)
