@@ -14,7 +14,6 @@ from torch.optim.adamw import adamw
 from decentral.core import config
 from decentral.core.jobs import Fragment
 from decentral.train import gpt
-from decentral.train.outer import Moments
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
@@ -75,17 +74,12 @@ class Live:
         return {"theta": self.theta, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def copy_theta(self, into: Tensor) -> None:
-        """Writes the weights as fp32 into `into` [n], which may lie on another device: what gossip sees of them."""
+        """Copies theta into an fp32 vector [n] in host memory."""
         into.copy_(self.theta)
 
     def add(self, correction: Tensor) -> None:
-        """Adds a correction of gossip, fp32 [n], which may lie on another device."""
-        self.theta.add_(correction.to(self.theta.device))
-
-    def moments(self) -> Moments:
-        """AdamW's second moment and both bias corrections, as train/outer.py needs them."""
-        train, steps = self.train, self.steps
-        return Moments(self.exp_avg_sq, 1 - train.beta1**steps, 1 - train.beta2**steps)
+        """Adds an fp32 vector [n] in host memory to theta."""
+        self.theta += correction.to(self.theta.device, non_blocking=True)
 
     def count(self, tokens: int, rate: float) -> None:
         """A step was taken with so many tokens, at this learning rate."""

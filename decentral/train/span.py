@@ -11,9 +11,9 @@ from decentral.train import gpt
 from decentral.train.activations import ActivationFormat
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.inner import Inner, Live, fragments_of
-from decentral.train.sections import Codecs
 from decentral.train.stage_runner import StageRunner
 from decentral.train.step import Device, Forward, chain
+from decentral.train.update_rules import RuleTools
 
 
 class Span:
@@ -23,13 +23,13 @@ class Span:
     measure the device: zeros then stand for the hidden values that would enter.
     """
 
-    def __init__(self, run: config.Config, peer: PeerId, codecs: Codecs, device: Device) -> None:
+    def __init__(self, run: config.Config, peer: PeerId, tools: RuleTools, device: Device) -> None:
         self.run, self.device = run, device
         self.cuts = tuple(fragments_of(run))  # of the whole model
-        self.activations = ActivationFormat(run, codecs, gpt.widths(run.model))
+        self.activations = ActivationFormat(run, tools.codecs, gpt.widths(run.model))
         self.layers: list[nn.Module] = []
         self.fragments: list[jobs.Fragment] = []
-        self.gossip = FragmentGossip(run.gossip, peer, codecs)
+        self.gossip = FragmentGossip(run.gossip, peer, tools)
         self.inner = Inner([], run.train)
         self.forward: Forward = chain([], compiled=False)
         self._stages: StageRunner | None = None

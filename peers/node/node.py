@@ -14,6 +14,7 @@ what this peer tells of itself (own_record.py), what it answers others (answers.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
+from typing import get_args
 
 from decentral.comm.gossip.tags import ExchangeTag
 from decentral.comm.rounds.round import Rounds
@@ -49,7 +50,7 @@ from decentral.peers.planning.plan_evaluation import PlansEvaluated
 from decentral.peers.planning.swarm_plans import key_of as plan_key
 
 PROBE_AFTER_S = 2.0  # from the start of training to the first probe
-FragmentJobDone = jobs.WindowClosed | jobs.Merged | jobs.Absorbed  # outcomes of what an exchange has the device do
+FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged | jobs.Absorbed
 
 
 class NodePhase(Enum):
@@ -93,7 +94,7 @@ class Node:
         self.handlers.register(self._to_join, JoinTag, jobs.StateImported)
         self.handlers.register(self._started, jobs.Started)
         self.gossip = FragmentExchanges(self._present_setup, self.selection, chance)
-        self.handlers.register(self._to_exchange, ExchangeTag, jobs.WindowClosed, jobs.Merged, jobs.Absorbed)
+        self.handlers.register(self._to_exchange, ExchangeTag, *get_args(FragmentJobDone))
         assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
         if setup.routes:
             self._make_routes()

@@ -6,11 +6,12 @@ one peer that claims a billion steps moves nobody.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from decentral.core.config import SwarmConfig, TrainConfig
 from decentral.core.jobs import Evaluate, Evaluated, Job, JobFailed, Save, Saved, SetClock, Stepped
 from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
 
 LINE_S = 1.0  # between two `step` lines
@@ -37,7 +38,7 @@ class TrainingProgress:
     loss: float | None = None
     held_out: float | None = None
     tokens_per_s: float = 0.0
-    busy_s: float = 0.0
+    spent: TimeSpent = NO_TIME  # by the training thread since it joined
     micro_batches: int = 0
     _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
     _line_at: Seconds = 0.0
@@ -89,20 +90,22 @@ class TrainingProgress:
         if not self._steps:
             return []
         steps, self._steps = self._steps, []
-        tokens, seconds = sum(step.tokens for step in steps), sum(step.seconds for step in steps)
+        tokens, spent = sum(step.tokens for step in steps), sum((step.spent for step in steps), NO_TIME)
         took = max(1e-3, now - self._line_at)
         share = min(1.0, took / RATE_S) if self.tokens_per_s else 1.0
         self.tokens_per_s += (tokens / took - self.tokens_per_s) * share
         self._line_at = now
         progress = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
         loss, micro_batches = sum(step.loss for step in steps) / len(steps), sum(step.micro_batches for step in steps)
-        return [log("step", **progress, micro_batches=micro_batches, loss=round(loss, 4), seconds=round(seconds, 4))]
+        aside = {name: round(seconds, 4) for name, seconds in asdict(spent).items() if name != "training" and seconds}
+        figures = {"micro_batches": micro_batches, "loss": round(loss, 4), "seconds": round(spent.training, 4)}
+        return [log("step", **progress, **figures, aside=aside)]
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
         self._steps.append(step)
         self.step, self.lr_step = step.step, step.lr_step
         self.tokens += step.tokens
-        self.busy_s += step.seconds
+        self.spent += step.spent
         self.micro_batches += step.micro_batches
         self.loss = step.loss if self.loss is None else 0.95 * self.loss + 0.05 * step.loss
         lines = self.flush(now) if now >= self._line_at + LINE_S else []
