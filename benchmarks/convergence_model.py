@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from decentral.core import config, rng
-from decentral.train.muon import Muon
+from decentral.train.muon import muon_step
 
 BETA1, BETA2, EPSILON, WEIGHT_DECAY, CLIP_NORM = 0.9, 0.95, 1e-8, 0.1, 1.0
 
@@ -83,13 +83,7 @@ class Replicas:
         self.first_PN = torch.zeros_like(self.theta_PN)  # AdamW's moments
         self.second_PN = torch.zeros_like(self.theta_PN)
         self.steps = [0] * peers
-        self.muons: list[Muon] = []
-        if optimizer == "muon":
-            pairs = [
-                (self._block_matrices(self.theta_PN, peer), self._block_matrices(self.first_PN, peer))
-                for peer in range(peers)
-            ]
-            self.muons = [Muon(matrices, momenta, WEIGHT_DECAY) for matrices, momenta in pairs]
+        self.optimizer = optimizer
 
     def train(self, inputs_PST: Tensor, targets_PST: Tensor, rate: float) -> None:
         """One step of the first peers, one for each micro-batch."""
@@ -107,8 +101,11 @@ class Replicas:
         norm = torch.linalg.vector_norm(self.grad_PN[peer])
         self.grad_PN[peer] *= (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
         cut = self.shape.decayed()
-        if self.muons:
-            self.muons[peer].step(self._block_matrices(self.grad_PN, peer), rate)
+        if self.optimizer == "muon":
+            theta, gradient, first = (
+                self._block_matrices(row, peer) for row in (self.theta_PN, self.grad_PN, self.first_PN)
+            )
+            muon_step(theta, gradient, first, rate, WEIGHT_DECAY)
         for part, decay in ((slice(0, self._adamws()), WEIGHT_DECAY), (slice(cut, None), 0.0)):
             rows = (self.theta_PN, self.grad_PN, self.first_PN, self.second_PN)
             theta, gradient, first, second = ([row[peer, part]] for row in rows)
@@ -132,7 +129,8 @@ class Replicas:
 
     def _adamws(self) -> int:
         """How many of the matrices' parameters AdamW trains: all, or those of embedding and head, which come first."""
-        return 2 * self.shape.model.vocabulary * self.shape.model.d_model if self.muons else self.shape.decayed()
+        model = self.shape.model
+        return 2 * model.vocabulary * model.d_model if self.optimizer == "muon" else self.shape.decayed()
 
     def _block_matrices(self, rows_PN: Tensor, peer: int) -> list[Tensor]:
         """Views of the blocks' matrices in this peer's row."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from decentral.core import config
 from decentral.core.errors import UserError
@@ -158,6 +159,38 @@ class Head(nn.Module):
 def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Mean cross-entropy in nats per token, a scalar, computed in fp32."""
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+def last_loss(head: nn.Module, hidden_BTD: Tensor, targets_BT: Tensor, parts: int) -> Tensor:
+    """Mean cross-entropy of the last layer's logits, of which about one of `parts` parts exists at a time.
+
+    The logits of each part are computed once more in the backward pass (Chen et al., arXiv 1604.06174). Our own head
+    works on each position by itself, so parts are cut anywhere; those of a user's last layer are whole sequences.
+    """
+    if parts <= 1:
+        return loss_of(head(hidden_BTD), targets_BT)
+    if isinstance(head, Head):
+        hidden_BTD, targets_BT = hidden_BTD.flatten(0, 1)[:, None], targets_BT.flatten()[:, None]
+    size = -(-len(targets_BT) // min(parts, len(targets_BT)))
+
+    def summed(part_BTD: Tensor, part_BT: Tensor) -> Tensor:
+        return loss_of(head(part_BTD), part_BT) * part_BT.numel()
+
+    pairs = zip(hidden_BTD.split(size), targets_BT.split(size), strict=True)
+    losses = [checkpoint(summed, *pair, use_reentrant=False) for pair in pairs]
+    return torch.stack(losses).sum() / targets_BT.numel()
+
+
+class Recomputed(nn.Module):
+    """A layer that keeps nothing but its input for its backward pass, and computes the rest again there."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        out_BTD: Tensor = checkpoint(self.layer, hidden_BTD, use_reentrant=False)
+        return out_BTD
 
 
 def to_llama(layers: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ def read(folder: Path) -> Weights | None:
     if found is None:
         return None
     tensors, facts = found
-    return {fragment["index"]: tensors[f"{fragment['index']}.theta"] for fragment in facts["fragments"]}
+    return {fragment["index"]: tensors[f"{fragment['index']}.theta"].float() for fragment in facts["fragments"]}
 
 
 def average(replicas: Sequence[Weights]) -> Weights:
@@ -58,10 +58,11 @@ def layers_with(run: config.Config, weights: Weights) -> list[nn.Module]:
     for fragment in missing(run, weights):
         raise UserError(f"nobody holds layers {fragment.first} to {fragment.last - 1} of the model")
     layers = gpt.build(run.model, run.seed)
+    train = run.train.model_copy(update={"weights": "float32", "moments": "float32"})
     for fragment in fragments_of(run):
         if weights[fragment.index].numel() != fragment.parameters:
             raise UserError(f"layers {fragment.first} to {fragment.last - 1} are another model's")
-        live = Live(fragment, layers, torch.device("cpu"), run.train)
+        live = Live(fragment, layers, torch.device("cpu"), train)
         live.theta.copy_(weights[fragment.index])
     return layers
 

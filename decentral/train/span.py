@@ -53,7 +53,11 @@ class Span:
         for begin, end in _gaps(layers, first, last):
             new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
             layers |= dict(enumerate(new, begin))
-            lives |= {cut: Live(cut, new, device, run.train, begin) for cut in wanted if begin <= cut.first < end}
+            lives |= {
+                cut: Live(cut, new, device, run.train, begin, self.model_layers)
+                for cut in wanted
+                if begin <= cut.first < end
+            }
         self.layers, self.fragments = [layers[at] for at in range(first, last)], wanted
         ordered = [lives[fragment] for fragment in wanted]
         self.gossip.hold(ordered)

@@ -128,7 +128,7 @@ def test_micro_batches_that_accumulate_make_one_step_of_their_mean() -> None:
     train_step(chain(other, False), lambda: joined, theirs, 5, TRAIN, CPU)
     assert (report.micro_batches, report.tokens) == (2, 128)
     for our, their in zip(ours.lives, theirs.lives, strict=True):
-        assert torch.allclose(our.exp_avg, their.exp_avg, atol=1e-6)
+        assert torch.allclose(our.state.exp_avg, their.state.exp_avg, atol=1e-6)
 
 
 # Cutting into fragments
