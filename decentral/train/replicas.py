@@ -13,7 +13,7 @@ from decentral.core import config, jobs
 from decentral.core.errors import UserError
 from decentral.train import checkpoint, data, gpt, step
 from decentral.train.inner import Live, fragments_of
-from decentral.train.step import Device, chain
+from decentral.train.step import Chain, Device
 
 AT_ONCE = 8  # sequences of held-out text that are evaluated together
 
@@ -71,4 +71,4 @@ def held_out_loss(run: config.Config, weights: Weights) -> float:
     """Held-out loss of the run's model with these weights, in fp32 on the CPU. Raises UserError if data is missing."""
     batch = data.load(run.data, run.model).evaluation(run.train.eval_sequences)
     cpu = Device(torch.device("cpu"), torch.float32)
-    return step.held_out_loss(chain(layers_with(run, weights), compiled=False), batch, cpu, AT_ONCE)
+    return step.held_out_loss(Chain(layers_with(run, weights), run=run), batch, cpu, AT_ONCE)

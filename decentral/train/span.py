@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from decentral.core import config, jobs
@@ -12,15 +11,14 @@ from decentral.train.activations import ActivationFormat
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.inner import Inner, Live, fragments_of
 from decentral.train.stage_runner import StageRunner
-from decentral.train.step import Device, Forward, chain
+from decentral.train.step import Chain, Device, Forward
 from decentral.train.update_rules import RuleTools
 
 
 class Span:
     """Holds no layers until `hold` says which, and then those until `hold` says others.
 
-    `forward` maps tokens_BT to logits_BTV where the span is the whole model. For a part of the model it only serves to
-    measure the device: zeros then stand for the hidden values that would enter.
+    `forward` is the model where the span is all of it. For a part of the model it only serves to measure the device.
     """
 
     def __init__(self, run: config.Config, peer: PeerId, tools: RuleTools, device: Device) -> None:
@@ -31,7 +29,7 @@ class Span:
         self.fragments: list[jobs.Fragment] = []
         self.gossip = FragmentGossip(run.gossip, peer, tools)
         self.inner = Inner([], run.train)
-        self.forward: Forward = chain([], compiled=False)
+        self.forward: Forward = Chain([])
         self._stages: StageRunner | None = None
 
     def hold(self, first: int, last: int) -> None:
@@ -48,7 +46,7 @@ class Span:
         start = self.fragments[0].first if self.fragments else 0
         layers = {start + at: layer for at, layer in enumerate(self.layers) if first <= start + at < last}
         self.layers, self.fragments, self._stages = [], [], None
-        self.inner, self.forward = Inner([], run.train), chain([], compiled=False)
+        self.inner, self.forward = Inner([], run.train), Chain([])
         self.gossip.hold(list(lives.values()))
         for begin, end in _gaps(layers, first, last):
             new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
@@ -62,8 +60,7 @@ class Span:
         ordered = [lives[fragment] for fragment in wanted]
         self.gossip.hold(ordered)
         self.inner = Inner(ordered, run.train)
-        chained = chain(self.layers, run.train.compile and device.type == "cuda")
-        self.forward = chained if first == 0 else self._from_zeros(chained, first)
+        self.forward = Chain(self.layers, run.train.compile and device.type == "cuda", run, first)
         if len(wanted) < len(self.cuts) or run.synchronous:
             self._stages = self._at_work(alone=True)
 
@@ -93,12 +90,6 @@ class Span:
 
     def _at_work(self, alone: bool) -> StageRunner:
         return StageRunner(self.run, self.layers, self.inner.lives, self.activations, self.device, alone)
-
-    def _from_zeros(self, chained: Forward, first: int) -> Forward:
-        width = self.activations.widths[first]
-        return lambda tokens_BT: chained(
-            torch.zeros(*tokens_BT.shape, width, device=tokens_BT.device, requires_grad=True)
-        )
 
 
 def _gaps(layers: Mapping[int, nn.Module], first: int, last: int) -> list[tuple[int, int]]:
