@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
@@ -23,7 +23,6 @@ if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes
 from decentral import __version__, command, state, view
 from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
-from decentral.comm.wire import compress
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.transport import AskError
 from decentral.core import config
@@ -39,8 +38,9 @@ from decentral.peers.node.node import Node
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.peers.planning import swarm_plans
-from decentral.train import checkpoint, data, measure, memory
+from decentral.train import checkpoint, compress, data, measure, memory
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.kernels_cpu import CompiledKernels
 from decentral.visit import say_hello
 
 RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
@@ -139,7 +139,9 @@ async def prepare(
     if claimed.span is not None:
         memory.give_back_what_is_freed()
     corpus = data.load(run.data, run.model)
-    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span))
+    expected = bool(access.contacts) or request.kept is not None
+    computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
+    compute = Compute(replace(computing, state_expected=expected, kernels=CompiledKernels()))
     restored = compute.resume()
     setup = NodeSetup(
         config=run,

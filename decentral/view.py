@@ -93,11 +93,18 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
         "held-out": "-" if progress.held_out is None else f"{progress.held_out:.3f}",
         "tokens/s": f"{progress.tokens_per_s:,.0f}",
         "busy": _busy(node) if progress.spent.total else "-",
+        "windows": _windows(node),
         "peers": f"{len(node.roster.live)}",
         "exchanges": "/".join(str(node.traffic.exchanges[outcome]) for outcome in ("done", "solo", "failed")),
         "sent": readable_bytes(node.traffic.sent_bytes),
         "received": readable_bytes(node.traffic.received_bytes),
     }
+
+
+def _windows(node: Node) -> str:
+    """How long windows are now, and which bound stretches them."""
+    count, bound = node.selection.windows(max((one.size for one in node.gossip.running.values()), default=0))
+    return f"{node.selection.window_s() * count:g} s" + (f" ({bound})" if bound else "")
 
 
 def _busy(node: Node) -> str:

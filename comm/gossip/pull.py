@@ -211,7 +211,7 @@ class PullExchange(Exchange):
         """Merges what is still fresh: a process that was stopped finds answers of long ago."""
         self.state = ExchangePhase.MERGING
         self.published.settle()
-        pulled, limit_s = self._window.pulled, math.inf if self.blocking else self.context.gossip.max_age_s
+        pulled, limit_s = self._window.pulled, math.inf if self.blocking else self.context.max_age_s(self.size)
         stale = [one for one in pulled if now - one.published_at > limit_s]
         self._window.pulled = [one for one in pulled if one not in stale]
         lines = [self._failed(one.contribution.peer, Reason.STALE, 0.0) for one in stale]

@@ -79,7 +79,7 @@ def check(context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Lay
         return Reason.FRAGMENT
     if snapshot.seq <= after:
         return Reason.REPLAY
-    if not -CLOCK_SKEW_S <= now - snapshot.time <= context.gossip.max_age_s:
+    if not -CLOCK_SKEW_S <= now - snapshot.time <= context.max_age_s(len(blob)):
         return Reason.STALE
     if snapshot.layout != layout or len(blob) != sum(section.size for section in layout):
         return Reason.SHAPE

@@ -144,6 +144,9 @@ class PullRule(UpdateRule):
             step = step + self.constants.alpha * momentum
         phi.sub_(step, alpha=self.constants.beta)
 
+    def kept(self) -> Mapping[str, int]:
+        return dict.fromkeys(("phi", "owed") if self.momentum is None else ("phi", "owed", "momentum"), self.elements)
+
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         """`owed` is the progress that no window has published yet. One that was closed and not yet merged becomes a
         solo step: nobody will send us its partners after a restart."""

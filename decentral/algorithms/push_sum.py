@@ -53,6 +53,9 @@ class PushSumRule(UpdateRule):
         if not 0 < float(vectors["weight"][0]) < MAX_WEIGHT:
             raise ProtocolError(Reason.WEIGHT, f"mass must weigh something, and less than {MAX_WEIGHT:g}")
 
+    def kept(self) -> Mapping[str, int]:
+        return {"weight": 1}
+
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         return {"weight": self.weight.reshape(1)}
 

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
-from decentral.comm.wire import compress
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.sim.swarm import SimulatedPeer, SwarmSettings
 from decentral.sim.virtual_host import Training
-from decentral.train import data
+from decentral.train import compress, data
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import Device
 

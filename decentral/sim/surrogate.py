@@ -131,7 +131,8 @@ class SurrogateWorkload(JobRunner):
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.model.tokens_per_step)
 
-    def _evaluate(self) -> jobs.Evaluated:
+    def _evaluate(self) -> Program:
+        yield Phase.EDGE
         return jobs.Evaluated(self.counters.tokens, loss_of(self.span.stages.weights), 0.0)
 
     def _save(self) -> Program:

@@ -10,7 +10,6 @@ from functools import cache, partial
 from decentral import claim_span
 from decentral.comm.net.virtual_directory import Records
 from decentral.comm.net.virtual_network import Network
-from decentral.comm.wire import compress
 from decentral.comm.wire.codec import Envelope
 from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
@@ -29,7 +28,7 @@ from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, 
 from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, play
 from decentral.sim.virtual_host import Connection, Observer, Pace, Respond, Training, VirtualHost
 from decentral.sim.virtual_signer import VirtualSigner
-from decentral.train import gpt, memory, update_rules
+from decentral.train import compress, gpt, memory, update_rules
 from decentral.train.activations import ActivationFormat
 from decentral.train.inner import fragments_of
 

@@ -4,6 +4,7 @@ The event loop submits jobs and gets outcomes through `report`; what crosses is 
 has which thread does what. `do` and `step` may also be called directly, without threads: tests and the simulator do.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor
 from decentral.core import config, jobs, rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
 from decentral.train import checkpoint, data, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.train.job_phases import JobThreads, Phase, Program
@@ -23,7 +25,7 @@ from decentral.train.job_runner import JobRunner, time_kind
 from decentral.train.outer_kernels import OuterKernels, TorchKernels
 from decentral.train.sections import Codecs
 from decentral.train.span import Span
-from decentral.train.step import Device, held_out_loss, train_step
+from decentral.train.step import Device, held_out_part, parts_of, train_step
 from decentral.train.update_rules import RuleTools
 
 
@@ -36,6 +38,7 @@ class ComputeSetup:
     device: Device
     folder: Path
     span: tuple[int, int] | None = None  # layers [first, last), whole fragments; None: the whole model
+    state_expected: bool = False  # a checkpoint or donors are there: initial weights are drawn only if none gives any
     kernels: OuterKernels | None = None  # None: plain torch, one operation after another
 
 
@@ -51,10 +54,12 @@ class Compute(JobRunner):
         kernels = setup.kernels or TorchKernels(setup.codecs)
         tools = RuleTools(setup.codecs, kernels, pinned=setup.device.device.type == "cuda")
         span = Span(run, setup.peer, tools, setup.device)
-        span.hold(*(setup.span or (0, span.model_layers)))
+        span.hold(*(setup.span or (0, span.model_layers)), drawn=not setup.state_expected)
         retained, numbers = RetainedStateStore(setup.folder, run.digest()), MicroBatchNumbers.of(setup.folder)
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
+        self._clock: Callable[[], Seconds] = time.monotonic  # the training thread's processor time, where it is known
+        self._saving = False
         self.threads = JobThreads(self.program, self._failure_of)
         self.counters.beside_s = self.threads.take_beside_s
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
@@ -65,9 +70,22 @@ class Compute(JobRunner):
         """Gives a job to the threads; Finish is the last one. Any thread may call it."""
         self.threads.submit(job)
 
+    def training_s(self) -> Seconds:
+        """Processor time that training has had so far: of the threads that multiply matrices, as if none was throttled.
+
+        Where a GPU trains, the machine's cores have nothing else to do: then it is their time.
+        """
+        device = self.setup.device
+        if device.device.type != "cpu":
+            return time.monotonic() * (os.cpu_count() or 1)
+        return self._clock() * torch.get_num_threads() * device.throttle
+
     def run(self, report: Callable[[jobs.Outcome], None]) -> None:
         """The training thread's life: tasks at step edges, and steps, until Finish has come and all jobs are done."""
         threads, account = self.threads, self.counters.time
+        if hasattr(time, "pthread_getcpuclockid"):
+            clock = time.pthread_getcpuclockid(threading.get_ident())
+            self._clock = lambda: time.clock_gettime(clock)
         threads.report = report
         worker = threading.Thread(target=threads.work_beside, name="beside", daemon=True)
         worker.start()
@@ -80,6 +98,7 @@ class Compute(JobRunner):
                 account.spent_on(time_kind(task.job))
             elif not wait:
                 report(self.step())
+                threads.begin_edge()
         worker.join()
 
     def step(self) -> jobs.Stepped:
@@ -116,6 +135,7 @@ class Compute(JobRunner):
     def resume(self) -> bool:
         """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is damaged or another run's."""
         self.restored = checkpoint.resume(self.setup.folder, self.span, self.counters)
+        self.span.given(fragment.index for fragment in self.fragments if self.restored)
         return self.restored
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
@@ -133,18 +153,39 @@ class Compute(JobRunner):
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.batch(number))
 
-    def _evaluate(self) -> jobs.Evaluated:
-        began = time.perf_counter()
-        loss = held_out_loss(self.span.forward, self.held_out, self.setup.device, max(8, self.micro_batch))
-        return jobs.Evaluated(self.counters.tokens, loss, time.perf_counter() - began)
+    def _evaluate(self) -> Program:
+        """A few sequences at each step edge, so that no step comes late: the weights move a little meanwhile."""
+        total, seconds = 0.0, 0.0
+        for part in parts_of(self.held_out, max(8, self.micro_batch)):
+            yield Phase.EDGE
+            began = time.perf_counter()
+            total += held_out_part(self.span.forward, part, self.setup.device)
+            seconds += time.perf_counter() - began
+        return jobs.Evaluated(self.counters.tokens, total / len(self.held_out[0]), seconds)
+
+    def _import(self, job: jobs.ImportState) -> Program:
+        imported = yield from super()._import(job)
+        if isinstance(imported, jobs.StateImported) and imported.accepted:
+            self.span.given(fragment for fragment, _, _ in job.blobs)
+        return imported
 
     def _save(self) -> Program:
         yield Phase.HELD
-        return jobs.Saved(self.counters.own_steps, checkpoint.save(self.setup.folder, self.span, self.counters))
+        self.span.draw()  # where a peer stops before it has joined
+        yield Phase.BESIDE
+        while self._saving:  # a checkpoint is on its way, and this one is newer
+            yield Phase.BESIDE
+        self._saving = True
+        try:
+            size = yield from checkpoint.save(self.setup.folder, self.span, self.counters, whole=self.synchronous)
+        finally:
+            self._saving = False
+        return jobs.Saved(self.counters.own_steps, size)
 
     def _start(self, newcomer: bool) -> jobs.Started:
         if self.synchronous:
             self.span.stages.sums.clear()  # their gradients belong to other weights
+        self.span.draw()
         self.counters.time.take()  # what came before is no part of the time of training
         return super()._start(newcomer)
 

@@ -6,9 +6,10 @@ weights and takes a correction; all else goes on beside it (train/job_phases.py)
 here before it moves anything; the numerics are in the update rules of decentral/algorithms.
 """
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from decentral.core import config, jobs
@@ -17,6 +18,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.train import update_rules
+from decentral.train.device_copies import copy_in, copy_out
 from decentral.train.inner import Live
 from decentral.train.job_phases import Phase, Program, finish
 from decentral.train.sections import Codecs, Packer, unpack
@@ -38,34 +40,65 @@ class GossipedFragment:
     on_request: jobs.Layout  # the sections that are encoded when somebody asks for them
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
     resting: bool = False  # nobody reads its windows, so none is closed
+    folding: bool = False
 
     @property
     def index(self) -> int:
         return self.live.fragment.index
 
-    def copied(self) -> tuple[Tensor, Window]:
-        """At a step edge: a copy of theta, and what was trained since the last one, which is counted anew from now."""
-        live, theta = self.live, self.rule.buffer()
-        live.copy_theta(theta)
+    def copied(self) -> Generator[Phase, None, Tensor]:
+        """From a step edge to the worker: a copy of theta at the edge."""
+        theta = self.rule.buffer()
+        arrive = copy_out(self.live, theta)
+        yield Phase.BESIDE
+        arrive()
+        return theta
+
+    def end_window(self) -> Window:
+        """What was trained since the last call. It is counted anew from now."""
+        live = self.live
         window = Window(0 if self.newcomer else live.tokens, live.lr_sum, live.steps)
         live.tokens, live.lr_sum, self.newcomer = 0, 0.0, False
-        return theta, window
+        return window
 
     def correct(self, correction: Correction | None) -> Steps:
-        """At the next step edge, if there is anything to correct."""
+        """From the worker to the next step edge, if there is anything to correct."""
         if correction is not None:
+            vector = copy_in(correction.vector, self.live.theta.device)
             yield Phase.EDGE
             if correction.replaces:
-                self.live.theta.copy_(correction.vector)
+                self.live.theta.copy_(vector)
             else:
-                self.live.add(correction.vector)
+                self.live.add(vector)
+
+    def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """The names in `with_rule`, in its order, with tensors on the meta device."""
+        for name, tensor in self.live.tensors().items():
+            yield f"{self.index}.{name}", tensor.to("meta")
+        for name, elements in self.rule.kept().items():
+            yield f"{self.index}.rule.{name}", torch.empty(elements, device="meta")
+
+    def with_rule(self, live: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint keeps of the fragment, by name: these live tensors, and the rule's state that fits them."""
+        for name, tensor in live.items():
+            yield f"{self.index}.{name}", tensor
+        for name, tensor in self.rule.state(live["theta"].cpu().float()).items():
+            yield f"{self.index}.rule.{name}", tensor
 
     def fold(self) -> Steps:
-        """Takes what was trained while it rested into the slow weights."""
+        """Takes what was trained while it rested into the slow weights, unless that is being done. It ends at an edge.
+
+        A newcomer and a partner may both want it at the same time.
+        """
         yield Phase.EDGE
-        theta, _ = self.copied()
-        yield Phase.BESIDE
-        yield from self.correct(self.rule.fold(theta))
+        while self.folding:
+            yield Phase.EDGE
+        if self.resting:
+            self.folding = True
+            self.end_window()
+            theta = yield from self.copied()
+            yield from self.correct(self.rule.fold(theta))
+            self.folding = False
 
     def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
         """What can be merged, and the partners that we refused, with the reason."""
@@ -137,10 +170,9 @@ class FragmentGossip:
         self.holding = job.fragment if job.hold else self.holding
         if gossiped.resting:
             yield from gossiped.fold()
-            yield Phase.EDGE
             gossiped.resting = False
-        theta, window = gossiped.copied()
-        yield Phase.BESIDE
+        window = gossiped.end_window()
+        theta = yield from gossiped.copied()
         packer = Packer(self.tools.codecs)
         correction = gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
@@ -177,9 +209,7 @@ class FragmentGossip:
         if rejected:
             return jobs.Absorbed(fragment, False, rejected[0][1])
         yield Phase.EDGE
-        theta = gossiped.rule.buffer()
-        gossiped.live.copy_theta(theta)
-        yield Phase.BESIDE
+        theta = yield from gossiped.copied()
         yield from gossiped.correct(gossiped.rule.merge(theta, parts, gossiped.live.steps))
         return jobs.Absorbed(fragment, True)
 
@@ -254,14 +284,8 @@ class FragmentGossip:
     # Checkpoints
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint must keep, by fragment and name."""
-        kept: dict[str, Tensor] = {}
-        for gossiped in self.fragments:
-            prefix = f"{gossiped.index}."
-            kept |= {prefix + name: value for name, value in gossiped.live.tensors().items()}
-            state = gossiped.rule.state(gossiped.live.theta.cpu())
-            kept |= {prefix + "rule." + name: value for name, value in state.items()}
-        return kept
+        """All that a checkpoint must keep, by fragment and name. The worker must be held."""
+        return {name: tensor for one in self.fragments for name, tensor in one.with_rule(one.live.tensors())}
 
     def windows(self) -> list[tuple[int, float]]:
         """For each fragment its tokens, and the sum of its learning rates, since its last close."""

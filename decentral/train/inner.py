@@ -6,7 +6,7 @@ first: with `train.optimizer: muon` those of all layers but the model's first an
 the decayed ones (matrices), then those that are not (gains).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,14 +55,12 @@ class Live:
 
         Raises UserError where an optimizer is missing on this machine.
         """
-        own = range(fragment.first, fragment.last)
-        ends = (0, (model_layers or start + len(layers)) - 1)
-        groups = _groups(((number not in ends, layers[number - start]) for number in own), train.optimizer)
+        self.fragment, self.train = fragment, train
+        self._last = (model_layers or start + len(layers)) - 1
+        groups = self._groups(layers, start)
         parameters = [parameter for group in groups for parameter in group]
         shapes = [parameter.shape for parameter in parameters]
-        flat = torch.cat([parameter.detach().float().flatten() for parameter in parameters])
-        self.fragment, self.train = fragment, train
-        self.theta = flat.to(device, getattr(torch, train.weights))
+        self.theta = _flat(parameters).to(device, getattr(torch, train.weights))
         self.grad = torch.zeros_like(self.theta)
         matrices, gains = (sum(parameter.numel() for parameter in group) for group in groups[1:])
         self.state = OptimizerState([block.shape for block in groups[0]], matrices, gains, train, device)
@@ -73,6 +71,25 @@ class Live:
             parameters, views(self.theta, shapes), views(self.grad, shapes), strict=True
         ):
             parameter.data, parameter.grad = weight, gradient
+
+    def draw(self, layers: Sequence[nn.Module], start: int) -> None:
+        """Takes the weights of other layers of the same kind. They begin with the model's layer `start`."""
+        groups = self._groups(layers, start)
+        self.theta.copy_(_flat([parameter for group in groups for parameter in group]))
+
+    def _groups(self, layers: Sequence[nn.Module], start: int) -> tuple[list[nn.Parameter], ...]:
+        """The fragment's parameters in their order in theta: Muon's matrices, AdamW's matrices, gains."""
+        blocks, matrices, gains = [], [], []
+        for number in range(self.fragment.first, self.fragment.last):
+            muon = self.train.optimizer == "muon" and 0 < number < self._last
+            for parameter in layers[number - start].parameters():
+                if parameter.ndim < 2:
+                    gains.append(parameter)
+                elif muon and parameter.ndim == 2:
+                    blocks.append(parameter)
+                else:
+                    matrices.append(parameter)
+        return blocks, matrices, gains
 
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint must keep."""
@@ -164,20 +181,8 @@ def _norm(gradient: Tensor) -> Tensor:
     return norm
 
 
-def _groups(
-    layers: Iterable[tuple[bool, nn.Module]], optimizer: str
-) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters of these layers as Muon's matrices, AdamW's, and gains; with each layer whether it is a block."""
-    blocks, matrices, gains = [], [], []
-    for block, layer in layers:
-        for parameter in layer.parameters():
-            if parameter.ndim < 2:
-                gains.append(parameter)
-            elif block and parameter.ndim == 2 and optimizer == "muon":
-                blocks.append(parameter)
-            else:
-                matrices.append(parameter)
-    return blocks, matrices, gains
+def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
+    return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
 
 
 def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:

@@ -62,6 +62,7 @@ class JobThreads:
         self._program_of, self._failure_of = program_of, failure_of
         self._edge: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._beside: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._later: list[Task] = []  # tasks that have had a phase at this edge and want another at the next one
         self._lock = Lock()
         self._unfinished = 0
         self._bug: Exception | None = None  # of the worker
@@ -83,8 +84,10 @@ class JobThreads:
     def at_edge(self, wait: bool) -> Task | None:
         """The next task of the training thread, or None if there is none; with `wait`, if there will never be one.
 
-        Raises what the worker has raised.
+        Without steps there is one long edge. Raises what the worker has raised.
         """
+        if wait:
+            self.begin_edge()
         try:
             task = self._edge.get() if wait else self._edge.get_nowait()
         except queue.Empty:
@@ -101,7 +104,15 @@ class JobThreads:
         finally:
             if held:
                 task.released.set()
-        if not held:
+        if task.phase is Phase.EDGE and not held:
+            self._later.append(task)
+        elif not held:
+            self._queue(task)
+
+    def begin_edge(self) -> None:
+        """A step was taken: what wanted another phase at an edge may have it."""
+        later, self._later = self._later, []
+        for task in later:
             self._queue(task)
 
     def work_beside(self) -> None:

@@ -137,6 +137,8 @@ class JobRunner(ABC):
                 return self._change_span(job)
             case jobs.ExportRetained(fragment):
                 return self._export_retained(fragment)
+            case jobs.Evaluate():
+                return self._evaluate()
             case jobs.Save():
                 return self._save()
             case _:
@@ -155,8 +157,6 @@ class JobRunner(ABC):
                 return jobs.ClockSet(self.lr_step)
             case jobs.Start(newcomer):
                 return self._start(newcomer)
-            case jobs.Evaluate():
-                return self._evaluate()
             case _:
                 return self._execute(job)
 
@@ -225,7 +225,7 @@ class JobRunner(ABC):
         """Begins this peer's micro-batch with this number."""
 
     @abstractmethod
-    def _evaluate(self) -> jobs.Evaluated: ...
+    def _evaluate(self) -> Program: ...
 
     @abstractmethod
     def _save(self) -> Program: ...

@@ -1,6 +1,6 @@
 """Several named vectors in one blob, each written with its own codec.
 
-The codecs live in `comm`, which this floor may not import: they come in as an argument.
+The codecs come in as an argument: a simulator has others than training.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from decentral.core.synthetic import SyntheticBlob, joined
 
 
 class Codecs(Protocol):
-    """What comm/wire/compress.py does for each codec by its name."""
+    """What train/compress.py does for each codec by its name."""
 
     def encode(self, codec: str, values: Tensor) -> bytes:
         """The bytes of fp32 values [n]."""

@@ -116,9 +116,9 @@ class UpdateRule:
         """
         raise NotImplementedError
 
-    def fold(self, theta: Tensor) -> Correction | None:
-        """Takes in what was trained while nobody read our windows."""
-        return None
+    def fold(self, theta: Tensor) -> Correction:
+        """Takes in what was trained while nobody read our windows. Only algorithms that let fragments rest need it."""
+        raise NotImplementedError
 
     # Of exact algorithms, in the place of `close` and `merge`: at a step edge, on the live tensors themselves
 
@@ -131,6 +131,10 @@ class UpdateRule:
         raise NotImplementedError
 
     # Checkpoints and newcomers
+
+    def kept(self) -> Mapping[str, int]:
+        """The names and lengths of what `state` gives, in its order."""
+        return {}
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         """All that a checkpoint with these weights must keep."""

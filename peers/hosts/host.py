@@ -22,11 +22,13 @@ from decentral.core.machine import Effect, Log, Woke
 from decentral.core.units import Seconds
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.roster import Learn
+from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
 
 FAREWELL_S = 5.0  # time to tell others that we leave
+CORES_S = 5.0  # between two reports of what the processor did
 REFUSED_S = 10.0  # between two checks whether something was refused
 FINISH_S = 120.0  # time for the compute thread's last step and checkpoint
 
@@ -35,6 +37,9 @@ class Computing(Protocol):
     """What a host needs of train/compute.py's Compute."""
 
     def submit(self, job: jobs.Job) -> None: ...
+
+    def training_s(self) -> Seconds:
+        """Processor time that training has had so far; on a GPU, that there was for it."""
 
     def run(self, report: Callable[[jobs.Outcome], None]) -> None: ...
 
@@ -70,6 +75,7 @@ class Host:
         await self.transport.serve(self._answer, self.node.answers.blob_bound)
         self._carry_all(self.node.begin(self.now()))
         self._spawn(self._report_refusals())
+        self._spawn(self._report_cores())
         reason = await self._stopped
         await self._leave(reason)
         return reason
@@ -181,6 +187,19 @@ class Host:
             if counts != known:
                 known = dict(counts)
                 self.journal.write("refused", by_reason=known)
+
+    async def _report_cores(self) -> None:
+        """Tells the node what training and the network take of the processor."""
+        known = self._processor()
+        while True:
+            await asyncio.sleep(CORES_S)
+            now = self._processor()
+            self._deliver(CoresUsed(*(new - old for new, old in zip(now, known, strict=True))))
+            known = now
+
+    def _processor(self) -> tuple[Seconds, Seconds, Seconds]:
+        """The clock, the processor time of training, and that of this thread and of the network."""
+        return time.monotonic(), self.compute.training_s(), time.thread_time() + self.transport.processor_s()
 
     # Leaving
 

@@ -15,6 +15,11 @@ from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
 
 LINE_S = 1.0  # between two `step` lines
+CHECKPOINT_SHARE = 0.01  # of the time: checkpoints that take longer come less often
+CHECKPOINT_BYTES_PER_S = (
+    32e6  # what a disk shall be written at, on average: a large model's checkpoints come less often
+)
+EVALUATION_SHARE = 0.005  # of the time
 RATE_S = 10.0  # time constant of the average of tokens/s
 
 
@@ -49,7 +54,8 @@ class TrainingProgress:
         """`fetched`: the state came from the swarm, and the disk has none or an older one: it is saved at once."""
         self.joined_at = self._line_at = now
         self.lr_step = max(self.lr_step, lr_step)
-        self._eval_at = now if self.evaluates else None
+        first_eval_at = now + self.train.eval_every_s if fetched else now  # donors have evaluated what was fetched
+        self._eval_at = first_eval_at if self.evaluates else None
         self._save_at = now if fetched else now + self.limits.checkpoint_every_s
 
     def save_soon(self, now: Seconds) -> None:
@@ -65,10 +71,12 @@ class TrainingProgress:
             case Stepped():
                 return self._stepped(event, now)
             case Evaluated(tokens, loss, seconds):
-                self.held_out, self._eval_at = loss, now + self.train.eval_every_s
+                self.held_out = loss
+                self._eval_at = now + max(self.train.eval_every_s, seconds / EVALUATION_SHARE)
                 return [log("eval", tokens=tokens, loss=round(loss, 4), seconds=round(seconds, 4))]
-            case Saved(step, size):
-                self._save_at = now + self.limits.checkpoint_every_s
+            case Saved(step, size, cost_s):
+                least_s = max(cost_s / CHECKPOINT_SHARE, size / CHECKPOINT_BYTES_PER_S)
+                self._save_at = now + max(self.limits.checkpoint_every_s, least_s)
                 return [log("checkpoint", step=step, bytes=size)]
             case JobFailed("Save", reason):
                 self._save_at = now + self.limits.checkpoint_every_s
