@@ -25,26 +25,33 @@ class CoresUsed:
 
 @dataclass(slots=True)
 class GossipCost:
-    window_cost_s: Seconds = 0.0  # one window of one fragment, on average
+    compute_s: Seconds = 0.0  # of one window of one fragment, on average: its jobs
+    network_s: Seconds = 0.0  # likewise: its transfers
     cores: float = 0.0  # that train
     stretch: int = 1  # windows are so many times as long as the config has them: a power of two
-    _compute_s: Seconds = 0.0  # of jobs since the last measurement
+    _jobs_s: Seconds = 0.0  # since the last measurement
     _windows: int = 0  # closed since then
 
     def did(self, cost_s: Seconds, closed: bool) -> None:
         """A job of gossip took so long; `closed`: it ended a window."""
-        self._compute_s += cost_s
+        self._jobs_s += cost_s
         self._windows += closed
 
-    def measured(self, used: CoresUsed) -> None:
+    @property
+    def window_cost_s(self) -> Seconds:
+        return self.compute_s + self.network_s
+
+    def measured(self, used: CoresUsed, gossip_alone: bool) -> None:
+        """`gossip_alone`: the network had little else to do, such as the state of a newcomer to send."""
         self.cores = used.training_s / used.seconds
         if not self._windows:
             return  # the next measurement may have windows to share this one's cost
-        network_s = max(0.0, used.network_s - FIXED_CORES * used.seconds)
-        cost_s = (self._compute_s + network_s) / self._windows
-        newest = min(1.0, self._windows / REMEMBERED_WINDOWS) if self.window_cost_s else 1.0
-        self.window_cost_s += newest * (cost_s - self.window_cost_s)
-        self._compute_s, self._windows = 0.0, 0
+        newest = min(1.0, self._windows / REMEMBERED_WINDOWS)
+        self.compute_s += (newest if self.compute_s else 1.0) * (self._jobs_s / self._windows - self.compute_s)
+        if gossip_alone:
+            network_s = max(0.0, used.network_s - FIXED_CORES * used.seconds) / self._windows
+            self.network_s += (newest if self.network_s else 1.0) * (network_s - self.network_s)
+        self._jobs_s, self._windows = 0.0, 0
 
     def windows(self, window_s: Seconds, fragments: int, share: float) -> int:
         """How many windows of the config's length make one of ours, so that all fragments cost this share of the cores.
