@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
@@ -40,6 +40,7 @@ from decentral.peers.placement.span_move import MemoryBudget
 from decentral.peers.planning import swarm_plans
 from decentral.train import checkpoint, compress, data, measure, memory
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.kernel_choice import best_kernels
 from decentral.visit import say_hello
 
 RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
@@ -121,7 +122,8 @@ async def claim_layers(
     memory_bytes = flags.memory or measure.memory_bytes(device)
     kept = checkpoint.span(folder.path)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
-    return request, await claim(request, memory.needs(access.config), access.directory, WallClock())
+    needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
+    return request, await claim(request, needs, access.directory, WallClock())
 
 
 async def prepare(
@@ -138,7 +140,11 @@ async def prepare(
     if claimed.span is not None:
         memory.give_back_what_is_freed()
     corpus = data.load(run.data, run.model)
-    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span))
+    expected = bool(access.contacts) or request.kept is not None
+    computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
+    kernels, reason = best_kernels(device.device, compress)
+    print(f"kernels of gossip: {reason}", flush=True)
+    compute = Compute(replace(computing, state_expected=expected, kernels=kernels))
     restored = compute.resume()
     setup = NodeSetup(
         config=run,
@@ -159,6 +165,7 @@ async def prepare(
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
+    journal.write("kernels", reason=reason)
     return Host(Node(setup), transport, access.directory, compute, journal, book, now)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-import torch
-
 from decentral import claim_span
 from decentral.comm.net.virtual_directory import Records
 from decentral.comm.net.virtual_network import Network
@@ -74,9 +72,8 @@ class SwarmSettings:
     def state_layouts(self) -> list[jobs.Layout]:
         if self.donated is not None:
             return list(self.donated)
-        rule = update_rules.rule(self.config.gossip, torch.zeros(NUMBERS), PeerId(""))
         codecs = SyntheticCodecs(compress, self.fragments[0].parameters / NUMBERS)
-        return [update_rules.layout_of(rule.donated, NUMBERS, codecs) for _ in self.fragments]
+        return [update_rules.layout_of(update_rules.donated(self.config.gossip), NUMBERS, codecs)] * len(self.fragments)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,8 +1,8 @@
 """The layers that a peer holds: their live weights, their inner optimizer, their gossip, and their work for routes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 
-import torch
 from torch import nn
 
 from decentral.core import config, jobs
@@ -11,31 +11,33 @@ from decentral.train import gpt
 from decentral.train.activations import ActivationFormat
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.inner import Inner, Live, fragments_of
-from decentral.train.sections import Codecs
 from decentral.train.stage_runner import StageRunner
-from decentral.train.step import Device, Forward, chain
+from decentral.train.step import Chain, Device, Forward
+from decentral.train.update_rules import RuleTools
 
 
 class Span:
     """Holds no layers until `hold` says which, and then those until `hold` says others.
 
-    `forward` maps tokens_BT to logits_BTV where the span is the whole model. For a part of the model it only serves to
-    measure the device: zeros then stand for the hidden values that would enter.
+    `forward` is the model where the span is all of it. For a part of the model it only serves to measure the device.
     """
 
-    def __init__(self, run: config.Config, peer: PeerId, codecs: Codecs, device: Device) -> None:
+    def __init__(self, run: config.Config, peer: PeerId, tools: RuleTools, device: Device) -> None:
         self.run, self.device = run, device
         self.cuts = tuple(fragments_of(run))  # of the whole model
-        self.activations = ActivationFormat(run, codecs, gpt.widths(run.model))
+        self.activations = ActivationFormat(run, tools.codecs, gpt.widths(run.model))
         self.layers: list[nn.Module] = []
         self.fragments: list[jobs.Fragment] = []
-        self.gossip = FragmentGossip(run.gossip, peer, codecs)
+        self.gossip = FragmentGossip(run.gossip, peer, tools)
         self.inner = Inner([], run.train)
-        self.forward: Forward = chain([], compiled=False)
+        self.forward: Forward = Chain([])
         self._stages: StageRunner | None = None
+        self._undrawn: set[int] = set()  # fragments without weights
 
-    def hold(self, first: int, last: int) -> None:
+    def hold(self, first: int, last: int, drawn: bool = True) -> None:
         """Holds layers [first, last): those that are here as they are, the others with their initial weights.
+
+        Without `drawn`, the others have no weights until a checkpoint or donors give them (`given`), or else `draw`.
 
         Layers that are not wanted any more are let go of before new ones are built, so that the device never holds
         both. No execution may be pending. Raises RuntimeError where the device's memory is too small; another call of
@@ -48,20 +50,42 @@ class Span:
         start = self.fragments[0].first if self.fragments else 0
         layers = {start + at: layer for at, layer in enumerate(self.layers) if first <= start + at < last}
         self.layers, self.fragments, self._stages = [], [], None
-        self.inner, self.forward = Inner([], run.train), chain([], compiled=False)
+        self.inner, self.forward = Inner([], run.train), Chain([])
         self.gossip.hold(list(lives.values()))
         for begin, end in _gaps(layers, first, last):
-            new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
+            with nullcontext() if drawn else gpt.Undrawn():
+                new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
             layers |= dict(enumerate(new, begin))
-            lives |= {cut: Live(cut, new, device, run.train, begin) for cut in wanted if begin <= cut.first < end}
+            lives |= {
+                cut: Live(cut, new, device, run.train, begin, self.model_layers)
+                for cut in wanted
+                if begin <= cut.first < end
+            }
         self.layers, self.fragments = [layers[at] for at in range(first, last)], wanted
+        self._undrawn = set() if drawn else {cut.index for cut in wanted}
         ordered = [lives[fragment] for fragment in wanted]
         self.gossip.hold(ordered)
         self.inner = Inner(ordered, run.train)
-        chained = chain(self.layers, run.train.compile and device.type == "cuda")
-        self.forward = chained if first == 0 else self._from_zeros(chained, first)
+        self.forward = Chain(self.layers, run.train.compile and device.type == "cuda", run, first)
         if len(wanted) < len(self.cuts) or run.synchronous:
             self._stages = self._at_work(alone=True)
+
+    def given(self, fragments: Iterable[int]) -> None:
+        """A checkpoint or donors have given these fragments their weights."""
+        self._undrawn.difference_update(fragments)
+
+    def draw(self) -> None:
+        """Gives fragments that still have no weights their initial ones. To be called before anything reads them."""
+        if not self._undrawn:
+            return
+        lives, first, last = self.inner.lives, self.fragments[0].first, self.fragments[-1].last
+        layers = gpt.build(self.run.model, self.run.seed, first, last)
+        for live in lives:
+            if live.fragment.index in self._undrawn:
+                live.draw(layers, first)
+        self.gossip.hold([live for live in lives if live.fragment.index not in self._undrawn])
+        self.gossip.hold(lives)  # the slow weights of the others begin with the initial weights
+        self._undrawn.clear()
 
     @property
     def model_layers(self) -> int:
@@ -89,12 +113,6 @@ class Span:
 
     def _at_work(self, alone: bool) -> StageRunner:
         return StageRunner(self.run, self.layers, self.inner.lives, self.activations, self.device, alone)
-
-    def _from_zeros(self, chained: Forward, first: int) -> Forward:
-        width = self.activations.widths[first]
-        return lambda tokens_BT: chained(
-            torch.zeros(*tokens_BT.shape, width, device=tokens_BT.device, requires_grad=True)
-        )
 
 
 def _gaps(layers: Mapping[int, nn.Module], first: int, last: int) -> list[tuple[int, int]]:

@@ -1,8 +1,9 @@
 """One training step: fetch, forward, backward, step, report. Nothing here knows that there is a network."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,15 @@ from decentral.train.inner import Inner, rate_at
 Fetch = Callable[[], tuple[Tensor, Tensor]]
 """Gives the next micro-batch: inputs_BT and targets_BT."""
 
-Forward = Callable[[Tensor], Tensor]
-"""Maps tokens_BT to logits_BTV."""
+
+class Forward(Protocol):
+    """A model's layers as one function."""
+
+    def __call__(self, tokens_BT: Tensor, /) -> Tensor:
+        """logits_BTV"""
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, /) -> Tensor:
+        """Mean cross-entropy in nats per token, a scalar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ def train_step(
         began = time.perf_counter()
         inputs_BT, targets_BT = fetch()
         with device.autocast():
-            loss = gpt.loss_of(forward(inputs_BT.to(device.device)), targets_BT.to(device.device))
+            loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
         (loss / train.accumulate).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         tokens += inputs_BT.numel()
@@ -62,23 +70,60 @@ def train_step(
     return StepReport(float(torch.stack(losses).mean()), tokens, train.accumulate)
 
 
-@torch.no_grad()
 def held_out_loss(forward: Forward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
     """Mean loss in nats per token over the held-out inputs_BT and targets_BT, `at_once` sequences at a time."""
+    parts = [held_out_part(forward, part, device) for part in parts_of(batch, at_once)]
+    return sum(parts) / len(batch[0])
+
+
+def parts_of(batch: tuple[Tensor, Tensor], at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
     inputs_BT, targets_BT = batch
-    total = 0.0
     for start in range(0, len(inputs_BT), at_once):
-        part = slice(start, start + at_once)
-        with device.autocast():
-            loss = gpt.loss_of(forward(inputs_BT[part].to(device.device)), targets_BT[part].to(device.device))
-        total += float(loss) * len(inputs_BT[part])
-    return total / len(inputs_BT)
+        yield inputs_BT[start : start + at_once], targets_BT[start : start + at_once]
 
 
-def chain(layers: Sequence[nn.Module], compiled: bool) -> Forward:
-    """The layers one after another, as one function."""
-    model = nn.Sequential(*layers)
-    return torch.compile(model) if compiled else model
+@torch.no_grad()
+def held_out_part(forward: Forward, part: tuple[Tensor, Tensor], device: Device) -> float:
+    """The sum over these sequences of their mean losses in nats per token."""
+    inputs_BT, targets_BT = part
+    with device.autocast():
+        loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
+    return float(loss) * len(inputs_BT)
+
+
+class Chain:
+    """Layers [first, ...) of a model one after another, as one function; with a run they save memory as it says.
+
+    Where `first` is not the first layer this only serves to measure the device: zeros stand for the hidden values that
+    would enter. Where the layers end before the model, their output stands for logits.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], compiled: bool = False, run: config.Config | None = None, first: int = 0
+    ) -> None:
+        ends = run is not None and first + len(layers) == len(gpt.parameters(run.model))
+        self.run = run if ends else None
+        self.dtype = torch.float32 if run is None else getattr(torch, run.train.weights)
+        self.entering = 0 if run is None or first == 0 else gpt.widths(run.model)[first]
+        ready = list(layers) if run is None else gpt.recomputed(run, layers, first)
+        trunk, head = nn.Sequential(*ready[:-1]), ready[-1] if ready else nn.Identity()
+        self.trunk: Callable[[Tensor], Tensor] = torch.compile(trunk) if compiled else trunk
+        self.head: Callable[[Tensor], Tensor] = torch.compile(head) if compiled else head
+
+    def __call__(self, tokens_BT: Tensor) -> Tensor:
+        return self.head(self._hidden(tokens_BT))
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        if self.run is None:
+            return gpt.loss_of(self(tokens_BT), targets_BT)
+        return gpt.last_loss(self.run, self.head, self._hidden(tokens_BT), targets_BT)
+
+    def _hidden(self, tokens_BT: Tensor) -> Tensor:
+        """What enters the last layer."""
+        if not self.entering:
+            return self.trunk(tokens_BT)
+        zeros_BTD = torch.zeros(*tokens_BT.shape, self.entering, device=tokens_BT.device, dtype=self.dtype)
+        return self.trunk(zeros_BTD.requires_grad_())
 
 
 def slow_down(device: Device, took_s: float, share: float = 1.0) -> None:
