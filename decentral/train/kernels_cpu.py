@@ -34,7 +34,7 @@ class CompiledKernels:
         if len(self._packed) < size:
             self._packed = np.empty(size, np.uint8)
         blob = self._packed[:size]
-        squares, largest = block_kernels.close((snapshot.numpy(), baseline.numpy(), residual.numpy()), blob)
+        squares, largest = block_kernels.close((snapshot.cpu().numpy(), baseline.numpy(), residual.numpy()), blob)
         if largest >= block_kernels.INFINITE:
             raise ProtocolError(Reason.NAN, "the pseudo-gradient holds numbers that are not finite")
         return blob.tobytes(), sqrt(squares)
