@@ -37,6 +37,7 @@ class PushSumRule(UpdateRule):
         half = packer.add("weight", "fp32", (self.weight / 2).reshape(1))
         self.weight = self.weight - half[0]
         live.theta.copy_((mass - away) / self.weight)
+        live.touch("theta")
 
     def merge(self, live: Live, parts: Sequence[Parts]) -> None:
         """Adds mass at any time, also mass of our own that nobody took."""

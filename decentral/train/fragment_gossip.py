@@ -127,6 +127,7 @@ class FragmentGossip:
         gossiped = self._by_index[fragment]
         parts, rejected = self._decode(gossiped, contributions)
         gossiped.rule.merge(gossiped.live, parts)
+        gossiped.live.touch("theta", "exp_avg")
         return jobs.Merged(fragment, seq, tuple(part.peer for part in parts), tuple(rejected))
 
     def absorb(self, fragment: int, contribution: jobs.Contribution) -> jobs.Absorbed:
@@ -135,6 +136,7 @@ class FragmentGossip:
         if rejected:
             return jobs.Absorbed(fragment, False, rejected[0][1])
         gossiped.rule.merge(gossiped.live, parts)
+        gossiped.live.touch("theta", "exp_avg")
         return jobs.Absorbed(fragment, True)
 
     def export(self, fragment: int) -> jobs.StateExported:
@@ -166,6 +168,7 @@ class FragmentGossip:
             gossiped = self._by_index[index]
             device = gossiped.live.theta.device
             gossiped.rule.adopt(gossiped.live, {name: vector.to(device) for name, vector in vectors.items()})
+            gossiped.live.touch()
 
     def hold(self, lives: Sequence[Live]) -> None:
         """Holds these fragments from now on: those that are here as they are, others from their weights."""
@@ -199,6 +202,7 @@ class FragmentGossip:
             for name, tensor in live.tensors().items():
                 tensor.copy_(tensors[prefix + name])
             live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
+            live.touch()
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
             gossiped.rule.load(live, {name: tensor.to(live.theta.device) for name, tensor in own.items()})
 

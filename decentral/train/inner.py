@@ -62,6 +62,7 @@ class Live:
         self.tokens = 0  # since the last window's end
         self.lr_sum = 0.0  # sum of the learning rates since the last window's end
         self.steps = 0  # of AdamW on this fragment: for its bias correction and for a newcomer's own warm-up
+        self.touched = set[str]()  # of `tensors`: those that changed otherwise than by Inner.step; train/island.py
         self.train = train
         self.decayed = sum(p.numel() for p in matrices)
         begin = 0
@@ -73,6 +74,10 @@ class Live:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"theta": self.theta, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+    def touch(self, *names: str) -> None:
+        """Marks these of `tensors`, or all of them, as changed otherwise than by a step that all ranks take."""
+        self.touched.update(names or self.tensors())
 
     def moments(self) -> Moments:
         """AdamW's second moment and both bias corrections, as train/outer.py needs them."""
@@ -131,6 +136,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> Non
     rate = rate_at(train, lr_step, live.steps)
     _adamw(live, gradient, live.steps, rate)
     live.count(tokens, rate)
+    live.touch()
 
 
 def _adamw(live: Live, gradient: Tensor, steps: int, rate: float) -> None:
