@@ -17,6 +17,7 @@ A rank that dies breaks the others' connections: they fail at once, and the laun
 """
 
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -168,13 +169,8 @@ class Island:
                     dist.broadcast(tensor, src=0)
             live.touched.clear()
         if self._model is None:
-            run = replica.run
-            self._model = DistributedDataParallel(
-                nn.Sequential(*replica.layers),
-                broadcast_buffers=False,  # ours are constants
-                find_unused_parameters=run.model.layers is not None,  # a user's own layers may leave some out
-            )
-            compiled = run.train.compile and self.device.type == "cuda"
+            self._model = _averaging(replica)
+            compiled = replica.run.train.compile and self.device.type == "cuda"
             self._forward = torch.compile(self._model) if compiled else self._model
         return self._forward
 
@@ -199,8 +195,11 @@ class Follower:
         return cls(run, layers, Inner(lives, run.train), chain(layers, compiled=False))
 
 
-def follow(island: Island, assignment: Assignment, device: Device) -> None:
-    """Carries out rank 0's orders until it finishes. Raises RuntimeError if a rank is gone, UserError without data."""
+def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
+    """Carries out rank 0's orders until it finishes; gives the model as it is then.
+
+    Raises RuntimeError if a rank is gone, and UserError if the run's data are not here.
+    """
     run = config.from_canonical(assignment.config)
     corpus = data.load(run.data, run.model)
     replica, counters = Follower.build(run, device.device), Counters()
@@ -213,11 +212,21 @@ def follow(island: Island, assignment: Assignment, device: Device) -> None:
     while True:
         order, forward = island.next_step(replica, counters)
         if order is Order.FINISH:
-            return
+            return replica
         if order is Order.MEASURE:
             measure.step_s(forward, run.model, device, assignment.micro_batch)
         else:
             train_step(forward, fetch, replica.inner, counters.lr_step, run.train, device)
+
+
+def _averaging(replica: Replica) -> DistributedDataParallel:
+    """The layers, whose gradients become the mean over all ranks; they stay in the fragments' flat vectors."""
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of a name that torch 2.6 has not yet
+        return DistributedDataParallel(
+            nn.Sequential(*replica.layers),
+            broadcast_buffers=False,  # they are constants
+            find_unused_parameters=replica.run.model.layers is not None,  # a user's own layers may leave some out
+        )
 
 
 def _marks(live: Live) -> int:
