@@ -11,15 +11,16 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from decentral.core import config
 from decentral.core.errors import UserError
@@ -27,8 +28,7 @@ from decentral.train import measure, memory
 from decentral.train.island import BUCKET_BYTES, Island, follow
 
 RESTARTS = 100  # of an island; a device that fails every time must end it some day
-LEAVE_S = 150  # after Ctrl-C; longer than peers/hosts/host.py waits for the last checkpoint
-EXIT_CODE = "DECENTRAL_EXIT_CODE"  # names the file in which a rank tells the launcher not to start it again
+ATTEMPT = "DECENTRAL_ATTEMPT"  # in the environment of ranks: how often this launcher has started them before
 PR_SET_PDEATHSIG = 1  # Linux's name for it, in sys/prctl.h
 
 
@@ -46,8 +46,9 @@ class Place:
         """None: no launcher has started this process, or it started nothing else."""
         if int(os.environ.get("WORLD_SIZE", 1)) < 2:
             return None
-        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-        return cls(*(int(os.environ.get(name, 0)) for name in names))
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", ATTEMPT)
+        rank, local_rank, local_size, restarts, attempt = (int(os.environ.get(name, 0)) for name in names)
+        return cls(rank, local_rank, local_size, restarts + attempt)
 
 
 def devices(wanted: str, place: Place | None) -> list[str]:
@@ -69,45 +70,66 @@ def devices(wanted: str, place: Place | None) -> list[str]:
 
 def island(arguments: Sequence[str], flags: Namespace, names: Sequence[str]) -> int:
     """Runs this command as one rank for each device until it ends. Returns its exit code."""
-    for logger in ("agent.server.api", "multiprocessing.api"):  # they warn of every process that ends with Ctrl-C
-        logging.getLogger(f"torch.distributed.elastic.{logger}").setLevel(logging.ERROR)
-    if measure.choose(names[0], "auto", 1.0, 0.0).device.type == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(names))))
+    if names[0] == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(names))))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=len(names),
-        run_id=f"island-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=RESTARTS,
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP",
-        shutdown_timeout=LEAVE_S,
-    )
-    with tempfile.NamedTemporaryFile(prefix="decentral-") as told:
-        os.environ[EXIT_CODE] = told.name
-        command = ["-m", "decentral.peer", *arguments, "--state-dir", flags.state_dir, "--device", ",".join(names)]
-        try:
-            elastic_launch(settings, sys.executable)(*command)
-        except SignalException:
-            return 0
-        except ChildFailedError as error:
-            print(f"error: this peer's ranks failed {RESTARTS + 1} times: {error}", file=sys.stderr)
-            return 1
-        finally:
-            del os.environ[EXIT_CODE]
-        return int(Path(told.name).read_text() or 0)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are this file's
+    for logger in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{logger}").setLevel(logging.CRITICAL)
+    command = ("-m", "decentral.peer", *arguments, "--state-dir", flags.state_dir, "--device", ",".join(names))
+    launcher = Launcher(command, len(names))
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, launcher.stop)
+    return launcher.run()
 
 
-def settle(code: int) -> int:
-    """The exit code for a rank's launcher, which starts all ranks again unless it is 0: a user error is no reason."""
-    told = os.environ.get(EXIT_CODE)
-    if told is None or code != 2:
-        return code
-    Path(told).write_text(str(code))
-    return 0
+class Launcher:
+    """Starts all ranks with torch's elastic agent, and again when one of them has died."""
+
+    def __init__(self, command: Sequence[str], ranks: int) -> None:
+        self.command, self.ranks = tuple(command), ranks
+        self.agent: LocalElasticAgent | None = None
+        self.stopping = False
+
+    def run(self) -> int:
+        """Returns the exit code: 0 done, also after `stop`; 2 if rank 0 has said what the user should mend."""
+        for attempt in range(RESTARTS + 1):
+            os.environ[ATTEMPT] = str(attempt)
+            self.agent = self._new_agent()
+            failures = self.agent.run().failures
+            if self.stopping or not failures:
+                return 0
+            codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
+            if 2 in codes.values():
+                return 2
+            print(f"ranks ended by themselves (rank: exit code {codes}); starting all again", file=sys.stderr)
+        return 1
+
+    def stop(self, *_: object) -> None:
+        """Sends Ctrl-C to all ranks. The second time, or before they are there, it ends them at once."""
+        workers = self.agent.get_worker_group().workers if self.agent else []
+        pids = [worker.id for worker in workers if worker.id is not None]
+        if self.stopping or not pids:
+            raise KeyboardInterrupt
+        self.stopping = True
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+
+    def _new_agent(self) -> LocalElasticAgent:
+        """The agent of one attempt. Its restarts are ours: it would also restart after Ctrl-C and user errors."""
+        name = f"island-{os.getpid()}-{os.environ[ATTEMPT]}"
+        place = RendezvousParameters("c10d", "127.0.0.1:0", name, min_nodes=1, max_nodes=1, local_addr="127.0.0.1")
+        spec = WorkerSpec(
+            role="peer",
+            local_world_size=self.ranks,
+            rdzv_handler=get_rendezvous_handler(place),
+            entrypoint=sys.executable,
+            args=self.command,
+            max_restarts=0,
+            local_addr="127.0.0.1",
+        )
+        return LocalElasticAgent(spec, DefaultLogsSpecs())
 
 
 def rank(flags: Namespace, place: Place, lead: Callable[[Island], None]) -> None:
@@ -122,8 +144,7 @@ def rank(flags: Namespace, place: Place, lead: Callable[[Island], None]) -> None
         finally:
             island.close()
         return
-    for each in (signal.SIGINT, signal.SIGTERM):  # rank 0 gets it as well, and tells the others when to finish
-        signal.signal(each, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it as well, and tells the others when to finish
     try:
         _follow(flags, island)
     except (RuntimeError, UserError) as error:

@@ -51,7 +51,7 @@ RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows thi
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     arguments = sys.argv[1:] if argv is None else argv
-    return launch.settle(command.run(lambda: _start(arguments)))
+    return command.run(lambda: _start(arguments))
 
 
 def _start(arguments: Sequence[str]) -> None:
@@ -65,7 +65,7 @@ def _start(arguments: Sequence[str]) -> None:
     except UserError:
         if place is None or place.rank == 0:
             raise
-        raise SystemExit(launch.settle(2)) from None  # rank 0 says it
+        raise SystemExit(2) from None  # rank 0 says it
     if place is not None:
         flags.device, flags.restarted = devices[place.local_rank], place.restarts > 0
         launch.rank(flags, place, lambda island: asyncio.run(_main(flags, island)))
@@ -238,7 +238,8 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     if flags.island:
         host.journal.write("island", ranks=[dataclasses.asdict(member) for member in flags.island.members])
     loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
+    ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
+    for name in ending:
         loop.add_signal_handler(name, host.stop, "interrupted")
     tasks = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_reconnect_when_alone(host))]
     try:

@@ -27,6 +27,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from decentral.core import config
@@ -75,9 +76,14 @@ class Island:
         """Waits until all ranks are here; the environment names them as torchrun does. Raises RuntimeError."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=STEP_S))
+        limit, backend = timedelta(seconds=STEP_S), "nccl" if device.type == "cuda" else "gloo"
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher's store may still have the last one's
+        dist.init_process_group(
+            backend, timeout=limit, store=dist.PrefixStore(attempt, store), rank=rank, world_size=size
+        )
         self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = rank, size
         self.lives: Sequence[Live] = ()  # once this rank has an assignment
         self.under_way = False  # a step has begun and not ended: after an error no other order may follow
         self._model: DistributedDataParallel | None = None
