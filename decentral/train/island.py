@@ -27,6 +27,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,9 +80,7 @@ class Island:
         limit, backend = timedelta(seconds=STEP_S), "nccl" if device.type == "cuda" else "gloo"
         store, rank, size = next(rendezvous("env://", timeout=limit))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher's store may still have the last one's
-        dist.init_process_group(
-            backend, timeout=limit, store=dist.PrefixStore(attempt, store), rank=rank, world_size=size
-        )
+        dist.init_process_group(backend, timeout=limit, store=PrefixStore(attempt, store), rank=rank, world_size=size)
         self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
         self.rank, self.size = rank, size
         self.lives: Sequence[Live] = ()  # once this rank has an assignment
@@ -114,7 +113,7 @@ class Island:
 
     def end(self, figure: Tensor) -> Tensor:
         """Ends the step with the mean over all ranks of this scalar."""
-        mean = figure / self.size
+        mean: Tensor = figure / self.size
         dist.all_reduce(mean)
         self.under_way = False
         return mean
