@@ -183,7 +183,7 @@ async def prepare(
     compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span))
     restored = compute.resume()
     if flags.island:
-        flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span.inner.lives)
+        flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)
     setup = NodeSetup(
         config=run,
         run=access.run,

@@ -104,7 +104,8 @@ class Island:
     def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> Forward:
         """Orders a step, on rank 0. Gives the layers as one function whose gradients will be the ranks' mean."""
         self._order(Order.MEASURE if measuring else Order.STEP, counters.lr_step, counters.micro_batches)
-        return self._begin(replica)
+        self._copy_touched()
+        return self._forward
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Around the forward and backward pass of a micro-batch: after a step's last one gradients are averaged."""
@@ -120,10 +121,10 @@ class Island:
 
     # Rank 0
 
-    def assign(self, assignment: Assignment, lives: Sequence[Live]) -> None:
-        """Makes the other ranks build their layers. `lives` are rank 0's, from now on those of all."""
+    def assign(self, assignment: Assignment, replica: Replica) -> None:
+        """Makes the other ranks build their layers, and waits until they have; they begin with the weights of these."""
         dist.broadcast_object_list([assignment], group=self.control)
-        self.lives = lives
+        self.hold(replica)
 
     def close(self) -> None:
         """Ends this rank's part. Rank 0 tells the others to finish, unless a step has failed, which they know."""
@@ -153,31 +154,34 @@ class Island:
         dist.broadcast_object_list(received, group=self.control)
         return received[0]
 
-    def next_step(self, replica: Replica, counters: Counters) -> tuple[Order, Forward]:
+    def next_step(self, counters: Counters) -> tuple[Order, Forward]:
         """Waits for rank 0's order, and follows its counters. Raises RuntimeError if a rank is gone."""
-        self.lives = replica.inner.lives
         numbers = self._exchange(torch.zeros(HEADER + 2 * len(self.lives), dtype=torch.int64))
         counters.lr_step, counters.micro_batches = numbers[1:HEADER]
         for live, steps, marks in zip(self.lives, numbers[HEADER::2], numbers[HEADER + 1 :: 2], strict=True):
             live.steps = steps
             live.touched = {name for at, name in enumerate(live.tensors()) if marks >> at & 1}
         order = Order(numbers[0])
-        return order, replica.forward if order is Order.FINISH else self._begin(replica)
+        if order is not Order.FINISH:
+            self._copy_touched()
+        return order, self._forward
 
     # All
 
-    def _begin(self, replica: Replica) -> Forward:
-        """Copies what rank 0 has touched, and wraps the layers the first time."""
-        for live in replica.inner.lives:
+    def hold(self, replica: Replica) -> None:
+        """Wraps these layers, on all ranks at once: their gradients become the mean over all ranks from now on."""
+        self.lives = replica.inner.lives
+        self._model = _averaging(replica)
+        compiled = replica.run.train.compile and self.device.type == "cuda"
+        self._forward = torch.compile(self._model) if compiled else self._model
+
+    def _copy_touched(self) -> None:
+        """Gives all ranks what rank 0 has touched."""
+        for live in self.lives:
             for name, tensor in live.tensors().items():
                 if name in live.touched:
                     dist.broadcast(tensor, src=0)
             live.touched.clear()
-        if self._model is None:
-            self._model = _averaging(replica)
-            compiled = replica.run.train.compile and self.device.type == "cuda"
-            self._forward = torch.compile(self._model) if compiled else self._model
-        return self._forward
 
     def _exchange(self, numbers: Tensor) -> list[int]:
         dist.broadcast(numbers, src=0, group=self.control)
@@ -208,6 +212,7 @@ def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
     run = config.from_canonical(assignment.config)
     corpus = data.load(run.data, run.model)
     replica, counters = Follower.build(run, device.device), Counters()
+    island.hold(replica)
 
     def fetch() -> tuple[Tensor, Tensor]:
         number = counters.micro_batches + island.rank
@@ -215,7 +220,7 @@ def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
         return data.numbered(corpus, run.seed, assignment.peer, number, assignment.micro_batch)
 
     while True:
-        order, forward = island.next_step(replica, counters)
+        order, forward = island.next_step(counters)
         if order is Order.FINISH:
             return replica
         if order is Order.MEASURE:
