@@ -5,7 +5,7 @@
 
 Time is virtual, in one process, and deterministic from the seed: a fast peer takes one step per unit, a slow one needs
 `--slow` units. Gradients are real (a byte-level GPT on the standard library's text), and so are the project's
-numerics: train/outer.py merges, comm/wire/compress.py quantises. Every method is trained at each of `--rates`, and its
+numerics: train/outer.py merges, train/compress.py quantises. Every method is trained at each of `--rates`, and its
 best rate counts.
 
     recovered gain = (fastest peer alone - swarm) / (fastest peer alone - synchronous with free communication)

@@ -2,7 +2,7 @@
 
 A unit of time is one step of a fast peer; a slow peer needs several. Corrections are added at step edges,
 as in train/compute.py. No peer waits: it pulls what its partners have published by the end of its own window,
-and merges it `latency` later. The numerics are train/outer.py's and comm/wire/compress.py's. The whole model is one
+and merges it `latency` later. The numerics are train/outer.py's and train/compress.py's. The whole model is one
 fragment. Synchronous averaging is the same thing with aligned windows, all partners, no latency, and fp32.
 """
 
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.convergence_model import BETA1, BETA2, Replicas, Shape
-from decentral.comm.wire import compress
 from decentral.core import config, rng
-from decentral.train import data, outer
+from decentral.train import compress, data, outer
 
 SEQUENCES = 8  # a peer's micro-batch
 PEERS = 4

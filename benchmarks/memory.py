@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-from decentral.comm.wire import compress
 from decentral.core import config, jobs, memory_needs
 from decentral.core.ids import PeerId
-from decentral.train import data, memory
+from decentral.train import compress, data, memory
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import Device
 

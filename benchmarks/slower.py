@@ -20,7 +20,6 @@ from typing import Any
 
 from decentral import audit
 from decentral.comm.routes import stage
-from decentral.comm.wire import compress
 from decentral.comm.wire.identity import Identity
 from decentral.core import config, jobs, memory_needs
 from decentral.core.ids import PeerId, RunId
@@ -38,7 +37,7 @@ from decentral.peers.planning.plan_evaluation import PlanTask, work_of
 from decentral.scheduler.shared.arrays import Ints
 from decentral.scheduler.throughput import max_flow, milp
 from decentral.scheduler.throughput.layer_costs import LayerCosts
-from decentral.train import data, memory
+from decentral.train import compress, data, memory
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.measure import choose
 from tests.comm.net.loopback import Loopback, LoopbackDirectory

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decentral import command, state
-from decentral.comm.wire import compress
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import AskError, Transport
@@ -24,7 +23,7 @@ from decentral.core.jobs import Fragment, Layout
 from decentral.peers.joining.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
-from decentral.train import huggingface, replicas, update_rules
+from decentral.train import compress, huggingface, replicas, update_rules
 from decentral.train.inner import fragments_of
 from decentral.train.replicas import Weights
 from decentral.train.sections import unpack

@@ -8,14 +8,13 @@ train         until Ctrl-C or --stop-after; then save and leave
 
 import argparse
 import asyncio
-import dataclasses
 import os
 import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
@@ -23,7 +22,6 @@ if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes
 from decentral import __version__, command, launch, state, view
 from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
-from decentral.comm.wire import compress
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.transport import AskError
 from decentral.core import config
@@ -39,9 +37,10 @@ from decentral.peers.node.node import Node
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.peers.planning import swarm_plans
-from decentral.train import checkpoint, data, measure, memory
+from decentral.train import checkpoint, compress, data, measure, memory
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.island import Assignment, Island
+from decentral.train.kernels_cpu import CompiledKernels
 from decentral.train.step import ALONE
 from decentral.visit import say_hello
 
@@ -176,11 +175,13 @@ async def prepare(
     """Builds the node and its host. Raises UserError if the device, the data or the checkpoint cannot be used."""
     run, own = access.config, request.own
     device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
-    device = dataclasses.replace(device, ranks=flags.island or ALONE)
+    device = replace(device, ranks=flags.island or ALONE)
     if claimed.span is not None:
         memory.give_back_what_is_freed()
     corpus = data.load(run.data, run.model)
-    compute = Compute(ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span))
+    expected = bool(access.contacts) or request.kept is not None
+    computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
+    compute = Compute(replace(computing, state_expected=expected, kernels=CompiledKernels()))
     restored = compute.resume()
     if flags.island:
         flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)
@@ -224,8 +225,8 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
         forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
         measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)
         folder.write_profile(key, measured)
-    found = Profile(**dataclasses.asdict(measured), region=flags.region, software=f"decentral {__version__}")
-    return dataclasses.replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
+    found = Profile(**asdict(measured), region=flags.region, software=f"decentral {__version__}")
+    return replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
 
 
 async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
@@ -236,7 +237,7 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
     host.journal.write("started", **facts, throttle=flags.throttle)
     if flags.island:
-        host.journal.write("island", ranks=[dataclasses.asdict(member) for member in flags.island.members])
+        host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
     loop = asyncio.get_running_loop()
     ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
     for name in ending:

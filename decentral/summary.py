@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decentral.core.journal import read
+from decentral.core.time_spent import TimeSpent
 from decentral.state import StateFolder
 from decentral.train import replicas
 
@@ -43,13 +44,14 @@ def _of_peer(lines: list[Line], throttle: float) -> dict[str, Any]:
     steps = [line for line in lines if line["event"] == "step"]
     outcomes = Counter(line["outcome"] for line in lines if line["event"] == "exchange")
     traffic = [line for line in lines if line["event"] == "traffic"]
-    joined_at = next((line["t"] for line in lines if line["event"] == "joined"), None)
+    shares = _time_shares(steps)
     return {
         "peer": str(lines[0]["peer"]) if lines else "",
         "throttle": throttle,
         "micro_batches": sum(line["micro_batches"] for line in steps),
         "tokens": sum(line["tokens"] for line in steps),
-        "busy_fraction": _busy_fraction(steps, joined_at),
+        "busy_fraction": shares["training"],
+        "time_shares": shares,
         "exchanges": {outcome: outcomes[outcome] for outcome in ("done", "solo", "failed")},
         "sent_bytes": traffic[-1]["sent_bytes"] if traffic else 0,
         "received_bytes": traffic[-1]["received_bytes"] if traffic else 0,
@@ -57,12 +59,17 @@ def _of_peer(lines: list[Line], throttle: float) -> dict[str, Any]:
     }
 
 
-def _busy_fraction(steps: Sequence[Line], joined_at: float | None) -> float:
-    """The part of the time from joining to the last step in which the compute thread was computing."""
-    if joined_at is None or not steps or steps[-1]["t"] <= joined_at:
-        return 0.0
-    busy_s = float(sum(line["seconds"] for line in steps))
-    return round(min(1.0, busy_s / float(steps[-1]["t"] - joined_at)), 4)
+def _time_shares(steps: Sequence[Line]) -> dict[str, float]:
+    """What the training thread spent its time on, from joining to the last step. The shares add up to one.
+
+    `busy_fraction` is that of training: forward, backward, optimizer and throttling. `beside` is no part of the
+    thread's time: the worker's processor time, in the same unit.
+    """
+    spent = TimeSpent()
+    for line in steps:
+        spent += TimeSpent(training=line["seconds"], **line["aside"])
+    shares = {**spent.shares(), "beside": spent.beside / spent.total if spent.total else 0.0}
+    return {name: round(share, 4) for name, share in shares.items()}
 
 
 def progress_line(folders: Sequence[Path], since: float) -> str:

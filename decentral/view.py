@@ -86,13 +86,14 @@ def farewell(node: Node, folder: Path, reason: str) -> None:
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:
     """The figures of both displays, by their names."""
-    progress, busy = node.progress, _busy(node, now)
+    progress = node.progress
     return {
         "step": f"{progress.step}",
         "loss": "-" if progress.loss is None else f"{progress.loss:.3f}",
         "held-out": "-" if progress.held_out is None else f"{progress.held_out:.3f}",
         "tokens/s": f"{progress.tokens_per_s:,.0f}",
-        "busy": "-" if busy is None else f"{busy:.0%}",
+        "busy": _busy(node) if progress.spent.total else "-",
+        "windows": _windows(node),
         "peers": f"{len(node.roster.live)}",
         "exchanges": "/".join(str(node.traffic.exchanges[outcome]) for outcome in ("done", "solo", "failed")),
         "sent": readable_bytes(node.traffic.sent_bytes),
@@ -100,9 +101,18 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
     }
 
 
-def _busy(node: Node, now: Seconds) -> float | None:
-    joined_at = node.progress.joined_at
-    return None if joined_at is None or now <= joined_at else min(1.0, node.progress.busy_s / (now - joined_at))
+def _windows(node: Node) -> str:
+    """How long windows are now, and which bound stretches them."""
+    count, bound = node.selection.windows(max((one.size for one in node.gossip.running.values()), default=0))
+    return f"{node.selection.window_s() * count:g} s" + (f" ({bound})" if bound else "")
+
+
+def _busy(node: Node) -> str:
+    """Training's share of the training thread's time, and what else took a per cent of it or more."""
+    shares = node.progress.spent.shares()
+    training = shares.pop("training")
+    aside = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.01)
+    return f"{training:.0%}" + (f" ({aside})" if aside else "")
 
 
 def _table(node: Node, now: Seconds) -> Table:

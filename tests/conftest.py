@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from decentral.comm.wire import compress
 from decentral.core import config
 from decentral.core.ids import PeerId
-from decentral.train import data
+from decentral.train import compress, data
 from decentral.train.compute import ComputeSetup
 from decentral.train.step import Device
 

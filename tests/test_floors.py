@@ -29,7 +29,7 @@ MAY = {  # ... but for these
     "train.measure": {"time"},
 }
 ALLOWED = {
-    "torch": {"train", "algorithms", "comm.wire.compress", "sim", "simulate", "launch"},
+    "torch": {"train", "algorithms", "sim", "simulate", "launch"},
     "hivemind": {"comm.net.libp2p"},
 }  # who may use it, by module or package
 WITHOUT_TORCH = ["peers.node.node", "peers.hosts.host", "comm.net.virtual_network", "comm.net.libp2p"]

@@ -2,7 +2,10 @@
 
     OPEN --window over--> CLOSING --WindowClosed--> ASKING --last answer--> MERGING --Merged--> OPEN
 
-A partner that does not answer must not make the others' answers old: after ENOUGH_PERIODS what is here is merged.
+While there is no partner, no window is closed: the fragment rests. The slow weights of a window are encoded when the
+first partner asks for them, as long as the window is not being merged; after that, partners get its pseudo-gradient
+alone. A partner that does not answer must not make the others' answers old: after ENOUGH_PERIODS what is here is
+merged.
 
 The same machine runs blocking algorithms: there a window has a round number, everyone is asked for exactly that round,
 and the compute thread waits for the merge.
@@ -19,7 +22,16 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed
 from decentral.core.ids import PeerId
-from decentral.core.jobs import CloseWindow, Contribution, Layout, Merge, Merged, WindowClosed
+from decentral.core.jobs import (
+    CloseWindow,
+    Contribution,
+    Layout,
+    Merge,
+    Merged,
+    Rest,
+    SectionsEncoded,
+    WindowClosed,
+)
 from decentral.core.machine import Effect, Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -44,6 +56,8 @@ class PullWindow:
     """A window of ours that is over, and what partners have answered about it."""
 
     layout: Layout = ()
+    on_request: Layout = ()  # more sections of the same window, which a partner may have by now or not
+    partners: Sequence[PeerId] = ()
     enough_at: Seconds = 0.0
     sections: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # asked of each partner; (): all
     pending: set[PeerId] = field(default_factory=set)
@@ -59,6 +73,7 @@ class PullExchange(Exchange):
     published: SnapshotStore = field(default_factory=SnapshotStore)
     seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
     _published_at: Seconds = 0.0
+    _resting: bool = False
     _windows: int = 0
     _goal: int = 0  # the round before the one that a partner was in
     _window: PullWindow = field(default_factory=PullWindow)
@@ -75,6 +90,8 @@ class PullExchange(Exchange):
                 return self.published.lose_patience(now) + self._due(now)
             case WindowClosed(seq=seq) if self.state is ExchangePhase.CLOSING and seq == self.seq:
                 return self._publish(event, now)
+            case SectionsEncoded():
+                return self.published.encoded(event)
             case Asked(request, _, Envelope(Pull() as pull)):
                 return self.published.answer(request, pull, now)
             case Answered(tag=ExchangeTag(seq=seq)) | AskFailed(tag=ExchangeTag(seq=seq)):
@@ -86,7 +103,7 @@ class PullExchange(Exchange):
 
     def _due(self, now: Seconds) -> list[Effect]:
         if self.state is ExchangePhase.OPEN and now >= self.close_at:
-            return self._close(now)
+            return self._close_or_rest(now)
         if self._may_be_enough() and now >= self._window.enough_at:
             pending, self._window.pending = sorted(self._window.pending), set()
             late = [self._failed(partner, Reason.LATE, now - self._published_at) for partner in pending]
@@ -96,27 +113,34 @@ class PullExchange(Exchange):
     def _may_be_enough(self) -> bool:
         return self.state is ExchangePhase.ASKING and bool(self._window.pulled) and not self.blocking
 
+    def _close_or_rest(self, now: Seconds) -> list[Effect]:
+        partners = self.context.partners(now)
+        if partners or self.blocking:
+            self._window, self._resting = PullWindow(partners=partners), False
+            return self._close(now)
+        self.close_at = self.context.next_close(now, self.size)
+        begin, self._resting = not self._resting, True
+        return [Rest(self.context.fragment)] if begin else []
+
     def _close(self, now: Seconds) -> list[Effect]:
-        self._window = PullWindow()
         if not self.blocking:
             return Exchange._close(self, now)  # super() does not work in a dataclass with slots
         self.state, self._began, self.seq = ExchangePhase.CLOSING, now, max(self.seq, self._goal) + 1
         return [CloseWindow(self.context.fragment, self.seq, hold=True)]
 
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
-        window, self.size = self._window, len(closed.blob)
+        window, self.size = self._window, len(closed.blob) + sum(section.size for section in closed.on_request)
         period_s = self.context.view.period_s(self.size)
         behind = now - self._published_at > BEHIND_PERIODS * period_s
-        self._published_at, window.layout = now, closed.layout
+        self._published_at, window.layout, window.on_request = now, closed.layout, closed.on_request
         window.enough_at = now + ENOUGH_PERIODS * period_s
-        effects = self.published.put(snapshots.describe(self.context, closed, now), closed.blob, now)
-        partners = self.context.partners(now)
-        if not partners:
+        effects = self.published.put(snapshots.describe(self.context, closed, now), closed, now)
+        if not window.partners:
             window.skipped = Reason.ALONE
             return [*effects, *self._merge(now)]
         self.state = ExchangePhase.ASKING
-        window.pending, window.sections = set(partners), self._choose_sections(partners, behind)
-        return effects + [self._ask(partner, now) for partner in partners]
+        window.pending, window.sections = set(window.partners), self._choose_sections(window.partners, behind)
+        return effects + [self._ask(partner, now) for partner in window.partners]
 
     def _choose_sections(self, partners: Sequence[PeerId], behind: bool) -> dict[PeerId, tuple[str, ...]]:
         """The light sections (pseudo-gradients) from all; all sections (slow weights too) from one now and then.
@@ -165,10 +189,14 @@ class PullExchange(Exchange):
     def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> str:
         """Takes a partner's snapshot, or returns why it is refused."""
         blob, after = event.envelope.blob, self.seen.get(event.peer, 0)
-        layout = pick(self._window.layout, self._window.sections.get(event.peer, ()))
-        refused = snapshots.check(self.context, snapshot, blob, layout, after, now)
+        window, names = self._window, self._window.sections.get(event.peer, ())
+        whole = (*window.layout, *window.on_request)
+        came = whole if snapshot.layout == whole else window.layout
+        refused = snapshots.check(self.context, snapshot, blob, pick(came, names), after, now)
         if refused:
             return refused
+        if pick(whole, names) != snapshot.layout:
+            self._windows -= 1  # it could encode its slow weights no more: ours are due again in the next window
         self.seen.pop(event.peer, None)
         self.seen[event.peer] = snapshot.seq
         while len(self.seen) > MOST_SEEN:
@@ -182,7 +210,8 @@ class PullExchange(Exchange):
     def _merge(self, now: Seconds) -> list[Effect]:
         """Merges what is still fresh: a process that was stopped finds answers of long ago."""
         self.state = ExchangePhase.MERGING
-        pulled, limit_s = self._window.pulled, math.inf if self.blocking else self.context.gossip.max_age_s
+        self.published.settle()
+        pulled, limit_s = self._window.pulled, math.inf if self.blocking else self.context.max_age_s(self.size)
         stale = [one for one in pulled if now - one.published_at > limit_s]
         self._window.pulled = [one for one in pulled if one not in stale]
         lines = [self._failed(one.contribution.peer, Reason.STALE, 0.0) for one in stale]

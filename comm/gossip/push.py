@@ -43,7 +43,7 @@ class PushExchange(Exchange):
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke() if self.state is ExchangePhase.OPEN and now >= self.close_at:
-                return self._close(now)
+                return self._close_unless_alone(now)
             case WindowClosed(seq=seq) if self.state is ExchangePhase.CLOSING and seq == self.seq:
                 return self._push(event, now)
             case Asked(request, sender, Envelope(Push() as push, blob)):
@@ -58,7 +58,7 @@ class PushExchange(Exchange):
     def _push(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         self._closed, self.size = closed, len(closed.blob)
         partners = self.context.partners(now)
-        if not partners:
+        if not partners:  # the last one has just gone
             return [self._take_back(), *self._end(None, "solo", Reason.ALONE, now)]
         self.state = ExchangePhase.ASKING
         return [self._ask(partners[0], 1, now)]

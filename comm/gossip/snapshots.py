@@ -12,7 +12,14 @@ from decentral.comm.wire.messages import Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Reply
 from decentral.core.algorithms import FragmentContext
 from decentral.core.ids import PeerId
-from decentral.core.jobs import CloseWindow, Contribution, Layout, WindowClosed
+from decentral.core.jobs import (
+    CloseWindow,
+    Contribution,
+    EncodeSections,
+    Layout,
+    SectionsEncoded,
+    WindowClosed,
+)
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import joined
@@ -44,6 +51,13 @@ class Exchange:
     size: int = 0  # of our last snapshot, bytes
     _began: Seconds = 0.0  # when the exchange began
 
+    def _close_unless_alone(self, now: Seconds) -> list[Effect]:
+        """Ends the window if there is a partner; else the next one's end may find one."""
+        if self.context.partners(now):
+            return self._close(now)
+        self.close_at = self.context.next_close(now, self.size)
+        return []
+
     def _close(self, now: Seconds) -> list[Effect]:
         """Ends the window. Its number is the milliseconds of our clock, so that it grows even over a restart."""
         self.state, self._began = ExchangePhase.CLOSING, now
@@ -65,7 +79,7 @@ def check(context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Lay
         return Reason.FRAGMENT
     if snapshot.seq <= after:
         return Reason.REPLAY
-    if not -CLOCK_SKEW_S <= now - snapshot.time <= context.gossip.max_age_s:
+    if not -CLOCK_SKEW_S <= now - snapshot.time <= context.max_age_s(len(blob)):
         return Reason.STALE
     if snapshot.layout != layout or len(blob) != sum(section.size for section in layout):
         return Reason.SHAPE
@@ -82,19 +96,46 @@ def pick(layout: Layout, names: Sequence[str]) -> Layout:
 
 
 @dataclass(slots=True)
-class SnapshotStore:
-    """The latest snapshots of a fragment, and the questions that wait for the next one."""
+class PublishedSnapshot:
+    """A snapshot with its blob, and the sections that are added when somebody asks for them."""
 
-    latest: deque[tuple[Snapshot, bytes]] = field(default_factory=lambda: deque(maxlen=SNAPSHOTS_KEPT))
+    snapshot: Snapshot
+    blob: bytes
+    on_request: Layout  # none, once they can be made no more or are added
+    added: Layout = ()
+    added_blob: bytes = b""
+
+    def lacks(self, names: Sequence[str]) -> bool:
+        """Whether sections with these names are still to be made; no name stands for all sections."""
+        return bool(pick(self.on_request, names))
+
+    def reply(self, request: int, names: Sequence[str]) -> Reply:
+        """The sections with these names, as far as they are there."""
+        whole = (*self.snapshot.layout, *self.added)
+        layout = pick(whole, names)
+        if layout == self.snapshot.layout:
+            return Reply(request, Envelope(self.snapshot, self.blob))
+        blob = joined([self.blob, self.added_blob])
+        placed = zip(whole, accumulate(section.size for section in whole), strict=True)
+        part = joined([blob[end - section.size : end] for section, end in placed if section in layout])
+        return Reply(request, Envelope(replace(self.snapshot, layout=layout, digest=blobs.digest(part)), part))
+
+
+@dataclass(slots=True)
+class SnapshotStore:
+    """The latest snapshots of a fragment, and the questions that wait for the next one or for more of its sections."""
+
+    latest: deque[PublishedSnapshot] = field(default_factory=lambda: deque(maxlen=SNAPSHOTS_KEPT))
     waiting: list[tuple[int, Pull, Seconds]] = field(default_factory=list)  # requests, and when their patience is over
+    encoding: list[tuple[int, Pull]] = field(default_factory=list)  # requests for sections that are being made
 
     @property
     def wake_at(self) -> Seconds | None:
         return min((until for _, _, until in self.waiting), default=None)
 
-    def put(self, snapshot: Snapshot, blob: bytes, now: Seconds) -> list[Effect]:
+    def put(self, snapshot: Snapshot, closed: WindowClosed, now: Seconds) -> list[Effect]:
         """Publishes it, and answers those who waited for it."""
-        self.latest.append((snapshot, blob))
+        self.latest.append(PublishedSnapshot(snapshot, closed.blob, closed.on_request))
         waited, self.waiting = self.waiting, []
         return [effect for one in waited for effect in self._answer(*one, now)]
 
@@ -107,27 +148,37 @@ class SnapshotStore:
         self.waiting = [one for one in self.waiting if one[2] > now]
         return [effect for one in over for effect in self._answer(*one, now)]
 
+    def encoded(self, done: SectionsEncoded) -> list[Effect]:
+        """More sections of the newest snapshot are there: answers those who asked for them."""
+        newest = self.latest[-1]
+        if newest.snapshot.seq == done.seq:
+            newest.on_request, newest.added, newest.added_blob = (), done.layout, done.blob
+        asked, self.encoding = self.encoding, []
+        return [newest.reply(request, pull.sections) for request, pull in asked]
+
+    def settle(self) -> None:
+        """The window is being merged: what was not asked for until now cannot be made any more."""
+        if self.latest and not self.encoding:
+            self.latest[-1].on_request = ()
+
     def _answer(self, request: int, pull: Pull, until: Seconds, now: Seconds) -> list[Effect]:
-        found = [kept for kept in self.latest if kept[0].seq > pull.after]
+        found = [kept for kept in self.latest if kept.snapshot.seq > pull.after]
         if pull.exact:
-            found = [kept for kept in found if kept[0].seq == pull.after + 1]
-        if found and (pull.exact or found[-1][0].time >= pull.since):
-            return [_reply(request, pull, *found[-1])]
-        newest = self.latest[-1][0].seq if self.latest else 0
+            found = [kept for kept in found if kept.snapshot.seq == pull.after + 1]
+        if found and (pull.exact or found[-1].snapshot.time >= pull.since):
+            return self._send(request, pull, found[-1])
+        newest = self.latest[-1].snapshot.seq if self.latest else 0
         may_come = not pull.exact or newest <= pull.after
         if may_come and now < until and len(self.waiting) < MAX_WAITING_PULLS:
             self.waiting.append((request, pull, until))
             return []
         if found:
-            return [_reply(request, pull, *found[-1])]
+            return self._send(request, pull, found[-1])
         return [Reply(request, Envelope(Refused(Reason.NOTHING_NEWER, str(newest))))]
 
-
-def _reply(request: int, pull: Pull, snapshot: Snapshot, blob: bytes) -> Reply:
-    """The snapshot, or those of its sections that were asked for."""
-    layout = pick(snapshot.layout, pull.sections)
-    if layout == snapshot.layout:
-        return Reply(request, Envelope(snapshot, blob))
-    placed = zip(snapshot.layout, accumulate(section.size for section in snapshot.layout), strict=True)
-    part = joined(blob[end - section.size : end] for section, end in placed if section in layout)
-    return Reply(request, Envelope(replace(snapshot, layout=layout, digest=blobs.digest(part)), part))
+    def _send(self, request: int, pull: Pull, found: PublishedSnapshot) -> list[Effect]:
+        if not found.lacks(pull.sections) or found is not self.latest[-1]:
+            return [found.reply(request, pull.sections)]
+        self.encoding.append((request, pull))
+        begin = EncodeSections(found.snapshot.fragment, found.snapshot.seq)
+        return [begin] if len(self.encoding) == 1 else []

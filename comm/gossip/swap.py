@@ -47,7 +47,7 @@ class SwapExchange(Exchange):
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke() if self.state is ExchangePhase.OPEN and now >= self.close_at:
-                return self._close(now)
+                return self._close_unless_alone(now)
             case Woke() if self.state is ExchangePhase.OFFERED and now >= self._began + COMMIT_S:
                 return self._merge(Reason.NO_COMMIT)
             case WindowClosed(seq=seq) if self.state is ExchangePhase.CLOSING and seq == self.seq:
@@ -73,7 +73,7 @@ class SwapExchange(Exchange):
     def _ask(self, now: Seconds) -> list[Effect]:
         assert self._closed is not None
         partners = self.context.partners(now)
-        if not partners:
+        if not partners:  # the last one has just gone
             return self._merge(Reason.ALONE)
         self.state, self._partner = ExchangePhase.ASKING, partners[0]
         swap = Envelope(Swap(snapshots.describe(self.context, self._closed, now)), self._closed.blob)

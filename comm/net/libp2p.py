@@ -7,6 +7,7 @@ fast as its unary calls and have no 4 MiB limit (docs/ARCHITECTURE.md, "What was
 
 import asyncio
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from decentral.comm.net.streams import Server, ask_on
+from decentral.comm.net.streams import Asker, Server, Stream
 from decentral.comm.wire import identity
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
@@ -54,6 +55,7 @@ class Libp2p:
         self._addresses: dict[PeerId, tuple[str, ...]] = {}
         self._connected: set[PeerId] = set()
         self._server: Server | None = None
+        self._asker = Asker(self._open)
 
     @classmethod
     async def start(cls, key: Path, listen: Sequence[str], announce: Sequence[str]) -> "Libp2p":
@@ -93,20 +95,23 @@ class Libp2p:
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         try:
-            name = PeerID.from_base58(to)
-        except ValueError:  # peers name other peers to us, and can name anything
-            raise AskError(Reason.UNREACHABLE, "not a peer's name") from None
-        try:
             async with asyncio.timeout(deadline_s):
-                await self._reach(to)
-                _, reader, writer = await self._p2p.call_binary_stream_handler(name, PROTOCOL)
-                with closing(writer):
-                    return await ask_on(reader, writer, envelope, max_blob_bytes)
+                return await self._asker.ask(to, envelope, max_blob_bytes)
         except TimeoutError:
             raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
         except _NETWORK_ERRORS as error:
             self._connected.discard(to)
             raise AskError(Reason.UNREACHABLE, _last_line(error)) from None
+
+    async def _open(self, to: PeerId) -> Stream:
+        """A new stream to this peer. Raises AskError, and _NETWORK_ERRORS."""
+        try:
+            name = PeerID.from_base58(to)
+        except ValueError:  # peers name other peers to us, and can name anything
+            raise AskError(Reason.UNREACHABLE, "not a peer's name") from None
+        await self._reach(to)
+        _, reader, writer = await self._p2p.call_binary_stream_handler(name, PROTOCOL)
+        return Stream(reader, writer)
 
     async def serve(self, handler: Handler, bound: BlobBound) -> None:
         server = self._server = Server(handler, bound)
@@ -135,7 +140,16 @@ class Libp2p:
         )
         return HivemindDirectory(dht)
 
+    def processor_s(self) -> Seconds:
+        """Of the daemon. Only Linux says so of another process."""
+        try:
+            fields = Path(f"/proc/{self._p2p._child.pid}/stat").read_text().rpartition(")")[2].split()
+        except (OSError, AttributeError):
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     async def close(self) -> None:
+        self._asker.close()
         await self._p2p.shutdown()
 
     async def _reach(self, peer: PeerId) -> None:

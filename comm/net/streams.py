@@ -1,13 +1,17 @@
-"""One question and its answer on a pair of streams, with a deadline on every read and write.
+"""Questions and their answers on a stream, one after another, with a deadline on every read and write.
 
-libp2p and the in-memory transport of the tests share it, so both refuse the same input.
+libp2p and the in-memory transport of the tests share it, so both refuse the same input. To open a stream costs more
+than a small question, so an asker keeps a stream for its next question to the same peer (Asker), and a peer that has
+answered waits some time for that question (Server).
 """
 
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
@@ -21,8 +25,103 @@ MAX_STREAMS = 64  # questions answered at the same time; more are refused as bus
 READ_S = 30.0  # for a question to arrive whole
 STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # to find the answer: a micro-batch has to come back from its route's end
 WRITE_S = 60.0  # for the answer to leave
+KEEP_S = 30.0  # an asker closes a stream that it has not used for so long
+IDLE_S = 2 * KEEP_S  # and the other side waits longer for the next question, so that it does not close a stream in use
+KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # streams that an asker keeps; beyond them, the one unused for longest is closed
+IDLE_STREAMS = 256  # streams on which a peer waits for a next question; it closes others after their answer
 LINGER_S = 1.0  # for an asker that was refused to hang up
 LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # as much of its question is read until then
+
+
+class StreamWriter(blobs.Writer, Protocol):
+    def close(self) -> None: ...
+
+    def is_closing(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class Stream:
+    """An open stream to a peer."""
+
+    reader: asyncio.StreamReader
+    writer: StreamWriter
+    used_at: float = 0.0  # monotonic time of its last answer
+
+    @property
+    def ended(self) -> bool:
+        return self.reader.at_eof() or self.writer.is_closing()
+
+
+class NoAnswer(AskError):
+    """The stream ended before an answer began."""
+
+
+@dataclass(slots=True)
+class Asker:
+    """Asks questions on streams that it opens and keeps."""
+
+    open: Callable[[PeerId], Awaitable[Stream]]
+    kept: dict[PeerId, list[Stream]] = field(default_factory=dict)  # no list is empty
+
+    async def ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
+        """Raises AskError, and what `open` raises. The caller puts its deadline around this.
+
+        The other side may close a kept stream at the moment at which we ask on it: then we ask on a new one.
+        """
+        kept = self._take(to)
+        if kept is not None:
+            with suppress(NoAnswer):
+                return await self._ask_on(kept, to, envelope, max_blob_bytes)
+        return await self._ask_on(await self.open(to), to, envelope, max_blob_bytes)
+
+    def close(self) -> None:
+        for stream in self._all():
+            stream.writer.close()
+        self.kept.clear()
+
+    async def _ask_on(self, stream: Stream, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
+        keep = False
+        try:
+            answer = await ask_on(stream.reader, stream.writer, envelope, max_blob_bytes)
+            keep = not isinstance(answer.envelope.message, Refused)  # after some refusals nothing more is read
+            return answer
+        finally:
+            if keep:
+                self._keep(to, stream)
+            else:
+                stream.writer.close()
+
+    def _take(self, peer: PeerId) -> Stream | None:
+        """The stream to this peer that was used last, if one is open."""
+        self._close_where(lambda stream: stream.ended or time.monotonic() - stream.used_at > KEEP_S)
+        streams = self.kept.get(peer, [])
+        taken = streams.pop() if streams else None
+        if not streams:
+            self.kept.pop(peer, None)
+        return taken
+
+    def _keep(self, peer: PeerId, stream: Stream) -> None:
+        stream.used_at = time.monotonic()
+        streams = self.kept.setdefault(peer, [])
+        streams.append(stream)
+        if len(streams) > KEPT_PER_PEER:
+            streams.pop(0).writer.close()
+        everything = self._all()
+        if len(everything) > KEPT_STREAMS:
+            oldest = min(everything, key=lambda one: one.used_at)
+            self._close_where(lambda one: one is oldest)
+
+    def _close_where(self, condition: Callable[[Stream], bool]) -> None:
+        for peer, streams in list(self.kept.items()):
+            over = [stream for stream in streams if condition(stream)]
+            for stream in over:
+                streams.remove(stream)
+                stream.writer.close()
+            if not streams:
+                del self.kept[peer]
+
+    def _all(self) -> list[Stream]:
+        return [stream for streams in self.kept.values() for stream in streams]
 
 
 async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope, max_blob_bytes: int) -> Answer:
@@ -30,7 +129,13 @@ async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope,
     began = time.monotonic()
     try:
         sent = await blobs.write(writer, envelope)
-        answer, received = await blobs.read(reader, lambda _: max_blob_bytes)
+        length = await blobs.read_length(reader)
+    except ProtocolError as error:
+        raise AskError(error.reason, str(error)) from None
+    except (EOFError, ConnectionError, OSError) as error:
+        raise NoAnswer(Reason.CUT, type(error).__name__) from None
+    try:
+        answer, received = await blobs.read_rest(reader, length, lambda _: max_blob_bytes)
     except ProtocolError as error:
         raise AskError(error.reason, str(error)) from None
     except (EOFError, ConnectionError, OSError) as error:
@@ -45,38 +150,69 @@ class Server:
     handler: Handler
     bound: BlobBound
     refused: Counter[str] = field(default_factory=Counter)
-    open: int = 0
+    open: int = 0  # questions being read or answered
+    idle: int = 0  # streams on which a next question may come
 
     async def answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
-        self.open += 1
-        refused = False
+        """Answers the questions on this stream, until the asker hangs up, pauses for IDLE_S, or asks something bad."""
+        first: int | None = None
+        while await self._answer_one(sender, reader, writer, first):
+            first = await self._next_question(reader)
+            if first is None:
+                return
+
+    async def _next_question(self, reader: blobs.Reader) -> int | None:
+        """The length of the next question's header; None if none comes. An idle stream holds no place of `open`."""
+        if self.idle >= IDLE_STREAMS:
+            return None
+        self.idle += 1
         try:
-            refused = await self._answer_on(sender, reader, writer)
+            async with asyncio.timeout(IDLE_S):
+                return int.from_bytes(await reader.readexactly(blobs.LENGTH_BYTES), "big")
+        except (EOFError, ConnectionError, OSError, TimeoutError):
+            return None
+        finally:
+            self.idle -= 1
+
+    async def _answer_one(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer, length: int | None) -> bool:
+        """Whether another question may follow on the stream. `length`: of the question's header, if it was read."""
+        self.open += 1
+        try:
+            over = await self._read_and_answer(sender, reader, writer, length)
         except TimeoutError:
             self.refused[Reason.DEADLINE] += 1
+            return False
         except (EOFError, ConnectionError, OSError):
             self.refused[Reason.CUT] += 1
+            return False
         finally:
             self.open -= 1
-        if refused:
+        if over:
             await _linger(reader)
+        return not over
 
-    async def _answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> bool:
-        """Whether the question was refused, and so perhaps not read to its end."""
+    async def _read_and_answer(
+        self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer, length: int | None
+    ) -> bool:
+        """Whether the stream is over: the question was refused, so perhaps not read to its end, or the asker is gone."""
         refused = False
         try:
             if self.open > MAX_STREAMS:
                 raise ProtocolError(Reason.BUSY, f"{MAX_STREAMS} streams are open")
             async with asyncio.timeout(READ_S):
-                question, _ = await blobs.read(reader, self.bound)
+                if length is None:
+                    length = await blobs.read_length(reader)
+                question, _ = await blobs.read_rest(reader, length, self.bound)
             async with asyncio.timeout(STREAM_ANSWER_S):
                 answer = await self.handler(sender, question)
         except ProtocolError as error:
             self.refused[error.reason] += 1
             refused, answer = True, Envelope(Refused(error.reason, str(error)[:200]))
-        async with asyncio.timeout(WRITE_S):
-            with suppress(ConnectionError):
+        try:
+            async with asyncio.timeout(WRITE_S):
                 await blobs.write(writer, answer)
+        except ConnectionError:
+            return True
         return refused
 
 

@@ -140,8 +140,8 @@ class Router:
                 return self.lifecycle.computed(event, now)
             case Sealed(tokens, slot):
                 return self.ledger.sealed(tokens, slot)
-            case Stepped(seconds=seconds, executions=executions):
-                self.load.stepped(seconds)
+            case Stepped(spent=spent, executions=executions):
+                self.load.stepped(spent.busy)
                 return self.ledger.stepped(executions) if executions else []
         return []
 

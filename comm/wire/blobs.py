@@ -20,6 +20,7 @@ from decentral.core.units import KiB
 
 CHUNK_BYTES = 256 * KiB
 DIGEST_BYTES = 16
+LENGTH_BYTES = 4
 
 
 class Reader(Protocol):
@@ -35,14 +36,17 @@ class Writer(Protocol):
 async def write(writer: Writer, envelope: Envelope) -> int:
     """Writes the envelope and returns the number of bytes written."""
     header = codec.encode(envelope.message, len(envelope.blob))
-    writer.write(len(header).to_bytes(4, "big") + header)
-    written, view = 4 + len(header), memoryview(envelope.blob)
+    written, view = LENGTH_BYTES + len(header), memoryview(envelope.blob)
+    ahead = len(header).to_bytes(LENGTH_BYTES, "big") + header  # goes with the first chunk: each write is a system call
     for start in range(0, len(view), CHUNK_BYTES):
         chunk = view[start : start + CHUNK_BYTES]
-        writer.write(digest(chunk) + bytes(chunk))
+        writer.write(b"".join((ahead, digest(chunk), chunk)))
         await writer.drain()  # one chunk at a time, so that a slow reader does not fill our memory
         written += DIGEST_BYTES + len(chunk)
-    await writer.drain()
+        ahead = b""
+    if ahead:
+        writer.write(ahead)
+        await writer.drain()
     return written
 
 
@@ -51,21 +55,31 @@ async def read(reader: Reader, max_blob_bytes: BlobBound) -> tuple[Envelope, int
 
     Raises ProtocolError for what breaks the format, and EOFError (asyncio's IncompleteReadError) at a cut.
     """
-    length = int.from_bytes(await reader.readexactly(4), "big")
+    return await read_rest(reader, await read_length(reader), max_blob_bytes)
+
+
+async def read_length(reader: Reader) -> int:
+    """The length of the header that follows, which nothing has checked yet."""
+    return int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+
+
+async def read_rest(reader: Reader, length: int, max_blob_bytes: BlobBound) -> tuple[Envelope, int]:
+    """What `read` gives, after `length` has been read."""
     if not 0 < length <= codec.MAX_HEADER_BYTES:
         raise ProtocolError(Reason.OVERSIZE, f"a header of {length} bytes")
     message, size = codec.decode(await reader.readexactly(length))
     if size > max_blob_bytes(message):
         raise ProtocolError(Reason.OVERSIZE, f"{type(message).__name__} with a blob of {size} bytes")
-    blob, received = bytearray(), 4 + length
-    while len(blob) < size:
+    chunks, left, received = list[bytes](), size, LENGTH_BYTES + length
+    while left:
         expected = await reader.readexactly(DIGEST_BYTES)
-        chunk = await reader.readexactly(min(CHUNK_BYTES, size - len(blob)))
+        chunk = await reader.readexactly(min(CHUNK_BYTES, left))
         if digest(chunk) != expected:
-            raise ProtocolError(Reason.DIGEST, f"chunk at {len(blob)}")
-        blob += chunk
+            raise ProtocolError(Reason.DIGEST, f"chunk at {size - left}")
+        chunks.append(chunk)
+        left -= len(chunk)
         received += DIGEST_BYTES + len(chunk)
-    return Envelope(message, bytes(blob)), received
+    return Envelope(message, chunks[0] if len(chunks) == 1 else b"".join(chunks)), received
 
 
 def digest(data: bytes | memoryview) -> bytes:

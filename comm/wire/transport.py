@@ -147,6 +147,9 @@ class Transport(Protocol):
     def refused(self) -> Mapping[str, int]:
         """How many questions were refused, by reason."""
 
+    def processor_s(self) -> Seconds:
+        """Processor time that other processes have spent on our traffic so far; 0 where that is not known."""
+
     async def close(self) -> None: ...
 
 

@@ -11,9 +11,8 @@ from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.train import outer
-from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import Parts, UpdateRule
+from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 
 
 class AllReduceRule(UpdateRule):
@@ -21,23 +20,29 @@ class AllReduceRule(UpdateRule):
 
     sections: Mapping[str, str] = {"theta": "fp32"}
 
-    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId) -> None:
+    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
+        super().__init__(gossip, theta, peer, tools)
         self.peer = peer
-        self.tokens = 0  # of the window that waits for its merge
+        self.closed: tuple[int, Tensor] | None = None  # tokens and weights of the window that training waits for
 
-    def close(self, live: Live, packer: Packer) -> None:
-        packer.add("theta", self.sections["theta"], live.theta)
-        self.tokens = live.tokens
+    def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
+        packer.add("theta", self.sections["theta"], theta)
+        self.closed = window.tokens, theta
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
-        everyone = [(self.peer, self.tokens, live.theta)]
+    def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
+        assert self.closed is not None, "merge without a close"
+        (tokens, own), self.closed = self.closed, None
+        everyone = [(self.peer, tokens, own)]
         everyone += [(part.peer, part.tokens, part.vectors["theta"]) for part in parts]
         everyone.sort(key=lambda one: one[0])
         weights = outer.token_weights([tokens for _, tokens, _ in everyone])
-        mean = torch.zeros_like(live.theta)
-        for weight, (_, _, theta) in zip(weights, everyone, strict=True):
-            mean += weight * theta
-        live.theta.copy_(mean)
+        mean = torch.zeros_like(own)
+        for weight, (_, _, vector) in zip(weights, everyone, strict=True):
+            mean += weight * vector
+        return Correction(mean, replaces=True)
+
+    def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
+        self.closed = None
 
 
 ALGORITHM = Algorithm(

@@ -1,11 +1,13 @@
 """Pull, the default: one-sided outer steps on slow weights, for which nobody waits.
 
-A window publishes the slow weights phi and the pseudo-gradient, and partners pull what they want of it. The formulas,
-their sources and what they conserve are in train/outer.py.
+A window publishes its pseudo-gradient and, to those who ask, the slow weights phi; partners pull what they want of
+them. The formulas, their sources and what they conserve are in train/outer.py.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -15,81 +17,164 @@ from decentral.comm.wire.messages import Pull
 from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
+from decentral.core.jobs import Contribution
 from decentral.train import outer
 from decentral.train.inner import Live
-from decentral.train.sections import Packer
-from decentral.train.update_rules import Parts, UpdateRule
+from decentral.train.outer_kernels import (
+    PSEUDO_GRADIENT_CODEC,
+    SLOW_WEIGHTS_CODEC,
+    OuterConstants,
+    OuterVectors,
+    Weighted,
+)
+from decentral.train.sections import Packer, split
+from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 
 PSEUDO_GRADIENT = "pseudo_gradient"  # the section's name on the wire
+CLIP_TO_MEDIAN = 2.0  # a partner's pseudo-gradient is no longer than this many times the median of recent ones
+RECENT_LENGTHS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PulledWindow(Parts):
+    """A partner's window: its sections stay encoded until the merge, which reads them once."""
+
+    pseudo_gradient: bytes = b""
+    length: float = 0.0  # of the pseudo-gradient
+    phi: bytes | None = None  # where the slow weights were pulled
+    distance: float = 0.0  # of those from ours
+
+
+@dataclass(slots=True)
+class Lengths:
+    """The lengths of recent pseudo-gradients: what is usual."""
+
+    own: float = 0.0  # of what we published last
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LENGTHS))
+
+    def share(self, length: float) -> float:
+        """How much of a pseudo-gradient of this length we take: one peer that diverges, or lies, moves us no further
+        than twice what is usual. Our own length counts as usual: steps grow during the warm-up, everybody's alike.
+        """
+        limit = CLIP_TO_MEDIAN * max(self.own, median(self.recent) if self.recent else length)
+        self.recent.append(min(length, limit) if limit > 0 else length)
+        return limit / length if length > limit > 0 else 1.0
 
 
 class PullRule(UpdateRule):
-    """outer.close and outer.merge."""
+    """Closes and merges with the kernels of train/outer_kernels.py.
 
-    sections: Mapping[str, str] = {"phi": "int8", PSEUDO_GRADIENT: "q4"}
-    donated: Mapping[str, str] = {"phi": "fp32", "momentum": "bf16"}
-    clipped: str | None = PSEUDO_GRADIENT
+    Besides the slow state there is one spare vector: it takes the copy of theta, which the close makes the baseline;
+    the old baseline is the spare then, and takes the correction.
+    """
 
-    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId) -> None:
-        self.constants = outer.Constants(gossip.momentum, gossip.step, gossip.consensus, gossip.moment)
-        self.slow = outer.start(theta)
-        self.closed: outer.WindowUpdate | None = None
-        self.closed_at = 0  # in steps of this peer
+    sections: Mapping[str, str] = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC}
+    on_request: Mapping[str, str] = {"phi": SLOW_WEIGHTS_CODEC}
+    donated: Mapping[str, str] = {"phi": "fp32"}
+    donates_live = False
 
-    def close(self, live: Live, packer: Packer) -> None:
-        packer.add("phi", self.sections["phi"], self.slow.phi)
-        codec = self.sections[PSEUDO_GRADIENT]
-        self.slow, sent = outer.close(self.slow, live.theta, lambda owed: packer.add(PSEUDO_GRADIENT, codec, owed))
-        self.closed, self.closed_at = outer.WindowUpdate(sent, live.tokens, live.lr_sum), live.steps
+    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
+        super().__init__(gossip, theta, peer, tools)
+        self.constants = outer.Constants(gossip.momentum, gossip.step, gossip.consensus)
+        self.phi, self.baseline, self.residual, self.spare = (tools.vector(self.elements) for _ in range(4))
+        self.momentum = tools.vector(self.elements) if self.constants.alpha else None
+        self.lengths = Lengths()
+        self.closed: tuple[Window, bytes] | None = None  # the window that waits for its merge, and what it published
+        self.load(theta, {})
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
+    def buffer(self) -> Tensor:
+        return self.spare
+
+    def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
+        blob, self.lengths.own = self.tools.kernels.close(theta, self.baseline, self.residual)
+        self.baseline, self.spare = theta, self.baseline
+        packer.add_encoded(PSEUDO_GRADIENT, PSEUDO_GRADIENT_CODEC, self.elements, blob)
+        self.closed = window, blob
+
+    def encode(self, packer: Packer) -> None:
+        packer.add("phi", SLOW_WEIGHTS_CODEC, self.phi)
+
+    def read(self, one: Contribution) -> PulledWindow:
+        parts, kernels = split(one.layout, one.blob), self.tools.kernels
+        length = kernels.length(parts[PSEUDO_GRADIENT], self.elements)
+        phi = parts.get("phi")
+        distance = 0.0 if phi is None else kernels.distance(self.phi, phi)
+        return PulledWindow(one.peer, one.tokens, one.lr_sum, {}, parts[PSEUDO_GRADIENT], length, phi, distance)
+
+    def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
         assert self.closed is not None, "merge without a close"
-        own, self.closed = self.closed, None
-        partners = [self._update_of(part, outer.credible(own.tokens)) for part in parts]
-        rho = outer.rho_of(live.steps - self.closed_at)
-        outcome = outer.merge(self.slow, own, partners, self.constants, rho)
-        self.slow = outcome.slow
-        live.theta += outcome.correction
-        if self.constants.kappa:
-            shift = outer.moment_shift(own, outcome, live.moments(), rho * self.constants.kappa)
-            live.exp_avg += outer.limited(shift, torch.linalg.vector_norm(live.exp_avg))
+        (own, blob), self.closed = self.closed, None
+        partners = [part for part in parts if isinstance(part, PulledWindow)]
+        most_tokens = outer.credible(own.tokens)
+        own_weight, *weights = outer.token_weights([own.tokens, *(min(one.tokens, most_tokens) for one in partners)])
+        steps_taken = [Weighted(own_weight, blob)]
+        slow_weights = []
+        for weight, one in zip(weights, partners, strict=True):
+            steps_taken.append(Weighted(weight * self.lengths.share(one.length), one.pseudo_gradient))
+            if one.phi is not None:
+                slow_weights.append(Weighted(weight * self._near(one.distance), one.phi))
+        return self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps))
 
-    def _update_of(self, part: Parts, most_tokens: int) -> outer.WindowUpdate:
-        """What a partner did in its window, as far as we believe it."""
-        tokens = min(part.tokens, most_tokens)
-        return outer.WindowUpdate(part.vectors[PSEUDO_GRADIENT], tokens, part.lr_sum, self._near(part.vectors))
+    def _outer_step(self, steps_taken: Sequence[Weighted], slow_weights: Sequence[Weighted], rho: float) -> Correction:
+        vectors = OuterVectors(self.phi, self.baseline, self.spare, self.momentum)
+        alpha, beta, gamma = self.constants.alpha, self.constants.beta, self.constants.gamma
+        self.tools.kernels.merge(vectors, steps_taken, slow_weights, OuterConstants(alpha, beta, gamma, rho))
+        return Correction(self.spare)
 
-    def _near(self, vectors: Mapping[str, Tensor]) -> Tensor | None:
-        """A partner's slow weights, no further from ours than ours are from zero: absurd claims move us little."""
-        if "phi" not in vectors:
-            return None
-        apart, most = vectors["phi"] - self.slow.phi, torch.linalg.vector_norm(self.slow.phi)
-        if not 0 < most < torch.linalg.vector_norm(apart):
-            return vectors["phi"]
-        return self.slow.phi + outer.limited(apart, most)
+    def _near(self, distance: float) -> float:
+        """How much of the way to a partner's slow weights counts: they are believed to be no further from ours than
+        ours are from zero, so absurd claims move us little."""
+        most = float(torch.linalg.vector_norm(self.phi))
+        return most / distance if 0 < most < distance else 1.0
 
-    def state(self) -> dict[str, Tensor]:
-        slow = self.slow
-        kept = {"phi": slow.phi, "baseline": slow.baseline, "momentum": slow.momentum, "residual": slow.residual}
-        return kept if self.closed is None else {**kept, "pending": self.closed.pseudo_gradient}
+    def fold(self, theta: Tensor) -> Correction:
+        """A solo step with all that is owed, without quantisation: nobody reads it."""
+        owed = self.residual.add_(self.baseline).sub_(theta)
+        self.baseline, self.spare = theta, self.baseline
+        self._take_alone(self.phi, self.momentum, owed)
+        self.residual.zero_()
+        torch.sub(self.phi, self.baseline, out=self.spare)
+        self.baseline += self.spare
+        return Correction(self.spare)
 
-    def load(self, live: Live, state: dict[str, Tensor]) -> None:
-        """A window that was closed and not yet merged becomes a solo step: nobody will send us its partners now."""
-        self.slow = outer.Slow(state["phi"], state["baseline"], state["momentum"], state["residual"])
+    def _take_alone(self, phi: Tensor, momentum: Tensor | None, step: Tensor) -> None:
+        """phi and momentum after a solo step, in place; train/outer.py has the formulas."""
+        if momentum is not None:
+            momentum.mul_(self.constants.alpha).add_(step)
+            step = step + self.constants.alpha * momentum
+        phi.sub_(step, alpha=self.constants.beta)
+
+    def kept(self) -> Mapping[str, int]:
+        return dict.fromkeys(("phi", "owed") if self.momentum is None else ("phi", "owed", "momentum"), self.elements)
+
+    def state(self, theta: Tensor) -> dict[str, Tensor]:
+        """`owed` is the progress that no window has published yet. One that was closed and not yet merged becomes a
+        solo step: nobody will send us its partners after a restart."""
+        phi, momentum = self.phi, self.momentum
+        if self.closed is not None:
+            phi, momentum = phi.clone(), None if momentum is None else momentum.clone()
+            own = self.tools.codecs.decode(PSEUDO_GRADIENT_CODEC, self.closed[1], self.elements)
+            self._take_alone(phi, momentum, own)
+        kept = {"phi": phi, "owed": self.residual + (self.baseline - theta)}
+        return kept if momentum is None else {**kept, "momentum": momentum}
+
+    def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         self.closed = None
-        if "pending" in state:
-            pending = outer.WindowUpdate(state["pending"], live.tokens, 0.0)
-            outcome = outer.merge(self.slow, pending, [], self.constants, rho=1.0)
-            self.slow = outcome.slow
-            live.theta += outcome.correction
+        self.baseline.copy_(theta)
+        self.phi.copy_(state.get("phi", theta))
+        if "owed" in state:
+            self.residual.copy_(state["owed"])
+        else:
+            self.residual.zero_()
+        if self.momentum is not None:
+            self.momentum.copy_(state["momentum"] if "momentum" in state else torch.zeros(()))
 
     def donate(self, live: Live, packer: Packer) -> None:
-        packer.add("phi", self.donated["phi"], self.slow.phi)
-        packer.add("momentum", self.donated["momentum"], self.slow.momentum)
+        packer.add("phi", self.donated["phi"], self.phi)
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
         live.theta.copy_(donated["phi"])
-        self.slow, self.closed = replace(outer.start(live.theta), momentum=donated["momentum"]), None
+        self.load(live.theta, {})
 
 
 ALGORITHM = Algorithm(
@@ -101,5 +186,5 @@ ALGORITHM = Algorithm(
     questions=(Pull,),
     partners=lambda gossip: gossip.partners,
     snapshot_bytes=1.53,
-    memory_bytes=24,  # phi, baseline, momentum, residual and the closed window in fp32, and two published snapshots
+    memory_bytes=24,  # phi, baseline, residual, spare, momentum in fp32, and two published snapshots
 )

@@ -12,9 +12,8 @@ from decentral.core.config import GossipConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
-from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import SCALAR, Parts, UpdateRule
+from decentral.train.update_rules import SCALAR, Correction, Parts, RuleTools, UpdateRule, Window
 
 MAX_WEIGHT = 1e6  # of pushed mass; all peers together weigh as many as they are
 
@@ -27,36 +26,41 @@ class PushSumRule(UpdateRule):
     """
 
     sections: Mapping[str, str] = {"mass": "int8", "weight": SCALAR}
+    reads_theta = True
 
-    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId) -> None:
-        self.weight = torch.ones((), device=theta.device)  # w
+    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
+        super().__init__(gossip, theta, peer, tools)
+        self.weight = torch.ones(())  # w
 
-    def close(self, live: Live, packer: Packer) -> None:
-        mass = live.theta * self.weight
-        away = packer.add("mass", self.sections["mass"], mass / 2)
-        half = packer.add("weight", "fp32", (self.weight / 2).reshape(1))
+    def close(self, theta: Tensor, window: Window, packer: Packer) -> Correction:
+        mass = theta * self.weight
+        away = packer.add_and_read("mass", self.sections["mass"], mass / 2)
+        half = packer.add_and_read("weight", "fp32", (self.weight / 2).reshape(1))
         self.weight = self.weight - half[0]
-        live.theta.copy_((mass - away) / self.weight)
-        live.touch("theta")
+        return Correction((mass - away) / self.weight - theta)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
+    def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
         """Adds mass at any time, also mass of our own that nobody took."""
-        mass, weight = live.theta * self.weight, self.weight
+        assert theta is not None
+        mass, weight = theta * self.weight, self.weight
         for part in parts:
             mass = mass + part.vectors["mass"]
             weight = weight + part.vectors["weight"][0]
         self.weight = weight
-        live.theta.copy_(live.theta + (mass / weight - live.theta))
+        return Correction(mass / weight - theta)
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         if not 0 < float(vectors["weight"][0]) < MAX_WEIGHT:
             raise ProtocolError(Reason.WEIGHT, f"mass must weigh something, and less than {MAX_WEIGHT:g}")
 
-    def state(self) -> dict[str, Tensor]:
+    def kept(self) -> Mapping[str, int]:
+        return {"weight": 1}
+
+    def state(self, theta: Tensor) -> dict[str, Tensor]:
         return {"weight": self.weight.reshape(1)}
 
-    def load(self, live: Live, state: dict[str, Tensor]) -> None:
-        self.weight = state["weight"].reshape(()) if state else torch.ones_like(self.weight)
+    def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
+        self.weight = state["weight"].reshape(()) if state else torch.ones(())
 
 
 ALGORITHM = Algorithm(

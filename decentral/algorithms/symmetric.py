@@ -9,9 +9,8 @@ from decentral.comm.wire.messages import Swap, SwapCommit
 from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
-from decentral.train.inner import Live
 from decentral.train.sections import Packer
-from decentral.train.update_rules import Parts, UpdateRule
+from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 
 
 class SymmetricRule(UpdateRule):
@@ -20,20 +19,20 @@ class SymmetricRule(UpdateRule):
     Both sides use the quantised values, so what one gains the other loses, whatever Q does: the mean is kept.
     """
 
-    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId) -> None:
+    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
+        super().__init__(gossip, theta, peer, tools)
         self.sent: Tensor | None = None  # Q(x_i) [n] of the window that waits for its merge
 
-    def close(self, live: Live, packer: Packer) -> None:
-        self.sent = packer.add("theta", self.sections["theta"], live.theta)
+    def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
+        self.sent = packer.add_and_read("theta", self.sections["theta"], theta)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
+    def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction | None:
         assert self.sent is not None, "merge without a close"
         sent, self.sent = self.sent, None
         assert len(parts) <= 1, "a symmetric exchange has two sides"
-        for part in parts:
-            live.theta += 0.5 * (part.vectors["theta"] - sent)
+        return Correction(0.5 * (parts[0].vectors["theta"] - sent)) if parts else None
 
-    def load(self, live: Live, state: dict[str, Tensor]) -> None:
+    def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         self.sent = None
 
 

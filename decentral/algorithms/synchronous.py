@@ -28,10 +28,11 @@ class SynchronousRule(UpdateRule):
     sections: Mapping[str, str] = {"gradient": "fp32"}
     donated: Mapping[str, str] = {"theta": "fp32", "exp_avg": "fp32", "exp_avg_sq": "fp32", "steps": SCALAR}
 
-    def close(self, live: Live, packer: Packer) -> None:
+    def close_round(self, live: Live, packer: Packer) -> None:
+        """Packs the sum of the round's gradients."""
         packer.add("gradient", self.sections["gradient"], live.grad)
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
+    def advance(self, live: Live, parts: Sequence[Parts]) -> None:
         """Takes the optimizer's step on `live` itself: its moments and steps change, and the gradient is zero after."""
         tokens = sum(part.tokens for part in parts)
         if tokens:

@@ -36,8 +36,11 @@ class GossipView(Protocol):
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long a transfer of `size` bytes from that peer may take."""
 
+    def window_s(self) -> Seconds:
+        """The length of the shortest windows."""
+
     def period_s(self, size: int) -> Seconds:
-        """Seconds between two windows of a fragment whose snapshots have `size` bytes."""
+        """Seconds between two windows of a fragment whose snapshots have `size` bytes: a multiple of `window_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +59,21 @@ class FragmentContext:
         """When the fragment's next window ends: at the same instants on every peer that has the same phase.
 
         Aligned windows make fresh partners: their snapshots are as old as the exchange takes, not half a window
-        older (docs/CONVERGENCE.md has what that is worth). Clocks need agree to a small part of the period only.
+        older (docs/CONVERGENCE.md has what that is worth). Clocks need agree to a small part of the period only. Where
+        windows are stretched, fragments take turns at the ends of the shortest windows; so a peer whose windows are
+        twice as long as its partner's ends each of them together with one of the partner's.
         """
-        period_s = self.view.period_s(size)
-        offset = period_s * self.phase
+        period_s, window_s = self.view.period_s(size), self.view.window_s()
+        turn = self.fragment % max(1, round(period_s / window_s))
+        offset = window_s * (turn + self.phase)
         return ((now - offset) // period_s + 1) * period_s + offset
 
     def partners(self, now: Seconds) -> Sequence[PeerId]:
         return self.view.partners(self.fragment, now)
+
+    def max_age_s(self, size: int) -> Seconds:
+        """An older snapshot is not merged. One of a partner whose windows are long may be as old as two of them."""
+        return max(self.gossip.max_age_s, 2 * self.view.period_s(size))
 
     def exchange_line(
         self, partner: PeerId | None, outcome: str, reason: str, seconds: Seconds, moved: tuple[int, int] = (0, 0)

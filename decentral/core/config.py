@@ -143,8 +143,10 @@ class GossipConfig(Strict):
     momentum: Fraction = 0.0  # alpha
     step: PositiveFloat = 1.0  # beta
     consensus: Fraction = 1.0  # gamma
-    moment: Fraction = 0.0  # kappa: how far AdamW's first moment follows the merged step
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of the bandwidth that gossip may use
+    core_share: Annotated[float, Field(gt=0, le=1)] = (
+        0.02  # of the cores that train, likewise; start_steps may use more
+    )
     fragment_parameters: Positive = 65_536  # layers smaller than this share a fragment
     max_age_s: PositiveFloat = 60.0  # an older snapshot is not merged
 

@@ -1,9 +1,10 @@
-"""What the event loop asks of the compute thread (jobs), and what the compute thread reports (outcomes).
+"""What the event loop asks of the threads that compute (jobs), and what they report (outcomes).
 
-All are plain values: tensors cross this border only as encoded bytes, a blob and the layout of its sections. The
-compute thread takes jobs in order, between steps, and each has exactly one outcome: the one that its docstring names,
-with the same `fragment`, `token` or `round`, or JobFailed. A `token` names an execution at this peer; `tokens` of a
-contribution or an outcome count text.
+All are plain values: tensors cross this border only as encoded bytes, a blob and the layout of its sections. Jobs that
+touch live weights are done at step edges, in order; gossip, states for newcomers and checkpoints go on beside training
+(train/job_phases.py). Each job has exactly one outcome: the one that its docstring names, with the same `fragment`,
+`token` or `round`, or JobFailed. A `token` names an execution at this peer; `tokens` of a contribution or an outcome
+count text.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from decentral.core.fragments import Layout as Layout
 from decentral.core.fragments import Section as Section
 from decentral.core.fragments import share as share
 from decentral.core.ids import PeerId
+from decentral.core.time_spent import TimeSpent
+from decentral.core.units import Seconds
 
 MOST_UNDER_WAY = 48  # micro-batches at a peer: each is an open question, and comm/net/streams.py answers 64 at once
 
@@ -47,6 +50,24 @@ class CloseWindow:
     fragment: int
     seq: int
     hold: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Nobody is there to read the fragment's windows: keep none until the next CloseWindow -> Rested.
+
+    What is trained meanwhile goes into the slow weights when the next window is closed or a newcomer asks for them.
+    """
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeSections:
+    """Encode the sections of window `seq` that are made only on request; its Merge comes later -> SectionsEncoded."""
+
+    fragment: int
+    seq: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +264,7 @@ class Advance:
 
 StageJob = Draw | Forward | Backward | Forget | Seal | Apply | Drop
 RoundJob = CloseRound | Advance
-GossipJob = CloseWindow | Merge | Absorb | ExportState
+GossipJob = CloseWindow | Rest | EncodeSections | Merge | Absorb | ExportState
 SpanJob = ChangeSpan | ExportRetained
 Job = GossipJob | SpanJob | RoundJob | ImportState | SetClock | Evaluate | Save | Start | Finish | StageJob
 
@@ -252,13 +273,13 @@ Job = GossipJob | SpanJob | RoundJob | ImportState | SetClock | Evaluate | Save 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One inner step. `seconds` is the time of computing since the last one, jobs and throttling included."""
+    """One inner step. `spent` is the training thread's time since the last one, jobs included."""
 
     step: int
     lr_step: int
     tokens: int
     loss: float
-    seconds: float
+    spent: TimeSpent
     micro_batches: int
     executions: tuple[int, ...] = ()  # after a Seal: the tokens of the executions in the step
     refused: tuple[tuple[int, PeerId, str], ...] = ()  # after an Advance: fragment, the sum's peer, and the reason
@@ -274,6 +295,22 @@ class WindowClosed:
     lr_sum: float
     layout: Layout
     blob: bytes
+    on_request: Layout = ()  # sections that EncodeSections makes, until the window is merged
+    cost_s: Seconds = 0.0  # of the training thread and of the worker beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Rested:
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class SectionsEncoded:
+    fragment: int
+    seq: int
+    layout: Layout
+    blob: bytes
+    cost_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +321,7 @@ class Merged:
     seq: int
     used: tuple[PeerId, ...]
     rejected: tuple[tuple[PeerId, str], ...]
+    cost_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +367,7 @@ class Evaluated:
 class Saved:
     step: int
     bytes: int
+    cost_s: Seconds = 0.0  # of the training thread and of the worker beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +463,7 @@ class RoundClosed:
 
 
 StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Forgotten | Stepped
-GossipOutcome = WindowClosed | Merged | Absorbed | StateExported
+GossipOutcome = WindowClosed | Rested | SectionsEncoded | Merged | Absorbed | StateExported
 SpanOutcome = SpanChanged | RetainedExported
 StateOutcome = StateImported | ClockSet | Evaluated | Saved | Started
 Outcome = StageOutcome | GossipOutcome | SpanOutcome | RoundClosed | StateOutcome | JobFailed

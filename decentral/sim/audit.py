@@ -71,6 +71,8 @@ class InvariantAudit:
             case jobs.CloseWindow(), jobs.WindowClosed():
                 self.gossip.closed(host, outcome)
                 self.convergence.closed(host, outcome.fragment)
+            case _, jobs.SectionsEncoded():
+                self.gossip.encoded(host, outcome)
             case jobs.Merge(fragment, _, contributions), jobs.Merged(used=used):
                 for one in contributions:
                     if one.peer in used:

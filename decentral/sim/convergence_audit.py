@@ -35,14 +35,14 @@ class ConvergenceAudit:
     def closed(self, host: VirtualHost, fragment: int) -> None:
         rule = host.training.gossip.of(fragment).rule
         if isinstance(rule, PullRule):
-            self._closed[host.peer, fragment] = rule.slow.baseline.clone()
+            self._closed[host.peer, fragment] = rule.baseline.clone()
 
     def corrected(self, host: VirtualHost, fragment: int) -> None:
         """Adds what a merge moved the baseline by, and so what it moved the mean of all replicas by."""
         closed = self._closed.pop((host.peer, fragment), None)
         rule = host.training.gossip.of(fragment).rule
         if closed is not None and isinstance(rule, PullRule):
-            moved = rule.slow.baseline - closed
+            moved = rule.baseline - closed
             self.drift[fragment] = self.drift.get(fragment, torch.zeros_like(moved)) + moved
 
     def finish(self) -> None:

@@ -21,6 +21,7 @@ from decentral.algorithms.push_sum import PushSumRule
 from decentral.comm.gossip.pull import ENOUGH_PERIODS, PullExchange
 from decentral.core import jobs
 from decentral.core.ids import PeerId
+from decentral.core.synthetic import joined
 from decentral.core.units import Seconds
 from decentral.sim.evidence import SLACK_S, Evidence, slowest_step_s
 from decentral.sim.virtual_host import VirtualHost
@@ -61,21 +62,29 @@ class GossipAudit:
     # What happens to a peer's weights
 
     def closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
-        held = self.published.setdefault((host.peer, closed.fragment), {})
-        window = (self.evidence.life(host.peer), closed.seq)
-        sections = [content for _, content in _sections(closed.layout, closed.blob)]
-        for blob in (closed.blob, *sections):  # a partner may ask for either
-            fingerprint = _fingerprint(blob)
-            windows = held.pop(fingerprint, [])[-PUBLISHED:]  # re-inserted below, so the newest blob stands last
-            held[fingerprint] = [*windows, (window, host.agenda.now)]
-        while len(held) > PUBLISHED:
-            del held[next(iter(held))]
+        self._publish(host, closed.fragment, closed.seq, closed.blob)
         gossiped = host.training.gossip.of(closed.fragment)
         if isinstance(gossiped.rule, PushSumRule):
             weights = self.histories[host.peer].weights
             weights[closed.fragment] = weights.get(closed.fragment, 1.0) - _weight_of(closed.layout, closed.blob)
-        if isinstance(gossiped.rule, PullRule) and not torch.equal(gossiped.rule.slow.baseline, gossiped.live.theta):
+        if isinstance(gossiped.rule, PullRule) and not torch.equal(gossiped.rule.baseline, gossiped.live.theta):
             self.evidence.violated("baseline", "progress that was published is still in the baseline", host)
+
+    def encoded(self, host: VirtualHost, done: jobs.SectionsEncoded) -> None:
+        """A partner gets these sections behind those of the window."""
+        exchange = host.node.gossip.running[done.fragment]
+        assert isinstance(exchange, PullExchange)
+        for kept in exchange.published.latest:
+            if kept.snapshot.seq == done.seq:
+                self._publish(host, done.fragment, done.seq, joined([kept.blob, done.blob]))
+
+    def _publish(self, host: VirtualHost, fragment: int, seq: int, blob: bytes) -> None:
+        held = self.published.setdefault((host.peer, fragment), {})
+        fingerprint = _fingerprint(blob)
+        windows = held.pop(fingerprint, [])[-PUBLISHED:]  # re-inserted below, so the newest blob stands last
+        held[fingerprint] = [*windows, ((self.evidence.life(host.peer), seq), host.agenda.now)]
+        while len(held) > PUBLISHED:
+            del held[next(iter(held))]
 
     def taken_for_merge(self, host: VirtualHost, fragment: int, contributions: Sequence[jobs.Contribution]) -> None:
         """Checks the age of contributions when the machine takes them. A process that is stopped later is excused.

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
-from decentral.comm.wire import compress
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.core.units import Seconds
+from decentral.core.time_spent import TimeSpent
 from decentral.sim.swarm import SimulatedPeer, SwarmSettings
 from decentral.sim.virtual_host import Training
-from decentral.train import data
+from decentral.train import compress, data
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import Device
 
@@ -20,9 +19,9 @@ from decentral.train.step import Device
 class Trained(Compute):
     """A Compute that steps when it is told to."""
 
-    def take_steps(self, count: int, seconds: Seconds) -> jobs.Stepped:
+    def take_steps(self, count: int, spent: TimeSpent) -> jobs.Stepped:
         assert count == 1, "real steps are made one by one"
-        return replace(self.step(), seconds=seconds)
+        return replace(self.step(), spent=spent)
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         """Leaves out the seconds that this machine took: two runs of a seed must not differ by them."""

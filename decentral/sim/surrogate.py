@@ -15,15 +15,18 @@ from torch import Tensor, nn
 
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
-from decentral.core.units import Seconds
+from decentral.core.time_spent import TimeSpent
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, SurrogateModel, loss_of
 from decentral.sim.surrogate_stages import SurrogateStages
 from decentral.train.checkpoint import MicroBatchNumbers
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.inner import Live
+from decentral.train.job_phases import Phase, Program
 from decentral.train.job_runner import JobRunner
+from decentral.train.outer_kernels import TorchKernels
 from decentral.train.span_change import RetainedState
+from decentral.train.update_rules import RuleTools
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ class SurrogateSpan:
 
     def __init__(self, model: SurrogateModel, peer: PeerId, chance: np.random.Generator, first: int, last: int) -> None:
         self.model, self.peer, self.chance, self.cuts = model, peer, chance, model.cuts
-        self.gossip = FragmentGossip(model.config.gossip, peer, model.synthetic_codecs())
+        codecs = model.synthetic_codecs()
+        self.gossip = FragmentGossip(model.config.gossip, peer, RuleTools(codecs, TorchKernels(codecs)))
         self.fragments: list[jobs.Fragment] = []
         self.hold(first, last)
 
@@ -116,20 +120,22 @@ class SurrogateWorkload(JobRunner):
             self.counters, self.restored = replace(disk.checkpoint.counters), True
             self.gossip.load(disk.checkpoint.tensors, disk.checkpoint.windows, self.counters.own_steps)
 
-    def take_steps(self, count: int, seconds: Seconds) -> jobs.Stepped:
-        """Takes so many steps at once, which have taken so long."""
+    def take_steps(self, count: int, spent: TimeSpent) -> jobs.Stepped:
+        """Takes so many steps at once, on which so much time was spent."""
         tokens = count * self.model.tokens_per_step
         self.span.descend(count)
-        self.counters.busy_s = seconds
-        return self.counters.stepped(tokens, loss_of(self.span.stages.weights), count, steps=count)
+        stepped = self.counters.stepped(tokens, loss_of(self.span.stages.weights), count, steps=count)
+        return replace(stepped, spent=spent)
 
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.model.tokens_per_step)
 
-    def _evaluate(self) -> jobs.Evaluated:
+    def _evaluate(self) -> Program:
+        yield Phase.EDGE
         return jobs.Evaluated(self.counters.tokens, loss_of(self.span.stages.weights), 0.0)
 
-    def _save(self) -> jobs.Saved:
+    def _save(self) -> Program:
+        yield Phase.HELD
         tensors = {name: tensor.clone() for name, tensor in self.gossip.tensors().items()}
         self.disk.checkpoint = SurrogateCheckpoint(
             tensors, self.gossip.windows(), replace(self.counters), self.span.layers

@@ -7,12 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-import torch
-
 from decentral import claim_span
 from decentral.comm.net.virtual_directory import Records
 from decentral.comm.net.virtual_network import Network
-from decentral.comm.wire import compress
 from decentral.comm.wire.codec import Envelope
 from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
@@ -31,7 +28,7 @@ from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, 
 from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, play
 from decentral.sim.virtual_host import Connection, Observer, Pace, Respond, Training, VirtualHost
 from decentral.sim.virtual_signer import VirtualSigner
-from decentral.train import gpt, memory, update_rules
+from decentral.train import compress, gpt, memory, update_rules
 from decentral.train.activations import ActivationFormat
 from decentral.train.inner import fragments_of
 
@@ -75,9 +72,8 @@ class SwarmSettings:
     def state_layouts(self) -> list[jobs.Layout]:
         if self.donated is not None:
             return list(self.donated)
-        rule = update_rules.rule(self.config.gossip, torch.zeros(NUMBERS), PeerId(""))
         codecs = SyntheticCodecs(compress, self.fragments[0].parameters / NUMBERS)
-        return [update_rules.layout_of(rule.donated, NUMBERS, codecs) for _ in self.fragments]
+        return [update_rules.layout_of(update_rules.donated(self.config.gossip), NUMBERS, codecs)] * len(self.fragments)
 
 
 @dataclass(slots=True, eq=False)

@@ -30,12 +30,14 @@ from decentral.core import jobs
 from decentral.core.agenda import Agenda, Timer
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log, Woke
+from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Learn
 from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
 from decentral.train.fragment_gossip import FragmentGossip
+from decentral.train.job_runner import time_kind
 
 EVALUATION_S = 1.0  # how long the evaluation of plans takes
 EARLY_S = 1e-6  # the rounding error of adding and taking away the clock's epoch
@@ -56,8 +58,8 @@ class Training(Protocol):
     @property
     def gossip(self) -> FragmentGossip: ...
 
-    def take_steps(self, count: int, seconds: Seconds) -> jobs.Stepped:
-        """Takes so many steps at once. They have taken so long, jobs before them included."""
+    def take_steps(self, count: int, spent: TimeSpent) -> jobs.Stepped:
+        """Takes so many steps at once, on which so much time was spent, jobs before them included."""
         ...
 
     def do(self, job: jobs.Job) -> jobs.Outcome: ...
@@ -111,7 +113,7 @@ class Engine:
     chance: Random
     report: Callable[[jobs.Job | None, jobs.Outcome], None]
     inbox: deque[jobs.Job] = field(default_factory=deque)
-    busy_s: Seconds = 0.0
+    spent: TimeSpent = NO_TIME  # since the last report of steps
     began: Seconds | None = None  # when the present steps began; None: it is idle
     stretched: float = 1.0  # how much slower than its pace it is at present
     frozen: bool = False
@@ -168,11 +170,11 @@ class Engine:
         computing_s = part * self._drawn_step_s() if part else 0.0
         outcome = self.training.do(job)
         job_s = computing_s + self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
-        self.busy_s += job_s
+        self.spent += TimeSpent(**{time_kind(job): job_s})
         if computing_s or isinstance(outcome, jobs.Stepped):
             self.last_computed = self.agenda.now + job_s
         if isinstance(outcome, jobs.Stepped):
-            outcome, self.busy_s = replace(outcome, seconds=self.busy_s), 0.0
+            outcome, self.spent = replace(outcome, spent=self.spent), NO_TIME
         self.began, self._doing = None, True
         self._cancel()
         self.agenda.after(job_s, lambda: self._done(job, outcome))
@@ -201,9 +203,9 @@ class Engine:
     def _make_steps(self) -> None:
         if self.began is not None and (count := int((self.agenda.now - self.began) / self._step_s + 1e-6)):
             self.last_computed = self.agenda.now
-            seconds = count * self._step_s + self.busy_s
-            self.began, self.busy_s = self.began + count * self._step_s, 0.0
-            self.report(None, self.training.take_steps(count, seconds))
+            spent = self.spent + TimeSpent(training=count * self._step_s)
+            self.began, self.spent = self.began + count * self._step_s, NO_TIME
+            self.report(None, self.training.take_steps(count, spent))
 
     def _at(self, when: Seconds, action: Callable[[], None]) -> None:
         self._cancel()

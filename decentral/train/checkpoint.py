@@ -1,39 +1,42 @@
 """What a peer keeps on its disk: a checkpoint, the micro-batch numbers it has given out, and fragments it has given up.
 
-A checkpoint is one safetensors file, written beside the old one, fsynced, then renamed over it. So `kill -9` or
-a full disk at any moment leaves the old checkpoint or the new one, never half of one.
+A checkpoint is one safetensors file (train/tensor_file.py), written beside the old one, fsynced, then renamed over it.
+So `kill -9` or a full disk at any moment leaves the old checkpoint or the new one, never half of one.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_arrays
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from decentral.core.errors import UserError
 from decentral.core.jobs import Donated, Layout, RetainedStates, Section
 from decentral.train.counters import Counters
+from decentral.train.job_phases import Phase
 from decentral.train.span import Span
 from decentral.train.span_change import RetainedState
+from decentral.train.tensor_file import TensorFile, sync_folder
 
 FILE = "checkpoint.safetensors"
+COPY_ALIGNED = 64  # bytes
 RESERVED = 1024  # micro-batch numbers given out for one write to the disk
 Read = TypeVar("Read")
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> int:
     """Replaces the folder's checkpoint; `facts` are JSON. Gives its bytes. Raises OSError and leaves the old one."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    data = save_tensors(plain, {"facts": json.dumps(facts)})
-    write_atomically(folder / FILE, data)
-    return len(data)
+    file = TensorFile(folder / FILE, tensors)
+    for name, tensor in tensors.items():
+        file.add(name, tensor)
+    return file.finish(facts)
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -57,21 +60,73 @@ def _read(folder: Path, what: Callable[[Any, dict[str, Any]], Read]) -> Read | N
         raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
 
 
-def save(folder: Path, span: Span, counters: Counters) -> int:
-    """Writes the folder's checkpoint; gives its size in bytes. Raises OSError and leaves the old one."""
-    facts = {
+def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator[Phase, None, int]:
+    """Replaces the folder's checkpoint, fragment by fragment; gives its size in bytes. Raises OSError.
+
+    At a step edge the training thread copies one fragment (all fragments, if the checkpoint must be `whole`: of one
+    step), and the worker writes it while training goes on. So the fragments may be some steps apart, as those of
+    different peers always are; each is consistent in itself, with its optimizer's and its gossip's state.
+    """
+    yield Phase.BESIDE
+    fragments = span.gossip.fragments
+    groups = [fragments] if whole else [[one] for one in fragments]
+    room = CopyRoom([[tensor for one in group for tensor in one.live.tensors().values()] for group in groups])
+    file = TensorFile(folder / FILE, {name: like for one in fragments for name, like in one.checkpoint_shapes()})
+    facts: dict[str, Any] = {}
+    windows, steps = [], []
+    try:
+        for group in groups:
+            yield Phase.HELD
+            room.clear()
+            copies = [room.copied(one.live.tensors()) for one in group]
+            facts = _facts(span, counters)
+            windows += [(one.live.tokens, one.live.lr_sum) for one in group]
+            steps += [one.live.steps for one in group]
+            yield Phase.BESIDE
+            for one, copied in zip(group, copies, strict=True):
+                for name, tensor in one.with_rule(copied):
+                    file.add(name, tensor)
+        return file.finish({**facts, "window": windows, "fragment_steps": steps})
+    except BaseException:
+        file.abandon()
+        raise
+
+
+class CopyRoom:
+    """Host memory for copies of one group of tensors at a time, touched already: the training thread only copies."""
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        self._room = torch.empty(max(sum(map(_aligned_bytes, group)) for group in groups), dtype=torch.uint8).fill_(0)
+        self._used = 0
+
+    def clear(self) -> None:
+        self._used = 0
+
+    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        copies = {}
+        for name, tensor in tensors.items():
+            size = tensor.numel() * tensor.element_size()
+            place = self._room[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
+            copies[name] = place.copy_(tensor)
+            self._used += _aligned_bytes(tensor)
+        return copies
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // COPY_ALIGNED) * COPY_ALIGNED
+
+
+def _facts(span: Span, counters: Counters) -> dict[str, Any]:
+    return {
         "run": span.run.digest(),
         "fragments": [asdict(fragment) for fragment in span.fragments],
         "own_steps": counters.own_steps,
         "lr_step": counters.lr_step,
         "inner_steps": span.inner.steps,
-        "fragment_steps": [live.steps for live in span.inner.lives],
         "micro_batches": counters.micro_batches,
         "tokens": counters.tokens,
-        "window": span.gossip.windows(),
         "versions": {index: version.hex() for index, version in counters.versions.items()},
     }
-    return write(folder, span.gossip.tensors(), facts)
 
 
 def resume(folder: Path, span: Span, counters: Counters) -> bool:
@@ -173,8 +228,4 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)

@@ -1,10 +1,11 @@
-"""The compute thread: trains without a pause and takes jobs at step edges.
+"""The training thread and the worker beside it: one trains without a pause, the other does what need not stop it.
 
-It owns every tensor. The event loop puts jobs into a queue and gets outcomes through `report`; what crosses is
-core/jobs.py. `do` and `step` may also be called directly, without a thread: tests and the simulator do.
+The event loop submits jobs and gets outcomes through `report`; what crosses is core/jobs.py, and train/job_phases.py
+has which thread does what. `do` and `step` may also be called directly, without threads: tests and the simulator do.
 """
 
-import queue
+import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,12 +17,16 @@ from torch import Tensor
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
 from decentral.train import checkpoint, data, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
-from decentral.train.job_runner import JobRunner
+from decentral.train.job_phases import JobThreads, Phase, Program
+from decentral.train.job_runner import JobRunner, time_kind
+from decentral.train.outer_kernels import OuterKernels, TorchKernels
 from decentral.train.sections import Codecs
 from decentral.train.span import Span
-from decentral.train.step import Device, held_out_loss, train_step
+from decentral.train.step import Device, held_out_part, parts_of, train_step
+from decentral.train.update_rules import RuleTools
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class ComputeSetup:
     device: Device
     folder: Path
     span: tuple[int, int] | None = None  # layers [first, last), whole fragments; None: the whole model
+    state_expected: bool = False  # a checkpoint or donors are there: initial weights are drawn only if none gives any
+    kernels: OuterKernels | None = None  # None: plain torch, one operation after another
 
 
 class Compute(JobRunner):
@@ -44,55 +51,92 @@ class Compute(JobRunner):
     def __init__(self, setup: ComputeSetup) -> None:
         """Raises UserError where the model's layers cannot be built, or not one sequence fits the device."""
         run = setup.config
-        span = Span(run, setup.peer, setup.codecs, setup.device)
-        span.hold(*(setup.span or (0, span.model_layers)))
+        kernels = setup.kernels or TorchKernels(setup.codecs)
+        tools = RuleTools(setup.codecs, kernels, pinned=setup.device.device.type == "cuda")
+        span = Span(run, setup.peer, tools, setup.device)
+        span.hold(*(setup.span or (0, span.model_layers)), drawn=not setup.state_expected)
         retained, numbers = RetainedStateStore(setup.folder, run.digest()), MicroBatchNumbers.of(setup.folder)
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
+        self._clock: Callable[[], Seconds] = time.monotonic  # the training thread's processor time, where it is known
+        self._saving = False
+        self.threads = JobThreads(self.program, self._failure_of)
+        self.counters.beside_s = self.threads.take_beside_s
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
         size = run.train.micro_batch
         self.micro_batch = size if size != "auto" else measure.micro_batch(span.forward, run.model, setup.device)
 
-    def run(self, inbox: "queue.SimpleQueue[jobs.Job]", report: Callable[[jobs.Outcome], None]) -> None:
-        """Works until Finish comes. Waiting for jobs is the only thing that does not count as computing."""
-        while True:
-            try:
-                job = inbox.get() if self.waits else inbox.get_nowait()
-            except queue.Empty:
+    def submit(self, job: jobs.Job) -> None:
+        """Gives a job to the threads; Finish is the last one. Any thread may call it."""
+        self.threads.submit(job)
+
+    def training_s(self) -> Seconds:
+        """Processor time that training has had so far: of the threads that multiply matrices, as if none was throttled.
+
+        Where a GPU trains, the machine's cores have nothing else to do: then it is their time.
+        """
+        device = self.setup.device
+        if device.device.type != "cpu":
+            return time.monotonic() * (os.cpu_count() or 1)
+        return self._clock() * torch.get_num_threads() * device.throttle
+
+    def run(self, report: Callable[[jobs.Outcome], None]) -> None:
+        """The training thread's life: tasks at step edges, and steps, until Finish has come and all jobs are done."""
+        threads, account = self.threads, self.counters.time
+        if hasattr(time, "pthread_getcpuclockid"):
+            clock = time.pthread_getcpuclockid(threading.get_ident())
+            self._clock = lambda: time.clock_gettime(clock)
+        threads.report = report
+        worker = threading.Thread(target=threads.work_beside, name="beside", daemon=True)
+        worker.start()
+        while not threads.done:
+            wait = self.waits or threads.finishing
+            task = threads.at_edge(wait)
+            account.spent_on("waiting")
+            if task is not None:
+                threads.do_at_edge(task)
+                account.spent_on(time_kind(task.job))
+            elif not wait:
                 report(self.step())
-                continue
-            if isinstance(job, jobs.Finish):
-                return
-            began = time.perf_counter()
-            report(self.do(job))
-            self.counters.busy_s += time.perf_counter() - began
+                threads.begin_edge()
+        worker.join()
 
     def step(self) -> jobs.Stepped:
         """One inner step of the whole model, with this peer's next micro-batches."""
-        began, span, setup = time.perf_counter(), self.span, self.setup
+        span, setup = self.span, self.setup
         forward = setup.device.ranks.begin(span, self.counters)
         report = train_step(forward, self._fetch, span.inner, self.lr_step, setup.config.train, setup.device)
-        self.counters.busy_s += time.perf_counter() - began
+        self.counters.time.spent_on("training")
         return self.counters.stepped(report.tokens, report.loss, report.micro_batches)
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
-        """Carries out any job but Finish. An error that this peer can go on after is the outcome JobFailed."""
         try:
-            match job:
-                case jobs.CloseRound():
-                    return self._close_round(job)
-                case jobs.Advance():
-                    return self._advance(job)
-                case _:
-                    return super().do(job)
-        except (OSError, RuntimeError) as error:  # a full disk, a device out of memory
-            return jobs.JobFailed(type(job).__name__, f"{type(error).__name__}: {error}")
-        except ProtocolError as error:  # our own weights do not encode: they have diverged
-            return jobs.JobFailed(type(job).__name__, f"this peer's weights have diverged ({error})")
+            return super().do(job)
+        except Exception as error:
+            return self._failure_of(job, error)
+
+    def _do(self, job: jobs.Job) -> jobs.Outcome:
+        match job:
+            case jobs.CloseRound():
+                return self._close_round(job)
+            case jobs.Advance():
+                return self._advance(job)
+            case _:
+                return super()._do(job)
+
+    def _failure_of(self, job: jobs.Job, error: Exception) -> jobs.JobFailed:
+        """An error that this peer can go on after, or say clearly, as an outcome. Raises any other again."""
+        match error:
+            case OSError() | RuntimeError():  # a full disk, a device out of memory
+                return jobs.JobFailed(type(job).__name__, f"{type(error).__name__}: {error}")
+            case ProtocolError():  # our own weights do not encode: they have diverged
+                return jobs.JobFailed(type(job).__name__, f"this peer's weights have diverged ({error})")
+        raise error
 
     def resume(self) -> bool:
         """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is damaged or another run's."""
         self.restored = checkpoint.resume(self.setup.folder, self.span, self.counters)
+        self.span.given(fragment.index for fragment in self.fragments if self.restored)
         return self.restored
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
@@ -112,17 +156,40 @@ class Compute(JobRunner):
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.batch(number))
 
-    def _evaluate(self) -> jobs.Evaluated:
-        began = time.perf_counter()
-        loss = held_out_loss(self.span.forward, self.held_out, self.setup.device, max(8, self.micro_batch))
-        return jobs.Evaluated(self.counters.tokens, loss, time.perf_counter() - began)
+    def _evaluate(self) -> Program:
+        """A few sequences at each step edge, so that no step comes late: the weights move a little meanwhile."""
+        total, seconds = 0.0, 0.0
+        for part in parts_of(self.held_out, max(8, self.micro_batch)):
+            yield Phase.EDGE
+            began = time.perf_counter()
+            total += held_out_part(self.span.forward, part, self.setup.device)
+            seconds += time.perf_counter() - began
+        return jobs.Evaluated(self.counters.tokens, total / len(self.held_out[0]), seconds)
 
-    def _save(self) -> jobs.Saved:
-        return jobs.Saved(self.counters.own_steps, checkpoint.save(self.setup.folder, self.span, self.counters))
+    def _import(self, job: jobs.ImportState) -> Program:
+        imported = yield from super()._import(job)
+        if isinstance(imported, jobs.StateImported) and imported.accepted:
+            self.span.given(fragment for fragment, _, _ in job.blobs)
+        return imported
+
+    def _save(self) -> Program:
+        yield Phase.HELD
+        self.span.draw()  # where a peer stops before it has joined
+        yield Phase.BESIDE
+        while self._saving:  # a checkpoint is on its way, and this one is newer
+            yield Phase.BESIDE
+        self._saving = True
+        try:
+            size = yield from checkpoint.save(self.setup.folder, self.span, self.counters, whole=self.synchronous)
+        finally:
+            self._saving = False
+        return jobs.Saved(self.counters.own_steps, size)
 
     def _start(self, newcomer: bool) -> jobs.Started:
         if self.synchronous:
             self.span.stages.sums.clear()  # their gradients belong to other weights
+        self.span.draw()
+        self.counters.time.take()  # what came before is no part of the time of training
         return super()._start(newcomer)
 
     def _close_round(self, job: jobs.CloseRound) -> jobs.RoundClosed:
@@ -131,13 +198,13 @@ class Compute(JobRunner):
         executions, closed = tuple(sums.executions), []
         for live, tokens in zip(self.span.inner.lives, sums.filled_tokens, strict=True):
             if tokens and set(executions) <= set(job.executions) and bool(torch.isfinite(live.grad).all()):
-                closed.append(replace(self.gossip.close(live.fragment.index, job.round), tokens=tokens))
+                closed.append(replace(self.gossip.close_round(live.fragment.index, job.round), tokens=tokens))
         sums.clear()
         return jobs.RoundClosed(job.round, executions, tuple(closed))
 
     def _advance(self, job: jobs.Advance) -> jobs.Stepped:
         """Steps all fragments in one job, so that a checkpoint is of one round."""
-        merged = [self.gossip.merge(fragment, job.round, sums) for fragment, sums in job.sums]
+        rejected = [(index, self.gossip.advance(index, sums)) for index, sums in job.sums]
         self.counters.lr_step, self.counters.versions = job.round, dict(job.versions)
-        refused = tuple((one.fragment, peer, reason) for one in merged for peer, reason in one.rejected)
+        refused = tuple((index, peer, reason) for index, found in rejected for peer, reason in found)
         return replace(self.counters.stepped(job.tokens, job.loss, job.micro_batches), refused=refused)

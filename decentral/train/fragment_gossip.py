@@ -1,14 +1,13 @@
 """The gossip of all fragments on this peer: ends of windows, merges, and the state that newcomers get.
 
-FragmentGossip carries out CloseWindow, Merge, Absorb, ExportState and ImportState on live weights, whoever trains
-them: train/compute.py on a device, a simulator in virtual time. What comes from partners is checked here before it
-moves anything; the numerics are in the update rules of decentral/algorithms.
+FragmentGossip's programs are the jobs CloseWindow, Rest, EncodeSections, Merge, Absorb and ExportState, on live weights
+whoever trains them: train/compute.py on a device, a simulator in virtual time. The training thread gives a copy of the
+weights and takes a correction; all else goes on beside it (train/job_phases.py). What comes from partners is checked
+here before it moves anything; the numerics are in the update rules of decentral/algorithms.
 """
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,46 +18,99 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.train import update_rules
+from decentral.train.device_copies import copy_in, copy_out
 from decentral.train.inner import Live
+from decentral.train.job_phases import Phase, Program, finish
 from decentral.train.sections import Codecs, Packer, unpack
+from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 
-CLIP_TO_MEDIAN = 2.0  # a partner's pseudo-gradient is no longer than this many times the median of recent ones
-RECENT_LENGTHS = 16
 BEFORE_START = -1
 EVERY_ROUND = -2  # with exact gradients, training waits for each round's merge
+Steps = Generator[Phase, None, None]
+"""A part of a program."""
 
 
 @dataclass(slots=True)
 class GossipedFragment:
-    """A fragment's gossip: its rule, and the lengths of recent pseudo-gradients."""
+    """A fragment's gossip: its rule, and what its next window counts for."""
 
     live: Live
-    rule: update_rules.UpdateRule
+    rule: UpdateRule
     layout: jobs.Layout  # the sections of the blobs that we publish
-    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LENGTHS))
-    own_length: float = 0.0  # the length of what we published last
+    on_request: jobs.Layout  # the sections that are encoded when somebody asks for them
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
+    resting: bool = False  # nobody reads its windows, so none is closed
+    folding: bool = False
 
-    def fits(self, one: jobs.Contribution) -> None:
-        """Raises ProtocolError unless its sections are ours, or those of ours that suffice for a merge."""
-        names = {section.name for section in one.layout}
-        needed = {self.rule.clipped} if self.rule.clipped else {section.name for section in self.layout}
-        if not one.layout or not set(one.layout) <= set(self.layout) or not needed <= names:
-            raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
-        if len(names) != len(one.layout) or len(one.blob) != sum(section.size for section in one.layout):
-            raise ProtocolError(Reason.SHAPE, "its sections do not add up to its blob")
+    @property
+    def index(self) -> int:
+        return self.live.fragment.index
 
-    def clip(self, vector: Tensor) -> None:
-        """Shortens it: one peer that diverges, or lies, moves us no further than twice what is usual.
+    def copied(self) -> Generator[Phase, None, Tensor]:
+        """From a step edge to the worker: a copy of theta at the edge."""
+        theta = self.rule.buffer()
+        arrive = copy_out(self.live, theta)
+        yield Phase.BESIDE
+        arrive()
+        return theta
 
-        Our own length counts as usual: steps grow during the warm-up, everybody's alike.
+    def end_window(self) -> Window:
+        """What was trained since the last call. It is counted anew from now."""
+        live = self.live
+        window = Window(0 if self.newcomer else live.tokens, live.lr_sum, live.steps)
+        live.tokens, live.lr_sum, self.newcomer = 0, 0.0, False
+        return window
+
+    def correct(self, correction: Correction | None) -> Steps:
+        """From the worker to the next step edge, if there is anything to correct."""
+        if correction is not None:
+            vector = copy_in(correction.vector, self.live.theta.device)
+            yield Phase.EDGE
+            if correction.replaces:
+                self.live.theta.copy_(vector)
+            else:
+                self.live.add(vector)
+            self.live.touch("theta")
+
+    def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """The names in `with_rule`, in its order, with tensors on the meta device."""
+        for name, tensor in self.live.tensors().items():
+            yield f"{self.index}.{name}", tensor.to("meta")
+        for name, elements in self.rule.kept().items():
+            yield f"{self.index}.rule.{name}", torch.empty(elements, device="meta")
+
+    def with_rule(self, live: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint keeps of the fragment, by name: these live tensors, and the rule's state that fits them."""
+        for name, tensor in live.items():
+            yield f"{self.index}.{name}", tensor
+        for name, tensor in self.rule.state(live["theta"].cpu().float()).items():
+            yield f"{self.index}.rule.{name}", tensor
+
+    def fold(self) -> Steps:
+        """Takes what was trained while it rested into the slow weights, unless that is being done. It ends at an edge.
+
+        A newcomer and a partner may both want it at the same time.
         """
-        length = float(torch.linalg.vector_norm(vector))
-        usual = max(self.own_length, median(self.lengths) if self.lengths else length)
-        limit = CLIP_TO_MEDIAN * usual
-        if length > limit > 0:
-            vector *= limit / length
-        self.lengths.append(min(length, limit) if limit > 0 else length)
+        yield Phase.EDGE
+        while self.folding:
+            yield Phase.EDGE
+        if self.resting:
+            self.folding = True
+            self.end_window()
+            theta = yield from self.copied()
+            yield from self.correct(self.rule.fold(theta))
+            self.folding = False
+
+    def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
+        """What can be merged, and the partners that we refused, with the reason."""
+        parts, rejected = [], []
+        for one in contributions:
+            try:
+                self.rule.fits(one, (*self.layout, *self.on_request))
+                parts.append(self.rule.read(one))
+            except ProtocolError as error:
+                rejected.append((one.peer, error.reason))
+        return parts, rejected
 
 
 def unpacked(
@@ -75,10 +127,10 @@ def unpacked(
 
 
 class FragmentGossip:
-    """A peer's fragments and their rules. Not thread-safe: whoever owns the weights calls it."""
+    """A peer's fragments and their rules. Its programs run in the phases of train/job_phases.py."""
 
-    def __init__(self, gossip: config.GossipConfig, peer: PeerId, codecs: Codecs) -> None:
-        self.codecs, self.gossip, self.peer = codecs, gossip, peer
+    def __init__(self, gossip: config.GossipConfig, peer: PeerId, tools: RuleTools) -> None:
+        self.tools, self.gossip, self.peer = tools, gossip, peer
         self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
         self._by_index: dict[int, GossipedFragment] = {}
 
@@ -89,18 +141,20 @@ class FragmentGossip:
     def of(self, fragment: int) -> GossipedFragment:
         return self._by_index[fragment]
 
-    def do(self, job: jobs.GossipJob) -> jobs.Outcome:
+    def program(self, job: jobs.GossipJob) -> Program:
         match job:
-            case jobs.CloseWindow(fragment, seq, hold):
-                self.holding = fragment if hold else self.holding
-                return self.close(fragment, seq)
-            case jobs.Merge(fragment, seq, contributions):
-                self.holding = None if self.holding == fragment else self.holding
-                return self.merge(fragment, seq, contributions)
+            case jobs.CloseWindow():
+                return self._close(job)
+            case jobs.Rest(fragment):
+                return self._rest(fragment)
+            case jobs.EncodeSections(fragment, seq):
+                return self._encode(fragment, seq)
+            case jobs.Merge():
+                return self._merge(job)
             case jobs.Absorb(fragment, contribution):
-                return self.absorb(fragment, contribution)
+                return self._absorb(fragment, contribution)
             case jobs.ExportState(fragment):
-                return self.export(fragment)
+                return self._export(fragment)
 
     def begin(self, newcomer: bool) -> None:
         self.holding = EVERY_ROUND if algorithm(self.gossip.algorithm).exact else None
@@ -109,40 +163,93 @@ class FragmentGossip:
     def begin_anew(self, newcomers: Collection[int]) -> None:
         """The first window of these fragments counts for nothing."""
         for gossiped in self.fragments:
-            gossiped.newcomer = gossiped.live.fragment.index in newcomers
+            gossiped.newcomer = gossiped.index in newcomers
 
-    def close(self, fragment: int, seq: int) -> jobs.WindowClosed:
-        gossiped = self._by_index[fragment]
-        packer = Packer(self.codecs)
-        gossiped.rule.close(gossiped.live, packer)
-        if gossiped.rule.clipped:
-            gossiped.own_length = float(torch.linalg.vector_norm(packer.read[gossiped.rule.clipped]))
-        tokens, lr_sum = 0 if gossiped.newcomer else gossiped.live.tokens, gossiped.live.lr_sum
-        gossiped.live.tokens, gossiped.live.lr_sum, gossiped.newcomer = 0, 0.0, False
+    def _close(self, job: jobs.CloseWindow) -> Program:
+        yield Phase.EDGE
+        gossiped = self._by_index[job.fragment]
+        self.holding = job.fragment if job.hold else self.holding
+        if gossiped.resting:
+            yield from gossiped.fold()
+            gossiped.resting = False
+        window = gossiped.end_window()
+        theta = yield from gossiped.copied()
+        packer = Packer(self.tools.codecs)
+        correction = gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
         assert layout == gossiped.layout
-        return jobs.WindowClosed(fragment, seq, tokens, lr_sum, layout, blob)
+        yield from gossiped.correct(correction)
+        counted = window.tokens, window.lr_sum
+        return jobs.WindowClosed(job.fragment, job.seq, *counted, layout, blob, gossiped.on_request)
 
-    def merge(self, fragment: int, seq: int, contributions: Sequence[jobs.Contribution]) -> jobs.Merged:
-        gossiped = self._by_index[fragment]
-        parts, rejected = self._decode(gossiped, contributions)
-        gossiped.rule.merge(gossiped.live, parts)
-        gossiped.live.touch("theta", "exp_avg")
-        return jobs.Merged(fragment, seq, tuple(part.peer for part in parts), tuple(rejected))
+    def _rest(self, fragment: int) -> Program:
+        yield Phase.EDGE
+        self._by_index[fragment].resting = True
+        return jobs.Rested(fragment)
 
-    def absorb(self, fragment: int, contribution: jobs.Contribution) -> jobs.Absorbed:
+    def _encode(self, fragment: int, seq: int) -> Program:
+        yield Phase.BESIDE
+        packer = Packer(self.tools.codecs)
+        self._by_index[fragment].rule.encode(packer)
+        return jobs.SectionsEncoded(fragment, seq, *packer.finish())
+
+    def _merge(self, job: jobs.Merge) -> Program:
+        yield Phase.BESIDE
+        gossiped = self._by_index[job.fragment]
+        parts, rejected = gossiped.read(job.contributions)
+        yield from gossiped.correct(gossiped.rule.merge(None, parts, gossiped.live.steps))
+        if self.holding == job.fragment:
+            yield Phase.EDGE
+            self.holding = None
+        return jobs.Merged(job.fragment, job.seq, tuple(part.peer for part in parts), tuple(rejected))
+
+    def _absorb(self, fragment: int, contribution: jobs.Contribution) -> Program:
+        yield Phase.BESIDE
         gossiped = self._by_index[fragment]
-        parts, rejected = self._decode(gossiped, [contribution])
+        parts, rejected = gossiped.read([contribution])
         if rejected:
             return jobs.Absorbed(fragment, False, rejected[0][1])
-        gossiped.rule.merge(gossiped.live, parts)
-        gossiped.live.touch("theta", "exp_avg")
+        yield Phase.EDGE
+        theta = yield from gossiped.copied()
+        yield from gossiped.correct(gossiped.rule.merge(theta, parts, gossiped.live.steps))
         return jobs.Absorbed(fragment, True)
 
-    def export(self, fragment: int) -> jobs.StateExported:
-        packer = Packer(self.codecs)
-        self._by_index[fragment].rule.donate(self._by_index[fragment].live, packer)
+    def _export(self, fragment: int) -> Program:
+        yield Phase.BESIDE
+        gossiped = self._by_index[fragment]
+        if gossiped.resting:
+            yield from gossiped.fold()
+            yield Phase.BESIDE
+        if gossiped.rule.donates_live:
+            yield Phase.EDGE
+        packer = Packer(self.tools.codecs)
+        gossiped.rule.donate(gossiped.live, packer)
         return jobs.StateExported(fragment, *packer.finish())
+
+    # With exact gradients: both at a step edge
+
+    def close_round(self, fragment: int, seq: int) -> jobs.WindowClosed:
+        """Encodes the sum of the round's gradients."""
+        gossiped, packer = self._by_index[fragment], Packer(self.tools.codecs)
+        live = gossiped.live
+        gossiped.rule.close_round(live, packer)
+        tokens, lr_sum, live.tokens, live.lr_sum = live.tokens, live.lr_sum, 0, 0.0
+        return jobs.WindowClosed(fragment, seq, tokens, lr_sum, *packer.finish())
+
+    def advance(self, fragment: int, sums: Sequence[jobs.Contribution]) -> list[tuple[PeerId, str]]:
+        """Takes the round's step with these sums; gives the peers whose sums were refused, with the reasons."""
+        gossiped = self._by_index[fragment]
+        parts, rejected = gossiped.read(sums)
+        gossiped.rule.advance(gossiped.live, parts)
+        return rejected
+
+    # States of newcomers
+
+    def export(self, fragment: int) -> jobs.StateExported:
+        """The fragment's state as a newcomer gets it, at once: the worker must be held."""
+        exported = finish(self._export(fragment))
+        assert isinstance(exported, jobs.StateExported)
+        return exported
 
     def state_layouts(self) -> list[jobs.Layout]:
         """The layout of each fragment's export: what a newcomer may expect of its donors."""
@@ -150,24 +257,17 @@ class FragmentGossip:
 
     def state_layout(self, parameters: int) -> jobs.Layout:
         """The layout of the export of a fragment with so many parameters."""
-        return update_rules.layout_of(update_rules.donated(self.gossip), parameters, self.codecs)
+        return update_rules.layout_of(update_rules.donated(self.gossip), parameters, self.tools.codecs)
 
-    def adopt(self, blobs: Sequence[tuple[int, jobs.Layout, bytes]]) -> jobs.StateImported:
-        """Adopts all of these or none: they are decoded and checked first. What nobody trains is not among them."""
-        expected = dict(zip(self._by_index, self.state_layouts(), strict=True))
-        try:
-            donated = unpacked(self.codecs, blobs, expected)
-        except ProtocolError as error:
-            return jobs.StateImported(False, error.reason)
-        self.start(donated)
-        return jobs.StateImported(True)
+    def decoded(self, blobs: Sequence[jobs.Donated]) -> dict[int, dict[str, Tensor]]:
+        """States of fragments that we hold, as fp32 vectors. Raises ProtocolError unless all are as expected."""
+        return unpacked(self.tools.codecs, blobs, dict(zip(self._by_index, self.state_layouts(), strict=True)))
 
     def start(self, donated: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Begins these fragments anew from what a donor gave: by fragment and section, fp32 [n]."""
         for index, vectors in donated.items():
             gossiped = self._by_index[index]
-            device = gossiped.live.theta.device
-            gossiped.rule.adopt(gossiped.live, {name: vector.to(device) for name, vector in vectors.items()})
+            gossiped.rule.adopt(gossiped.live, vectors)
             gossiped.live.touch()
 
     def hold(self, lives: Sequence[Live]) -> None:
@@ -178,18 +278,16 @@ class FragmentGossip:
             self.holding = None
 
     def _new(self, live: Live) -> GossipedFragment:
-        rule = update_rules.rule(self.gossip, live.theta, self.peer)
-        layout = update_rules.layout_of(rule.sections, live.fragment.parameters, self.codecs)
-        return GossipedFragment(live, rule, layout)
+        made = update_rules.rule(self.gossip, live.theta, self.peer, self.tools)
+        n, codecs = live.fragment.parameters, self.tools.codecs
+        published, on_request = (update_rules.layout_of(one, n, codecs) for one in (made.sections, made.on_request))
+        return GossipedFragment(live, made, published, on_request)
+
+    # Checkpoints
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint must keep, by fragment and name."""
-        kept: dict[str, Tensor] = {}
-        for gossiped in self.fragments:
-            prefix = f"{gossiped.live.fragment.index}."
-            kept |= {prefix + name: value for name, value in gossiped.live.tensors().items()}
-            kept |= {prefix + "rule." + name: value for name, value in gossiped.rule.state().items()}
-        return kept
+        """All that a checkpoint must keep, by fragment and name. The worker must be held."""
+        return {name: tensor for one in self.fragments for name, tensor in one.with_rule(one.live.tensors())}
 
     def windows(self) -> list[tuple[int, float]]:
         """For each fragment its tokens, and the sum of its learning rates, since its last close."""
@@ -198,29 +296,10 @@ class FragmentGossip:
     def load(self, tensors: Mapping[str, Tensor], windows: Sequence[tuple[int, float]], steps: int) -> None:
         """Goes on from a checkpoint. Raises KeyError, ValueError or RuntimeError if it is of another model."""
         for gossiped, (tokens, lr_sum) in zip(self.fragments, windows, strict=True):
-            live, prefix = gossiped.live, f"{gossiped.live.fragment.index}."
+            live, prefix = gossiped.live, f"{gossiped.index}."
             for name, tensor in live.tensors().items():
                 tensor.copy_(tensors[prefix + name])
             live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
             live.touch()
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
-            gossiped.rule.load(live, {name: tensor.to(live.theta.device) for name, tensor in own.items()})
-
-    def _decode(
-        self, gossiped: GossipedFragment, contributions: Sequence[jobs.Contribution]
-    ) -> tuple[list[update_rules.Parts], list[tuple[PeerId, str]]]:
-        """Partners' vectors on our device, and the partners that we refused, with the reason."""
-        parts, rejected = [], []
-        for one in contributions:
-            try:
-                gossiped.fits(one)
-                vectors = unpack(self.codecs, one.layout, one.blob)
-                gossiped.rule.check(vectors)
-            except ProtocolError as error:
-                rejected.append((one.peer, error.reason))
-                continue
-            on_device = {name: vector.to(gossiped.live.theta.device) for name, vector in vectors.items()}
-            if gossiped.rule.clipped:
-                gossiped.clip(on_device[gossiped.rule.clipped])
-            parts.append(update_rules.Parts(one.peer, one.tokens, one.lr_sum, on_device))
-        return parts, rejected
+            gossiped.rule.load(live.theta, own)

@@ -8,11 +8,13 @@ Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channel
 """
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from decentral.core import config
 from decentral.core.errors import UserError
@@ -31,6 +33,25 @@ def build(model: config.ModelConfig, seed: int, first: int = 0, last: int | None
         inside = range(model.depth + 2)[first:last]
         kept = {index: layer for index, layer in _ours(model) if index in inside}
         return [kept[index] for index in inside]
+
+
+class Undrawn(TorchFunctionMode):
+    """Within it, layers are built and their weights keep whatever the memory holds, for others will take their place.
+
+    To draw the initial weights takes most of the time of building a large model.
+    """
+
+    DRAWS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.trunc_normal_)
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        _: object,
+        values: Sequence[Any] = (),
+        named: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = named or {}
+        return named["tensor"] if function in self.DRAWS else function(*values, **named)
 
 
 def parameters(model: config.ModelConfig) -> list[int]:

@@ -14,7 +14,6 @@ from torch.optim.adamw import adamw
 from decentral.core import config
 from decentral.core.jobs import Fragment
 from decentral.train import gpt
-from decentral.train.outer import Moments
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
@@ -51,11 +50,9 @@ class Live:
         start: int = 0,
     ) -> None:
         """`layers` begin with the model's layer `start`."""
-        own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
-        matrices = [p for p in own if p.ndim >= 2]
-        gains = [p for p in own if p.ndim < 2]
+        matrices, gains = _matrices_and_gains(fragment, layers, start)
         self.fragment = fragment
-        self.theta = torch.cat([p.detach().float().flatten() for p in matrices + gains]).to(device)
+        self.theta = flat_weights(fragment, layers, start).to(device)
         self.grad = torch.zeros_like(self.theta)
         self.exp_avg = torch.zeros_like(self.theta)
         self.exp_avg_sq = torch.zeros_like(self.theta)
@@ -79,16 +76,32 @@ class Live:
         """Marks these of `tensors`, or all of them, as changed otherwise than by a step that all ranks take."""
         self.touched.update(names or self.tensors())
 
-    def moments(self) -> Moments:
-        """AdamW's second moment and both bias corrections, as train/outer.py needs them."""
-        train, steps = self.train, self.steps
-        return Moments(self.exp_avg_sq, 1 - train.beta1**steps, 1 - train.beta2**steps)
+    def copy_theta(self, into: Tensor) -> None:
+        """Copies theta into an fp32 vector [n] in host memory."""
+        into.copy_(self.theta)
+
+    def add(self, correction: Tensor) -> None:
+        """Adds an fp32 vector [n] in host memory to theta."""
+        self.theta += correction.to(self.theta.device, non_blocking=True)
 
     def count(self, tokens: int, rate: float) -> None:
         """A step was taken with so many tokens, at this learning rate."""
         self.tokens += tokens
         self.lr_sum += rate
         self.steps += 1
+
+
+def flat_weights(fragment: Fragment, layers: Sequence[nn.Module], start: int) -> Tensor:
+    """The fragment's weights as one fp32 vector [n]: a copy. `layers` begin with the model's layer `start`."""
+    matrices, gains = _matrices_and_gains(fragment, layers, start)
+    return torch.cat([p.detach().float().flatten() for p in matrices + gains])
+
+
+def _matrices_and_gains(
+    fragment: Fragment, layers: Sequence[nn.Module], start: int
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
+    return [p for p in own if p.ndim >= 2], [p for p in own if p.ndim < 2]
 
 
 class Inner:

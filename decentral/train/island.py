@@ -199,7 +199,8 @@ class Follower:
 
     @classmethod
     def build(cls, run: config.Config, device: torch.device) -> "Follower":
-        layers = [layer.to(device) for layer in gpt.build(run.model, run.seed)]
+        with gpt.Undrawn():  # rank 0's weights come when it is wrapped
+            layers = [layer.to(device) for layer in gpt.build(run.model, run.seed)]
         lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
         return cls(run, layers, Inner(lives, run.train), chain(layers, compiled=False))
 

@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from decentral.core import jobs
+from decentral.core.errors import ProtocolError
 from decentral.core.fragments import FORWARD_PART, forward_part, share
 from decentral.train.checkpoint import MicroBatchNumbers
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip
+from decentral.train.job_phases import Phase, Program, finish
 from decentral.train.span_change import HeldSpan, RetainedStore, change_span
 
 
@@ -50,6 +52,24 @@ class StageLayers(Protocol):
 class WorkingSpan(HeldSpan, Protocol):
     @property
     def stages(self) -> StageLayers: ...
+
+
+def time_kind(job: jobs.Job) -> str:
+    """What the training thread's time for this job is spent on: a field of TimeSpent."""
+    match job:
+        case jobs.CloseWindow() | jobs.Rest() | jobs.EncodeSections() | jobs.Merge() | jobs.Absorb():
+            return "gossip"
+        case jobs.CloseRound():  # it encodes sums of gradients for the others
+            return "gossip"
+        case jobs.Save():
+            return "checkpoint"
+        case jobs.Evaluate():
+            return "evaluation"
+        case jobs.ExportState() | jobs.ImportState() | jobs.ChangeSpan() | jobs.ExportRetained():
+            return "state"
+        case jobs.SetClock() | jobs.Start():
+            return "state"
+    return "training"
 
 
 class JobRunner(ABC):
@@ -96,38 +116,71 @@ class JobRunner(ABC):
         return 0.0
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
-        """Carries out any job but Finish and those of synchronous rounds, which only Compute does.
+        """Carries out any job but Finish at once, all its phases on the calling thread."""
+        return finish(self.program(job))
 
-        What another peer sent and cannot be used is an outcome, not an error.
-        """
+    def program(self, job: jobs.Job) -> Program:
+        """A job in its phases. What another peer sent and cannot be used is an outcome, not an error."""
         match job:
-            case jobs.CloseWindow() | jobs.Merge() | jobs.Absorb() | jobs.ExportState():
-                return self.gossip.do(job)
-            case jobs.ImportState(blobs, step):
-                imported = self.gossip.adopt(blobs)
-                if imported.accepted:
-                    self._follow(step)
-                return imported
+            case (
+                jobs.CloseWindow()
+                | jobs.Rest()
+                | jobs.EncodeSections()
+                | jobs.Merge()
+                | jobs.Absorb()
+                | jobs.ExportState()
+            ):
+                return self.gossip.program(job)
+            case jobs.ImportState():
+                return self._import(job)
+            case jobs.ChangeSpan():
+                return self._change_span(job)
+            case jobs.ExportRetained(fragment):
+                return self._export_retained(fragment)
+            case jobs.Evaluate():
+                return self._evaluate()
+            case jobs.Save():
+                return self._save()
+            case _:
+                return self._at_edge(job)
+
+    def _at_edge(self, job: jobs.Job) -> Program:
+        yield Phase.EDGE
+        return self._do(job)
+
+    def _do(self, job: jobs.Job) -> jobs.Outcome:
+        """A job that has one phase, at a step edge."""
+        match job:
             case jobs.SetClock(step, versions):
                 self._follow(step)
                 self.counters.versions |= dict(versions)
                 return jobs.ClockSet(self.lr_step)
             case jobs.Start(newcomer):
                 return self._start(newcomer)
-            case jobs.ChangeSpan():
-                return change_span(job, self.span, self.retained, self.counters)
-            case jobs.ExportRetained(fragment):
-                return jobs.RetainedExported(fragment, *(self.retained.read(fragment) or (0, (), b"")))
-            case jobs.Evaluate():
-                return self._evaluate()
-            case jobs.Save():
-                return self._save()
-            case jobs.CloseRound() | jobs.Advance() | jobs.Finish():
-                raise AssertionError(f"{type(self).__name__} does no {job!r}")
             case _:
                 return self._execute(job)
 
-    def _execute(self, job: jobs.StageJob) -> jobs.Outcome:
+    def _import(self, job: jobs.ImportState) -> Program:
+        """Adopts all of these states or none: they are decoded and checked first."""
+        yield Phase.BESIDE
+        try:
+            donated = self.gossip.decoded(job.blobs)
+        except ProtocolError as error:
+            return jobs.StateImported(False, error.reason)
+        yield Phase.HELD
+        self.gossip.start(donated)
+        self._follow(job.step)
+        return jobs.StateImported(True)
+
+    def _change_span(self, job: jobs.ChangeSpan) -> Program:
+        yield Phase.HELD
+        return change_span(job, self.span, self.retained, self.counters)
+
+    def _export_retained(self, fragment: int) -> Program:
+        yield Phase.BESIDE
+        return jobs.RetainedExported(fragment, *(self.retained.read(fragment) or (0, (), b"")))
+
+    def _execute(self, job: jobs.Job) -> jobs.Outcome:
         """A job of a route."""
         stages = self.span.stages
         match job:
@@ -150,6 +203,7 @@ class JobRunner(ABC):
                 return stages.drop(slot)
             case jobs.Apply():
                 return self._apply(job)
+        raise AssertionError(f"{type(self).__name__} does no {job!r}")
 
     def _apply(self, job: jobs.Apply) -> jobs.Stepped:
         self.span.stages.apply(self.lr_step, job.slot)
@@ -171,7 +225,7 @@ class JobRunner(ABC):
         """Begins this peer's micro-batch with this number."""
 
     @abstractmethod
-    def _evaluate(self) -> jobs.Evaluated: ...
+    def _evaluate(self) -> Program: ...
 
     @abstractmethod
-    def _save(self) -> jobs.Saved: ...
+    def _save(self) -> Program: ...

@@ -13,6 +13,7 @@ from decentral.core.errors import UserError
 from decentral.train import gpt
 from decentral.train.step import Device, Forward
 
+PASSES_S = 0.5  # after so much time no further pass is measured: where passes are long, the first one tells enough
 MATMUL_S = 0.2  # how long matrices are multiplied
 LARGEST = 512  # sequences in a micro-batch, at most
 GOOD_ENOUGH = 0.9  # share of the best tokens/s that a micro-batch must reach; the smallest one gives the most steps
@@ -87,10 +88,15 @@ def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> 
 
 
 def _trained_s(forward: Forward, model: config.ModelConfig, device: Device, sequences: int) -> float:
-    """Seconds of a forward and a backward pass: the best of three, because the first ones warm caches up."""
+    """Seconds of a forward and a backward pass: the best of three, because the first ones warm caches up.
+
+    A large model on a slow device has one or two: what it trains will soon say more than any measurement.
+    """
     tokens_BT = torch.zeros(sequences, model.context, dtype=torch.int64, device=device.device)
-    best = float("inf")
+    best, started = float("inf"), time.perf_counter()
     for _ in range(3):
+        if time.perf_counter() - started > PASSES_S:
+            break
         _wait(device)
         began = time.perf_counter()
         with device.autocast():

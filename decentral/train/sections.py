@@ -1,10 +1,10 @@
 """Several named vectors in one blob, each written with its own codec.
 
-The codecs live in `comm`, which this floor may not import: they come in as an argument.
+The codecs come in as an argument: a simulator has others than training.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from decentral.core.synthetic import SyntheticBlob, joined
 
 
 class Codecs(Protocol):
-    """What comm/wire/compress.py does for each codec by its name."""
+    """What train/compress.py does for each codec by its name."""
 
     def encode(self, codec: str, values: Tensor) -> bytes:
         """The bytes of fp32 values [n]."""
@@ -30,15 +30,20 @@ class Packer:
     codecs: Codecs
     sections: list[Section] = field(default_factory=list)
     parts: list[bytes] = field(default_factory=list)
-    read: dict[str, Tensor] = field(default_factory=dict)  # each section's values as those who read the blob see them
 
-    def add(self, name: str, codec: str, values: Tensor) -> Tensor:
-        """Appends a section of fp32 values [n]; gives the values as they will be read."""
-        part = self.codecs.encode(codec, values)
-        self.sections.append(Section(name, codec, values.numel(), len(part)))
+    def add(self, name: str, codec: str, values: Tensor) -> None:
+        """Appends a section of fp32 values [n]."""
+        self.add_encoded(name, codec, values.numel(), self.codecs.encode(codec, values))
+
+    def add_and_read(self, name: str, codec: str, values: Tensor) -> Tensor:
+        """Appends a section of fp32 values [n]; gives the values as those who read the blob see them."""
+        self.add(name, codec, values)
+        return self.codecs.decode(codec, self.parts[-1], values.numel()).to(values.device)
+
+    def add_encoded(self, name: str, codec: str, elements: int, part: bytes) -> None:
+        """Appends a section that is encoded already."""
+        self.sections.append(Section(name, codec, elements, len(part)))
         self.parts.append(part)
-        self.read[name] = self.codecs.decode(codec, part, values.numel()).to(values.device)
-        return self.read[name]
 
     def finish(self) -> tuple[Layout, bytes]:
         return tuple(self.sections), joined(self.parts)
@@ -46,8 +51,14 @@ class Packer:
 
 def unpack(codecs: Codecs, layout: Layout, blob: bytes) -> dict[str, Tensor]:
     """fp32 vectors on the CPU, by name. Raises ProtocolError for what the codecs refuse."""
-    view, start, values = blob if isinstance(blob, SyntheticBlob) else memoryview(blob), 0, {}
+    parts = split(layout, blob)
+    return {one.name: codecs.decode(one.codec, parts[one.name], one.elements) for one in layout}
+
+
+def split(layout: Layout, blob: bytes) -> dict[str, Any]:
+    """The encoded sections by name, as memoryviews of the blob: nothing is copied."""
+    view, start, parts = blob if isinstance(blob, SyntheticBlob) else memoryview(blob), 0, {}
     for section in layout:
-        values[section.name] = codecs.decode(section.codec, view[start : start + section.size], section.elements)
+        parts[section.name] = view[start : start + section.size]
         start += section.size
-    return values
+    return parts

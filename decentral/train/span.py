@@ -1,6 +1,7 @@
 """The layers that a peer holds: their live weights, their inner optimizer, their gossip, and their work for routes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -10,10 +11,10 @@ from decentral.core.ids import PeerId
 from decentral.train import gpt
 from decentral.train.activations import ActivationFormat
 from decentral.train.fragment_gossip import FragmentGossip
-from decentral.train.inner import Inner, Live, fragments_of
-from decentral.train.sections import Codecs
+from decentral.train.inner import Inner, Live, flat_weights, fragments_of
 from decentral.train.stage_runner import StageRunner
 from decentral.train.step import Device, Forward, chain
+from decentral.train.update_rules import RuleTools
 
 
 class Span:
@@ -23,19 +24,22 @@ class Span:
     measure the device: zeros then stand for the hidden values that would enter.
     """
 
-    def __init__(self, run: config.Config, peer: PeerId, codecs: Codecs, device: Device) -> None:
+    def __init__(self, run: config.Config, peer: PeerId, tools: RuleTools, device: Device) -> None:
         self.run, self.device = run, device
         self.cuts = tuple(fragments_of(run))  # of the whole model
-        self.activations = ActivationFormat(run, codecs, gpt.widths(run.model))
+        self.activations = ActivationFormat(run, tools.codecs, gpt.widths(run.model))
         self.layers: list[nn.Module] = []
         self.fragments: list[jobs.Fragment] = []
-        self.gossip = FragmentGossip(run.gossip, peer, codecs)
+        self.gossip = FragmentGossip(run.gossip, peer, tools)
         self.inner = Inner([], run.train)
         self.forward: Forward = chain([], compiled=False)
         self._stages: StageRunner | None = None
+        self._undrawn: set[int] = set()  # fragments without weights
 
-    def hold(self, first: int, last: int) -> None:
+    def hold(self, first: int, last: int, drawn: bool = True) -> None:
         """Holds layers [first, last): those that are here as they are, the others with their initial weights.
+
+        Without `drawn`, the others have no weights until a checkpoint or donors give them (`given`), or else `draw`.
 
         Layers that are not wanted any more are let go of before new ones are built, so that the device never holds
         both. No execution may be pending. Raises RuntimeError where the device's memory is too small; another call of
@@ -51,10 +55,12 @@ class Span:
         self.inner, self.forward = Inner([], run.train), chain([], compiled=False)
         self.gossip.hold(list(lives.values()))
         for begin, end in _gaps(layers, first, last):
-            new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
+            with nullcontext() if drawn else gpt.Undrawn():
+                new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
             layers |= dict(enumerate(new, begin))
             lives |= {cut: Live(cut, new, device, run.train, begin) for cut in wanted if begin <= cut.first < end}
         self.layers, self.fragments = [layers[at] for at in range(first, last)], wanted
+        self._undrawn = set() if drawn else {cut.index for cut in wanted}
         ordered = [lives[fragment] for fragment in wanted]
         self.gossip.hold(ordered)
         self.inner = Inner(ordered, run.train)
@@ -62,6 +68,24 @@ class Span:
         self.forward = chained if first == 0 else self._from_zeros(chained, first)
         if len(wanted) < len(self.cuts) or run.synchronous:
             self._stages = self._at_work(alone=True)
+
+    def given(self, fragments: Iterable[int]) -> None:
+        """A checkpoint or donors have given these fragments their weights."""
+        self._undrawn.difference_update(fragments)
+
+    def draw(self) -> None:
+        """Gives fragments that still have no weights their initial ones. To be called before anything reads them."""
+        if not self._undrawn:
+            return
+        lives, first, last = self.inner.lives, self.fragments[0].first, self.fragments[-1].last
+        layers = gpt.build(self.run.model, self.run.seed, first, last)
+        for live in lives:
+            if live.fragment.index in self._undrawn:
+                live.theta.copy_(flat_weights(live.fragment, layers, first))
+                live.touch("theta")
+        self.gossip.hold([live for live in lives if live.fragment.index not in self._undrawn])
+        self.gossip.hold(lives)  # the slow weights of the others begin with the initial weights
+        self._undrawn.clear()
 
     @property
     def model_layers(self) -> int:

@@ -62,7 +62,7 @@ def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, c
     except (OSError, RuntimeError) as error:  # a full disk, a device out of memory
         if span.fragments != held:
             span.hold(held[0].first, held[-1].last)
-            span.gossip.start(unpacked(span.gossip.codecs, given_up, layouts))
+            span.gossip.start(unpacked(span.gossip.tools.codecs, given_up, layouts))
         return jobs.SpanChanged(False, Reason.DISK if isinstance(error, OSError) else Reason.MEMORY)
     span.gossip.start(states)
     span.gossip.begin_anew(gained)
@@ -83,4 +83,4 @@ def _states(
         found = None if index in given else retained.read(index)
         if found is not None and found[1] == expected:
             given[index] = index, found[1], found[2]
-    return unpacked(gossip.codecs, [given[index] for index in sorted(given)], gained)
+    return unpacked(gossip.tools.codecs, [given[index] for index in sorted(given)], gained)

@@ -1,7 +1,7 @@
 """One training step: fetch, forward, backward, step, report. Nothing here knows that there is a network."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -122,17 +122,25 @@ def train_step(
     return StepReport(float(ranks.end(torch.stack(losses).mean())), tokens, train.accumulate * ranks.size)
 
 
-@torch.no_grad()
 def held_out_loss(forward: Forward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
     """Mean loss in nats per token over the held-out inputs_BT and targets_BT, `at_once` sequences at a time."""
+    parts = [held_out_part(forward, part, device) for part in parts_of(batch, at_once)]
+    return sum(parts) / len(batch[0])
+
+
+def parts_of(batch: tuple[Tensor, Tensor], at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
     inputs_BT, targets_BT = batch
-    total = 0.0
     for start in range(0, len(inputs_BT), at_once):
-        part = slice(start, start + at_once)
-        with device.autocast():
-            loss = gpt.loss_of(forward(inputs_BT[part].to(device.device)), targets_BT[part].to(device.device))
-        total += float(loss) * len(inputs_BT[part])
-    return total / len(inputs_BT)
+        yield inputs_BT[start : start + at_once], targets_BT[start : start + at_once]
+
+
+@torch.no_grad()
+def held_out_part(forward: Forward, part: tuple[Tensor, Tensor], device: Device) -> float:
+    """The sum over these sequences of their mean losses in nats per token."""
+    inputs_BT, targets_BT = part
+    with device.autocast():
+        loss = gpt.loss_of(forward(inputs_BT.to(device.device)), targets_BT.to(device.device))
+    return float(loss) * len(inputs_BT)
 
 
 def chain(layers: Sequence[nn.Module], compiled: bool) -> Forward:

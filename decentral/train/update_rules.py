@@ -1,36 +1,72 @@
 """What all update rules have in common: how a fragment's weights are merged with those of partners.
 
-A rule holds a fragment's gossip state. It turns a window's end into a blob for partners (`close`), and what partners
-sent into new weights (`merge`). Each gossip algorithm has its own, in decentral/algorithms.
+A rule holds a fragment's gossip state, in host memory. It turns a window's end into a blob for partners (`close`), and
+what partners sent into a correction of the weights (`merge`). It works beside training, on a copy of the weights: the
+training thread gives the copy and takes the correction at step edges (train/fragment_gossip.py). Each gossip algorithm
+has its own rule, in decentral/algorithms.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from decentral.core.algorithms import algorithm
 from decentral.core.config import GossipConfig
+from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Layout, Section
+from decentral.core.jobs import Contribution, Layout, Section
+from decentral.core.reasons import Reason
 from decentral.train.inner import Live
-from decentral.train.sections import Codecs, Packer
+from decentral.train.outer_kernels import OuterKernels
+from decentral.train.sections import Codecs, Packer, unpack
 
 SCALAR = "scalar"  # in place of a codec: the section holds one fp32 number, however long the fragment is
 
 
 @dataclass(frozen=True, slots=True)
+class RuleTools:
+    """What rules compute with."""
+
+    codecs: Codecs
+    kernels: OuterKernels
+    pinned: bool = False  # whether host memory shall be pinned, because the device is a GPU
+
+    def vector(self, elements: int) -> Tensor:
+        """An fp32 vector in host memory, with any content."""
+        return torch.empty(elements, pin_memory=self.pinned)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What stands behind a closed window."""
+
+    tokens: int
+    lr_sum: float  # sum of the learning rates of its steps
+    steps: int  # that this peer had taken when it ended
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """`vector` [n] is added to the live weights, or takes their place where training waits for the merge."""
+
+    vector: Tensor
+    replaces: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
-    """A partner's blob, unpacked: fp32 vectors [n] on the fragment's device, by section; those of a scalar are [1]."""
+    """A partner's blob, unpacked: fp32 vectors [n] in host memory, by section; those of a scalar are [1]."""
 
     peer: PeerId
     tokens: int
-    lr_sum: float  # sum of the learning rates of the window's steps
+    lr_sum: float
     vectors: dict[str, Tensor]
 
 
 class UpdateRule:
-    """One fragment's rule. All vectors are fp32 [n], flattened, on the fragment's device.
+    """One fragment's rule. All vectors are fp32 [n], flattened, in host memory.
 
     By default a rule has no slow weights: it keeps no state, and a newcomer starts from a donor's live weights.
     """
@@ -38,31 +74,74 @@ class UpdateRule:
     sections: Mapping[str, str] = {"theta": "int8"}
     """The sections that `close` packs, in this order: name to codec, or to SCALAR."""
 
+    on_request: Mapping[str, str] = {}
+    """The sections that are encoded only when a partner asks for them, likewise: `encode` packs them."""
+
     donated: Mapping[str, str] = {"theta": "fp32"}
     """The sections that a newcomer gets, likewise."""
 
-    clipped: str | None = None
-    """The section whose length is limited against that of recent ones, if any. A partner always sends it."""
+    reads_theta: bool = False
+    """Whether `merge` needs a copy of the weights as they are then."""
 
-    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId) -> None: ...
+    donates_live: bool = True
+    """Whether a newcomer's state is read off the live weights, at a step edge."""
 
-    def close(self, live: Live, packer: Packer) -> None:
-        """Ends the window and packs what partners may have. The caller resets the window's counts afterwards."""
+    def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
+        self.tools, self.elements = tools, theta.numel()
+
+    def buffer(self) -> Tensor:
+        """Where the copy of theta for the next `close`, `merge` or `fold` goes."""
+        return self.tools.vector(self.elements)
+
+    def close(self, theta: Tensor, window: Window, packer: Packer) -> Correction | None:
+        """Ends the window and packs what partners may have."""
         raise NotImplementedError
 
-    def merge(self, live: Live, parts: Sequence[Parts]) -> None:
-        """Changes theta, and exp_avg where AdamW's first moment follows; without parts it is a solo step."""
-        raise NotImplementedError
+    def encode(self, packer: Packer) -> None:
+        """Packs the sections of `on_request`, as they are between a window's close and its merge."""
+
+    def read(self, one: Contribution) -> Parts:
+        """A partner's contribution, whose layout was checked. Raises ProtocolError if it cannot be merged."""
+        vectors = unpack(self.tools.codecs, one.layout, one.blob)
+        self.check(vectors)
+        return Parts(one.peer, one.tokens, one.lr_sum, vectors)
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         """Raises ProtocolError if what a partner sent cannot be merged, though it is finite and has our layout."""
 
-    def state(self) -> dict[str, Tensor]:
-        """All that a checkpoint must keep."""
+    def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction | None:
+        """The outer step with what partners sent; without parts it is a solo step. `steps`: that we have taken so far.
+
+        `theta` is there if `reads_theta`.
+        """
+        raise NotImplementedError
+
+    def fold(self, theta: Tensor) -> Correction:
+        """Takes in what was trained while nobody read our windows. Only algorithms that let fragments rest need it."""
+        raise NotImplementedError
+
+    # Of exact algorithms, in the place of `close` and `merge`: at a step edge, on the live tensors themselves
+
+    def close_round(self, live: Live, packer: Packer) -> None:
+        """Packs what the other holders need of a round."""
+        raise NotImplementedError
+
+    def advance(self, live: Live, parts: Sequence[Parts]) -> None:
+        """Takes the round's step."""
+        raise NotImplementedError
+
+    # Checkpoints and newcomers
+
+    def kept(self) -> Mapping[str, int]:
+        """The names and lengths of what `state` gives, in its order."""
         return {}
 
-    def load(self, live: Live, state: dict[str, Tensor]) -> None:
-        """Goes on from `state`; theta is already what it was."""
+    def state(self, theta: Tensor) -> dict[str, Tensor]:
+        """All that a checkpoint with these weights must keep."""
+        return {}
+
+    def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
+        """Goes on from `state`, with these weights."""
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Packs what a newcomer starts from."""
@@ -71,7 +150,15 @@ class UpdateRule:
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
         """Starts anew, theta included, from what a donor packed."""
         live.theta.copy_(donated["theta"])
-        self.load(live, {})
+        self.load(live.theta, {})
+
+    def fits(self, one: Contribution, allowed: Layout) -> None:
+        """Raises ProtocolError unless its sections are of those `allowed`, and all of `sections` are among them."""
+        names = [section.name for section in one.layout]
+        if not set(one.layout) <= set(allowed) or not set(self.sections) <= set(names) or len(set(names)) < len(names):
+            raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
+        if len(one.blob) != sum(section.size for section in one.layout):
+            raise ProtocolError(Reason.SHAPE, "its sections do not add up to its blob")
 
 
 def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> Layout:
@@ -89,7 +176,7 @@ def donated(gossip: GossipConfig) -> Mapping[str, str]:
     return made.donated
 
 
-def rule(gossip: GossipConfig, theta: Tensor, peer: PeerId) -> UpdateRule:
+def rule(gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> UpdateRule:
     """A new rule of the run's algorithm, for the fragment whose weights theta [n] are, at this peer."""
-    made: UpdateRule = algorithm(gossip.algorithm).rule(gossip, theta, peer)
+    made: UpdateRule = algorithm(gossip.algorithm).rule(gossip, theta, peer, tools)
     return made

@@ -1,12 +1,11 @@
 """Drives a node in the real world: an event loop, a transport, a directory, a compute thread, a journal.
 
 Everything that happens becomes an event for the node, one at a time, in the loop's thread, and each effect that the
-node returns is carried out here. The compute thread gets jobs through a queue, and reports outcomes with
+node returns is carried out here. The threads that compute get jobs by `submit`, and report outcomes with
 `call_soon_threadsafe`.
 """
 
 import asyncio
-import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -23,11 +22,13 @@ from decentral.core.machine import Effect, Log, Woke
 from decentral.core.units import Seconds
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.roster import Learn
+from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
 
 FAREWELL_S = 5.0  # time to tell others that we leave
+CORES_S = 5.0  # between two reports of what the processor did
 REFUSED_S = 10.0  # between two checks whether something was refused
 FINISH_S = 120.0  # time for the compute thread's last step and checkpoint
 
@@ -35,7 +36,12 @@ FINISH_S = 120.0  # time for the compute thread's last step and checkpoint
 class Computing(Protocol):
     """What a host needs of train/compute.py's Compute."""
 
-    def run(self, inbox: "queue.SimpleQueue[jobs.Job]", report: Callable[[jobs.Outcome], None]) -> None: ...
+    def submit(self, job: jobs.Job) -> None: ...
+
+    def training_s(self) -> Seconds:
+        """Processor time that training has had so far; on a GPU, that there was for it."""
+
+    def run(self, report: Callable[[jobs.Outcome], None]) -> None: ...
 
 
 def clock() -> Callable[[], Seconds]:
@@ -53,7 +59,6 @@ class Host:
     journal: Journal
     book: AddressBook
     now: Callable[[], Seconds]
-    _inbox: "queue.SimpleQueue[jobs.Job]" = field(default_factory=queue.SimpleQueue)
     _requests: dict[int, asyncio.Future[Envelope]] = field(default_factory=dict)
     _tasks: set[asyncio.Task[object]] = field(default_factory=set)
     _last_request: int = 0
@@ -70,6 +75,7 @@ class Host:
         await self.transport.serve(self._answer, self.node.answers.blob_bound)
         self._carry_all(self.node.begin(self.now()))
         self._spawn(self._report_refusals())
+        self._spawn(self._report_cores())
         reason = await self._stopped
         await self._leave(reason)
         return reason
@@ -104,7 +110,7 @@ class Host:
             loop.call_soon_threadsafe(self._deliver, outcome)
 
         try:
-            self.compute.run(self._inbox, report)
+            self.compute.run(report)
         except Exception as error:  # a bug, or a device that is gone: the peer stops with this reason
             with suppress(RuntimeError):  # the loop is closed, so there is nobody to report to
                 report(jobs.JobFailed("training", f"{type(error).__name__}: {error}"))
@@ -140,7 +146,7 @@ class Host:
                 self.stop(reason)
             case _:
                 assert isinstance(effect, jobs.Job), f"no host carries out {effect!r}"
-                self._inbox.put(effect)
+                self.compute.submit(effect)
 
     def _arm(self) -> None:
         """Sets the one timer to the time at which the node wants to be woken."""
@@ -182,12 +188,25 @@ class Host:
                 known = dict(counts)
                 self.journal.write("refused", by_reason=known)
 
+    async def _report_cores(self) -> None:
+        """Tells the node what training and the network take of the processor."""
+        known = self._processor()
+        while True:
+            await asyncio.sleep(CORES_S)
+            now = self._processor()
+            self._deliver(CoresUsed(*(new - old for new, old in zip(now, known, strict=True))))
+            known = now
+
+    def _processor(self) -> tuple[Seconds, Seconds, Seconds]:
+        """The clock, the processor time of training, and that of this thread and of the network."""
+        return time.monotonic(), self.compute.training_s(), time.thread_time() + self.transport.processor_s()
+
     # Leaving
 
     async def _leave(self, reason: str) -> None:
         self._carry_all(self.node.leave(reason, self.now()))
-        self._inbox.put(jobs.Save())
-        self._inbox.put(jobs.Finish())
+        self.compute.submit(jobs.Save())
+        self.compute.submit(jobs.Finish())
         farewell = [task for task in self._tasks if task.get_name() == "announce" and not task.done()]
         if farewell:
             await asyncio.wait(farewell, timeout=FAREWELL_S)

@@ -14,6 +14,7 @@ what this peer tells of itself (own_record.py), what it answers others (answers.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
+from typing import get_args
 
 from decentral.comm.gossip.tags import ExchangeTag
 from decentral.comm.rounds.round import Rounds
@@ -35,6 +36,7 @@ from decentral.peers.membership.records import PeerRecord
 from decentral.peers.membership.roster import Holders, Roster
 from decentral.peers.node.answers import ROUND_QUESTIONS, ROUTE_QUESTIONS, Answers
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
+from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.handlers import Handlers
 from decentral.peers.node.own_record import OwnRecord
 from decentral.peers.node.peer_selection import PeerSelection
@@ -49,7 +51,7 @@ from decentral.peers.planning.plan_evaluation import PlansEvaluated
 from decentral.peers.planning.swarm_plans import key_of as plan_key
 
 PROBE_AFTER_S = 2.0  # from the start of training to the first probe
-FragmentJobDone = jobs.WindowClosed | jobs.Merged | jobs.Absorbed  # outcomes of what an exchange has the device do
+FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged | jobs.Absorbed
 
 
 class NodePhase(Enum):
@@ -93,7 +95,8 @@ class Node:
         self.handlers.register(self._to_join, JoinTag, jobs.StateImported)
         self.handlers.register(self._started, jobs.Started)
         self.gossip = FragmentExchanges(self._present_setup, self.selection, chance)
-        self.handlers.register(self._to_exchange, ExchangeTag, jobs.WindowClosed, jobs.Merged, jobs.Absorbed)
+        self.handlers.register(self._cores_used, CoresUsed)
+        self.handlers.register(self._to_exchange, ExchangeTag, *get_args(FragmentJobDone))
         assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
         if setup.routes:
             self._make_routes()
@@ -258,12 +261,18 @@ class Node:
         routed += self.rounds.handle(event, now) if self.rounds else []
         return self.progress.handle(event, now) + routed
 
+    def _cores_used(self, event: CoresUsed, now: Seconds) -> list[Effect]:
+        self.selection.cost.measured(event, gossip_alone=not self.donor.exports)
+        return []
+
     def _to_join(self, event: object, now: Seconds) -> list[Effect]:
         return self.join.handle(event, now, self.selection.donors())
 
     def _to_exchange(self, event: Answered | AskFailed | FragmentJobDone, now: Seconds) -> list[Effect]:
         tag = event.tag if isinstance(event, Answered | AskFailed) else event
         assert isinstance(tag, ExchangeTag | FragmentJobDone)
+        if isinstance(event, jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged):
+            self.selection.cost.did(event.cost_s, closed=isinstance(event, jobs.WindowClosed))
         return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
 
     def _advance_round(self, rounds: Rounds, now: Seconds) -> list[Effect]:

@@ -6,7 +6,7 @@ have their own view of it, peers/node/route_planner.py. Nothing is kept here: ea
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from decentral.comm.wire.meter import Meter
@@ -15,10 +15,12 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
+from decentral.peers.node.gossip_cost import GossipCost
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 
 NEVER = -1  # the step of a state that nobody has
+EARLY_TIMES = 10  # gossip's share of the cores, in the swarm's first steps, over what it is later
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 
 
@@ -29,6 +31,7 @@ class PeerSelection:
     meter: Meter
     progress: TrainingProgress
     chance: Random
+    cost: GossipCost = field(default_factory=GossipCost)
 
     # GossipView
 
@@ -41,23 +44,39 @@ class PeerSelection:
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return self.meter.deadline_s(peer, size)
 
-    def period_s(self, size: int) -> Seconds:
-        """Seconds between two windows of a fragment whose snapshots have `size` bytes.
+    def window_s(self) -> Seconds:
+        """The length of windows that nothing stretches."""
+        gossip = self.setup().config.gossip
+        return min(gossip.window_s, gossip.start_window_s) if self._early else gossip.window_s
 
-        It is a whole number of windows, as many as all fragments take at our share of the link (P in Streaming
-        DiLoCo, arXiv 2501.18512).
+    def period_s(self, size: int) -> Seconds:
+        return self.window_s() * self.windows(size)[0]
+
+    def windows(self, size: int) -> tuple[int, str]:
+        """How many of the shortest windows make one, where snapshots have `size` bytes, and what stretches them.
+
+        As many as all fragments take at our share of the link (P in Streaming DiLoCo, arXiv 2501.18512), or as many as
+        keep the cost below our share of the cores, whatever is more.
         """
+        gossip, window_s = self.setup().config.gossip, self.window_s()
+        core_share = gossip.core_share * (EARLY_TIMES if self._early else 1.0)
+        cores = self.cost.windows(window_s, len(self.setup().fragments), min(1.0, core_share))
+        link = self._link_windows(size, window_s)
+        return max(1, cores, link), "link" if link > cores else "cores" if cores > 1 else ""
+
+    @property
+    def _early(self) -> bool:
+        return self.progress.lr_step < self.setup().config.gossip.start_steps
+
+    def _link_windows(self, size: int, window_s: Seconds) -> int:
         setup = self.setup()
         gossip = setup.config.gossip
-        early = self.progress.lr_step < gossip.start_steps
-        window_s = min(gossip.window_s, gossip.start_window_s) if early else gossip.window_s
         rates = [rate for rate in (self.meter.typical_down(), self.meter.typical_up()) if rate]
         if not rates or not size:
-            return window_s
+            return 1
         parameters = [fragment.parameters for fragment in setup.fragments]
         round_bytes = size / max(parameters) * sum(parameters) * gossip.partners
-        windows = -(-round_bytes // (gossip.link_share * min(rates) * window_s))
-        return window_s * max(1.0, windows)
+        return int(-(-round_bytes // (gossip.link_share * min(rates) * window_s)))
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
         """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""

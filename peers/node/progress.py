@@ -6,14 +6,20 @@ one peer that claims a billion steps moves nobody.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from decentral.core.config import SwarmConfig, TrainConfig
 from decentral.core.jobs import Evaluate, Evaluated, Job, JobFailed, Save, Saved, SetClock, Stepped
 from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
 
 LINE_S = 1.0  # between two `step` lines
+CHECKPOINT_SHARE = 0.01  # of the time: checkpoints that take longer come less often
+CHECKPOINT_BYTES_PER_S = (
+    32e6  # what a disk shall be written at, on average: a large model's checkpoints come less often
+)
+EVALUATION_SHARE = 0.005  # of the time
 RATE_S = 10.0  # time constant of the average of tokens/s
 
 
@@ -37,7 +43,7 @@ class TrainingProgress:
     loss: float | None = None
     held_out: float | None = None
     tokens_per_s: float = 0.0
-    busy_s: float = 0.0
+    spent: TimeSpent = NO_TIME  # by the training thread since it joined
     micro_batches: int = 0
     _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
     _line_at: Seconds = 0.0
@@ -48,7 +54,8 @@ class TrainingProgress:
         """`fetched`: the state came from the swarm, and the disk has none or an older one: it is saved at once."""
         self.joined_at = self._line_at = now
         self.lr_step = max(self.lr_step, lr_step)
-        self._eval_at = now if self.evaluates else None
+        first_eval_at = now + self.train.eval_every_s if fetched else now  # donors have evaluated what was fetched
+        self._eval_at = first_eval_at if self.evaluates else None
         self._save_at = now if fetched else now + self.limits.checkpoint_every_s
 
     def save_soon(self, now: Seconds) -> None:
@@ -64,10 +71,12 @@ class TrainingProgress:
             case Stepped():
                 return self._stepped(event, now)
             case Evaluated(tokens, loss, seconds):
-                self.held_out, self._eval_at = loss, now + self.train.eval_every_s
+                self.held_out = loss
+                self._eval_at = now + max(self.train.eval_every_s, seconds / EVALUATION_SHARE)
                 return [log("eval", tokens=tokens, loss=round(loss, 4), seconds=round(seconds, 4))]
-            case Saved(step, size):
-                self._save_at = now + self.limits.checkpoint_every_s
+            case Saved(step, size, cost_s):
+                least_s = max(cost_s / CHECKPOINT_SHARE, size / CHECKPOINT_BYTES_PER_S)
+                self._save_at = now + max(self.limits.checkpoint_every_s, least_s)
                 return [log("checkpoint", step=step, bytes=size)]
             case JobFailed("Save", reason):
                 self._save_at = now + self.limits.checkpoint_every_s
@@ -89,20 +98,22 @@ class TrainingProgress:
         if not self._steps:
             return []
         steps, self._steps = self._steps, []
-        tokens, seconds = sum(step.tokens for step in steps), sum(step.seconds for step in steps)
+        tokens, spent = sum(step.tokens for step in steps), sum((step.spent for step in steps), NO_TIME)
         took = max(1e-3, now - self._line_at)
         share = min(1.0, took / RATE_S) if self.tokens_per_s else 1.0
         self.tokens_per_s += (tokens / took - self.tokens_per_s) * share
         self._line_at = now
         progress = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
         loss, micro_batches = sum(step.loss for step in steps) / len(steps), sum(step.micro_batches for step in steps)
-        return [log("step", **progress, micro_batches=micro_batches, loss=round(loss, 4), seconds=round(seconds, 4))]
+        aside = {name: round(seconds, 4) for name, seconds in asdict(spent).items() if name != "training" and seconds}
+        figures = {"micro_batches": micro_batches, "loss": round(loss, 4), "seconds": round(spent.training, 4)}
+        return [log("step", **progress, **figures, aside=aside)]
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
         self._steps.append(step)
         self.step, self.lr_step = step.step, step.lr_step
         self.tokens += step.tokens
-        self.busy_s += step.seconds
+        self.spent += step.spent
         self.micro_batches += step.micro_batches
         self.loss = step.loss if self.loss is None else 0.95 * self.loss + 0.05 * step.loss
         lines = self.flush(now) if now >= self._line_at + LINE_S else []

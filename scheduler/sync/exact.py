@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from decentral.core.errors import UserError
+from decentral.core.machine_code import compiled
 from decentral.scheduler.shared.arrays import Floats, Ints
-from decentral.scheduler.shared.machine_code import compiled
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.sync.gcma import score
 from decentral.scheduler.sync.layout_cost import Problem

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decentral.core.machine_code import compiled, inner
 from decentral.scheduler.shared.arrays import Flags, Floats, Ints
-from decentral.scheduler.shared.machine_code import compiled, inner
 from decentral.scheduler.shared.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.sync.layout_cost import Problem
 from decentral.scheduler.sync.local_search import boundary

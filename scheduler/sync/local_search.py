@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from decentral.core.machine_code import compiled, inner
 from decentral.scheduler.shared.arrays import Flags, Floats, Ints
-from decentral.scheduler.shared.machine_code import compiled, inner
 from decentral.scheduler.sync.layout_cost import Problem
 from decentral.scheduler.sync.matching import matching_above
 

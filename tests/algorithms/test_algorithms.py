@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 import decentral.algorithms
 from decentral.comm.gossip.snapshots import SNAPSHOTS_KEPT
-from decentral.comm.wire import compress, messages
+from decentral.comm.wire import messages
 from decentral.core import algorithms, config
 from decentral.core.algorithms import Algorithm, FragmentContext
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment
 from decentral.peers.node.answers import BLOB_SLACK_BYTES
-from decentral.train import update_rules
+from decentral.train import compress, update_rules
 from decentral.train.inner import Live
 from decentral.train.sections import Packer
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from decentral.algorithms.pull import PSEUDO_GRADIENT, PullRule
-from decentral.comm.wire import compress
 from decentral.core import config, rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment, Layout
-from decentral.train import update_rules
+from decentral.train import compress, update_rules
 from decentral.train.inner import Live
 from decentral.train.sections import Packer, unpack
 from decentral.train.update_rules import Parts

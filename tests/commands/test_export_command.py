@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from decentral import export
-from decentral.comm.wire import compress
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import StateRequest
 from decentral.comm.wire.transport import Answer, AskError, Reply, Transport
@@ -19,7 +18,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.state import StateFolder
-from decentral.train import replicas
+from decentral.train import compress, replicas
 from decentral.train.compute import Compute, ComputeSetup
 
 RUN = RunId("words-3fa2c1")

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decentral.comm.wire import compress
 from decentral.core import jobs
+from decentral.train import compress
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import Device
 

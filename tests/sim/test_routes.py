@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from decentral.comm.wire import compress
 from decentral.core import config, jobs, rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import (
@@ -31,7 +30,7 @@ from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import DESCENT_RATE, STEP_NOISE, SurrogateModel
 from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
-from decentral.train import memory
+from decentral.train import compress, memory
 
 MODEL = [*sweep.SETTINGS, *sweep.SPAN_MODEL]
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from decentral.comm.wire import compress
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
-from decentral.train import gpt
+from decentral.train import compress, gpt
 from decentral.train.activations import ActivationFormat
 
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentral.comm.wire import compress
 from decentral.core import jobs
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Layout
-from decentral.train import checkpoint
+from decentral.train import checkpoint, compress
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.sections import Packer, unpack
 

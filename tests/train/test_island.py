@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from decentral.comm.wire import compress
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
-from decentral.train import data
+from decentral.train import compress, data
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.island import Assignment, Island, follow
 from decentral.train.step import ALONE, Device, Ranks

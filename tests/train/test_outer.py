@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decentral.comm.wire import compress
 from decentral.core import rng
-from decentral.train import outer
+from decentral.train import compress, outer
 from decentral.train.outer import Constants, Moments, Quantise, Slow, WindowUpdate, moment_shift, rho_of, token_weights
 
 SIZE = 64

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decentral.comm.wire import compress
 from decentral.core import config, jobs, rng
 from decentral.core.ids import PeerId
 from decentral.peers.planning import routing_weights
-from decentral.train import gpt
+from decentral.train import compress, gpt
 from decentral.train.activations import ActivationFormat
 from decentral.train.compute import Compute, ComputeSetup
 from tests.comm.routes.route_world import World

@@ -1,4 +1,4 @@
-"""How the planner compiles functions. It is apart from the array types, so that these load without numba."""
+"""How functions are compiled to machine code. It is a file of its own, so that others load without numba."""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar

@@ -8,18 +8,25 @@
 
 Scales are bf16 rounded up: bf16 has fp32's range, so the small deltas of a late training stage do not underflow
 as they do in fp16; rounding up keeps the largest number of a block within the levels. The scales come first,
-then the levels. `unpack` raises ProtocolError for bytes that no `pack` can have written or that are not finite.
+then the levels. Bytes that no encoder can have written, or that are not finite, are refused.
+
+CODECS has the formulas, in torch, for vectors on any device. What is in host memory takes the compiled versions of
+them (train/block_codec.py), which give the same bits; numbers that are not finite have no bytes to agree on but those
+of the formulas, and partners refuse them.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
+from decentral.train import block_codec
+from decentral.train.block_codec import Bytes, Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +36,23 @@ class Codec:
     name: str
     size: Callable[[int], int]
     pack: Callable[[Tensor], bytes]
-    unpack: Callable[[bytes, int], Tensor]
+    unpack: Callable[[bytes | Bytes, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A codec's functions of train/block_codec.py."""
+
+    pack: Callable[[Floats, Bytes], int]
+    unpack: Callable[[Bytes, Floats], int]
 
 
 def encode(codec: str, values: Tensor) -> bytes:
     """The bytes of fp32 [n], on any device. Raises KeyError for an unknown codec."""
+    if codec in COMPILED and values.device.type == "cpu" and values.dtype == torch.float32:
+        blob = np.empty(size(codec, values.numel()), np.uint8)
+        if COMPILED[codec].pack(values.detach().contiguous().numpy(), blob) < block_codec.INFINITE:
+            return blob.tobytes()
     return CODECS[codec].pack(values)
 
 
@@ -46,13 +65,32 @@ def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
     """fp32 [elements] on the CPU. Raises ProtocolError for an unknown codec, a wrong size, or numbers not finite."""
     if codec not in CODECS:
         raise ProtocolError(Reason.CODEC, f"{codec!r} is none of {', '.join(CODECS)}")
-    expected = CODECS[codec].size(elements)
-    if len(blob) != expected:
-        raise ProtocolError(Reason.SHAPE, f"{elements} numbers in {codec} take {expected} bytes; got {len(blob)}")
-    values = CODECS[codec].unpack(bytes(blob), elements)
+    read = as_bytes(codec, blob, elements)
+    if codec in COMPILED:
+        unpacked = np.empty(elements, np.float32)
+        refuse(codec, COMPILED[codec].unpack(read, unpacked))
+        return torch.from_numpy(unpacked)
+    values = CODECS[codec].unpack(read, elements)
     if not bool(torch.isfinite(values).all()):
-        raise ProtocolError(Reason.NAN, f"a {codec} section holds numbers that are not finite")
+        refuse(codec, block_codec.NOT_FINITE)
     return values
+
+
+def as_bytes(codec: str, blob: bytes | memoryview, elements: int) -> Bytes:
+    """The blob as an array that cannot be written. Raises ProtocolError unless it has the size of so many numbers."""
+    read, expected = np.frombuffer(blob, np.uint8) if blob else np.empty(0, np.uint8), size(codec, elements)
+    if elements < 0 or len(read) != expected:
+        raise ProtocolError(Reason.SHAPE, f"{elements} numbers in {codec} take {expected} bytes; got {len(read)}")
+    read.flags.writeable = False
+    return read
+
+
+def refuse(codec: str, fault: int) -> None:
+    """Raises ProtocolError if `fault`, what a compiled function found wrong with a section, is not zero."""
+    if fault & block_codec.BAD_LEVEL:
+        raise ProtocolError(Reason.LEVELS, f"a {codec} section holds a level that is none, or a negative scale")
+    if fault & block_codec.NOT_FINITE:
+        raise ProtocolError(Reason.NAN, f"a {codec} section holds numbers that are not finite")
 
 
 def _blockwise(
@@ -74,7 +112,7 @@ def _blockwise(
         levels = (padded / divisor[:, None]).round_().clamp_(-highest, highest).to(torch.int8)
         return _bytes(scales.cpu()) + _bytes(fold(levels.view(-1)[: values.numel()].cpu()))
 
-    def unpack(blob: bytes, n: int) -> Tensor:
+    def unpack(blob: bytes | Bytes, n: int) -> Tensor:
         cut = scale_bytes(n)
         scales, levels = _tensor(blob[:cut], torch.bfloat16), unfold(_tensor(blob[cut:], torch.uint8))[:n]
         if n and (int(levels.min()) < -highest or bool((scales.isfinite() & (scales < 0)).any())):
@@ -111,8 +149,10 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _tensor(blob: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(blob), dtype=dtype) if blob else torch.empty(0, dtype=dtype)
+def _tensor(blob: bytes | Bytes, dtype: torch.dtype) -> Tensor:
+    return (
+        torch.from_numpy(np.frombuffer(blob, np.uint8).copy()).view(dtype) if len(blob) else torch.empty(0, dtype=dtype)
+    )
 
 
 CODECS = {
@@ -123,4 +163,8 @@ CODECS = {
         _floats("bf16", torch.bfloat16),
         _floats("fp32", torch.float32),
     )
+}
+COMPILED = {
+    "q4": Compiled(block_codec.pack_q4, block_codec.unpack_q4),
+    "int8": Compiled(block_codec.pack_int8, block_codec.unpack_int8),
 }

@@ -1,4 +1,4 @@
-"""The codecs of comm/wire/compress.py hold what its table says: error, size, and what they refuse."""
+"""The codecs of train/compress.py hold what its table says: error, size, and what they refuse."""
 
 import math
 
@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decentral.comm.wire import compress
 from decentral.core.errors import ProtocolError
-from decentral.train import outer
+from decentral.train import compress, outer
 
 BLOCKWISE = {"q4": (128, 7), "int8": (256, 127)}
 CODECS = ["q4", "int8", "bf16", "fp32"]

@@ -1,0 +1,134 @@
+"""The outer step on packed bytes and vectors in host memory: what a kernel must do, and how torch does it.
+
+The formulas and their sources are at the head of train/outer.py. A kernel does in one pass over memory what torch does
+one operation after another, and both round alike:
+
+    close:  owed = residual + (baseline - snapshot);  q = Q(owed);  residual = owed - q
+    merge:  g = ((0 + w_0 q_0) + w_1 q_1) + ...                   the own pseudo-gradient first
+            apart = ((0 + v_0 (phi - phi_0)) + v_1 (phi - phi_1)) + ...
+            m = alpha m + g;  u = g + alpha m                     without a momentum vector u = g
+            phi = (phi - beta u) - gamma apart
+            correction = rho (phi - baseline);  baseline = baseline + correction
+
+Every operation rounds to fp32, the factors are rounded to fp32 first, and no product is fused with a sum. So all
+implementations give the same vectors and the same bytes, bit for bit. Lengths are square roots of fp64 sums, whose
+order is free: they agree within a relative 1e-9.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decentral.core.errors import ProtocolError
+from decentral.core.reasons import Reason
+from decentral.train.sections import Codecs
+
+PSEUDO_GRADIENT_CODEC = "q4"
+SLOW_WEIGHTS_CODEC = "int8"
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """An encoded section, and the factor of its values in a sum."""
+
+    weight: float
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OuterVectors:
+    """A fragment's slow state in host memory: contiguous fp32 [n] on the CPU, no two of them in the same memory."""
+
+    phi: Tensor
+    baseline: Tensor
+    correction: Tensor  # written, never read
+    momentum: Tensor | None = None  # None where its coefficient alpha is zero
+
+
+@dataclass(frozen=True, slots=True)
+class OuterConstants:
+    """outer.Constants with the share of the correction that is taken."""
+
+    alpha: float  # outer momentum
+    beta: float  # outer step
+    gamma: float  # pull towards the partners' slow weights
+    rho: float  # outer.rho_of
+
+
+class OuterKernels(Protocol):
+    """Called by one thread at a time. Vectors are fp32 [n], contiguous; those of OuterVectors are in host memory."""
+
+    def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> tuple[bytes, float]:
+        """Ends a window: the q4 bytes of Q(residual + (baseline - snapshot)), and the length of what they say.
+
+        The residual becomes what quantisation keeps back, in place. Raises ProtocolError(Reason.NAN) if a number is
+        not finite; the residual is unspecified then.
+        """
+
+    def length(self, blob: bytes | memoryview, elements: int) -> float:
+        """The length of a pseudo-gradient of so many elements. Raises ProtocolError for what its codec refuses."""
+
+    def distance(self, phi: Tensor, blob: bytes | memoryview) -> float:
+        """How far the slow weights of `blob` are from phi. Raises ProtocolError for what their codec refuses."""
+
+    def merge(
+        self,
+        vectors: OuterVectors,
+        pseudo_gradients: Sequence[Weighted],
+        slow_weights: Sequence[Weighted],
+        constants: OuterConstants,
+    ) -> None:
+        """Takes the outer step in place. The blobs are our own, or ones that `length` and `distance` have accepted.
+
+        Raises ProtocolError, with nothing changed, if the size of a blob is not that of n numbers.
+        """
+
+
+class TorchKernels:
+    """One torch operation after another, with any codecs: the reference, and the simulator's implementation."""
+
+    def __init__(self, codecs: Codecs) -> None:
+        self.codecs = codecs
+
+    def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> tuple[bytes, float]:
+        owed = residual + (baseline - snapshot.to(baseline.device))
+        if not bool(torch.isfinite(owed).all()):
+            raise ProtocolError(Reason.NAN, "the pseudo-gradient holds numbers that are not finite")
+        blob = self.codecs.encode(PSEUDO_GRADIENT_CODEC, owed)
+        published = self.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, owed.numel())
+        torch.sub(owed, published, out=residual)
+        return blob, _length(published)
+
+    def length(self, blob: bytes | memoryview, elements: int) -> float:
+        return _length(self.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, elements))
+
+    def distance(self, phi: Tensor, blob: bytes | memoryview) -> float:
+        return _length(self.codecs.decode(SLOW_WEIGHTS_CODEC, blob, phi.numel()) - phi)
+
+    def merge(
+        self,
+        vectors: OuterVectors,
+        pseudo_gradients: Sequence[Weighted],
+        slow_weights: Sequence[Weighted],
+        constants: OuterConstants,
+    ) -> None:
+        phi, n = vectors.phi, vectors.phi.numel()
+        step, apart = torch.zeros_like(phi), torch.zeros_like(phi)
+        for one in pseudo_gradients:
+            step += one.weight * self.codecs.decode(PSEUDO_GRADIENT_CODEC, one.blob, n)
+        for one in slow_weights:
+            apart += one.weight * (phi - self.codecs.decode(SLOW_WEIGHTS_CODEC, one.blob, n))
+        if vectors.momentum is not None:
+            torch.add(constants.alpha * vectors.momentum, step, out=vectors.momentum)
+            step += constants.alpha * vectors.momentum
+        phi -= constants.beta * step
+        phi -= constants.gamma * apart
+        torch.mul(phi - vectors.baseline, constants.rho, out=vectors.correction)
+        vectors.baseline.add_(vectors.correction)
+
+
+def _length(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))

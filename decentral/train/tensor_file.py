@@ -1,0 +1,104 @@
+"""A safetensors file that is written tensor by tensor, while the tensors that are still to come go on changing.
+
+    8 bytes: length of the header | header: JSON, padded with spaces | the tensors, one after another
+
+What the header says of the tensors is known before the first one is written; what it says of the run (`facts`) may only
+be known after the last, so room for it is kept. The data go past the page cache where the system allows it: a
+checkpoint is read once a restart, and copying it through the cache costs ten times the processor time. The file
+replaces the old one when it is whole and on the disk, so `kill -9` at any moment leaves the old file or the new one.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNED = 4096  # bytes: what a disk takes at once
+BUFFER_BYTES = 4 << 20
+FACTS_BYTES = 64 * 1024  # room for the facts: about two hundred bytes for each fragment
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
+
+
+class TensorFile:
+    """Writes the tensors in the order of `shapes`; then `finish`, or else `abandon`."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, Tensor]) -> None:
+        """`shapes`: tensors of the right shape and type, with any content. Raises OSError if the disk refuses."""
+        self.path, self.new = path, path.with_name(path.name + ".new")
+        self._entries, self._left, end = {}, list(shapes), 0
+        for name, tensor in shapes.items():
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            kind = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
+            self._entries[name] = {**kind, "data_offsets": [begin, end]}
+        self._data_at = -(-(len(json.dumps(self._entries)) + FACTS_BYTES) // ALIGNED) * ALIGNED
+        self.size = self._data_at + end
+        self._buffer = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), dtype=np.uint8)  # aligned, as O_DIRECT asks for
+        self._written, self._filled = self._data_at, 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            self._file = os.open(self.new, flags | getattr(os, "O_DIRECT", 0), 0o644)
+        except OSError:  # a filesystem in memory, for one
+            self._file = os.open(self.new, flags, 0o644)
+        with suppress(OSError):  # where there is no such call, a full disk is found later
+            os.posix_fallocate(self._file, 0, self.size)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Appends the next tensor. Raises OSError if the disk refuses."""
+        expected = self._left.pop(0)
+        assert name == expected, f"the next tensor is {expected}, not {name}"
+        source = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        while len(source):
+            part = source[: BUFFER_BYTES - self._filled]
+            np.copyto(self._buffer[self._filled : self._filled + len(part)], part)
+            self._filled, source = self._filled + len(part), source[len(part) :]
+            if self._filled == BUFFER_BYTES:
+                self._flush()
+
+    def finish(self, facts: Mapping[str, Any]) -> int:
+        """Writes the header, and replaces the old file. Gives the size in bytes. Raises OSError and leaves the old."""
+        assert not self._left, f"{self._left} are missing"
+        self._flush()
+        header = json.dumps({"__metadata__": {"facts": json.dumps(facts)}, **self._entries}).encode()
+        room = self._data_at - 8
+        if len(header) > room:
+            raise OSError(f"the header of {self.path} takes {len(header)} bytes; there is room for {room}")
+        block = room.to_bytes(8, "little") + header.ljust(room)
+        np.copyto(self._buffer[: len(block)], np.frombuffer(block, dtype=np.uint8))
+        self._write(len(block), 0)
+        os.ftruncate(self._file, self.size)
+        os.fsync(self._file)
+        os.close(self._file)
+        self.new.replace(self.path)
+        sync_folder(self.path.parent)
+        return self.size
+
+    def abandon(self) -> None:
+        """Gives the file up and leaves the old one."""
+        os.close(self._file)
+        self.new.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        """Writes what the buffer has. Only the last piece may be padded: the file is cut to its size in the end."""
+        self._write(-(-self._filled // ALIGNED) * ALIGNED, self._written)
+        self._written, self._filled = self._written + self._filled, 0
+
+    def _write(self, count: int, at: int) -> None:
+        done = 0
+        while done < count:
+            done += os.pwrite(self._file, self._buffer[done:count].data, at + done)
+
+
+def sync_folder(folder: Path) -> None:
+    """After this a renamed file has its new name also after a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,68 @@
+"""What gossip costs this peer's cores, and how far windows are stretched so that it costs no more than its share.
+
+A window costs the copy and the correction on the training thread, its kernels on the worker, and what the event loop
+and the network daemon spend on its transfers. The host measures the last two together (CoresUsed), jobs report the
+others. Both are averaged over the last windows.
+"""
+
+from dataclasses import dataclass
+
+from decentral.core.units import Seconds
+
+FIXED_CORES = 0.005  # what the event loop and the network take without gossip
+REMEMBERED_WINDOWS = 16
+LONGER, SHORTER = 1.1, 0.8  # windows change when they are this far from what is needed: peers must not flap
+
+
+@dataclass(frozen=True, slots=True)
+class CoresUsed:
+    """Processor time in an interval of so many seconds."""
+
+    seconds: Seconds
+    training_s: Seconds  # of the cores that train; on a GPU, of all cores that are there for it
+    network_s: Seconds  # of the event loop and the network
+
+
+@dataclass(slots=True)
+class GossipCost:
+    compute_s: Seconds = 0.0  # of one window of one fragment, on average: its jobs
+    network_s: Seconds = 0.0  # likewise: its transfers
+    cores: float = 0.0  # that train
+    stretch: int = 1  # windows are so many times as long as the config has them: a power of two
+    _jobs_s: Seconds = 0.0  # since the last measurement
+    _windows: int = 0  # closed since then
+
+    def did(self, cost_s: Seconds, closed: bool) -> None:
+        """A job of gossip took so long; `closed`: it ended a window."""
+        self._jobs_s += cost_s
+        self._windows += closed
+
+    @property
+    def window_cost_s(self) -> Seconds:
+        return self.compute_s + self.network_s
+
+    def measured(self, used: CoresUsed, gossip_alone: bool) -> None:
+        """`gossip_alone`: the network had little else to do, such as the state of a newcomer to send."""
+        self.cores = used.training_s / used.seconds
+        if not self._windows:
+            return  # the next measurement may have windows to share this one's cost
+        newest = min(1.0, self._windows / REMEMBERED_WINDOWS)
+        self.compute_s += (newest if self.compute_s else 1.0) * (self._jobs_s / self._windows - self.compute_s)
+        if gossip_alone:
+            network_s = max(0.0, used.network_s - FIXED_CORES * used.seconds) / self._windows
+            self.network_s += (newest if self.network_s else 1.0) * (network_s - self.network_s)
+        self._jobs_s, self._windows = 0.0, 0
+
+    def windows(self, window_s: Seconds, fragments: int, share: float) -> int:
+        """How many windows of the config's length make one of ours, so that all fragments cost this share of the cores.
+
+        They are powers of two: then the ends of a longer window are also ends of a shorter one, at whatever peer.
+        """
+        if not self.window_cost_s or not self.cores:
+            return self.stretch
+        needed = self.window_cost_s * fragments / (share * self.cores * window_s)
+        while needed > LONGER * self.stretch:
+            self.stretch *= 2
+        while self.stretch > 1 and needed < SHORTER * self.stretch / 2:
+            self.stretch //= 2
+        return self.stretch
