@@ -40,7 +40,7 @@ from decentral.peers.placement.span_move import MemoryBudget
 from decentral.peers.planning import swarm_plans
 from decentral.train import checkpoint, compress, data, measure, memory
 from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.kernels_cpu import CompiledKernels
+from decentral.train.kernel_choice import best_kernels
 from decentral.visit import say_hello
 
 RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
@@ -141,7 +141,9 @@ async def prepare(
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
-    compute = Compute(replace(computing, state_expected=expected, kernels=CompiledKernels()))
+    kernels, reason = best_kernels(device.device, compress)
+    print(f"kernels of gossip: {reason}", flush=True)
+    compute = Compute(replace(computing, state_expected=expected, kernels=kernels))
     restored = compute.resume()
     setup = NodeSetup(
         config=run,
@@ -162,6 +164,7 @@ async def prepare(
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
+    journal.write("kernels", reason=reason)
     return Host(Node(setup), transport, access.directory, compute, journal, book, now)
 
 

@@ -80,6 +80,12 @@ def decode_by_formula(codec: str, blob: bytes | memoryview, elements: int) -> Te
     return values
 
 
+def warm_up() -> None:
+    """Compiles what is compiled, so that nothing is while training. Seconds where numba's cache is empty."""
+    for codec in COMPILED:
+        decode(codec, encode(codec, torch.zeros(1)), 1)
+
+
 def as_bytes(codec: str, blob: bytes | memoryview, elements: int) -> Bytes:
     """The blob as an array that cannot be written. Raises ProtocolError unless it has the size of so many numbers."""
     read, expected = np.frombuffer(blob, np.uint8) if blob else np.empty(0, np.uint8), size(codec, elements)

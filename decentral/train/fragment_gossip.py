@@ -132,6 +132,15 @@ class FragmentGossip:
         return self._by_index[fragment]
 
     def program(self, job: jobs.GossipJob) -> Program:
+        """The job in its phases. Where the fragment was given up before its turn came, nothing happens."""
+        program = self._program(job)
+        yield next(program)
+        if job.fragment in self._by_index:
+            return (yield from program)
+        exported = isinstance(job, jobs.ExportState)
+        return jobs.StateExported(job.fragment, (), b"") if exported else jobs.NotHeld(job.fragment)
+
+    def _program(self, job: jobs.GossipJob) -> Program:
         match job:
             case jobs.CloseWindow():
                 return self._close(job)

@@ -1,7 +1,7 @@
 """Which kernels of the outer step this machine gets: the fastest that prove themselves here against torch's formulas.
 
-A kernel that is missing, fails, or disagrees with torch in one bit is not used, and the reason says so. The proof runs
-every compiled function, so nothing is compiled later, while training.
+A kernel that is missing, fails, or disagrees with torch in one bit is not used, and the reason says so. All that is
+compiled runs here once, the codecs too, so nothing is compiled later, while training.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +29,7 @@ def best_kernels(device: torch.device, codecs: Codecs) -> tuple[OuterKernels, st
     """
     if codecs is not compress:
         return TorchKernels(codecs), "torch, since only a real peer's codecs are compiled"
+    compress.warm_up()
     candidates = [Candidate("compiled for the CPU", CompiledKernels)]
     if device.type == "cuda":
         candidates.insert(0, Candidate("CUDA", lambda: _cuda(device)))
@@ -50,7 +51,7 @@ def first_proven(candidates: Sequence[Candidate]) -> tuple[OuterKernels, str]:
 
 
 def _cuda(device: torch.device) -> OuterKernels:
-    """Raises ImportError where cupy is missing, which only this file's one import needs."""
+    """Raises ImportError where cupy is missing: it is imported only for a peer with a GPU."""
     from decentral.train.kernels_cuda import CudaKernels
 
     prove(CudaKernels(device, chunk_elements=1024))  # so that small vectors, too, go through in several chunks

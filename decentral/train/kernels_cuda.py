@@ -38,16 +38,16 @@ STAGED = 4  # vectors of a chunk at most: those of a merge with momentum
 
 SOURCE = r"""
 typedef unsigned char byte;
-typedef long long index;
+typedef long long number;
 const int BAD_LEVEL = 1, NOT_FINITE = 2;
 
-__device__ index warp() { return (blockIdx.x * (index)blockDim.x + threadIdx.x) / 32; }
+__device__ number warp() { return (blockIdx.x * (number)blockDim.x + threadIdx.x) / 32; }
 
-__device__ float scale_at(const byte* blob, index block) {
+__device__ float scale_at(const byte* blob, number block) {
     return __int_as_float((blob[2 * block] | blob[2 * block + 1] << 8) << 16);
 }
 
-__device__ int nibble_at(const byte* levels, index i) { return (levels[i / 2] >> (i % 2 * 4) & 15) - 8; }
+__device__ int nibble_at(const byte* levels, number i) { return ((levels[i / 2] >> (i % 2 * 4)) & 15) - 8; }
 
 __device__ int largest_of(int value) {
     for (int step = 16; step; step /= 2) value = max(value, __shfl_xor_sync(0xffffffff, value, step));
@@ -65,18 +65,19 @@ __device__ double sum_of(double value) {
 }
 
 __device__ int fault_of(int peak, int highest, float scale) {
-    return (peak > highest || (scale < 0 && isfinite(scale)) ? BAD_LEVEL : 0) | (isfinite(peak * scale) ? 0 : NOT_FINITE);
+    const bool bad = peak > highest || (scale < 0 && isfinite(scale));
+    return (bad ? BAD_LEVEL : 0) | (isfinite(peak * scale) ? 0 : NOT_FINITE);
 }
 
 // `blob` is that of all blocks; the chunk of `count` elements begins with block `first`. A lane has four neighbours.
-extern "C" __global__ void close_q4(const float* snapshot, const float* baseline, float* residual, index count,
-                                    index first, index blocks, byte* blob, double* squares, int* peaks) {
-    const index block = warp(), start = block * 128 + threadIdx.x % 32 * 4;
+extern "C" __global__ void close_q4(const float* snapshot, const float* baseline, float* residual, number count,
+                                    number first, number blocks, byte* blob, double* squares, int* peaks) {
+    const number block = warp(), start = block * 128 + threadIdx.x % 32 * 4;
     if (block * 128 >= count) return;
     float owed[4];
     int peak = 0, level[4], square = 0;
     for (int k = 0; k < 4; k++) {
-        const index i = start + k;
+        const number i = start + k;
         owed[k] = i < count ? residual[i] + (baseline[i] - snapshot[i]) : 0.0f;
         peak = max(peak, __float_as_int(owed[k]) & 0x7fffffff);
     }
@@ -90,7 +91,7 @@ extern "C" __global__ void close_q4(const float* snapshot, const float* baseline
     }
     byte* out = blob + 2 * blocks + first * 64 + start / 2;
     for (int k = 0; k < 4; k += 2)
-        if (start + k < count) out[k / 2] = (level[k] + 8 & 15) | (level[k + 1] + 8 & 15) << 4;
+        if (start + k < count) out[k / 2] = (byte)(((level[k] + 8) & 15) | ((level[k + 1] + 8) & 15) << 4);
     square = sum_of(square);
     if (threadIdx.x % 32 == 0) {
         blob[2 * (first + block)] = upper & 255;
@@ -100,12 +101,12 @@ extern "C" __global__ void close_q4(const float* snapshot, const float* baseline
     }
 }
 
-extern "C" __global__ void length_q4(const byte* blob, index count, index blocks, double* squares, int* faults) {
-    const index block = warp(), start = block * 128 + threadIdx.x % 32 * 4;
+extern "C" __global__ void length_q4(const byte* blob, number count, number blocks, double* squares, int* faults) {
+    const number block = warp(), start = block * 128 + threadIdx.x % 32 * 4;
     if (block * 128 >= count) return;
     const float scale = scale_at(blob, block);
     int peak = 0, square = 0;
-    for (index i = start; i < min(start + 4, count); i++) {
+    for (number i = start; i < min(start + 4, count); i++) {
         const int level = nibble_at(blob + 2 * blocks, i);
         peak = max(peak, abs(level));
         square += level * level;
@@ -118,15 +119,15 @@ extern "C" __global__ void length_q4(const byte* blob, index count, index blocks
     }
 }
 
-extern "C" __global__ void distance_int8(const float* phi, index count, index first, index blocks, const byte* blob,
+extern "C" __global__ void distance_int8(const float* phi, number count, number first, number blocks, const byte* blob,
                                          double* squares, int* faults) {
-    const index block = warp(), start = block * 256;
+    const number block = warp(), start = block * 256;
     if (start >= count) return;
     const float scale = scale_at(blob, first + block);
     const signed char* levels = (const signed char*)blob + 2 * blocks + first * 256;
     int peak = 0;
     double square = 0;
-    for (index i = start + threadIdx.x % 32; i < min(start + 256, count); i += 32) {
+    for (number i = start + threadIdx.x % 32; i < min(start + 256, count); i += 32) {
         const float apart = levels[i] * scale - phi[i];
         peak = max(peak, abs((int)levels[i]));
         square += (double)apart * apart;
@@ -141,11 +142,11 @@ extern "C" __global__ void distance_int8(const float* phi, index count, index fi
 
 // A thread has one element, number `first` + i of `n`. Factors: the weights of all blobs, alpha, beta, gamma, rho.
 extern "C" __global__ void merge(float* phi, float* baseline, float* correction, float* momentum, int has_momentum,
-                                 index count, index first, index n, const byte* steps, int step_count,
+                                 number count, number first, number n, const byte* steps, int step_count,
                                  const byte* towards, int towards_count, const float* factors) {
-    const index i = blockIdx.x * (index)blockDim.x + threadIdx.x, at = first + i;
+    const number i = blockIdx.x * (number)blockDim.x + threadIdx.x, at = first + i;
     if (i >= count) return;
-    const index q4_scales = (n + 127) / 128 * 2, int8_scales = (n + 255) / 256 * 2;
+    const number q4_scales = (n + 127) / 128 * 2, int8_scales = (n + 255) / 256 * 2;
     const float* constants = factors + step_count + towards_count;
     const float alpha = constants[0], beta = constants[1], gamma = constants[2], rho = constants[3];
     float step = 0, apart = 0;
@@ -173,7 +174,7 @@ class _Slot:
     """A stream, and staging buffers for one chunk."""
 
     def __init__(self, device: torch.device, elements: int) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.for_cupy = cupy.cuda.ExternalStream(self.stream.cuda_stream, device.index)
         self.staged = [torch.empty(elements, device=device) for _ in range(STAGED)]
 
