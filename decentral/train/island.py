@@ -36,7 +36,7 @@ from decentral.core.ids import PeerId
 from decentral.train import data, gpt, measure
 from decentral.train.counters import Counters
 from decentral.train.inner import Inner, Live, fragments_of
-from decentral.train.step import Chain, Device, Forward, Replica, train_step
+from decentral.train.step import Chain, Device, ModelForward, Replica, train_step
 
 STEP_S = 600.0  # a rank for which the others wait this long within a step has hung
 WAIT_S = 24 * 3600.0  # for rank 0's next order: it may be joining a swarm, and its death is noticed at once
@@ -86,7 +86,7 @@ class Island:
         self.lives: Sequence[Live] = ()  # once this rank has an assignment
         self.under_way = False  # a step has begun and not ended: after an error no other order may follow
         self._model: DistributedDataParallel | None = None
-        self._forward: Forward = Chain([])
+        self._forward: ModelForward = Chain([])
         self.device = device
         own = Member(os.getpid(), measure.device_name(device), measure.memory_bytes(device))
         members: list[Member] = [own] * self.size
@@ -101,7 +101,7 @@ class Island:
 
     # A step: Ranks
 
-    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> Forward:
+    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
         """Orders a step, on rank 0. Gives the layers as one function whose gradients will be the ranks' mean."""
         self._order(Order.MEASURE if measuring else Order.STEP, counters.lr_step, counters.micro_batches)
         self._copy_touched()
@@ -154,7 +154,7 @@ class Island:
         dist.broadcast_object_list(received, group=self.control)
         return received[0]
 
-    def next_step(self, counters: Counters) -> tuple[Order, Forward]:
+    def next_step(self, counters: Counters) -> tuple[Order, ModelForward]:
         """Waits for rank 0's order, and follows its counters. Raises RuntimeError if a rank is gone."""
         numbers = self._exchange(torch.zeros(HEADER + 2 * len(self.lives), dtype=torch.int64))
         counters.lr_step, counters.micro_batches = numbers[1:HEADER]
@@ -194,7 +194,7 @@ class Follower:
     run: config.Config
     layers: list[nn.Module]
     inner: Inner
-    forward: Forward
+    forward: ModelForward
 
     @classmethod
     def build(cls, run: config.Config, device: torch.device) -> "Follower":
@@ -243,10 +243,10 @@ class _Losses(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class AveragedForward:
-    """A Forward: gradients of its loss become the mean over all ranks."""
+    """A ModelForward: gradients of its loss become the mean over all ranks."""
 
     model: DistributedDataParallel
-    forward: Forward
+    forward: ModelForward
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
         return self.forward(tokens_BT)

@@ -43,7 +43,7 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
 
 
 def measure(
-    forward: Forward, model: config.ModelConfig, device: Device, micro_batch: int, share: float = 1.0
+    forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int, share: float = 1.0
 ) -> Measured:
     """Measures the device in well under a second on a small model. Throttling and emulation count, as in training.
 
@@ -59,13 +59,13 @@ def measure(
     return Measured(name, memory_bytes(device.device), ranks.size * flops, tokens_per_s)
 
 
-def step_s(forward: Forward, model: config.ModelConfig, device: Device, micro_batch: int) -> float:
+def step_s(forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int) -> float:
     """Seconds of a forward and a backward pass, the mean over the ranks of an island, each of which has to call it."""
     trained_s = torch.tensor(_trained_s(forward, model, device, micro_batch), dtype=torch.float64, device=device.device)
     return float(device.ranks.end(trained_s))
 
 
-def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> int:
+def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device) -> int:
     """Sequences of the smallest micro-batch that is nearly as fast as the fastest one that fits the memory.
 
     Raises UserError if not one sequence fits.
@@ -86,7 +86,7 @@ def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> 
     return min(size for size, rate in rates.items() if rate >= GOOD_ENOUGH * max(rates.values()))
 
 
-def _trained_s(forward: Forward, model: config.ModelConfig, device: Device, sequences: int) -> float:
+def _trained_s(forward: ModelForward, model: config.ModelConfig, device: Device, sequences: int) -> float:
     """Seconds of a forward and a backward pass: the best of three, because the first ones warm caches up.
 
     A large model on a slow device has one or two: what it trains will soon say more than any measurement.

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from decentral.algorithms.pull import PullRule
+from decentral.comm.gossip.snapshots import SNAPSHOTS_KEPT
 from decentral.core import config, jobs, memory_needs
 from decentral.core.errors import UserError
 from decentral.core.jobs import MOST_UNDER_WAY
@@ -48,20 +50,25 @@ def test_a_layer_keeps_about_what_the_model_says(width: int, layer: int) -> None
 
 
 def test_the_state_of_a_parameter_is_what_the_tensors_take(setup_of: Callable[..., ComputeSetup]) -> None:
+    """The model allows for an outer momentum, which this run does not have: 4 bytes for a parameter less."""
     setup = setup_of("A")
     compute = Compute(dataclasses.replace(setup, span=(1, 3)))
-    for fragment in compute.fragments:
-        compute.do(jobs.CloseWindow(fragment.index, 1))
-    tensors = [t for name, t in compute.gossip.tensors().items() if not name.endswith("exp_avg_sq.")]
-    taken = sum(t.numel() * t.element_size() for t in tensors)  # theta, two moments, phi, b, m, e, the closed window
-    taken += sum(
-        t.numel() * 4
-        for t in (*compute.span.stages.sums.filled, *(t for slot in compute.span.stages.sums.sealed for t in slot))
-    )
+    parameters = sum(fragment.parameters for fragment in compute.fragments)
+    sums = compute.span.stages.sums
+    held: list[torch.Tensor] = [tensor for slot in sums.sealed for tensor in slot]
+    published = 0
+    for gossiped in compute.gossip.fragments:
+        closed = compute.do(jobs.CloseWindow(gossiped.index, 1))
+        assert isinstance(closed, jobs.WindowClosed)
+        published += len(closed.blob) + sum(section.size for section in closed.on_request)
+        rule = gossiped.rule
+        assert isinstance(rule, PullRule)
+        held += [*gossiped.live.tensors().values(), gossiped.live.grad]
+        held += [rule.phi, rule.baseline, rule.residual, rule.spare]
+    taken = sum(tensor.nbytes for tensor in held) + SNAPSHOTS_KEPT * published
     needs = memory.needs(setup.config)
-    said = sum(fragment.parameters for fragment in compute.fragments) * 40
-    assert taken == said
-    assert sum(needs.state[1:3]) == said + sum(fragment.parameters for fragment in compute.fragments) * 4
+    said = sum(needs.state[1:3]) + sum(needs.sums[1:3])
+    assert 0.95 * said <= taken + 4 * parameters <= said
 
 
 def test_a_span_grows_as_far_as_the_memory_goes() -> None:
