@@ -49,6 +49,8 @@ class Incoming:
 
     def next_offset(self) -> int | None:
         """An offset that is neither here nor requested. Before the first piece is here, 0 is the only one known."""
+        if self.complete():
+            return None
         end = 1 if self.total is None else self.total
         while self._from < end and (self._from in self.pieces or self._from in self.requested):
             self._from += PIECE_BYTES
