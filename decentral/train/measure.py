@@ -10,7 +10,6 @@ import torch
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.train import gpt
 from decentral.train.step import Device, Forward
 
 PASSES_S = 0.5  # after so much time no further pass is measured: where passes are long, the first one tells enough
@@ -88,7 +87,7 @@ def _trained_s(forward: Forward, model: config.ModelConfig, device: Device, sequ
         _wait(device)
         began = time.perf_counter()
         with device.autocast():
-            loss = gpt.loss_of(forward(tokens_BT), tokens_BT)
+            loss = forward.loss(tokens_BT, tokens_BT)
         loss.backward()  # type: ignore[no-untyped-call]
         _wait(device)
         best = min(best, time.perf_counter() - began)
