@@ -29,7 +29,7 @@ MAY = {  # ... but for these
     "train.measure": {"time"},
 }
 ALLOWED = {
-    "torch": {"train", "algorithms", "sim", "simulate"},
+    "torch": {"train", "algorithms", "sim", "simulate", "launch"},
     "hivemind": {"comm.net.libp2p"},
     "cupy": {"train.kernels_cuda"},
 }  # who may use it, by module or package

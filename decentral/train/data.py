@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decentral.core import config, rng
 from decentral.core.errors import UserError
+from decentral.core.ids import PeerId
 
 STRETCH_TOKENS = 16 * 1024
 CHUNK_TOKENS = 1 << 24  # how many mapped tokens are read at once
@@ -67,6 +68,11 @@ def load(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
     every = max(2, round(1 / data.held_out))
     held = np.arange(len(starts)) % every == min(every, len(starts)) - 1
     return Corpus(tokens, model.context, starts[~held], starts[held], stretch)
+
+
+def numbered(corpus: Corpus, seed: int, peer: PeerId, number: int, sequences: int) -> tuple[Tensor, Tensor]:
+    """inputs_BT and targets_BT of this peer's micro-batch with this number: the same ones every time."""
+    return corpus.micro_batch(rng.arrays(seed, "data", peer, number), sequences)
 
 
 def _read(data: config.DataConfig) -> Tokens:

@@ -69,6 +69,7 @@ class GossipedFragment:
                 self.live.theta.copy_(vector)
             else:
                 self.live.add(vector)
+            self.live.touch("theta")
 
     def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """The names in `with_rule`, in its order, with tensors on the meta device."""
@@ -267,6 +268,7 @@ class FragmentGossip:
         for index, vectors in donated.items():
             gossiped = self._by_index[index]
             gossiped.rule.adopt(gossiped.live, vectors)
+            gossiped.live.touch()
 
     def hold(self, lives: Sequence[Live]) -> None:
         """Holds these fragments from now on: those that are here as they are, others from their weights."""
@@ -298,5 +300,6 @@ class FragmentGossip:
             for name, tensor in live.tensors().items():
                 tensor.copy_(tensors[prefix + name])
             live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
+            live.touch()
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
             gossiped.rule.load(live.theta, own)

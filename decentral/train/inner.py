@@ -67,6 +67,7 @@ class Live:
         self.tokens = 0  # since the last window's end
         self.lr_sum = 0.0  # sum of the learning rates since the last window's end
         self.steps = 0  # of the optimizer on this fragment: for its bias correction and for a newcomer's own warm-up
+        self.touched = set[str]()  # of `tensors`: those that changed otherwise than by Inner.step; train/island.py
         for parameter, weight, gradient in zip(
             parameters, views(self.theta, shapes), views(self.grad, shapes), strict=True
         ):
@@ -94,6 +95,10 @@ class Live:
     def tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint must keep."""
         return {"theta": self.theta, **self.state.tensors}
+
+    def touch(self, *names: str) -> None:
+        """Marks these of `tensors`, or all of them, as changed otherwise than by a step that all ranks take."""
+        self.touched.update(names or self.tensors())
 
     def copy_theta(self, into: Tensor) -> None:
         """Copies theta into an fp32 vector [n] in host memory."""
@@ -174,6 +179,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> Non
     rate = rate_at(train, lr_step, live.steps)
     live.step(gradient, live.steps, rate)
     live.count(tokens, rate)
+    live.touch()
 
 
 def _norm(gradient: Tensor) -> Tensor:

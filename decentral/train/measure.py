@@ -48,11 +48,21 @@ def measure(
     """Measures the device in well under a second on a small model. Throttling and emulation count, as in training.
 
     `forward` maps tokens_BT to logits_BTV or to hidden_BTD. It computes this `share` of the model; tokens/s are given
-    for the whole model.
+    for the whole model. Those of an island are measured on all ranks at once, gradients averaged as in training; its
+    FLOP/s are rank 0's times the ranks, and its memory is one device's.
     """
-    trained_s = max(_trained_s(forward, model, device, micro_batch), device.emulated_s * share) * device.throttle
-    tokens_per_s = share * micro_batch * model.context / trained_s
-    return Measured(_name(device), memory_bytes(device), _flops(device) / device.throttle, tokens_per_s)
+    ranks = device.ranks
+    trained_s = max(step_s(forward, model, device, micro_batch), device.emulated_s * share) * device.throttle
+    tokens_per_s = ranks.size * share * micro_batch * model.context / trained_s
+    name, flops = device_name(device.device), _flops(device) / device.throttle
+    name = name if ranks.size == 1 else f"{ranks.size} x {name}"
+    return Measured(name, memory_bytes(device.device), ranks.size * flops, tokens_per_s)
+
+
+def step_s(forward: Forward, model: config.ModelConfig, device: Device, micro_batch: int) -> float:
+    """Seconds of a forward and a backward pass, the mean over the ranks of an island, each of which has to call it."""
+    trained_s = torch.tensor(_trained_s(forward, model, device, micro_batch), dtype=torch.float64, device=device.device)
+    return float(device.ranks.end(trained_s))
 
 
 def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> int:
@@ -70,7 +80,9 @@ def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> 
             break
         size *= 2
     if not rates:
-        raise UserError(f"not even one sequence of {model.context} tokens fits into the memory of {_name(device)}")
+        raise UserError(
+            f"not even one sequence of {model.context} tokens fits into the memory of {device_name(device.device)}"
+        )
     return min(size for size, rate in rates.items() if rate >= GOOD_ENOUGH * max(rates.values()))
 
 
@@ -111,17 +123,18 @@ def _wait(device: Device, _: torch.Tensor | None = None) -> None:
         torch.cuda.synchronize(device.device)
 
 
-def _name(device: Device) -> str:
-    if device.device.type == "cuda":
-        return torch.cuda.get_device_name(device.device)
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor with the threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
 
 
-def memory_bytes(device: Device) -> int:
+def memory_bytes(device: torch.device) -> int:
     """The memory of the GPU, or of this machine."""
-    if device.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device.device).total_memory)
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

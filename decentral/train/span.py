@@ -83,6 +83,7 @@ class Span:
         for live in lives:
             if live.fragment.index in self._undrawn:
                 live.draw(layers, first)
+                live.touch("theta")
         self.gossip.hold([live for live in lives if live.fragment.index not in self._undrawn])
         self.gossip.hold(lives)  # the slow weights of the others begin with the initial weights
         self._undrawn.clear()

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from decentral.core import config
 from decentral.train import gpt
+from decentral.train.counters import Counters
 from decentral.train.inner import Inner, rate_at
 
 Fetch = Callable[[], tuple[Tensor, Tensor]]
@@ -26,14 +28,68 @@ class Forward(Protocol):
         """Mean cross-entropy in nats per token, a scalar."""
 
 
+class Replica(Protocol):
+    """The whole model at work: its layers, their optimizer, and both as one function. train/span.py has one."""
+
+    @property
+    def run(self) -> config.Config: ...
+
+    @property
+    def layers(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def inner(self) -> Inner: ...
+
+    @property
+    def forward(self) -> Forward: ...
+
+
+class Ranks(Protocol):
+    """The processes that take each step of a peer together: those of an island (train/island.py), or one alone."""
+
+    rank: int
+    size: int
+
+    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> Forward:
+        """Begins a step on all ranks. Gives the layers as the function with which it is to be taken."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Around a micro-batch's passes. After those of a step's last one the gradients are the mean of all ranks'."""
+
+    def end(self, figure: Tensor) -> Tensor:
+        """Ends the step. Gives the mean of this scalar over all ranks."""
+
+
+class Alone:
+    """The Ranks of a peer with one device."""
+
+    rank, size = 0, 1
+
+    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> Forward:
+        return replica.forward
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def end(self, figure: Tensor) -> Tensor:
+        return figure
+
+
+ALONE = Alone()
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device on which a peer computes, its arithmetic, and how much slower than it is the device shall seem."""
+    """The device on which a peer computes, its arithmetic, and how much slower than it is the device shall seem.
+
+    In an island it is one rank's; `ranks` leads to the others.
+    """
 
     device: torch.device
     dtype: torch.dtype
     throttle: float = 1.0  # computing takes this many times as long
     emulated_s: float = 0.0  # a micro-batch takes at least this long
+    ranks: Ranks = field(default=ALONE, repr=False, compare=False)
 
     def autocast(self) -> torch.autocast:
         mixed = self.dtype != torch.float32
@@ -53,21 +109,24 @@ def train_step(
     """One inner step with the mean gradient of `train.accumulate` micro-batches; one that is not finite is dropped.
 
     `lr_step` is the swarm's step, from which the learning rate follows. The loss is the mean over the micro-batches.
+    Each rank of an island takes as many micro-batches, and the report is of all of them.
     """
+    ranks = device.ranks
     inner.zero_grad()
     losses, tokens = [], 0
-    for _ in range(train.accumulate):
+    for left in reversed(range(train.accumulate)):
         began = time.perf_counter()
         inputs_BT, targets_BT = fetch()
-        with device.autocast():
-            loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
-        (loss / train.accumulate).backward()  # type: ignore[no-untyped-call]
+        with ranks.micro_batch(last=left == 0):
+            with device.autocast():
+                loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
+            (loss / train.accumulate).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
-        tokens += inputs_BT.numel()
+        tokens += inputs_BT.numel() * ranks.size
         slow_down(device, time.perf_counter() - began)
     if torch.isfinite(inner.clip()):
         inner.step(rate_at(train, lr_step, inner.steps), tokens)
-    return StepReport(float(torch.stack(losses).mean()), tokens, train.accumulate)
+    return StepReport(float(ranks.end(torch.stack(losses).mean())), tokens, train.accumulate * ranks.size)
 
 
 def held_out_loss(forward: Forward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
