@@ -1,5 +1,6 @@
 """A peer that expects a state draws initial weights only where nobody gives it any."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -77,19 +78,28 @@ def test_layers_without_weights_are_built_like_the_others() -> None:
         assert all(map(torch.equal, one.buffers(), other.buffers()))
 
 
+class SlowLayers:
+    """A Forward that takes so long by the clock of a test."""
+
+    def __init__(self, clock: list[float], pass_s: float) -> None:
+        self.clock, self.pass_s, self.passes = clock, pass_s, 0
+        self.weight = torch.zeros(256, requires_grad=True)
+
+    def __call__(self, tokens_BT: Tensor, /) -> Tensor:
+        raise AssertionError("training asks for the loss")
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, /) -> Tensor:
+        self.passes += 1
+        self.clock[0] += self.pass_s
+        return self.weight[targets_BT].sum()
+
+
 @pytest.mark.parametrize(("pass_s", "passes"), [(0.01, 3), (0.3, 2), (2.0, 1)])
 def test_a_long_pass_is_not_measured_three_times(monkeypatch: pytest.MonkeyPatch, pass_s: float, passes: int) -> None:
     clock, model = [0.0], config.ModelConfig(depth=1, context=4)
-    device, table = measure.choose("cpu", "float32", 1.0, 0.0), torch.zeros(256, 256, requires_grad=True)
-    began: list[float] = []
-
-    def forward(tokens_BT: Tensor) -> Tensor:
-        began.append(clock[0])
-        clock[0] += pass_s
-        return table[tokens_BT]
-
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    device, layers = measure.choose("cpu", "float32", 1.0, 0.0), SlowLayers(clock, pass_s)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(measure, "_flops", lambda device: 1.0)
-    found = measure.measure(forward, model, device, micro_batch=1)
-    assert len(began) == passes
+    found = measure.measure(layers, model, device, micro_batch=1)
+    assert layers.passes == passes
     assert found.tokens_per_s == pytest.approx(4 / pass_s)
