@@ -10,9 +10,9 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
+from decentral.core.jobs import ExportState, Fragment, ImportState, Section, Start, StateExported, StateImported
 from decentral.core.machine import Effect, Log, Woke
-from decentral.peers.joining.donor import MOST_SERVED, SERVED_S, Donor
+from decentral.peers.joining.donor import EXPORT_KEPT_S, FINISHED_S, MOST_SERVED, SERVED_S, Donor
 from decentral.peers.joining.fetch import AHEAD, DONORS, IN_FLIGHT, PIECE_BYTES, Fetch, Incoming
 from decentral.peers.joining.join import (
     GIVE_UP_S,
@@ -402,3 +402,16 @@ def test_a_fragment_that_is_whole_is_not_asked_for_again() -> None:
         one.take(StateChunk(*place), piece)
     assert one.next_offset() is None
     assert one.blob() == b"".join(pieces)
+
+
+def test_a_newcomer_finishes_the_export_that_it_has_begun_and_others_get_a_fresh_one() -> None:
+    donor, pull = Donor(RUN, FRAGMENTS), StateRequest(RUN, 0, PIECE_BYTES, PIECE_BYTES)
+    assert donor.asked(1, A, StateRequest(RUN, 0, 0, PIECE_BYTES), 50, 0.0) == [ExportState(0)]
+    donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 50, 1.0)
+    late = 1.0 + EXPORT_KEPT_S + 1.0
+    donor.forget_old(late)
+    (reply,) = donor.asked(2, A, pull, 60, late)
+    assert isinstance(reply, Reply)
+    assert donor.asked(3, B, pull, 60, late) == [ExportState(0)]
+    donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 60, late)
+    assert donor.asked(4, A, pull, 90, late + EXPORT_KEPT_S + FINISHED_S) == [ExportState(0)]
