@@ -199,7 +199,7 @@ def _optimizer(args: argparse.Namespace, run: config.Config, model: nn.Sequentia
 
 def _adamw(train: config.TrainConfig) -> Callable[[Any], torch.optim.Optimizer]:
     betas = (train.beta1, train.beta2)
-    return partial(torch.optim.AdamW, lr=train.learning_rate, betas=betas, weight_decay=train.weight_decay)
+    return partial(torch.optim.AdamW, lr=train.peak_rate, betas=betas, weight_decay=train.weight_decay)
 
 
 def _arguments() -> argparse.Namespace:

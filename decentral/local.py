@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decentral import command, summary
 from decentral.core.errors import UserError
-from decentral.core.journal import read
+from decentral.core.journal import Tail, read
 from decentral.core.units import Amount, readable_bytes
 
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
@@ -64,20 +64,37 @@ class LocalPeer:
     number: int
     folder: Path
     process: "subprocess.Popen[bytes]"
+    steps: list[summary.Line] = field(default_factory=list)  # the journal's `step` lines, as far as it was followed
+    _tail: Tail = field(init=False)
 
-    def happened(self, event: str, since: float) -> dict[str, object] | None:
+    def __post_init__(self) -> None:
+        self._tail = Tail(self.folder / "journal.jsonl")
+
+    def happened(self, event: str, since: float) -> summary.Line | None:
         """The first line of this event at or after `since` (Unix time)."""
         lines = read(self.folder / "journal.jsonl")
         return next((line for line in lines if line["event"] == event and line["t"] >= since), None)
 
+    def follow(self) -> None:
+        """Takes up the new lines of the journal. It may be long, so it is not read again from its beginning."""
+        self.steps += [line for line in self._tail.new() if line["event"] == "step"]
+
     def has_done(self, goal: Amount, since: float) -> bool:
         """Whether it has done so many steps or tokens since then. False for a goal in seconds: the swarm keeps it."""
-        lines = read(self.folder / "journal.jsonl")
-        steps = [line for line in lines if line["event"] == "step" and line["t"] >= since]
-        if goal.kind == "s" or not steps:
+        if goal.kind == "s":
+            return False
+        self.follow()
+        steps = [line for line in self.steps if line["t"] >= since]
+        if not steps:
             return False
         done = steps[-1]["step"] - steps[0]["step"] if goal.kind == "steps" else sum(line["tokens"] for line in steps)
         return bool(done >= goal.value)
+
+    def progress(self, since: float) -> str:
+        """Its last loss and step, if its journal has any from `since` on."""
+        self.follow()
+        last = self.steps[-1] if self.steps else None
+        return f"{last['loss']:.3f} at step {last['step']}" if last and last["t"] >= since else "-"
 
 
 class LocalSwarm:
@@ -124,7 +141,7 @@ class LocalSwarm:
                         member.process.send_signal(signal.SIGINT)
                 if time.time() >= shown_at + 5:
                     shown_at = time.time()
-                    line = summary.progress_line(self.folders(), self.began)
+                    line = "loss " + ", ".join(member.progress(self.began) for member in self.members)
                     bar.update(task, description=line, completed=shown_at - self.joined_at)
                     if not console.is_terminal:
                         console.print(f"{shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)

@@ -40,7 +40,7 @@ from decentral.peers.planning import swarm_plans
 from decentral.train import checkpoint, compress, data, measure, memory
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.island import Assignment, Island
-from decentral.train.kernels_cpu import CompiledKernels
+from decentral.train.kernel_choice import best_kernels
 from decentral.train.step import ALONE
 from decentral.visit import say_hello
 
@@ -181,7 +181,9 @@ async def prepare(
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
-    compute = Compute(replace(computing, state_expected=expected, kernels=CompiledKernels()))
+    kernels, reason = best_kernels(device.device, compress)
+    print(f"kernels of gossip: {reason}", flush=True)
+    compute = Compute(replace(computing, state_expected=expected, kernels=kernels))
     restored = compute.resume()
     if flags.island:
         flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)
@@ -204,6 +206,7 @@ async def prepare(
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
+    journal.write("kernels", reason=reason)
     return Host(Node(setup), transport, access.directory, compute, journal, book, now)
 
 

@@ -72,15 +72,6 @@ def _time_shares(steps: Sequence[Line]) -> dict[str, float]:
     return {name: round(share, 4) for name, share in shares.items()}
 
 
-def progress_line(folders: Sequence[Path], since: float) -> str:
-    """One line about a running swarm: each peer's loss and step, from journal lines that are not older than `since`."""
-    parts = []
-    for folder in folders:
-        steps = [line for line in read(folder / "journal.jsonl") if line["event"] == "step" and line["t"] >= since]
-        parts.append(f"{steps[-1]['loss']:.3f} at step {steps[-1]['step']}" if steps else "-")
-    return "loss " + ", ".join(parts)
-
-
 def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
     """The held-out loss of the average of all checkpoints, and their spread around it; None if a layer is missing."""
     weights = [found for found in map(replicas.read, folders) if found is not None]

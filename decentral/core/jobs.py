@@ -305,6 +305,13 @@ class Rested:
 
 
 @dataclass(frozen=True, slots=True)
+class NotHeld:
+    """The fragment was given up before the job's turn came."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
 class SectionsEncoded:
     fragment: int
     seq: int
@@ -463,7 +470,7 @@ class RoundClosed:
 
 
 StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Forgotten | Stepped
-GossipOutcome = WindowClosed | Rested | SectionsEncoded | Merged | Absorbed | StateExported
+GossipOutcome = WindowClosed | Rested | NotHeld | SectionsEncoded | Merged | Absorbed | StateExported
 SpanOutcome = SpanChanged | RetainedExported
 StateOutcome = StateImported | ClockSet | Evaluated | Saved | Started
 Outcome = StageOutcome | GossipOutcome | SpanOutcome | RoundClosed | StateOutcome | JobFailed

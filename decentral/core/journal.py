@@ -30,15 +30,40 @@ class Journal:
         self._file.close()
 
 
+class Tail:
+    """Follows a journal that somebody else writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0  # bytes that were read
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """The lines written since the last call, oldest first. A line that is not at its end yet comes next time."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                if (entry := _entry(line.decode(errors="replace"))) is not None:
+                    yield entry
+
+
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a journal, oldest first; cut or garbled lines are skipped."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and "event" in entry:
+            if (entry := _entry(line)) is not None:
                 yield entry
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and "event" in entry else None

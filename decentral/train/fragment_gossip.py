@@ -40,7 +40,6 @@ class GossipedFragment:
     on_request: jobs.Layout  # the sections that are encoded when somebody asks for them
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
     resting: bool = False  # nobody reads its windows, so none is closed
-    folding: bool = False
 
     @property
     def index(self) -> int:
@@ -87,19 +86,11 @@ class GossipedFragment:
             yield f"{self.index}.rule.{name}", tensor
 
     def fold(self) -> Steps:
-        """Takes what was trained while it rested into the slow weights, unless that is being done. It ends at an edge.
-
-        A newcomer and a partner may both want it at the same time.
-        """
+        """Takes what was trained while it rested into the slow weights. It ends at an edge."""
         yield Phase.EDGE
-        while self.folding:
-            yield Phase.EDGE
-        if self.resting:
-            self.folding = True
-            self.end_window()
-            theta = yield from self.copied()
-            yield from self.correct(self.rule.fold(theta))
-            self.folding = False
+        self.end_window()
+        theta = yield from self.copied()
+        yield from self.correct(self.rule.fold(theta))
 
     def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
         """What can be merged, and the partners that we refused, with the reason."""
@@ -142,6 +133,15 @@ class FragmentGossip:
         return self._by_index[fragment]
 
     def program(self, job: jobs.GossipJob) -> Program:
+        """The job in its phases. Where the fragment was given up before its turn came, nothing happens."""
+        program = self._program(job)
+        yield next(program)
+        if job.fragment in self._by_index:
+            return (yield from program)
+        exported = isinstance(job, jobs.ExportState)
+        return jobs.StateExported(job.fragment, (), b"") if exported else jobs.NotHeld(job.fragment)
+
+    def _program(self, job: jobs.GossipJob) -> Program:
         match job:
             case jobs.CloseWindow():
                 return self._close(job)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from decentral.core import config
 from decentral.core.errors import UserError
@@ -179,6 +180,48 @@ class Head(nn.Module):
 def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Mean cross-entropy in nats per token, a scalar, computed in fp32."""
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+def last_loss(run: config.Config, head: Callable[[Tensor], Tensor], hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross-entropy of what the last layer makes of hidden_BTD; about `train.logits_at_once` logits exist at once.
+
+    More are computed in parts, and once more in the backward pass (Chen et al., arXiv 1604.06174).
+    Our own head works on each position by itself, so they are cut anywhere; a user's last layer gets whole sequences.
+    """
+    parts = -(-targets_BT.numel() * run.model.vocabulary // run.train.logits_at_once)
+    if parts <= 1:
+        return loss_of(head(hidden_BTD), targets_BT)
+    if run.model.layers is None:
+        hidden_BTD, targets_BT = hidden_BTD.flatten(0, 1)[:, None], targets_BT.flatten()[:, None]
+    size = -(-len(targets_BT) // min(parts, len(targets_BT)))
+
+    def summed(part_BTD: Tensor, part_BT: Tensor) -> Tensor:
+        return loss_of(head(part_BTD), part_BT) * part_BT.numel()
+
+    pairs = zip(torch.split(hidden_BTD, size), torch.split(targets_BT, size), strict=True)
+    losses = [checkpoint(summed, *pair, use_reentrant=False) for pair in pairs]
+    return torch.stack(losses).sum() / targets_BT.numel()
+
+
+def recomputed(run: config.Config, layers: Sequence[nn.Module], first: int) -> list[nn.Module]:
+    """Layers [first, ...) as this run computes them: with `train.recompute` those between its first and last layer
+    keep little for their backward pass."""
+    if not run.train.recompute:
+        return list(layers)
+    last = len(parameters(run.model)) - 1
+    return [Recomputed(one) if 0 < number < last else one for number, one in enumerate(layers, first)]
+
+
+class Recomputed(nn.Module):
+    """A layer that keeps nothing but its input for its backward pass, and computes the rest again there."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        out_BTD: Tensor = checkpoint(self.layer, hidden_BTD, use_reentrant=False)
+        return out_BTD
 
 
 def to_llama(layers: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -17,8 +17,15 @@ from decentral.train.inner import Inner, rate_at
 Fetch = Callable[[], tuple[Tensor, Tensor]]
 """Gives the next micro-batch: inputs_BT and targets_BT."""
 
-Forward = Callable[[Tensor], Tensor]
-"""Maps tokens_BT to logits_BTV."""
+
+class Forward(Protocol):
+    """A model's layers as one function."""
+
+    def __call__(self, tokens_BT: Tensor, /) -> Tensor:
+        """logits_BTV"""
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, /) -> Tensor:
+        """Mean cross-entropy in nats per token, a scalar."""
 
 
 class Replica(Protocol):
@@ -112,7 +119,7 @@ def train_step(
         inputs_BT, targets_BT = fetch()
         with ranks.micro_batch(last=left == 0):
             with device.autocast():
-                loss = gpt.loss_of(forward(inputs_BT.to(device.device)), targets_BT.to(device.device))
+                loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
             (loss / train.accumulate).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         tokens += inputs_BT.numel() * ranks.size
@@ -139,14 +146,43 @@ def held_out_part(forward: Forward, part: tuple[Tensor, Tensor], device: Device)
     """The sum over these sequences of their mean losses in nats per token."""
     inputs_BT, targets_BT = part
     with device.autocast():
-        loss = gpt.loss_of(forward(inputs_BT.to(device.device)), targets_BT.to(device.device))
+        loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
     return float(loss) * len(inputs_BT)
 
 
-def chain(layers: Sequence[nn.Module], compiled: bool) -> Forward:
-    """The layers one after another, as one function."""
-    model = nn.Sequential(*layers)
-    return torch.compile(model) if compiled else model
+class Chain:
+    """Layers [first, ...) of a model one after another, as one function; with a run they save memory as it says.
+
+    Where `first` is not the first layer this only serves to measure the device: zeros stand for the hidden values that
+    would enter. Where the layers end before the model, their output stands for logits.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], compiled: bool = False, run: config.Config | None = None, first: int = 0
+    ) -> None:
+        ends = run is not None and first + len(layers) == len(gpt.parameters(run.model))
+        self.run = run if ends else None
+        self.dtype = torch.float32 if run is None else getattr(torch, run.train.weights)
+        self.entering = 0 if run is None or first == 0 else gpt.widths(run.model)[first]
+        ready = list(layers) if run is None else gpt.recomputed(run, layers, first)
+        trunk, head = nn.Sequential(*ready[:-1]), ready[-1] if ready else nn.Identity()
+        self.trunk: Callable[[Tensor], Tensor] = torch.compile(trunk) if compiled else trunk
+        self.head: Callable[[Tensor], Tensor] = torch.compile(head) if compiled else head
+
+    def __call__(self, tokens_BT: Tensor) -> Tensor:
+        return self.head(self._hidden(tokens_BT))
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        if self.run is None:
+            return gpt.loss_of(self(tokens_BT), targets_BT)
+        return gpt.last_loss(self.run, self.head, self._hidden(tokens_BT), targets_BT)
+
+    def _hidden(self, tokens_BT: Tensor) -> Tensor:
+        """What enters the last layer."""
+        if not self.entering:
+            return self.trunk(tokens_BT)
+        zeros_BTD = torch.zeros(*tokens_BT.shape, self.entering, device=tokens_BT.device, dtype=self.dtype)
+        return self.trunk(zeros_BTD.requires_grad_())
 
 
 def slow_down(device: Device, took_s: float, share: float = 1.0) -> None:

@@ -145,7 +145,7 @@ class UpdateRule:
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Packs what a newcomer starts from."""
-        packer.add("theta", self.donated["theta"], live.theta)
+        packer.add("theta", self.donated["theta"], live.theta.float())
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
         """Starts anew, theta included, from what a donor packed."""

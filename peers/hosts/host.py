@@ -63,6 +63,7 @@ class Host:
     _tasks: set[asyncio.Task[object]] = field(default_factory=set)
     _last_request: int = 0
     _timer: asyncio.TimerHandle | None = None
+    _timer_at: Seconds = 0.0  # when the timer goes off, which may be before the node wants to be woken
     _stopped: asyncio.Future[str] = field(init=False)
     _thread: threading.Thread = field(init=False)
 
@@ -103,7 +104,11 @@ class Host:
 
     def _wake(self) -> None:
         self._timer = None
-        self._deliver(Woke())
+        wake_at = self.node.wake_at
+        if wake_at is not None and wake_at <= self.now():
+            self._deliver(Woke())
+        else:
+            self._arm()
 
     def _compute(self, loop: asyncio.AbstractEventLoop) -> None:
         def report(outcome: jobs.Outcome) -> None:
@@ -149,12 +154,17 @@ class Host:
                 self.compute.submit(effect)
 
     def _arm(self) -> None:
-        """Sets the one timer to the time at which the node wants to be woken."""
+        """Sets the one timer, if it would go off after the time at which the node wants to be woken.
+
+        Most events move that time on, so a timer that goes off too early is set anew then, not with every event.
+        """
+        wake_at = self.node.wake_at
+        if wake_at is None or (self._timer is not None and self._timer_at <= wake_at):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if (wake_at := self.node.wake_at) is not None:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, wake_at - self.now()), self._wake)
+        delay_s = max(0.0, wake_at - self.now())
+        self._timer, self._timer_at = asyncio.get_running_loop().call_later(delay_s, self._wake), wake_at
 
     def _spawn(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)

@@ -67,20 +67,27 @@ class Incoming:
         self.here = self._from = 0
 
     def take(self, chunk: StateChunk, blob: bytes) -> None:
-        """Adds a piece. Raises ProtocolError if it does not fit the fragment or its digest."""
+        """Adds a piece. Raises ProtocolError if it does not fit the fragment or its digest.
+
+        The last one puts all together, so that their memory serves the next fragment's pieces.
+        """
         if blobs.digest(blob) != chunk.digest:
             raise ProtocolError(Reason.DIGEST, "a piece of state")
         if chunk.layout != self.layout or chunk.total != sum(section.size for section in self.layout):
             raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
         if len(blob) != min(PIECE_BYTES, chunk.total - chunk.offset):
             raise ProtocolError(Reason.SHAPE, "a piece of another length")
+        if self.complete():
+            return
         self.total = chunk.total
         self.here += len(blob) - len(self.pieces.get(chunk.offset, b""))
         self.pieces[chunk.offset] = blob
         self.step, self.version = max(self.step, chunk.step), chunk.version
+        if self.complete():
+            self.pieces = {0: self.blob()}
 
     def blob(self) -> bytes:
-        return joined(self.pieces[at] for at in sorted(self.pieces))
+        return joined(self.pieces[at] for at in sorted(self.pieces)) if len(self.pieces) > 1 else self.pieces[0]
 
 
 @dataclass(frozen=True, slots=True)

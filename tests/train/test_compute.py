@@ -304,7 +304,7 @@ def test_a_pseudo_gradient_a_thousand_times_too_long_moves_us_hardly_further_tha
 def test_absurd_claims_of_a_partner_do_not_blow_up_the_first_moment(setup_of: MakeSetup) -> None:
     ours, theirs = trained(setup_of("A", moment=1.0)), trained(setup_of("B", moment=1.0))
     close(ours)
-    first_moment = ours.gossip.fragments[0].live.exp_avg
+    first_moment = ours.gossip.fragments[0].live.state.exp_avg
     before = float(torch.linalg.vector_norm(first_moment))
     ours.do(jobs.Merge(0, 1, (replace(close(theirs), tokens=1 << 61, lr_sum=0.0),)))
     assert float(torch.linalg.vector_norm(first_moment)) < 10 * before

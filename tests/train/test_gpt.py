@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.train import gpt
-from decentral.train.step import chain
+from decentral.train.step import Chain
 
 GROUPED = config.ModelConfig(depth=2, width=32, heads=4, kv_heads=2, context=16, vocabulary=61)
 PLAIN = config.ModelConfig(depth=2, width=32, heads=2, context=16, vocabulary=61)
@@ -22,7 +22,7 @@ def tokens(seed: int, sequences: int = 3) -> Tensor:
 
 def logits(layers: list[nn.Module], tokens_BT: Tensor) -> Tensor:
     with torch.no_grad():
-        return chain(layers, compiled=False)(tokens_BT)
+        return Chain(layers)(tokens_BT)
 
 
 # Building

@@ -347,4 +347,4 @@ def test_a_newcomer_of_a_synchronous_run_takes_the_same_step_as_its_donor(setup_
     for one, other in zip(donor.span.inner.lives, newcomer.span.inner.lives, strict=True):
         assert (one.steps, other.steps) == (3, 3)
         assert torch.equal(one.theta, other.theta)
-        assert torch.equal(one.exp_avg_sq, other.exp_avg_sq)
+        assert torch.equal(one.state.exp_avg_sq, other.state.exp_avg_sq)

@@ -5,6 +5,7 @@ import pytest
 from decentral.core.config import SwarmConfig, TrainConfig
 from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, SetClock, Stepped
 from decentral.core.machine import Effect, Log, Woke
+from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Amount
 from decentral.peers.node.progress import Stop, TrainingProgress
 
@@ -18,7 +19,7 @@ def training(stop_after: str | None = None, lr_step: int = 0) -> TrainingProgres
 
 
 def step(number: int, tokens: int = 64, loss: float = 3.0) -> Stepped:
-    return Stepped(number, number, tokens, loss, 0.1, 1)
+    return Stepped(number, number, tokens, loss, TimeSpent(training=0.1, gossip=0.02, beside=0.05), 1)
 
 
 def stops(effects: list[Effect]) -> list[str]:
@@ -113,6 +114,7 @@ def test_a_line_is_about_all_steps_since_the_last_one() -> None:
     assert line.event == "step"
     expected = {"step": 3, "tokens": 192, "micro_batches": 3, "loss": 3.0, "seconds": 0.3}
     assert {key: line.fields[key] for key in expected} == expected
+    assert line.fields["aside"] == {"gossip": 0.06, "beside": 0.15}
     assert progress.flush(101.3) == []
 
 
