@@ -161,7 +161,8 @@ async def claim_layers(
     else:
         memory_bytes = flags.memory or measure.memory_bytes(device.device)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
-    return request, await claim(request, memory.needs(access.config), access.directory, WallClock())
+    needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
+    return request, await claim(request, needs, access.directory, WallClock())
 
 
 async def prepare(

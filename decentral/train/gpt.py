@@ -9,6 +9,7 @@ Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channel
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,6 +62,28 @@ def parameters(model: config.ModelConfig) -> list[int]:
         return model.layer_parameters
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return [sum(p.numel() for p in layer.parameters()) for layer in _users_layers(model)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """The numbers of parameters of a layer's tensors."""
+
+    matrices: tuple[int, ...]
+    larger: tuple[int, ...] = ()  # of tensors with more than two dimensions
+    gains: tuple[int, ...] = ()
+
+
+def sizes(model: config.ModelConfig) -> list[LayerSizes]:
+    """The sizes of each layer's tensors; no weights are made."""
+    if model.layers is None:
+        width, keys, table = model.d_model, model.d_model // model.n_heads * model.n_kv_heads, model.vocabulary
+        attention = (width * width, width * keys, width * keys, width * width)
+        block = LayerSizes((*attention, *[width * model.d_hidden] * 3), gains=(width, width))
+        return [LayerSizes((table * width,)), *[block] * model.depth, LayerSizes((table * width,), gains=(width,))]
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        shapes = [[p.shape for p in layer.parameters()] for layer in _users_layers(model)]
+    kinds: list[Callable[[int], bool]] = [lambda ndim: ndim == 2, lambda ndim: ndim > 2, lambda ndim: ndim < 2]
+    return [LayerSizes(*(tuple(s.numel() for s in own if kind(len(s))) for kind in kinds)) for own in shapes]
 
 
 def widths(model: config.ModelConfig) -> list[int]:

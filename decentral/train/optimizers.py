@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.train.muon import muon_step
+from decentral.train import muon
 
 BLOCK = 256  # numbers that share a scale in an 8-bit moment: what bitsandbytes' kernels expect
 EPSILON = 1e-8
@@ -102,7 +102,7 @@ class Muon:
 
     def step(self, theta: Tensor, gradient: Tensor, steps: int, rate: float) -> None:
         matrices, gradients, momenta = (views(flat, self.shapes) for flat in (theta, gradient, self.momentum))
-        muon_step(matrices, gradients, momenta, rate, self.decay)
+        muon.muon_step(matrices, gradients, momenta, rate, self.decay)
 
 
 class OptimizerState:
@@ -128,6 +128,7 @@ class OptimizerState:
         self.tensors = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         self.stretches: list[StretchOptimizer] = []
         if blocks:
+            muon.check()
             self.stretches.append(Muon(0, cut, train.weight_decay, tuple(blocks), self.exp_avg[:cut]))
         if in_bytes:
             self.stretches.append(self._in_bytes(cut, end, train, device))
