@@ -47,7 +47,7 @@ def main() -> None:
     window = Window(float(sys.stdin.readline()) + args.warm_up, args.seconds)
     counts = train(args, run, model, optimizer, corpus, window)
     device = Device(torch.device("cpu"), torch.float32)
-    held_out = held_out_loss(Chain(model), corpus.evaluation(run.train.eval_sequences), device, 64)
+    held_out = held_out_loss(Chain(list(model)), corpus.evaluation(run.train.eval_sequences), device, 64)
     report = asdict(counts) | {"busy_fraction": window.busy_s / window.seconds, "heldout_loss": held_out}
     args.result.write_text(json.dumps({"throttle": args.throttle} | report) + "\n")
     optimizer.shutdown()
