@@ -36,7 +36,7 @@ from decentral.core.ids import PeerId
 from decentral.train import data, gpt, measure
 from decentral.train.counters import Counters
 from decentral.train.inner import Inner, Live, fragments_of
-from decentral.train.step import Chain, Device, Forward, Replica, train_step
+from decentral.train.step import Chain, Device, ModelForward, Replica, train_step
 
 STEP_S = 600.0  # a rank for which the others wait this long within a step has hung
 WAIT_S = 24 * 3600.0  # for rank 0's next order: it may be joining a swarm, and its death is noticed at once
@@ -100,7 +100,7 @@ class Island:
 
     # A step: Ranks
 
-    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> Forward:
+    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
         """Orders a step, on rank 0. Gives the layers as one function whose gradients will be the ranks' mean."""
         self._order(Order.MEASURE if measuring else Order.STEP, counters.lr_step, counters.micro_batches)
         self._copy_touched()
@@ -152,7 +152,7 @@ class Island:
         dist.broadcast_object_list(received, group=self.control)
         return received[0]
 
-    def next_step(self, counters: Counters) -> tuple[Order, Forward]:
+    def next_step(self, counters: Counters) -> tuple[Order, ModelForward]:
         """Waits for rank 0's order, and follows its counters. Raises RuntimeError if a rank is gone."""
         numbers = self._exchange(torch.zeros(HEADER + 2 * len(self.lives), dtype=torch.int64))
         counters.lr_step, counters.micro_batches = numbers[1:HEADER]
@@ -191,7 +191,7 @@ class Island:
 class AveragedForward:
     """A model's layers as one function, whose loss has the mean gradients of all ranks after the backward pass.
 
-    The parameters and their gradients stay views of the fragments' flat vectors.
+    Averaged gradients are copied back to where the parameters have them, and weights stay views of the flat vectors.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -231,7 +231,7 @@ class Follower:
     run: config.Config
     layers: list[nn.Module]
     inner: Inner
-    forward: Forward
+    forward: ModelForward
 
     @classmethod
     def build(cls, run: config.Config, device: torch.device) -> "Follower":

@@ -10,7 +10,7 @@ import torch
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.train.step import ALONE, Device, Forward, Ranks
+from decentral.train.step import ALONE, Device, ModelForward, Ranks
 
 PASSES_S = 0.5  # after so much time no further pass is measured: where passes are long, the first one tells enough
 MATMUL_S = 0.2  # how long matrices are multiplied
@@ -43,7 +43,7 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
 
 
 def measure(
-    forward: Forward, model: config.ModelConfig, device: Device, micro_batch: int, share: float = 1.0
+    forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int, share: float = 1.0
 ) -> Measured:
     """Measures the device in well under a second on a small model. Throttling and emulation count, as in training.
 
@@ -59,12 +59,12 @@ def measure(
     return Measured(name, memory_bytes(device.device), ranks.size * flops, tokens_per_s)
 
 
-def step_s(forward: Forward, model: config.ModelConfig, device: Device, micro_batch: int) -> float:
+def step_s(forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int) -> float:
     """Seconds of a forward and a backward pass, the mean over the ranks of an island, each of which has to call it."""
     return _trained_s(forward, model, device, micro_batch, device.ranks)
 
 
-def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> int:
+def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device) -> int:
     """Sequences of the smallest micro-batch that is nearly as fast as the fastest one that fits the memory.
 
     Raises UserError if not one sequence fits.
@@ -86,7 +86,7 @@ def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> 
 
 
 def _trained_s(
-    forward: Forward, model: config.ModelConfig, device: Device, sequences: int, ranks: Ranks = ALONE
+    forward: ModelForward, model: config.ModelConfig, device: Device, sequences: int, ranks: Ranks = ALONE
 ) -> float:
     """Seconds of a forward and a backward pass: the best of three, because the first ones warm caches up.
 

@@ -12,7 +12,7 @@ from decentral.train.activations import ActivationFormat
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.inner import Inner, Live, fragments_of
 from decentral.train.stage_runner import StageRunner
-from decentral.train.step import Chain, Device, Forward
+from decentral.train.step import Chain, Device, ModelForward
 from decentral.train.update_rules import RuleTools
 
 
@@ -30,7 +30,7 @@ class Span:
         self.fragments: list[jobs.Fragment] = []
         self.gossip = FragmentGossip(run.gossip, peer, tools)
         self.inner = Inner([], run.train)
-        self.forward: Forward = Chain([])
+        self.forward: ModelForward = Chain([])
         self._stages: StageRunner | None = None
         self._undrawn: set[int] = set()  # fragments without weights
 

@@ -18,7 +18,7 @@ Fetch = Callable[[], tuple[Tensor, Tensor]]
 """Gives the next micro-batch: inputs_BT and targets_BT."""
 
 
-class Forward(Protocol):
+class ModelForward(Protocol):
     """A model's layers as one function."""
 
     def __call__(self, tokens_BT: Tensor, /) -> Tensor:
@@ -41,7 +41,7 @@ class Replica(Protocol):
     def inner(self) -> Inner: ...
 
     @property
-    def forward(self) -> Forward: ...
+    def forward(self) -> ModelForward: ...
 
 
 class Ranks(Protocol):
@@ -50,7 +50,7 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> Forward:
+    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
         """Begins a step on all ranks. Gives the layers as the function with which it is to be taken."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
@@ -65,7 +65,7 @@ class Alone:
 
     rank, size = 0, 1
 
-    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> Forward:
+    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
         return replica.forward
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
@@ -104,7 +104,7 @@ class StepReport:
 
 
 def train_step(
-    forward: Forward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
+    forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
 ) -> StepReport:
     """One inner step with the mean gradient of `train.accumulate` micro-batches; one that is not finite is dropped.
 
@@ -129,7 +129,7 @@ def train_step(
     return StepReport(float(ranks.end(torch.stack(losses).mean())), tokens, train.accumulate * ranks.size)
 
 
-def held_out_loss(forward: Forward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
+def held_out_loss(forward: ModelForward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
     """Mean loss in nats per token over the held-out inputs_BT and targets_BT, `at_once` sequences at a time."""
     parts = [held_out_part(forward, part, device) for part in parts_of(batch, at_once)]
     return sum(parts) / len(batch[0])
@@ -142,7 +142,7 @@ def parts_of(batch: tuple[Tensor, Tensor], at_once: int) -> Iterator[tuple[Tenso
 
 
 @torch.no_grad()
-def held_out_part(forward: Forward, part: tuple[Tensor, Tensor], device: Device) -> float:
+def held_out_part(forward: ModelForward, part: tuple[Tensor, Tensor], device: Device) -> float:
     """The sum over these sequences of their mean losses in nats per token."""
     inputs_BT, targets_BT = part
     with device.autocast():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decentral.algorithms.pull import PSEUDO_GRADIENT
+from decentral.algorithms.push_sum import PushSumRule
 from decentral.core import config, rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Fragment, Layout
@@ -53,7 +54,7 @@ class Replica:
 
     def merge(self, contributions: Sequence[Contribution]) -> None:
         parts = [self.rule.read(one) for one in contributions]
-        theta = self.copied() if self.rule.reads_theta else None
+        theta = self.copied() if isinstance(self.rule, PushSumRule) else None
         self.correct(self.rule.merge(theta, parts, self.live.steps))
 
     def copied(self) -> Tensor:

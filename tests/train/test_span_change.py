@@ -100,7 +100,7 @@ def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSet
     ("spoil", "reason"),
     [
         (lambda state: (1, *state[1:]), "fragment"),
-        (lambda state: (0, state[1][:1], state[2]), "shape"),
+        (lambda state: (0, state[1] * 2, 2 * state[2]), "shape"),
         (lambda state: (0, state[1], b"\xff" * len(state[2])), "nan"),
     ],
 )
