@@ -2,10 +2,10 @@
 
     python -m benchmarks.bare_loop [CONFIG] [--set key=value]... [--device cpu] [--warm-up 5] [--seconds 20] [--wait]
 
-It has the config's model, data, micro-batch, dtype, optimizer, clipping and learning rate, as a careful user would write
-them (fused AdamW, gradients set to None, no value read back from the device in a step), and nothing else: no peers, no
-checkpoints, no evaluation. It prints `training` after its first step, and at the end one line of JSON. With `--wait` the
-interval begins at the Unix time that comes on stdin, so that loops and peers can be measured side by side.
+It has the config's model, data, micro-batch, dtype, optimizer, clipping and learning rate, as a careful user would
+write them (fused AdamW, gradients set to None, no value read back from the device in a step), and nothing else: no
+peers, no checkpoints, no evaluation. It prints `training` after its first step, and at the end one line of JSON. With
+`--wait` the interval begins at the Unix time that comes on stdin, so that loops and peers can be measured side by side.
 """
 
 import argparse
@@ -62,8 +62,10 @@ def train(
             loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
             (loss / run.train.accumulate).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), run.train.clip_norm)
-        for one in (*optimizers, *schedules):
-            one.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         ends.append(_now(device, len(ends)))
@@ -84,7 +86,7 @@ def _optimizers(
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
-    rate = train.learning_rate
+    rate = train.peak_rate
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(groups, lr=rate, betas=(train.beta1, train.beta2), fused=True)
     ]
@@ -119,7 +121,8 @@ def _read_beginning(interval: list[float]) -> None:
 def _report(run: config.Config, ends: Sequence[float], begins: float, seconds: float) -> dict[str, float]:
     """The rate between the first and the last end of a step within the interval, and the memory at the end."""
     within = [at for at in ends if begins <= at <= begins + seconds]
-    tokens = run.train.micro_batch * run.train.accumulate * run.model.context  # type: ignore[operator]
+    assert isinstance(run.train.micro_batch, int)
+    tokens = run.train.micro_batch * run.train.accumulate * run.model.context
     rate = tokens * (len(within) - 1) / (within[-1] - within[0]) if len(within) > 1 else 0.0
     status = Path("/proc/self/status").read_text().splitlines()
     (resident,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))

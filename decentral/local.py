@@ -118,7 +118,7 @@ class LocalSwarm:
         self.await_event(self.members[0], "joined")
         started = self.members[0].happened("started", self.began - 1)
         assert started is not None
-        address = str(started["addresses"][0])  # type: ignore[index]
+        address = str(started["addresses"][0])
         for number in range(1, len(self.throttles)):
             self.launch(number, address)
         for member in self.members[1:]:

@@ -40,8 +40,9 @@ def encode(message: Message, blob_bytes: int = 0) -> bytes:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The fields of a message, or of a dataclass in one. (dataclasses.asdict copies deeply, which took 8 times longer.)"""
-    return {name: getattr(value, name) for name in _names(type(value))}
+    """The fields of a message, or of a dataclass in one. dataclasses.asdict copies deeply: 8 times longer."""
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _names(kind)}
 
 
 @cache

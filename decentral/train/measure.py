@@ -10,7 +10,7 @@ import torch
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.train.step import Device, Forward
+from decentral.train.step import Device, ModelForward
 
 PASSES_S = 0.5  # after so much time no further pass is measured: where passes are long, the first one tells enough
 MATMUL_S = 0.2  # how long matrices are multiplied
