@@ -194,7 +194,7 @@ class Server:
     async def _read_and_answer(
         self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer, length: int | None
     ) -> bool:
-        """Whether the stream is over: the question was refused, perhaps not read to its end, or the asker is gone."""
+        """Whether the stream is over: the question was refused, and perhaps not read whole, or the asker is gone."""
         refused = False
         try:
             if self.open > MAX_STREAMS:

@@ -38,7 +38,7 @@ class SynchronousRule(UpdateRule):
         if tokens:
             live.grad.zero_()
             for part in sorted(parts, key=lambda one: one.peer):
-                live.grad += part.vectors["gradient"]
+                live.grad.add_(part.vectors["gradient"])
             step_clipped(live, live.grad.div_(tokens), live.steps, tokens)
             live.grad.zero_()
 

@@ -128,6 +128,15 @@ def _fault(peak: Number, highest: Number, scale: Number) -> Number:
     return fault
 
 
+@compiled
+def largest(values: Floats) -> Number:
+    """The bit pattern of the largest magnitude: INFINITE or above if a number is not finite."""
+    bits, peak = values.view(np.int32), np.int32(0)
+    for i in range(np.uint64(len(values))):
+        peak = max(peak, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
+    return peak
+
+
 @inlined
 def _load(values: Floats, start: Number, count: Number, block_size: Number, scratch: Scratch) -> None:
     loaded = scratch[0]

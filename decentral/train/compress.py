@@ -65,11 +65,15 @@ def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
     """fp32 [elements] on the CPU. Raises ProtocolError for an unknown codec, a wrong size, or numbers not finite."""
     if codec not in CODECS:
         raise ProtocolError(Reason.CODEC, f"{codec!r} is none of {', '.join(CODECS)}")
-    if codec not in COMPILED:
-        return decode_by_formula(codec, blob, elements)
-    read, values = as_bytes(codec, blob, elements), np.empty(elements, np.float32)
-    refuse(codec, COMPILED[codec].unpack(read, values))
-    return torch.from_numpy(values)
+    read = as_bytes(codec, blob, elements)
+    if codec in COMPILED:
+        unpacked = np.empty(elements, np.float32)
+        refuse(codec, COMPILED[codec].unpack(read, unpacked))
+        return torch.from_numpy(unpacked)
+    values = CODECS[codec].unpack(read, elements)
+    if block_kernels.largest(values.numpy()) >= block_kernels.INFINITE:
+        refuse(codec, block_kernels.NOT_FINITE)
+    return values
 
 
 def decode_by_formula(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
@@ -82,7 +86,7 @@ def decode_by_formula(codec: str, blob: bytes | memoryview, elements: int) -> Te
 
 def warm_up() -> None:
     """Compiles what is compiled, so that nothing is while training. Seconds where numba's cache is empty."""
-    for codec in COMPILED:
+    for codec in CODECS:
         decode(codec, encode(codec, torch.zeros(1)), 1)
 
 

@@ -7,6 +7,7 @@ the decayed ones (matrices), then those that are not (gains).
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from decentral.core import config, rng
 from decentral.core.jobs import Fragment
 from decentral.train import gpt
-from decentral.train.optimizers import OptimizerState, round_stochastically, views
+from decentral.train.optimizers import OptimizerState, StretchOptimizer, round_stochastically, views
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
@@ -61,17 +62,45 @@ class Live:
         parameters = [parameter for group in groups for parameter in group]
         shapes = [parameter.shape for parameter in parameters]
         self.theta = _flat(parameters).to(device, getattr(torch, train.weights))
-        self.grad = torch.zeros_like(self.theta)
+        self._parameters = parameters
+        self._grad: Tensor | None = None
         matrices, gains = (sum(parameter.numel() for parameter in group) for group in groups[1:])
         self.state = OptimizerState([block.shape for block in groups[0]], matrices, gains, train, device)
         self.tokens = 0  # since the last window's end
         self.lr_sum = 0.0  # sum of the learning rates since the last window's end
         self.steps = 0  # of the optimizer on this fragment: for its bias correction and for a newcomer's own warm-up
         self.touched = set[str]()  # of `tensors`: those that changed otherwise than by Inner.step; train/island.py
-        for parameter, weight, gradient in zip(
-            parameters, views(self.theta, shapes), views(self.grad, shapes), strict=True
-        ):
-            parameter.data, parameter.grad = weight, gradient
+        for parameter, weight in zip(parameters, views(self.theta, shapes), strict=True):
+            parameter.data = weight
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient as one vector [n] to which backward passes add; from its first use on, it is always there."""
+        if self._grad is None:
+            self._grad = torch.zeros_like(self.theta)
+            shapes = [parameter.shape for parameter in self._parameters]
+            for parameter, gradient in zip(self._parameters, views(self._grad, shapes), strict=True):
+                if parameter.grad is not None:
+                    gradient.copy_(parameter.grad)
+                parameter.grad = gradient
+        return self._grad
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient [n] that `grad` has collected, or else each parameter's own, in their order in theta.
+
+        Where nothing collects them, a backward pass gives parameters new ones: to add to zeros would take a tenth of
+        the time of a large model's small step.
+        """
+        if self._grad is not None:
+            return [self._grad]
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+
+    def zero_grad(self) -> None:
+        if self._grad is not None:
+            self._grad.zero_()
+            return
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def draw(self, layers: Sequence[nn.Module], start: int) -> None:
         """Takes the weights of other layers of the same kind. They begin with the model's layer `start`."""
@@ -112,16 +141,21 @@ class Live:
         else:
             round_stochastically(self.theta + correction, self.theta, self._chance("add"))
 
-    def step(self, gradient: Tensor, steps: int, rate: float) -> None:
-        """Trains theta with this gradient [n]. `steps` were taken before, and `rate` is the learning rate."""
-        chance = self._chance("step")
+    def step(self, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+        """Trains theta with gradients as `gradients` gives them. `steps` were taken before; `rate` is for learning."""
         for stretch in self.state.stretches:
-            part = slice(stretch.begin, stretch.end)
-            theta = self.theta[part]
+            theta = self.theta[stretch.begin : stretch.end]
             wide = theta.float()  # theta itself, unless it is in bf16
-            stretch.step(wide, gradient[part].float(), steps, rate)
+            stretch.step(wide, [part.float() for part in self._within(stretch, gradients)], steps, rate)
             if wide is not theta:
-                round_stochastically(wide, theta, chance)
+                round_stochastically(wide, theta, self._chance(f"step {stretch.begin}"))
+
+    def _within(self, stretch: StretchOptimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the stretch's parameters."""
+        if len(gradients) == 1:
+            return [gradients[0].flatten()[stretch.begin : stretch.end]]
+        ends = accumulate(gradient.numel() for gradient in gradients)
+        return [one for one, end in zip(gradients, ends, strict=True) if stretch.begin < end <= stretch.end]
 
     def _chance(self, what: str) -> torch.Generator:
         """The same on all peers, so that those which take the same steps stay the same."""
@@ -148,21 +182,22 @@ class Inner:
 
     def zero_grad(self) -> None:
         for live in self.lives:
-            live.grad.zero_()
+            live.zero_grad()
 
     def clip(self) -> Tensor:
         """Scales the gradient of all fragments to a norm of at most `clip_norm`; gives the norm that it had."""
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([_norm(live.grad) for live in self.lives]))
-        scale = (self.train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for live in self.lives:
-            live.grad.mul_(scale)
+        gradients = [gradient for live in self.lives for gradient in live.gradients()]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([_norm(gradient) for gradient in gradients]))
+        scale = self.train.clip_norm / (norm + 1e-6)
+        if scale < 1:
+            torch._foreach_mul_(gradients, scale)
         return norm
 
     def step(self, rate: float, tokens: int) -> None:
         """A step with the present gradients; `rate` is the learning rate, `tokens` what the gradients are of."""
         steps = self.steps
         for live in self.lives:
-            live.step(live.grad, steps, rate)
+            live.step(live.gradients(), steps, rate)
             live.count(tokens, rate)
 
 
@@ -177,7 +212,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> Non
         return
     gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     rate = rate_at(train, lr_step, live.steps)
-    live.step(gradient, live.steps, rate)
+    live.step([gradient], live.steps, rate)
     live.count(tokens, rate)
     live.touch()
 

@@ -85,8 +85,7 @@ class Island:
         self.rank, self.size = rank, size
         self.lives: Sequence[Live] = ()  # once this rank has an assignment
         self.under_way = False  # a step has begun and not ended: after an error no other order may follow
-        self._model: DistributedDataParallel | None = None
-        self._forward: ModelForward = Chain([])
+        self._forward: AveragedForward | None = None
         self.device = device
         own = Member(os.getpid(), measure.device_name(device), measure.memory_bytes(device))
         members: list[Member] = [own] * self.size
@@ -105,12 +104,11 @@ class Island:
         """Orders a step, on rank 0. Gives the layers as one function whose gradients will be the ranks' mean."""
         self._order(Order.MEASURE if measuring else Order.STEP, counters.lr_step, counters.micro_batches)
         self._copy_touched()
-        return self._forward
+        return self.forward
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Around the forward and backward pass of a micro-batch: after a step's last one gradients are averaged."""
-        assert self._model is not None
-        return nullcontext() if last else self._model.no_sync()
+        return nullcontext() if last else self.forward.averaged.no_sync()
 
     def end(self, figure: Tensor) -> Tensor:
         """Ends the step with the mean over all ranks of this scalar."""
@@ -164,27 +162,66 @@ class Island:
         order = Order(numbers[0])
         if order is not Order.FINISH:
             self._copy_touched()
-        return order, self._forward
+        return order, self.forward
 
     # All
 
     def hold(self, replica: Replica) -> None:
         """Wraps these layers, on all ranks at once: their gradients become the mean over all ranks from now on."""
-        self.lives = replica.inner.lives
-        self._model = _averaging(replica)
-        self._forward = AveragedForward(self._model, replica.forward)
+        self.lives, self._forward = replica.inner.lives, AveragedForward(replica)
+
+    @property
+    def forward(self) -> "AveragedForward":
+        assert self._forward is not None, "this rank has no layers yet"
+        return self._forward
 
     def _copy_touched(self) -> None:
         """Gives all ranks what rank 0 has touched."""
         for live in self.lives:
             for name, tensor in live.tensors().items():
-                if name in live.touched:
+                if name in live.touched and tensor.numel():
                     dist.broadcast(tensor, src=0)
             live.touched.clear()
 
     def _exchange(self, numbers: Tensor) -> list[int]:
         dist.broadcast(numbers, src=0, group=self.control)
         return [int(number) for number in numbers.tolist()]
+
+
+class AveragedForward:
+    """A model's layers as one function, whose loss has the mean gradients of all ranks after the backward pass.
+
+    The parameters and their gradients stay views of the fragments' flat vectors.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        """Waits for all ranks; they get rank 0's weights."""
+        self.plain = replica.forward
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of a name that torch 2.6 has not yet
+            self.averaged = DistributedDataParallel(
+                LossModule(replica),
+                broadcast_buffers=False,  # they are constants
+                find_unused_parameters=replica.run.model.layers is not None,  # a user's own layers may leave some out
+            )
+
+    def __call__(self, tokens_BT: Tensor) -> Tensor:
+        return self.plain(tokens_BT)
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        loss: Tensor = self.averaged(tokens_BT, targets_BT)
+        return loss
+
+
+class LossModule(nn.Module):
+    """Tokens and targets to the loss, as a module with the layers' parameters, which DistributedDataParallel wants."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(replica.layers)
+        self.loss = replica.forward.loss
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        return self.loss(tokens_BT, targets_BT)
 
 
 @dataclass(slots=True)
@@ -201,7 +238,8 @@ class Follower:
         with gpt.Undrawn():  # rank 0's weights come when it is wrapped
             layers = [layer.to(device) for layer in gpt.build(run.model, run.seed)]
         lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
-        return cls(run, layers, Inner(lives, run.train), Chain(layers, run=run))
+        compiled = run.train.compile and device.type == "cuda"
+        return cls(run, layers, Inner(lives, run.train), Chain(layers, compiled, run))
 
 
 def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
@@ -227,43 +265,6 @@ def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
             measure.step_s(forward, run.model, device, assignment.micro_batch)
         else:
             train_step(forward, fetch, replica.inner, counters.lr_step, run.train, device)
-
-
-class _Losses(nn.Module):
-    """The layers with their loss as one module, which is what DistributedDataParallel wraps."""
-
-    def __init__(self, replica: Replica) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(replica.layers)
-        self._loss = replica.forward.loss
-
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        return self._loss(tokens_BT, targets_BT)
-
-
-@dataclass(frozen=True, slots=True)
-class AveragedForward:
-    """A ModelForward: gradients of its loss become the mean over all ranks."""
-
-    model: DistributedDataParallel
-    forward: ModelForward
-
-    def __call__(self, tokens_BT: Tensor) -> Tensor:
-        return self.forward(tokens_BT)
-
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        mean: Tensor = self.model(tokens_BT, targets_BT)
-        return mean
-
-
-def _averaging(replica: Replica) -> DistributedDataParallel:
-    """The layers with their loss, whose gradients become the mean over all ranks."""
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of a name that torch 2.6 has not yet
-        return DistributedDataParallel(
-            _Losses(replica),
-            broadcast_buffers=False,  # they are constants
-            find_unused_parameters=replica.run.model.layers is not None,  # a user's own layers may leave some out
-        )
 
 
 def _marks(live: Live) -> int:

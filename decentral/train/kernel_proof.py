@@ -25,7 +25,7 @@ PROVEN_SIZES = (0, 1, 127, 128, 129, 255, 256, 257, 1000, 10_001)
 PROVEN_MAGNITUDES = (1e-42, 1e-30, 1.0, 1e36)
 EXTREMES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, 1.0, 7.0, 127.0])
 LENGTH_TOLERANCE = 1e-9  # relative: lengths are fp64 sums in any order
-PARTNER_WEIGHTS = (0.5, 0.3, 0.2)
+PROVEN_WEIGHTS = (0.5, 0.3, 0.2)
 
 
 class Disagreement(Exception):
@@ -79,8 +79,8 @@ def _prove_close(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor])
 def _prove_merge(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor]) -> None:
     phi, baseline, correction, momentum, *others = vectors
     encode = Formulas().encode
-    steps = [Weighted(w, encode(PSEUDO_GRADIENT_CODEC, one)) for w, one in zip(PARTNER_WEIGHTS, others, strict=True)]
-    towards = [Weighted(w, encode(SLOW_WEIGHTS_CODEC, one)) for w, one in zip(PARTNER_WEIGHTS, others, strict=True)][1:]
+    steps = [Weighted(w, encode(PSEUDO_GRADIENT_CODEC, one)) for w, one in zip(PROVEN_WEIGHTS, others, strict=True)]
+    towards = [Weighted(w, encode(SLOW_WEIGHTS_CODEC, one)) for w, one in zip(PROVEN_WEIGHTS, others, strict=True)][1:]
     for partner in towards:
         _near("distance", *(one.distance(phi, partner.blob) for one in both))
     for alpha, pulled in ((0.0, towards), (0.9, towards), (0.0, [])):

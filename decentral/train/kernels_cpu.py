@@ -26,9 +26,15 @@ from decentral.train.outer_kernels import (
 class CompiledKernels:
     """outer_kernels.OuterKernels for vectors in host memory and the codecs of train/compress.py."""
 
+    def __init__(self) -> None:
+        self._packed = np.empty(0, np.uint8)  # kept for the next close: new memory costs as much as the kernel
+
     def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> tuple[bytes, float]:
-        blob = np.empty(compress.size(PSEUDO_GRADIENT_CODEC, residual.numel()), np.uint8)
-        squares, largest = block_kernels.close((snapshot.numpy(), baseline.numpy(), residual.numpy()), blob)
+        size = compress.size(PSEUDO_GRADIENT_CODEC, residual.numel())
+        if len(self._packed) < size:
+            self._packed = np.empty(size, np.uint8)
+        blob = self._packed[:size]
+        squares, largest = block_kernels.close((snapshot.cpu().numpy(), baseline.numpy(), residual.numpy()), blob)
         if largest >= block_kernels.INFINITE:
             raise ProtocolError(Reason.NAN, "the pseudo-gradient holds numbers that are not finite")
         return blob.tobytes(), sqrt(squares)

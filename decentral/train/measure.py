@@ -10,7 +10,7 @@ import torch
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.train.step import Device, ModelForward
+from decentral.train.step import ALONE, Device, ModelForward, Ranks
 
 PASSES_S = 0.5  # after so much time no further pass is measured: where passes are long, the first one tells enough
 MATMUL_S = 0.2  # how long matrices are multiplied
@@ -61,8 +61,7 @@ def measure(
 
 def step_s(forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int) -> float:
     """Seconds of a forward and a backward pass, the mean over the ranks of an island, each of which has to call it."""
-    trained_s = torch.tensor(_trained_s(forward, model, device, micro_batch), dtype=torch.float64, device=device.device)
-    return float(device.ranks.end(trained_s))
+    return _trained_s(forward, model, device, micro_batch, device.ranks)
 
 
 def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device) -> int:
@@ -86,24 +85,26 @@ def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device
     return min(size for size, rate in rates.items() if rate >= GOOD_ENOUGH * max(rates.values()))
 
 
-def _trained_s(forward: ModelForward, model: config.ModelConfig, device: Device, sequences: int) -> float:
+def _trained_s(
+    forward: ModelForward, model: config.ModelConfig, device: Device, sequences: int, ranks: Ranks = ALONE
+) -> float:
     """Seconds of a forward and a backward pass: the best of three, because the first ones warm caches up.
 
-    A large model on a slow device has one or two: what it trains will soon say more than any measurement.
+    A large model on a slow device has one or two: what it trains will soon say more than any measurement. All ranks
+    know the mean of their times, and so they make as many passes.
     """
     tokens_BT = torch.zeros(sequences, model.context, dtype=torch.int64, device=device.device)
-    best, started = float("inf"), time.perf_counter()
-    for _ in range(3):
-        if time.perf_counter() - started > PASSES_S:
-            break
+    passes_s: list[float] = []
+    while len(passes_s) < 3 and sum(passes_s) <= PASSES_S:
         _wait(device)
         began = time.perf_counter()
         with device.autocast():
             loss = forward.loss(tokens_BT, tokens_BT)
         loss.backward()  # type: ignore[no-untyped-call]
         _wait(device)
-        best = min(best, time.perf_counter() - began)
-    return best
+        took_s = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=device.device)
+        passes_s.append(float(ranks.end(took_s)))
+    return min(passes_s)
 
 
 def _flops(device: Device) -> float:

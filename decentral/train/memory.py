@@ -11,7 +11,7 @@
                                that it computes for others
     of the largest fragment 16 bytes for each parameter: vectors that exist while a window is closed, merged or given
                                to a newcomer
-                            and the larger of what a step and what a loss takes while it is computed
+                            and the larger of what a step and a backward pass take while they are computed
     for each micro-batch between its forward and its backward pass
                             the tensors that autograd keeps (`activation_bytes`), and what travels
 
@@ -38,6 +38,7 @@ ROUNDING_BYTES = 12  # for each parameter of a stretch in bf16, while it is trai
 WIDENING_BYTES = 20  # for each parameter with moments in int8, while they are computed with in fp32
 MUON_BYTES = 24  # for each parameter of Muon's largest matrix: its iterations' matrices
 LOGIT_BYTES = 12  # for each logit: itself, its softmax, its gradient
+PART_BYTES = 16  # where the loss is computed in parts, for each logit of a part
 UNKNOWN_LAYER_BYTES = 128  # a token, and number that enters a user's own layer: a guess on the safe side
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
 RETURNED_BYTES = 1 << 20
@@ -49,7 +50,7 @@ class LayerBytes:
 
     state: int  # weights, gradient and optimizer state
     step: int  # while it is trained
-    loss: int  # while a micro-batch's loss is computed, or its activations are computed again
+    computed: int  # in its backward pass: a tensor's gradient, a part of the loss, activations computed again
     token: int  # a token, between the forward and the backward pass
 
 
@@ -67,7 +68,7 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
     state = [sum(layer.state for layer in own) for own in within]
     if cuts is not None:  # they cut another model than the run's, whose parameters are counted alike
         state = [int(parameter * one.parameters) for one in cut]
-    at_work = [max(sum(one.step for one in own), max((one.loss for one in own), default=0)) for own in within]
+    at_work = [max(sum(one.step for one in own), max((one.computed for one in own), default=0)) for own in within]
     return MemoryNeeds(
         fragments=cut,
         state=tuple(own + always * one.parameters for own, one in zip(state, cut, strict=True)),
@@ -79,7 +80,7 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
 
 def layer_bytes(run: config.Config) -> list[LayerBytes]:
     """What each layer of the run's model takes."""
-    train, found = run.train, []
+    train, found, number_bytes = run.train, [], 2 if run.train.weights == "bfloat16" else 4
     kept, last = activation_bytes(run.model), len(gpt.sizes(run.model)) - 1
     entering, logits = gpt.widths(run.model), _tokens(run) * run.model.vocabulary
     for number, sizes in enumerate(gpt.sizes(run.model)):
@@ -91,13 +92,13 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
             moments, step = 2 * decayed + 8 * -(-decayed // BLOCK), max(step, WIDENING_BYTES * decayed)
         if train.weights == "bfloat16":
             step += ROUNDING_BYTES * max(muon, decayed)
-        weights = (2 if train.weights == "bfloat16" else 4) * (muon + decayed + gains)
-        token, loss = kept[number], 0
+        weights = number_bytes * (muon + decayed + gains)
+        token, computed = kept[number], number_bytes * max((*sizes.matrices, *sizes.larger, *sizes.gains), default=0)
         if inner and train.recompute:
-            token, loss = 4 * entering[number], _tokens(run) * token
+            token, computed = 4 * entering[number], computed + _tokens(run) * token
         if number == last and logits > train.logits_at_once and run.model.layers is None:
-            token, loss = token - LOGIT_BYTES * run.model.vocabulary, LOGIT_BYTES * train.logits_at_once
-        found.append(LayerBytes(2 * weights + 4 * muon + moments + 8 * gains, step, loss, token))
+            token, computed = token - LOGIT_BYTES * run.model.vocabulary, computed + PART_BYTES * train.logits_at_once
+        found.append(LayerBytes(2 * weights + 4 * muon + moments + 8 * gains, step, computed, token))
     return found
 
 

@@ -31,8 +31,11 @@ class StretchOptimizer(Protocol):
     @property
     def end(self) -> int: ...
 
-    def step(self, theta: Tensor, gradient: Tensor, steps: int, rate: float) -> None:
-        """Changes theta, the stretch's fp32 weights; `steps` were taken before this one."""
+    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+        """Changes theta, the stretch's fp32 weights; `steps` were taken before this one.
+
+        `gradients` are those of the stretch's parameters, or one flat vector.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,15 @@ class AdamW:
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
-    def step(self, theta: Tensor, gradient: Tensor, steps: int, rate: float) -> None:
+    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+        shapes = [gradient.shape for gradient in gradients]
         adamw(
-            [theta],
-            [gradient],
-            [self.exp_avg],
-            [self.exp_avg_sq],
+            views(theta, shapes),
+            list(gradients),
+            views(self.exp_avg, shapes),
+            views(self.exp_avg_sq, shapes),
             [],
-            [torch.tensor(float(steps), device=theta.device)],
+            [torch.tensor(float(steps), device=theta.device) for _ in gradients],
             fused=True,
             amsgrad=False,
             beta1=self.train.beta1,
@@ -81,8 +85,9 @@ class AdamW8bit:
     tables: tuple[Tensor, Tensor]  # fp32 [256], of the signed and the unsigned moment
     kernels: Any
 
-    def step(self, theta: Tensor, gradient: Tensor, steps: int, rate: float) -> None:
+    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
         train, (first, second) = self.train, self.moments
+        gradient = torch.cat([one.flatten() for one in gradients])
         self.kernels.optimizer_update_8bit_blockwise(
             *("adam", gradient, theta, first, second, train.beta1, train.beta2, 0.0, 0.0, EPSILON, steps + 1, rate),
             *(*self.tables, *self.scales),
@@ -100,9 +105,10 @@ class Muon:
     shapes: tuple[torch.Size, ...]
     momentum: Tensor
 
-    def step(self, theta: Tensor, gradient: Tensor, steps: int, rate: float) -> None:
-        matrices, gradients, momenta = (views(flat, self.shapes) for flat in (theta, gradient, self.momentum))
-        muon.muon_step(matrices, gradients, momenta, rate, self.decay)
+    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+        if [gradient.shape for gradient in gradients] != list(self.shapes):
+            gradients = views(gradients[0], self.shapes)
+        muon.muon_step(views(theta, self.shapes), gradients, views(self.momentum, self.shapes), rate, self.decay)
 
 
 class OptimizerState:

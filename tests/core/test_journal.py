@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from decentral.core.journal import Journal, read
+from decentral.core.journal import Journal, Tail, read
 
 
 @pytest.fixture
@@ -71,3 +71,23 @@ def test_a_value_that_json_does_not_know_is_written_as_text(path: Path) -> None:
     journal.write("started", folder=Path("/state"))
     journal.close()
     assert [entry["folder"] for entry in read(path)] == ["/state"]
+
+
+def test_a_tail_gives_each_line_once(path: Path) -> None:
+    tail = Tail(path)
+    assert list(tail.new()) == []
+    write(path, "started", "joined")
+    assert [line["event"] for line in tail.new()] == ["started", "joined"]
+    write(path, "step")
+    assert [line["event"] for line in tail.new()] == ["step"]
+    assert list(tail.new()) == []
+
+
+def test_a_tail_gives_a_line_when_it_is_at_its_end(path: Path) -> None:
+    tail = Tail(path)
+    write(path, "started", "step")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    assert [line["event"] for line in tail.new()] == ["started"]
+    path.write_bytes(whole)
+    assert [line["event"] for line in tail.new()] == ["step"]

@@ -24,20 +24,20 @@ RANKS = 2
 LIMIT_S = 120.0  # deadline of all scenarios against hanging, not a measurement
 CPU = torch.device("cpu")
 Ended = dict[str, Tensor]
+Settings = dict[str, object]
 
 
 # What the ranks play
 
 
 def compute_of(
-    folder: Path, accumulate: int = 1, algorithm: str = "pull", peer: str = "A", ranks: Ranks = ALONE
+    folder: Path, train: Settings | None = None, algorithm: str = "pull", peer: str = "A", ranks: Ranks = ALONE
 ) -> Compute:
+    settings = {"learning_rate": 1e-2, "warmup_steps": 2, "micro_batch": 4, "eval_sequences": 8, **(train or {})}
     run = config.Config(
         model=config.ModelConfig(depth=1, width=32, context=16),
         data=config.DataConfig(kind="text", path=str(folder / "words.txt")),
-        train=config.TrainConfig(
-            learning_rate=1e-2, warmup_steps=2, micro_batch=4, eval_sequences=8, accumulate=accumulate
-        ),
+        train=config.TrainConfig.model_validate(settings),
         gossip=config.GossipConfig.model_validate({"fragment_parameters": 1000, "algorithm": algorithm}),
     )
     corpus = data.load(run.data, run.model)
@@ -51,7 +51,8 @@ def steps(compute: Compute, count: int) -> None:
 
 def merge_with_partner(compute: Compute) -> None:
     """A window of every fragment with what another peer, alone, has trained in it."""
-    partner = compute_of(compute.setup.folder, algorithm=compute.setup.config.gossip.algorithm, peer="B")
+    train = compute.setup.config.train.model_dump()
+    partner = compute_of(compute.setup.folder, train, compute.setup.config.gossip.algorithm, peer="B")
     steps(partner, 3)
     for fragment in compute.fragments:
         theirs = partner.do(jobs.CloseWindow(fragment.index, 1))
@@ -88,9 +89,12 @@ def push(compute: Compute) -> None:
         compute.do(jobs.CloseWindow(fragment.index, 1))
 
 
-SCENARIOS: dict[str, tuple[dict[str, object], list[Callable[[Compute], None]]]] = {
+LITTLE_MEMORY = {"weights": "bfloat16", "recompute": True, "logits_at_once": 1024}
+SCENARIOS: dict[str, tuple[Settings, list[Callable[[Compute], None]]]] = {
     "one step": ({}, [train(1)]),
-    "one step of two micro-batches": ({"accumulate": 2}, [train(1)]),
+    "one step of two micro-batches": ({"train": {"accumulate": 2}}, [train(1)]),
+    "muon": ({"train": {"optimizer": "muon"}}, [train(3), merge_with_partner, train(2)]),
+    "little memory": ({"train": LITTLE_MEMORY}, [train(3), merge_with_partner, train(2)]),
     "five steps": ({}, [train(5)]),
     "a merge": ({}, [train(3), merge_with_partner, train(2)]),
     "mass given away": ({"algorithm": "push_sum"}, [train(3), push, train(2)]),
@@ -111,7 +115,7 @@ def play(rank: int, ports: list[int], folder: Path) -> None:
         torch.save(ended, folder / f"{name} {rank}.pt")
 
 
-def lead(island: Island, folder: Path, settings: dict[str, object], script: list[Callable[[Compute], None]]) -> Ended:
+def lead(island: Island, folder: Path, settings: Settings, script: list[Callable[[Compute], None]]) -> Ended:
     compute = compute_of(folder, ranks=island, **settings)  # type: ignore[arg-type]
     run, peer = compute.setup.config, compute.setup.peer
     island.assign(Assignment(run.canonical(), peer, compute.micro_batch), compute.span)
@@ -165,7 +169,7 @@ def ended(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 def alone(text: Path, tmp_path: Path) -> Callable[[int], Compute]:
     """`alone(accumulate)`: the same peer as one process."""
     (tmp_path / "words.txt").write_bytes(text.read_bytes())
-    return lambda accumulate: compute_of(tmp_path, accumulate)
+    return lambda accumulate: compute_of(tmp_path, {"accumulate": accumulate})
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -184,9 +188,8 @@ def test_a_step_of_two_ranks_is_that_of_one_process_with_all_their_micro_batches
     compute, found = alone(accumulate), ended(name, 0)
     compute.step()
     for live in compute.span.inner.lives:
-        gradient = found[f"{live.fragment.index}.exp_avg"]
-        own = live.state.exp_avg
-        assert torch.linalg.vector_norm(gradient - own) < 1e-5 * torch.linalg.vector_norm(own)
+        gradient, mean = found[f"{live.fragment.index}.exp_avg"], live.state.exp_avg
+        assert torch.linalg.vector_norm(gradient - mean) < 1e-5 * torch.linalg.vector_norm(mean)
     assert found["counted"].tolist() == [accumulate * 4 * 16, accumulate, accumulate * 4 * 16]
 
 

@@ -130,3 +130,10 @@ def test_a_state_that_came_from_the_swarm_is_saved_at_once() -> None:
     progress = TrainingProgress(TrainConfig(), SwarmConfig(), None)
     progress.begin(100.0, lr_step=7, fetched=True)
     assert Save() in progress.handle(Woke(), 100.0)
+
+
+def test_a_newcomer_trains_before_it_evaluates() -> None:
+    progress = TrainingProgress(TrainConfig(eval_every_s=15.0), SwarmConfig(), None)
+    progress.begin(100.0, 0, fetched=True)
+    assert Evaluate() not in progress.handle(Woke(), 114.9)
+    assert Evaluate() in progress.handle(Woke(), 115.0)
