@@ -94,7 +94,7 @@ def _optimizers(
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
-    rate = train.learning_rate
+    rate = train.peak_rate
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(groups, lr=rate, betas=(train.beta1, train.beta2), fused=True)
     ]
