@@ -13,7 +13,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ExportState, Fragment, ImportState, Section, Start, StateExported, StateImported
 from decentral.core.machine import Effect, Log, Woke
 from decentral.peers.joining.donor import EXPORT_KEPT_S, FINISHED_S, MOST_SERVED, SERVED_S, Donor
-from decentral.peers.joining.fetch import FRAGMENTS_AHEAD, DONORS, IN_FLIGHT, PIECE_BYTES, Fetch, Incoming
+from decentral.peers.joining.fetch import DONORS, FRAGMENTS_AHEAD, IN_FLIGHT, PIECE_BYTES, Fetch, Incoming
 from decentral.peers.joining.join import (
     GIVE_UP_S,
     HOLDER_RETRIES,
