@@ -89,7 +89,7 @@ def summed(computes: Sequence[Compute]) -> dict[int, Tensor]:
 def test_gradients_over_overlapping_spans_are_those_of_one_process(
     setup_of: MakeSetup, train: dict[str, Any], atol: float
 ) -> None:
-    computes = {name: Compute(with_span(setup_of(name), span, **train)) for name, span in SPANS.items()}  # type: ignore[arg-type]
+    computes = {name: Compute(with_span(setup_of(name), span, **train)) for name, span in SPANS.items()}
     world = world_of(computes, per_step=1 << 30)
     carried(world, 12)
     assert all(compute.span.stages.sums.executions for compute in computes.values()), "all have carried something"

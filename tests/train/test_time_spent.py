@@ -78,7 +78,7 @@ class Timed:
     def run(self, job_after: Callable[[int], jobs.Job], waits: bool = True) -> "Timed":
         """Trains STEPS steps; after each of the first JOBS comes a job.
 
-        `waits`: after each step for what is beside, so that all of it is in the account at the end. Nothing may be held.
+        `waits`: after each step for what is beside, so that all of it is in the account. Nothing may be held then.
         """
 
         def report(outcome: jobs.Outcome) -> None:
