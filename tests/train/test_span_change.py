@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from decentral.core import config, jobs
-from decentral.train import gpt
+from decentral.train import checkpoint, gpt
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.job_phases import finish
 from decentral.train.sections import unpack
 
 MakeSetup = Callable[..., ComputeSetup]
@@ -94,6 +95,20 @@ def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSet
     for index, theta in thetas(compute).items():
         assert torch.equal(thetas(found)[index], theta)
     assert [gossiped.live.steps for gossiped in found.gossip.fragments] == [0, 9]
+
+
+@pytest.mark.parametrize("phases", range(1, 8))
+def test_a_checkpoint_during_a_change_of_span_is_of_one_span(setup_of: MakeSetup, phases: int) -> None:
+    compute = peer(setup_of, "A", LAST)
+    saving = compute.program(jobs.Save())
+    for _ in range(phases):
+        next(saving)
+    assert compute.do(jobs.ChangeSpan(*FIRST, (), 40)) == jobs.SpanChanged(True, kept=((2, 0),))
+    finish(saving)
+    span = checkpoint.span(compute.setup.folder)
+    again = Compute(replace(compute.setup, span=span))
+    assert again.resume()
+    assert span == (FIRST if phases <= 3 else LAST)
 
 
 @pytest.mark.parametrize(
