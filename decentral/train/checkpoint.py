@@ -81,7 +81,7 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
             room.clear()
             copies = [room.copied(one.live.tensors()) for one in group]
             facts = _facts(span.run.digest(), fragments, counters)
-            windows += [(one.live.tokens, one.live.lr_sum) for one in group]
+            windows += [one.counts() for one in group]
             steps += [one.live.steps for one in group]
             yield Phase.BESIDE
             for one, copied in zip(group, copies, strict=True):

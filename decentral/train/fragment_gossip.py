@@ -29,6 +29,9 @@ EVERY_ROUND = -2  # with exact gradients, training waits for each round's merge
 Steps = Generator[Phase, None, None]
 """A part of a program."""
 
+WindowCounts = tuple[int, float, bool]
+"""Of a fragment since its last close: its tokens, the sum of its learning rates, and whether it rests."""
+
 
 @dataclass(slots=True)
 class GossipedFragment:
@@ -59,6 +62,9 @@ class GossipedFragment:
         window = Window(0 if self.newcomer else live.tokens, live.lr_sum, live.steps)
         live.tokens, live.lr_sum, self.newcomer = 0, 0.0, False
         return window
+
+    def counts(self) -> WindowCounts:
+        return self.live.tokens, self.live.lr_sum, self.resting
 
     def correct(self, correction: Correction | None) -> Steps:
         """From the worker to the next step edge, if there is anything to correct."""
@@ -268,6 +274,7 @@ class FragmentGossip:
         for index, vectors in donated.items():
             gossiped = self._by_index[index]
             gossiped.rule.adopt(gossiped.live, vectors)
+            gossiped.resting = False
             gossiped.live.touch()
 
     def hold(self, lives: Sequence[Live]) -> None:
@@ -289,13 +296,13 @@ class FragmentGossip:
         """All that a checkpoint must keep, by fragment and name. The worker must be held."""
         return {name: tensor for one in self.fragments for name, tensor in one.with_rule(one.live.tensors())}
 
-    def windows(self) -> list[tuple[int, float]]:
-        """For each fragment its tokens, and the sum of its learning rates, since its last close."""
-        return [(gossiped.live.tokens, gossiped.live.lr_sum) for gossiped in self.fragments]
+    def windows(self) -> list[WindowCounts]:
+        """What a checkpoint must keep besides."""
+        return [gossiped.counts() for gossiped in self.fragments]
 
-    def load(self, tensors: Mapping[str, Tensor], windows: Sequence[tuple[int, float]], steps: int) -> None:
+    def load(self, tensors: Mapping[str, Tensor], windows: Sequence[WindowCounts], steps: int) -> None:
         """Goes on from a checkpoint. Raises KeyError, ValueError or RuntimeError if it is of another model."""
-        for gossiped, (tokens, lr_sum) in zip(self.fragments, windows, strict=True):
+        for gossiped, (tokens, lr_sum, gossiped.resting) in zip(self.fragments, windows, strict=True):
             live, prefix = gossiped.live, f"{gossiped.index}."
             for name, tensor in live.tensors().items():
                 tensor.copy_(tensors[prefix + name])

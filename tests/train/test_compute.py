@@ -441,6 +441,20 @@ def test_a_kill_between_close_and_merge_loses_no_progress(setup_of: MakeSetup) -
     assert torch.linalg.vector_norm(weights(again) - goal) < 0.02 * moved
 
 
+def test_a_newcomer_of_a_resumed_peer_gets_what_was_trained_while_nobody_was_there(setup_of: MakeSetup) -> None:
+    """Its slow weights are those of long ago, and so they must not be what is given or published."""
+    compute = Compute(setup_of())
+    compute.do(jobs.Start(newcomer=False))
+    for fragment in compute.fragments:
+        compute.do(jobs.Rest(fragment.index))
+    for _ in range(3):
+        compute.step()
+    again = saved_and_resumed(compute)
+    phi = torch.cat([unpack(compress, layout, blob)["phi"] for _, layout, blob in export(again)])
+    torch.testing.assert_close(phi, weights(compute))
+    assert close(saved_and_resumed(compute)).tokens == 0
+
+
 def test_without_a_checkpoint_there_is_nothing_to_resume(setup_of: MakeSetup) -> None:
     compute = Compute(setup_of())
     before = weights(compute)
