@@ -128,7 +128,7 @@ class FragmentGossip:
 
     def __init__(self, gossip: config.GossipConfig, peer: PeerId, tools: RuleTools) -> None:
         self.tools, self.gossip, self.peer = tools, gossip, peer
-        self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
+        self.holding: set[int] = {BEFORE_START}  # the fragments whose merges training waits for
         self._by_index: dict[int, GossipedFragment] = {}
 
     @property
@@ -163,7 +163,7 @@ class FragmentGossip:
                 return self._export(fragment)
 
     def begin(self, newcomer: bool) -> None:
-        self.holding = EVERY_ROUND if algorithm(self.gossip.algorithm).exact else None
+        self.holding = {EVERY_ROUND} if algorithm(self.gossip.algorithm).exact else set()
         self.begin_anew(self._by_index if newcomer else ())
 
     def begin_anew(self, newcomers: Collection[int]) -> None:
@@ -174,7 +174,8 @@ class FragmentGossip:
     def _close(self, job: jobs.CloseWindow) -> Program:
         yield Phase.EDGE
         gossiped = self._by_index[job.fragment]
-        self.holding = job.fragment if job.hold else self.holding
+        if job.hold:
+            self.holding.add(job.fragment)
         if gossiped.resting:
             yield from gossiped.fold()
             gossiped.resting = False
@@ -204,9 +205,9 @@ class FragmentGossip:
         gossiped = self._by_index[job.fragment]
         parts, rejected = gossiped.read(job.contributions)
         yield from gossiped.correct(gossiped.rule.merge(None, parts, gossiped.live.steps))
-        if self.holding == job.fragment:
+        if job.fragment in self.holding:
             yield Phase.EDGE
-            self.holding = None
+            self.holding.discard(job.fragment)
         return jobs.Merged(job.fragment, job.seq, tuple(part.peer for part in parts), tuple(rejected))
 
     def _absorb(self, fragment: int, contribution: jobs.Contribution) -> Program:
@@ -281,8 +282,7 @@ class FragmentGossip:
         """Holds these fragments from now on: those that are here as they are, others from their weights."""
         known = {id(gossiped.live): gossiped for gossiped in self._by_index.values()}
         self._by_index = {live.fragment.index: known.get(id(live)) or self._new(live) for live in lives}
-        if self.holding != BEFORE_START and self.holding not in self._by_index:
-            self.holding = None
+        self.holding &= {BEFORE_START, EVERY_ROUND, *self._by_index}
 
     def _new(self, live: Live) -> GossipedFragment:
         made = update_rules.rule(self.gossip, live.theta, self.peer, self.tools)

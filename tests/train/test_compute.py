@@ -548,6 +548,19 @@ def test_a_held_window_waits_for_its_merge(setup_of: MakeSetup) -> None:
     assert merged == ["Started", "WindowClosed", "Merged", "Stepped"]
 
 
+def test_training_waits_for_the_merges_of_all_held_windows(setup_of: MakeSetup) -> None:
+    """A merge that came after a step would put its mean in the place of what the step trained."""
+    hold: list[jobs.Job] = [jobs.Start(False), jobs.CloseWindow(0, 1, hold=True), jobs.CloseWindow(1, 1, hold=True)]
+    closed = ["Started", "WindowClosed", "WindowClosed"]
+    setup = setup_of(algorithm="allreduce")
+    compute = Compute(setup)
+    for job in [*hold, jobs.Merge(1, 1, ())]:
+        compute.do(job)
+    assert compute.waits
+    merges = [jobs.Merge(1, 1, ()), jobs.Merge(0, 1, ())]
+    assert outcomes(Compute(setup), [*hold, *merges], steps=1) == [*closed, "Merged", "Merged", "Stepped"]
+
+
 def test_a_failed_job_does_not_end_the_thread(setup_of: MakeSetup, tmp_path: Path) -> None:
     compute = Compute(replace(setup_of(), folder=tmp_path / "gone"))
     assert outcomes(compute, [jobs.Start(False), jobs.Save()], steps=1) == ["Started", "JobFailed", "Stepped"]
