@@ -172,6 +172,22 @@ def solo_windows(compute: Compute, count: int) -> None:
             merge(compute, fragment=fragment.index, seq=seq)
 
 
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_window_whose_exchange_ended_before_its_merge_is_not_lost(setup_of: MakeSetup, rests: bool) -> None:
+    """A change of span that fails ends exchanges, and begins others for the same fragments."""
+    compute = trained(setup_of())
+    goal = compute.gossip.of(0).live.theta.clone()
+    close(compute)
+    if rests:
+        compute.do(jobs.Rest(0))
+    for seq in range(2, 25):
+        close(compute, seq=seq)
+        merge(compute, seq=seq)
+    _, layout, blob = export(compute)[0]
+    moved = torch.linalg.vector_norm(goal - Compute(compute.setup).gossip.of(0).live.theta)
+    assert torch.linalg.vector_norm(unpack(compress, layout, blob)["phi"] - goal) < 0.02 * moved
+
+
 def test_merging_with_each_other_brings_peers_together(setup_of: MakeSetup) -> None:
     one, other = trained(setup_of("A")), trained(setup_of("B"))
     apart = torch.linalg.vector_norm(weights(one) - weights(other))
@@ -551,14 +567,13 @@ def test_a_held_window_waits_for_its_merge(setup_of: MakeSetup) -> None:
 def test_training_waits_for_the_merges_of_all_held_windows(setup_of: MakeSetup) -> None:
     """A merge that came after a step would put its mean in the place of what the step trained."""
     hold: list[jobs.Job] = [jobs.Start(False), jobs.CloseWindow(0, 1, hold=True), jobs.CloseWindow(1, 1, hold=True)]
-    closed = ["Started", "WindowClosed", "WindowClosed"]
     setup = setup_of(algorithm="allreduce")
     compute = Compute(setup)
     for job in [*hold, jobs.Merge(1, 1, ())]:
         compute.do(job)
     assert compute.waits
-    merges = [jobs.Merge(1, 1, ()), jobs.Merge(0, 1, ())]
-    assert outcomes(Compute(setup), [*hold, *merges], steps=1) == [*closed, "Merged", "Merged", "Stepped"]
+    seen = outcomes(Compute(setup), [*hold, jobs.Merge(1, 1, ()), jobs.Merge(0, 1, ())], steps=1)
+    assert (seen.count("Merged"), seen[-1]) == (2, "Stepped")
 
 
 def test_a_failed_job_does_not_end_the_thread(setup_of: MakeSetup, tmp_path: Path) -> None:
