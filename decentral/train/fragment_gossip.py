@@ -164,12 +164,13 @@ class FragmentGossip:
 
     def begin(self, newcomer: bool) -> None:
         self.holding = {EVERY_ROUND} if algorithm(self.gossip.algorithm).exact else set()
-        self.begin_anew(self._by_index if newcomer else ())
+        for gossiped in self.fragments:
+            gossiped.newcomer = newcomer
 
     def begin_anew(self, newcomers: Collection[int]) -> None:
         """The first window of these fragments counts for nothing."""
-        for gossiped in self.fragments:
-            gossiped.newcomer = gossiped.index in newcomers
+        for index in newcomers:
+            self._by_index[index].newcomer = True
 
     def _close(self, job: jobs.CloseWindow) -> Program:
         yield Phase.EDGE

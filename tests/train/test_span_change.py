@@ -61,6 +61,17 @@ def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_
     )
 
 
+def test_a_newcomer_that_moves_is_still_a_newcomer_in_the_layers_that_it_keeps(setup_of: MakeSetup) -> None:
+    compute = peer(setup_of, "A", LAST)
+    compute.do(jobs.Start(newcomer=True))
+    compute.do(jobs.ChangeSpan(*FIRST, (), 40))
+    for index in (0, 1):
+        compute.gossip.of(index).live.tokens = 64
+        closed = compute.do(jobs.CloseWindow(index, 1))
+        assert isinstance(closed, jobs.WindowClosed)
+        assert closed.tokens == 0
+
+
 def test_micro_batches_pass_through_the_new_layers(setup_of: MakeSetup) -> None:
     compute, last, donor = peer(setup_of, "A", LAST), peer(setup_of, "D", LAST), peer(setup_of, "BB", FIRST)
     compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
