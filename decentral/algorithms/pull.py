@@ -86,6 +86,7 @@ class PullRule(UpdateRule):
         return self.spare
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
+        self._end_unmerged()
         blob, self.lengths.own = self.tools.kernels.close(theta, self.baseline, self.residual)
         self.baseline, self.spare = theta, self.baseline
         packer.add_encoded(PSEUDO_GRADIENT, PSEUDO_GRADIENT_CODEC, self.elements, blob)
@@ -129,6 +130,7 @@ class PullRule(UpdateRule):
 
     def fold(self, theta: Tensor) -> Correction:
         """A solo step with all that is owed, without quantisation: nobody reads it."""
+        self._end_unmerged()
         owed = self.residual.add_(self.baseline).sub_(theta)
         self.baseline, self.spare = theta, self.baseline
         self._take_alone(self.phi, self.momentum, owed)
@@ -136,6 +138,16 @@ class PullRule(UpdateRule):
         torch.sub(self.phi, self.baseline, out=self.spare)
         self.baseline += self.spare
         return Correction(self.spare)
+
+    def _end_unmerged(self) -> None:
+        """A solo step for a window whose exchange has ended before its merge, with a change of span that failed."""
+        if self.closed is not None:
+            self._take_alone(self.phi, self.momentum, self._published(self.closed[1]))
+            self.closed = None
+
+    def _published(self, blob: bytes) -> Tensor:
+        """What partners read of our window's blob."""
+        return self.tools.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, self.elements)
 
     def _take_alone(self, phi: Tensor, momentum: Tensor | None, step: Tensor) -> None:
         """phi and momentum after a solo step, in place; train/outer.py has the formulas."""
@@ -153,8 +165,7 @@ class PullRule(UpdateRule):
         phi, momentum = self.phi, self.momentum
         if self.closed is not None:
             phi, momentum = phi.clone(), None if momentum is None else momentum.clone()
-            own = self.tools.codecs.decode(PSEUDO_GRADIENT_CODEC, self.closed[1], self.elements)
-            self._take_alone(phi, momentum, own)
+            self._take_alone(phi, momentum, self._published(self.closed[1]))
         kept = {"phi": phi, "owed": self.residual + (self.baseline - theta)}
         return kept if momentum is None else {**kept, "momentum": momentum}
 

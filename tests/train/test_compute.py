@@ -172,6 +172,22 @@ def solo_windows(compute: Compute, count: int) -> None:
             merge(compute, fragment=fragment.index, seq=seq)
 
 
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_window_whose_exchange_ended_before_its_merge_is_not_lost(setup_of: MakeSetup, rests: bool) -> None:
+    """A change of span that fails ends exchanges, and begins others for the same fragments."""
+    compute = trained(setup_of())
+    goal = compute.gossip.of(0).live.theta.clone()
+    close(compute)
+    if rests:
+        compute.do(jobs.Rest(0))
+    for seq in range(2, 25):
+        close(compute, seq=seq)
+        merge(compute, seq=seq)
+    _, layout, blob = export(compute)[0]
+    moved = torch.linalg.vector_norm(goal - Compute(compute.setup).gossip.of(0).live.theta)
+    assert torch.linalg.vector_norm(unpack(compress, layout, blob)["phi"] - goal) < 0.02 * moved
+
+
 def test_merging_with_each_other_brings_peers_together(setup_of: MakeSetup) -> None:
     one, other = trained(setup_of("A")), trained(setup_of("B"))
     apart = torch.linalg.vector_norm(weights(one) - weights(other))
@@ -441,6 +457,20 @@ def test_a_kill_between_close_and_merge_loses_no_progress(setup_of: MakeSetup) -
     assert torch.linalg.vector_norm(weights(again) - goal) < 0.02 * moved
 
 
+def test_a_newcomer_of_a_resumed_peer_gets_what_was_trained_while_nobody_was_there(setup_of: MakeSetup) -> None:
+    """Its slow weights are those of long ago, and so they must not be what is given or published."""
+    compute = Compute(setup_of())
+    compute.do(jobs.Start(newcomer=False))
+    for fragment in compute.fragments:
+        compute.do(jobs.Rest(fragment.index))
+    for _ in range(3):
+        compute.step()
+    again = saved_and_resumed(compute)
+    phi = torch.cat([unpack(compress, layout, blob)["phi"] for _, layout, blob in export(again)])
+    torch.testing.assert_close(phi, weights(compute))
+    assert close(saved_and_resumed(compute)).tokens == 0
+
+
 def test_without_a_checkpoint_there_is_nothing_to_resume(setup_of: MakeSetup) -> None:
     compute = Compute(setup_of())
     before = weights(compute)
@@ -532,6 +562,18 @@ def test_a_held_window_waits_for_its_merge(setup_of: MakeSetup) -> None:
     assert outcomes(Compute(setup_of(algorithm="allreduce")), hold) == ["Started", "WindowClosed"]
     merged = outcomes(Compute(setup_of(algorithm="allreduce")), [*hold, jobs.Merge(0, 1, ())], steps=1)
     assert merged == ["Started", "WindowClosed", "Merged", "Stepped"]
+
+
+def test_training_waits_for_the_merges_of_all_held_windows(setup_of: MakeSetup) -> None:
+    """A merge that came after a step would put its mean in the place of what the step trained."""
+    hold: list[jobs.Job] = [jobs.Start(False), jobs.CloseWindow(0, 1, hold=True), jobs.CloseWindow(1, 1, hold=True)]
+    setup = setup_of(algorithm="allreduce")
+    compute = Compute(setup)
+    for job in [*hold, jobs.Merge(1, 1, ())]:
+        compute.do(job)
+    assert compute.waits
+    seen = outcomes(Compute(setup), [*hold, jobs.Merge(1, 1, ()), jobs.Merge(0, 1, ())], steps=1)
+    assert (seen.count("Merged"), seen[-1]) == (2, "Stepped")
 
 
 def test_a_failed_job_does_not_end_the_thread(setup_of: MakeSetup, tmp_path: Path) -> None:

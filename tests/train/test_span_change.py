@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from decentral.core import config, jobs
-from decentral.train import gpt
+from decentral.train import checkpoint, gpt
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.job_phases import finish
 from decentral.train.sections import unpack
 
 MakeSetup = Callable[..., ComputeSetup]
@@ -60,6 +61,17 @@ def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_
     )
 
 
+def test_a_newcomer_that_moves_is_still_a_newcomer_in_the_layers_that_it_keeps(setup_of: MakeSetup) -> None:
+    compute = peer(setup_of, "A", LAST)
+    compute.do(jobs.Start(newcomer=True))
+    compute.do(jobs.ChangeSpan(*FIRST, (), 40))
+    for index in (0, 1):
+        compute.gossip.of(index).live.tokens = 64
+        closed = compute.do(jobs.CloseWindow(index, 1))
+        assert isinstance(closed, jobs.WindowClosed)
+        assert closed.tokens == 0
+
+
 def test_micro_batches_pass_through_the_new_layers(setup_of: MakeSetup) -> None:
     compute, last, donor = peer(setup_of, "A", LAST), peer(setup_of, "D", LAST), peer(setup_of, "BB", FIRST)
     compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
@@ -94,6 +106,20 @@ def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSet
     for index, theta in thetas(compute).items():
         assert torch.equal(thetas(found)[index], theta)
     assert [gossiped.live.steps for gossiped in found.gossip.fragments] == [0, 9]
+
+
+@pytest.mark.parametrize("phases", range(1, 8))
+def test_a_checkpoint_during_a_change_of_span_is_of_one_span(setup_of: MakeSetup, phases: int) -> None:
+    compute = peer(setup_of, "A", LAST)
+    saving = compute.program(jobs.Save())
+    for _ in range(phases):
+        next(saving)
+    assert compute.do(jobs.ChangeSpan(*FIRST, (), 40)) == jobs.SpanChanged(True, kept=((2, 0),))
+    finish(saving)
+    span = checkpoint.span(compute.setup.folder)
+    again = Compute(replace(compute.setup, span=span))
+    assert again.resume()
+    assert span == (FIRST if phases <= 3 else LAST)
 
 
 @pytest.mark.parametrize(
