@@ -150,6 +150,8 @@ class SnapshotStore:
 
     def encoded(self, done: SectionsEncoded) -> list[Effect]:
         """More sections of the newest snapshot are there: answers those who asked for them."""
+        if not self.latest:
+            return []  # they are of a window from before this fragment was given up and taken up again
         newest = self.latest[-1]
         if newest.snapshot.seq == done.seq:
             newest.on_request, newest.added, newest.added_blob = (), done.layout, done.blob
