@@ -66,7 +66,8 @@ class FragmentContext:
         period_s, window_s = self.view.period_s(size), self.view.window_s()
         turn = self.fragment % max(1, round(period_s / window_s))
         offset = window_s * (turn + self.phase)
-        return ((now - offset) // period_s + 1) * period_s + offset
+        end = ((now - offset) // period_s + 1) * period_s + offset
+        return end if end > now else end + period_s  # at a window's end, rounding may give that end again
 
     def partners(self, now: Seconds) -> Sequence[PeerId]:
         return self.view.partners(self.fragment, now)
