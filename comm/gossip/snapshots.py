@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import accumulate
+from typing import ClassVar
 
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
@@ -50,6 +51,12 @@ class Exchange:
     seq: int = 0
     size: int = 0  # of our last snapshot, bytes
     _began: Seconds = 0.0  # when the exchange began
+    snapshots_moved: ClassVar[int] = 1  # by an exchange with one partner
+
+    def replan(self, now: Seconds) -> None:
+        size = self.snapshots_moved * self.size
+        if self.close_at > now + self.context.view.period_s(size):
+            self.close_at = self.context.next_close(now, size)
 
     def _close_unless_alone(self, now: Seconds) -> list[Effect]:
         """Ends the window if there is a partner; else the next one's end may find one."""

@@ -98,6 +98,9 @@ class GossipMachine(Machine, Protocol):
     seq: int  # number of the last window that was closed
     size: int  # bytes of the last snapshot
 
+    def replan(self, now: Seconds) -> None:
+        """Brings the window's end forward, where it lies further ahead than a window is long now."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from decentral.core.algorithms import FragmentContext
+from decentral.comm.gossip.snapshots import Exchange
+from decentral.core.algorithms import FragmentContext, algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId
 
@@ -83,3 +84,17 @@ def test_nor_does_it_where_unix_times_are_rounded(fragment: int) -> None:
 @pytest.mark.parametrize(("windows", "max_age_s"), [(1, 60.0), (120, 120.0), (256, 256.0)])
 def test_a_snapshot_of_a_long_window_may_be_as_old_as_two_of_them(windows: int, max_age_s: float) -> None:
     assert context(windows).max_age_s(0) == max(60.0, max_age_s)
+
+
+@pytest.mark.parametrize("algorithm_name", ["pull", "symmetric", "push_sum"])
+def test_a_window_that_was_planned_when_windows_were_long_is_brought_forward(algorithm_name: str) -> None:
+    early = context(1024)
+    make = algorithm(algorithm_name).machine
+    assert make is not None
+    machine = make(early, early.next_close(3.0, 0))
+    assert isinstance(machine, Exchange)
+    machine.replan(3.0)
+    assert machine.close_at == early.next_close(3.0, 0)
+    machine.context = context(2)
+    machine.replan(3.0)
+    assert machine.close_at == context(2).next_close(3.0, 0)
