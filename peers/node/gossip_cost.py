@@ -52,7 +52,8 @@ class GossipCost:
             self._transfers_s += max(0.0, used.network_s - FIXED_CORES * used.seconds)
         if self._windows:  # else the next measurement may have windows to share this one's cost
             self.compute_s = self._averaged(self.compute_s, self._jobs_s / self._windows)
-            self.network_s = self._averaged(self.network_s, self._transfers_s / self._windows)
+            if gossip_alone:
+                self.network_s = self._averaged(self.network_s, self._transfers_s / self._windows)
             self._jobs_s, self._transfers_s, self._windows = 0.0, 0.0, 0
 
     def _averaged(self, known: Seconds, new: Seconds) -> Seconds:

@@ -536,4 +536,5 @@ def test_a_held_window_waits_for_its_merge(setup_of: MakeSetup) -> None:
 
 def test_a_failed_job_does_not_end_the_thread(setup_of: MakeSetup, tmp_path: Path) -> None:
     compute = Compute(replace(setup_of(), folder=tmp_path / "gone"))
-    assert outcomes(compute, [jobs.Start(False), jobs.Save()], steps=1) == ["Started", "JobFailed", "Stepped"]
+    seen = outcomes(compute, [jobs.Start(False), jobs.Save()], steps=1)
+    assert sorted(seen) == ["JobFailed", "Started", "Stepped"], "the step does not wait for the checkpoint"
