@@ -86,7 +86,7 @@ def _optimizers(
     model: nn.Module, train: config.TrainConfig
 ) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LambdaLR]]:
     """AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the others; with their schedules."""
-    muon = getattr(train, "optimizer", "adamw") == "muon"
+    muon = train.optimizer == "muon"
     blocks = [p for layer in list(model.children())[1:-1] for p in layer.parameters() if p.ndim == 2] if muon else []
     known = {id(p) for p in blocks}
     others = [p for p in model.parameters() if id(p) not in known]
@@ -94,7 +94,7 @@ def _optimizers(
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
-    rate = train.learning_rate
+    rate = train.peak_rate
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(groups, lr=rate, betas=(train.beta1, train.beta2), fused=True)
     ]

@@ -1,7 +1,7 @@
 """Recovered gain: how much of the gain from four peers' data asynchronous gossip keeps.
 
     python -m benchmarks.convergence [--methods gossip,average] [--seeds 0,1,2] [--horizons 500] [--window 5]
-        [--latency 0.2] [--slow 10] [--rates 4e-3] [--quick] [--json FILE] [--from FILE]
+        [--latency 0.2] [--slow 10] [--rates 4e-3] [--optimizer adamw] [--quick] [--json FILE] [--from FILE]
 
 Time is virtual, in one process, and deterministic from the seed: a fast peer takes one step per unit, a slow one needs
 `--slow` units. Gradients are real (a byte-level GPT on the standard library's text), and so are the project's
@@ -26,7 +26,7 @@ from statistics import mean, stdev
 
 import torch
 
-from benchmarks.convergence_model import held_out_loss
+from benchmarks.convergence_model import Optimizer, held_out_loss
 from benchmarks.convergence_swarm import PEERS, SEQUENCES, Method, Setting, Swarm
 from decentral.core import config
 from decentral.train import data, outer
@@ -34,22 +34,22 @@ from decentral.train import data, outer
 HELD_OUT_SEQUENCES = 384
 
 NOLOCO = outer.Constants(alpha=0.3, beta=0.7, gamma=0.7)
-MOMENT = outer.Constants(kappa=1.0)  # first moments follow the merged step
 METHODS: dict[str, Method] = {
     "alone": Method(peers=1, talks=False),
     "sync": Method(peers=1, sequences=SEQUENCES * PEERS, talks=False),
     "average": Method(exact=True, latency=0.0, phi_every=1),
     "average-dense": Method(exact=True, latency=0.0, phi_every=1, dense=100),
-    "average-moment": Method(exact=True, latency=0.0, phi_every=1, constants=MOMENT),
-    "average-dense-moment": Method(exact=True, latency=0.0, phi_every=1, dense=100, constants=MOMENT),
+    "average-moment": Method(exact=True, latency=0.0, phi_every=1, kappa=1.0),
+    "average-dense-moment": Method(exact=True, latency=0.0, phi_every=1, dense=100, kappa=1.0),
     "gossip": Method(),
     "gossip-dense": Method(dense=100),
-    "gossip-moment": Method(constants=MOMENT),
-    "gossip-dense-moment": Method(dense=100, constants=MOMENT),
-    "gossip-half": Method(constants=outer.Constants(kappa=0.5)),
+    "gossip-beside": Method(dense=100, beside=True),
+    "gossip-moment": Method(kappa=1.0),
+    "gossip-dense-moment": Method(dense=100, kappa=1.0),
+    "gossip-half": Method(kappa=0.5),
     "gossip-exact": Method(exact=True),
     "gossip-rho1": Method(rho=1.0),
-    "gossip-rho1-moment": Method(rho=1.0, constants=MOMENT),
+    "gossip-rho1-moment": Method(rho=1.0, kappa=1.0),
     "one": Method(dense=100, partners=1),
     "two": Method(dense=100, partners=2),
     "unaligned": Method(aligned=False),
@@ -78,10 +78,15 @@ class Result:
     window_bytes: float  # received by a peer, per parameter
     step_bytes: float
     seconds: float
+    optimizer: Optimizer = "adamw"
 
     def setting(self) -> tuple[object, ...]:
         """What must agree, beside the method, for two results to be seeds of one entry of the table."""
-        return self.width, self.horizon, self.window, self.latency, self.slow
+        return self.width, self.horizon, self.window, self.latency, self.slow, self.optimizer
+
+    def trained(self) -> tuple[object, ...]:
+        """What `alone` and `sync` must have in common with a method to be the ends of its gain."""
+        return self.width, self.horizon, self.optimizer
 
 
 def main() -> None:
@@ -124,25 +129,27 @@ def run(name: str, setting: Setting, corpus: data.Corpus) -> Result:
         window_bytes=round(swarm.received / max(1, sum(swarm.closed)), 3),
         step_bytes=round(swarm.received / peers / setting.horizon, 3),
         seconds=round(time.perf_counter() - began, 1),
+        optimizer=setting.optimizer,
     )
 
 
 def table(results: Sequence[Result]) -> Iterator[str]:
-    """Each method at its best rate, by horizon; the gain needs `alone` and `sync` of the same model and horizon."""
+    """Each method at its best rate, by horizon; the gain needs `alone` and `sync` of the same kind."""
     entries: dict[tuple[object, ...], dict[float, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         entries[(result.method, *result.setting())][result.rate].append(result)
     best = [_best(list(rates.values())) for rates in entries.values()]
-    yield "method          window latency horizon  seeds  rate    loss           fast    gain   spread  B/window B/step"
+    yield "method          optim  window latency horizon  seeds  rate    loss           fast    gain   spread  B/window"
     for seeds in best:
         one = seeds[0]
         losses = [seed.loss for seed in seeds]
         gain = _gain(seeds, best)
         yield (
-            f"{one.method:15s} {one.window:6d} {one.latency:7.2f} {one.horizon:7d} {len(seeds):6d}  {one.rate:.0e}  "
+            f"{one.method:15s} {one.optimizer:6s} {one.window:6d} {one.latency:7.2f} {one.horizon:7d} {len(seeds):6d}  "
+            f"{one.rate:.0e}  "
             f"{mean(losses):.3f} +- {stdev(losses) if len(losses) > 1 else 0.0:.3f} {mean(s.fast for s in seeds):.3f}  "
             f"{'' if gain is None else format(gain, '5.2f'):5s}  {mean(s.spread for s in seeds):.4f}  "
-            f"{mean(s.window_bytes for s in seeds):7.2f} {mean(s.step_bytes for s in seeds):6.2f}"
+            f"{mean(s.window_bytes for s in seeds):7.2f}"
         )
 
 
@@ -151,7 +158,7 @@ def _gain(seeds: Sequence[Result], best: Sequence[Sequence[Result]]) -> float | 
     ends = {}
     for name in ("alone", "sync"):
         for other in best:
-            if other[0].method == name and (other[0].width, other[0].horizon) == (seeds[0].width, seeds[0].horizon):
+            if other[0].method == name and other[0].trained() == seeds[0].trained():
                 ends[name] = {one.seed: one.loss for one in other}
     gains = [
         (ends["alone"][one.seed] - one.loss) / (ends["alone"][one.seed] - ends["sync"][one.seed])
@@ -178,7 +185,8 @@ def _run_all(args: argparse.Namespace) -> Iterator[Result]:
         for seed in args.seeds:
             for name in args.methods:
                 for rate in args.rates:
-                    yield run(name, Setting(args.window, args.latency, args.slow, horizon, seed, rate, model), corpus)
+                    times = args.window, args.latency, args.slow, horizon
+                    yield run(name, Setting(*times, seed, rate, model, args.optimizer), corpus)
 
 
 def _read(path: Path) -> Iterator[Result]:
@@ -192,6 +200,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=_numbers, default=[0])
     parser.add_argument("--horizons", type=_numbers, default=[500])
     parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[4e-3])
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--window", type=int, default=5, help="steps of a fast peer")
     parser.add_argument("--latency", type=float, default=0.2, help="from a close to its merge, in windows")
     parser.add_argument("--slow", type=int, default=10, help="units that a slow peer needs for a step")

@@ -2,12 +2,14 @@
 
 It is the decoder of decentral/train/gpt.py with a leading peer dimension on every weight, so that four peers cost
 one batched matmul for each weight instead of four. The weights of a peer are one row of `theta_PN`; every weight is a
-view into it, so that gossip is plain vector arithmetic on rows. AdamW is torch's fused kernel, per row.
+view into it, so that gossip is plain vector arithmetic on rows. AdamW is torch's fused kernel, per row; Muon is
+decentral/train/muon.py on the blocks' matrices, those that are fused here apart, and AdamW on the rest.
 
 Shapes: P peers, N parameters, S sequences, T positions, D width, H heads, F hidden channels, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +17,12 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from decentral.core import config, rng
+from decentral.train.muon import muon_step
 
 BETA1, BETA2, EPSILON, WEIGHT_DECAY, CLIP_NORM = 0.9, 0.95, 1e-8, 0.1, 1.0
+
+Optimizer = Literal["adamw", "muon"]
+FUSED = {"qkv": 3, "up": 2}  # how many matrices of the model stand beside each other in one weight
 
 Weights = dict[str, Tensor]
 """Weights by name: matrices are [P, inputs, outputs], gains [P, 1, D]."""
@@ -33,7 +39,7 @@ class Shape:
         width, hidden, vocabulary = self.model.d_model, self.model.d_hidden, self.model.vocabulary
         blocks = range(self.model.depth)
         matrices = {"embedding": (vocabulary, width), "head": (width, vocabulary)}
-        for block in blocks:
+        for block in blocks:  # names with a dot are a block's: Muon's, where they are matrices
             matrices |= {f"{block}.qkv": (width, 3 * width), f"{block}.out": (width, width)}
             matrices |= {f"{block}.up": (width, 2 * hidden), f"{block}.down": (hidden, width)}
         gains = {f"{block}.{name}": (1, width) for block in blocks for name in ("norm1", "norm2")}
@@ -68,15 +74,16 @@ def initial(shape: Shape, seed: int) -> Tensor:
 
 
 class Replicas:
-    """P peers' weights, gradients and AdamW state."""
+    """P peers' weights, gradients and optimizer state."""
 
-    def __init__(self, shape: Shape, peers: int, seed: int) -> None:
+    def __init__(self, shape: Shape, peers: int, seed: int, optimizer: Optimizer = "adamw") -> None:
         self.shape = shape
         self.theta_PN = initial(shape, seed).repeat(peers, 1)
         self.grad_PN = torch.zeros_like(self.theta_PN)
         self.first_PN = torch.zeros_like(self.theta_PN)  # AdamW's moments
         self.second_PN = torch.zeros_like(self.theta_PN)
         self.steps = [0] * peers
+        self.optimizer = optimizer
 
     def train(self, inputs_PST: Tensor, targets_PST: Tensor, rate: float) -> None:
         """One step of the first peers, one for each micro-batch."""
@@ -94,7 +101,12 @@ class Replicas:
         norm = torch.linalg.vector_norm(self.grad_PN[peer])
         self.grad_PN[peer] *= (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
         cut = self.shape.decayed()
-        for part, decay in ((slice(0, cut), WEIGHT_DECAY), (slice(cut, None), 0.0)):
+        if self.optimizer == "muon":
+            theta, gradient, first = (
+                self._block_matrices(row, peer) for row in (self.theta_PN, self.grad_PN, self.first_PN)
+            )
+            muon_step(theta, gradient, first, rate, WEIGHT_DECAY)
+        for part, decay in ((slice(0, self._adamws()), WEIGHT_DECAY), (slice(cut, None), 0.0)):
             rows = (self.theta_PN, self.grad_PN, self.first_PN, self.second_PN)
             theta, gradient, first, second = ([row[peer, part]] for row in rows)
             adamw(
@@ -114,6 +126,20 @@ class Replicas:
                 maximize=False,
             )
         self.steps[peer] += 1
+
+    def _adamws(self) -> int:
+        """How many of the matrices' parameters AdamW trains: all, or those of embedding and head, which come first."""
+        model = self.shape.model
+        return 2 * model.vocabulary * model.d_model if self.optimizer == "muon" else self.shape.decayed()
+
+    def _block_matrices(self, rows_PN: Tensor, peer: int) -> list[Tensor]:
+        """Views of the blocks' matrices in this peer's row."""
+        found: list[Tensor] = []
+        for name, view in self.shape.views(rows_PN[peer : peer + 1]).items():
+            _, dot, kind = name.partition(".")
+            if dot and view.shape[1] > 1:
+                found += view[0].chunk(FUSED.get(kind, 1), dim=1)
+        return found
 
 
 def losses_P(model: config.ModelConfig, weights: Weights, inputs_PST: Tensor, targets_PST: Tensor) -> Tensor:

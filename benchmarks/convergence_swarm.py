@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from benchmarks.convergence_model import BETA1, BETA2, Replicas, Shape
+from benchmarks.convergence_model import BETA1, BETA2, EPSILON, Optimizer, Replicas, Shape
 from decentral.core import config, rng
 from decentral.train import compress, data, outer
 
@@ -38,6 +38,8 @@ class Method:
     aligned: bool = True  # windows end on the same instants on all peers
     rho: float = 0.0  # 0: outer.rho_of
     constants: outer.Constants = field(default_factory=outer.Constants)
+    beside: bool = False  # a merge goes on during the next step, and its correction is added at that step's end
+    kappa: float = 0.0  # how far AdamW's first moment follows the merged step
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Setting:
     seed: int
     rate: float
     model: config.ModelConfig
+    optimizer: Optimizer = "adamw"
 
 
 @dataclass(slots=True)
@@ -73,7 +76,7 @@ class Swarm:
 
     def __init__(self, method: Method, setting: Setting, corpus: data.Corpus) -> None:
         self.method, self.setting, self.corpus = method, setting, corpus
-        self.replicas = Replicas(Shape(setting.model), method.peers, setting.seed)
+        self.replicas = Replicas(Shape(setting.model), method.peers, setting.seed, setting.optimizer)
         self.draws = [rng.arrays(setting.seed, "data", peer) for peer in range(method.peers)]
         self.chance = rng.stream(setting.seed, "partners")
         self.slow = [outer.start(row) for row in self.replicas.theta_PN]
@@ -103,7 +106,7 @@ class Swarm:
             self._merge_arrived(now + 1)
             self._close_windows(now + 1)
             self._merge_arrived(now + 1)
-            for peer in range(steppers):
+            for peer in range(0 if self.method.beside else steppers):
                 self._apply(peer)
 
     def _steppers(self, now: int) -> int:
@@ -172,18 +175,24 @@ class Swarm:
             rho = self.method.rho or outer.rho_of(self.replicas.steps[pull.peer] - pull.steps)
             outcome = outer.merge(self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho)
             self.slow[pull.peer] = outcome.slow
-            self._shift_moment(pull, outcome, rho * self.method.constants.kappa)
+            self._shift_moment(pull, rho * self.method.kappa)
             pending = self.pending[pull.peer]
             self.pending[pull.peer] = outcome.correction if pending is None else pending + outcome.correction
 
-    def _shift_moment(self, pull: Pull, outcome: outer.OuterStep, strength: float) -> None:
-        steps = self.replicas.steps[pull.peer]
-        if not strength or not steps:
+    def _shift_moment(self, pull: Pull, strength: float) -> None:
+        """Does nothing for a peer that took no step in the window: it cannot tell its own part from the others'."""
+        steps, everyone = self.replicas.steps[pull.peer], [pull.own, *pull.partners]
+        weights = outer.token_weights([window.tokens for window in everyone])
+        lr_mean = sum(weight * window.lr_sum for weight, window in zip(weights, everyone, strict=True))
+        if not strength or not steps or pull.own.lr_sum <= 0 or lr_mean <= 0:
             return
+        merged = torch.zeros_like(pull.own.pseudo_gradient)
+        for weight, window in zip(weights, everyone, strict=True):
+            merged += weight * window.pseudo_gradient
         first, second = self.replicas.first_PN[pull.peer], self.replicas.second_PN[pull.peer]
-        moments = outer.Moments(second, 1 - BETA1**steps, 1 - BETA2**steps)
-        shift = outer.limited(outer.moment_shift(pull.own, outcome, moments, strength), first.norm())
-        first += shift
+        scale = (second / (1 - BETA2**steps)).sqrt() + EPSILON
+        apart = merged / lr_mean - pull.own.pseudo_gradient / pull.own.lr_sum
+        first += outer.limited(strength * (1 - BETA1**steps) * scale * apart, first.norm())
 
     def _coded(self, codec: str, values: Tensor) -> Tensor:
         if self.method.exact:

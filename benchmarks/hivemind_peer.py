@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from decentral.core import config, rng
 from decentral.train import data, gpt
-from decentral.train.step import Device, held_out_loss
+from decentral.train.step import Chain, Device, held_out_loss
 
 STARTUP_S = 120.0  # hivemind's own 15 s for its daemon to start is too short on a loaded machine
 SHUTDOWN_S = 5.0
@@ -47,7 +47,7 @@ def main() -> None:
     window = Window(float(sys.stdin.readline()) + args.warm_up, args.seconds)
     counts = train(args, run, model, optimizer, corpus, window)
     device = Device(torch.device("cpu"), torch.float32)
-    held_out = held_out_loss(model, corpus.evaluation(run.train.eval_sequences), device, 64)
+    held_out = held_out_loss(Chain(list(model)), corpus.evaluation(run.train.eval_sequences), device, 64)
     report = asdict(counts) | {"busy_fraction": window.busy_s / window.seconds, "heldout_loss": held_out}
     args.result.write_text(json.dumps({"throttle": args.throttle} | report) + "\n")
     optimizer.shutdown()
@@ -199,7 +199,7 @@ def _optimizer(args: argparse.Namespace, run: config.Config, model: nn.Sequentia
 
 def _adamw(train: config.TrainConfig) -> Callable[[Any], torch.optim.Optimizer]:
     betas = (train.beta1, train.beta2)
-    return partial(torch.optim.AdamW, lr=train.learning_rate, betas=betas, weight_decay=train.weight_decay)
+    return partial(torch.optim.AdamW, lr=train.peak_rate, betas=betas, weight_decay=train.weight_decay)
 
 
 def _arguments() -> argparse.Namespace:

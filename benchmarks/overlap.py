@@ -55,7 +55,7 @@ class Watching:
     def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
         if isinstance(outcome, jobs.Stepped):
             self.counted.append((host.agenda.now, outcome.tokens))
-            self.busy[host.peer].append((host.agenda.now, outcome.seconds))
+            self.busy[host.peer].append((host.agenda.now, outcome.spent.busy))
 
     def tokens_per_s(self, begin: Seconds, end: Seconds) -> float:
         return sum(tokens for at, tokens in self.counted if begin < at <= end) / (end - begin)

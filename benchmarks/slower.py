@@ -190,7 +190,7 @@ async def play(swarm: Swarm, args: argparse.Namespace) -> list[dict[str, float]]
             host.stop("enough")
         await asyncio.gather(*running)
         for host in swarm.hosts:
-            host._inbox.put(jobs.Finish())
+            host.compute.submit(jobs.Finish())
     return rows
 
 

@@ -8,19 +8,18 @@ train         until Ctrl-C or --stop-after; then save and leave
 
 import argparse
 import asyncio
-import dataclasses
 import os
 import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
 
-from decentral import __version__, command, state, view
+from decentral import __version__, command, launch, state, view
 from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire.identity import Identity
@@ -40,7 +39,9 @@ from decentral.peers.placement.span_move import MemoryBudget
 from decentral.peers.planning import swarm_plans
 from decentral.train import checkpoint, compress, data, measure, memory
 from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.kernels_cpu import CompiledKernels
+from decentral.train.island import Assignment, Island
+from decentral.train.kernel_choice import best_kernels
+from decentral.train.step import ALONE
 from decentral.visit import say_hello
 
 RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
@@ -48,11 +49,38 @@ RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows thi
 
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    return command.run(lambda: asyncio.run(_main(parse(argv))))
+    arguments = sys.argv[1:] if argv is None else argv
+    return command.run(lambda: _start(arguments))
 
 
-async def _main(flags: argparse.Namespace) -> None:
+def _start(arguments: Sequence[str]) -> None:
+    """Runs the peer, or with several devices one of its ranks, or the launcher that starts these."""
+    place = launch.Place.here()
+    try:
+        flags = parse(arguments)
+        devices = launch.devices(flags.device, place)
+        if place and not flags.state_dir:
+            raise UserError("a peer of several ranks needs --state-dir, so that it finds its checkpoint again")
+    except UserError:
+        if place is None or place.rank == 0:
+            raise
+        raise SystemExit(2) from None  # rank 0 says it
+    if place is not None:
+        flags.device, flags.restarted = devices[place.local_rank], place.restarts > 0
+        launch.rank(flags, place, lambda island: asyncio.run(_main(flags, island)))
+    elif len(devices) > 1:
+        flags.state_dir = flags.state_dir or str(state.new_path())
+        raise SystemExit(launch.island(arguments, flags, devices))
+    else:
+        asyncio.run(_main(flags))
+
+
+async def _main(flags: argparse.Namespace, island: Island | None = None) -> None:
+    """One peer: alone, or as rank 0 of its island."""
+    flags.island = island
     with state.StateFolder.claim(flags.state_dir) as folder:
+        if flags.restarted:
+            _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
         transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
         try:
@@ -62,6 +90,14 @@ async def _main(flags: argparse.Namespace) -> None:
             await train(flags, folder, host)
         finally:
             await transport.close()
+
+
+def _forget_start(flags: argparse.Namespace, folder: state.StateFolder) -> None:
+    """Makes ranks that were started again go on from the folder, whatever the user's line said of the start."""
+    if folder.read_run():
+        flags.config, flags.set = None, []
+    if AddressBook.load(folder.path / "peers.json").known:
+        flags.join = []  # that peer may be gone by now
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +155,14 @@ async def claim_layers(
 ) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
-    memory_bytes = flags.memory or measure.memory_bytes(device)
     kept = checkpoint.span(folder.path)
+    if flags.island:
+        memory_bytes = launch.model_bytes(flags.memory, access.config, kept, flags.island)
+    else:
+        memory_bytes = flags.memory or measure.memory_bytes(device.device)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
-    return request, await claim(request, memory.needs(access.config), access.directory, WallClock())
+    needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
+    return request, await claim(request, needs, access.directory, WallClock())
 
 
 async def prepare(
@@ -136,13 +176,18 @@ async def prepare(
     """Builds the node and its host. Raises UserError if the device, the data or the checkpoint cannot be used."""
     run, own = access.config, request.own
     device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
+    device = replace(device, ranks=flags.island or ALONE)
     if claimed.span is not None:
         memory.give_back_what_is_freed()
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
-    compute = Compute(replace(computing, state_expected=expected, kernels=CompiledKernels()))
+    kernels, reason = best_kernels(device.device, compress)
+    print(f"kernels of gossip: {reason}", flush=True)
+    compute = Compute(replace(computing, state_expected=expected, kernels=kernels))
     restored = compute.resume()
+    if flags.island:
+        flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)
     setup = NodeSetup(
         config=run,
         run=access.run,
@@ -162,6 +207,7 @@ async def prepare(
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
+    journal.write("kernels", reason=reason)
     return Host(Node(setup), transport, access.directory, compute, journal, book, now)
 
 
@@ -175,14 +221,16 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
     """The device's profile: measured once for this device, model and version, then read from the state folder."""
     device = compute.setup.device
     part = f" {compute.span.share}" if compute.span.share < 1 else ""
-    key = f"{__version__} {device} {compute.setup.config.digest()}{part}"
+    ranks = f" {device.ranks.size} ranks" if device.ranks.size > 1 else ""
+    key = f"{__version__} {device} {compute.setup.config.digest()}{part}{ranks}"
     measured = folder.read_profile(key)
     if measured is None:
         model = compute.setup.config.model
-        measured = measure.measure(compute.span.forward, model, device, compute.micro_batch, compute.span.share)
+        forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
+        measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)
         folder.write_profile(key, measured)
-    found = Profile(**dataclasses.asdict(measured), region=flags.region, software=f"decentral {__version__}")
-    return dataclasses.replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
+    found = Profile(**asdict(measured), region=flags.region, software=f"decentral {__version__}")
+    return replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
 
 
 async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
@@ -192,8 +240,11 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     shown.introduce(node, folder.path)
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
     host.journal.write("started", **facts, throttle=flags.throttle)
+    if flags.island:
+        host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
     loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
+    ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
+    for name in ending:
         loop.add_signal_handler(name, host.stop, "interrupted")
     tasks = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_reconnect_when_alone(host))]
     try:
@@ -234,7 +285,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
     parser.add_argument("--state-dir", metavar="DIR", help="identity, journal, checkpoints; default: a new one")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, or several: cuda:0,cuda:1")
     parser.add_argument("--memory", type=command.size, metavar="BYTES", help="for the model; default: the device's")
     parser.add_argument("--listen", action="append", default=[], metavar="MULTIADDR", help="where to listen")
     parser.add_argument("--announce", action="append", default=[], metavar="MULTIADDR", help="where others reach us")
@@ -242,6 +293,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--throttle", type=float, default=1.0, metavar="F", help="be F times slower than the device is")
     parser.add_argument("--stop-after", metavar="AMOUNT", help="500steps, 90s or 2e6tokens of this peer")
     parser.add_argument("--plain", action="store_true", help="a line every few seconds instead of the live view")
+    parser.set_defaults(restarted=False, island=None)
     flags = parser.parse_args(argv)
     if not 1 <= flags.throttle <= 1e4:
         raise UserError(f"--throttle expects a factor of 1 to 10000; got {flags.throttle:g}")

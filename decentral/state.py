@@ -31,7 +31,7 @@ class StateFolder:
     @contextmanager
     def claim(cls, wanted: str | None) -> Iterator["StateFolder"]:
         """Locks the folder, and makes it if need be; if none is named, it is a new swarm/peer-N. Raises UserError."""
-        path = Path(wanted) if wanted else _new_path()
+        path = Path(wanted) if wanted else new_path()
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / "lock").open("w")
@@ -94,6 +94,7 @@ class StateFolder:
         write_atomically(self.path / name, json.dumps(content, indent=1).encode())
 
 
-def _new_path() -> Path:
+def new_path() -> Path:
+    """The folder of a peer for which the user has named none."""
     paths = (Path(f"swarm/peer-{number}") for number in count(1))
     return next(path for path in paths if not path.exists())

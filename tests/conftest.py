@@ -12,6 +12,7 @@ from decentral.core.ids import PeerId
 from decentral.train import compress, data
 from decentral.train.compute import ComputeSetup
 from decentral.train.step import Device
+from tests.sim.broken import no_baseline
 
 torch.set_num_threads(1)
 settings.register_profile("decentral", deadline=None, derandomize=True, database=None, max_examples=50)
@@ -36,6 +37,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(" ".join(words))
     return path
+
+
+@pytest.fixture
+def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets simulated peers count progress again and again."""
+    no_baseline(monkeypatch)
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ class PullExchange(Exchange):
         if refused:
             return refused
         if pick(whole, names) != snapshot.layout:
-            self._windows -= 1  # it could encode its slow weights no more: ours are due again in the next window
+            self._windows = self.whole_every - 1  # it had no slow weights any more: they are due in the next window
         self.seen.pop(event.peer, None)
         self.seen[event.peer] = snapshot.seq
         while len(self.seen) > MOST_SEEN:

@@ -31,7 +31,7 @@ from pydantic import Field, Strict
 from decentral.core.fragments import Layout
 from decentral.core.units import MiB
 
-VERSION = 2
+VERSION = 3
 
 MAX_BLOB_BYTES = 1 << 34  # for any blob; each question has a tighter bound for its answer
 MAX_PROBE_BYTES = 4 * MiB

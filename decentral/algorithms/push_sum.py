@@ -26,7 +26,6 @@ class PushSumRule(UpdateRule):
     """
 
     sections: Mapping[str, str] = {"mass": "int8", "weight": SCALAR}
-    reads_theta = True
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
         super().__init__(gossip, theta, peer, tools)

@@ -17,7 +17,7 @@ MAX_STEPS = 1 << 24  # up to here fp32 counts exactly
 
 
 class SynchronousRule(UpdateRule):
-    """One AdamW step with the mean gradient of all tokens of a round, whoever computed it.
+    """One optimizer step with the mean gradient of all tokens of a round, whoever computed it.
 
     What a window publishes is the sum of the gradients of its tokens' losses. All holders add up the same sums in the
     same order, so their weights and moments stay equal: to the last bit, on devices that compute alike. The gradient
@@ -38,20 +38,27 @@ class SynchronousRule(UpdateRule):
         if tokens:
             live.grad.zero_()
             for part in sorted(parts, key=lambda one: one.peer):
-                live.grad += part.vectors["gradient"]
+                live.grad.add_(part.vectors["gradient"])
             step_clipped(live, live.grad.div_(tokens), live.steps, tokens)
             live.grad.zero_()
 
     def donate(self, live: Live, packer: Packer) -> None:
-        for name, tensor in live.tensors().items():
+        """Each section is as long as the fragment: what Muon trains comes first, with zeros for second moments."""
+        seconds = torch.zeros_like(live.theta)
+        self._seconds(live, seconds).copy_(live.state.exp_avg_sq)
+        for name, tensor in (("theta", live.theta), ("exp_avg", live.state.exp_avg), ("exp_avg_sq", seconds)):
             packer.add(name, self.donated[name], tensor)
         packer.add("steps", "fp32", torch.tensor([float(live.steps)]))
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
         live.theta.copy_(donated["theta"])
-        live.exp_avg.copy_(donated["exp_avg"])
-        live.exp_avg_sq.copy_(donated["exp_avg_sq"].clamp(min=0))
+        live.state.exp_avg.copy_(donated["exp_avg"])
+        live.state.exp_avg_sq.copy_(self._seconds(live, donated["exp_avg_sq"]).clamp(min=0))
         live.steps = int(donated["steps"].clamp(0, MAX_STEPS))
+
+    def _seconds(self, live: Live, vector: Tensor) -> Tensor:
+        """The part of a vector [n] at which AdamW's second moments are."""
+        return vector[vector.numel() - live.state.exp_avg_sq.numel() :]
 
 
 ALGORITHM = Algorithm(

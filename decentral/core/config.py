@@ -22,6 +22,7 @@ from decentral.core.errors import UserError
 
 MAX_CONFIG_BYTES = 64 * 1024
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
+LEARNING_RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best of those that docs/results/convergence.md compares
 _SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
 _SHORT.maxlevel = 2
 
@@ -109,12 +110,23 @@ class DataConfig(Strict):
         return self
 
 
-class TrainConfig(Strict):
+class TrainMemory(Strict):
+    """Those keys of `train` that save the device's memory, and what they cost."""
+
+    weights: Literal["float32", "bfloat16"] = "float32"  # and gradients; bfloat16 is rounded stochastically
+    moments: Literal["float32", "int8"] = "float32"  # of AdamW's matrices; int8 needs bitsandbytes: decentral[8bit]
+    recompute: bool = False  # a block's activations are computed again in the backward pass, not kept
+    logits_at_once: Positive = 1 << 25  # tokens times vocabulary; the loss of more is computed part by part
+
+
+class TrainConfig(TrainMemory):
     """The inner steps of each peer."""
 
     micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest number that fits the device
     accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
-    learning_rate: PositiveFloat = 4e-3
+    # Muon trains the matrices between the first and the last layer, AdamW all else: docs/CONVERGENCE.md
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: the optimizer's own, of LEARNING_RATES
     warmup_steps: Annotated[int, Field(ge=0)] = 50
     total_steps: Positive | None = None  # the learning rate's decay ends here; None: it is constant after the warm-up
     final_rate: Fraction = 0.1  # share of learning_rate that is left at total_steps
@@ -127,6 +139,11 @@ class TrainConfig(Strict):
     eval_every_s: PositiveFloat = 15.0
     eval_sequences: Positive = 64
     emulated_micro_batch_s: Annotated[float, Field(ge=0)] = 0.0  # a micro-batch takes at least this long
+
+    @property
+    def peak_rate(self) -> float:
+        """The learning rate between warm-up and decay."""
+        return LEARNING_RATES[self.optimizer] if self.learning_rate == "auto" else self.learning_rate
 
 
 class GossipConfig(Strict):
@@ -205,6 +222,8 @@ class Config(Strict):
             raise ValueError(f"train.accumulate is at most {MAX_ROUND} where gossip.algorithm is synchronous")
         if self.routes.overlap and self.synchronous:
             raise ValueError("routes.overlap is for asynchronous steps; gossip.algorithm is synchronous")
+        if self.synchronous and (self.train.weights, self.train.moments) != ("float32", "float32"):
+            raise ValueError("train.weights and train.moments must be float32 where gossip.algorithm is synchronous")
         return self
 
     def canonical(self) -> str:

@@ -22,3 +22,17 @@ def inner(function: Callable[P, T]) -> Callable[P, T]:
         cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
     )(function)
     return fast
+
+
+def inlined(function: Callable[P, T]) -> Callable[P, T]:
+    """As `inner`, and copied into its callers before loops are vectorised: arguments that are constants there count."""
+    numba: Any = njit  # its type stubs lack these options
+    fast: Callable[P, T] = numba(
+        cache=True,
+        nogil=True,
+        error_model="numpy",
+        forceinline=True,
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+    )(function)
+    return fast

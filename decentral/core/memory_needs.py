@@ -22,12 +22,19 @@ class MemoryNeeds:
     state: tuple[int, ...]  # for as long as the fragment is held
     scratch: tuple[int, ...]  # while a window is closed or merged, one fragment at a time
     activations: tuple[int, ...]  # for each micro-batch between its forward and its backward pass
+    sums: tuple[int, ...] = ()  # for as long as the fragment is held by a peer that holds a part of the model
 
     def span_bytes(self, begin: int, end: int, micro_batches: int | None = None) -> int:
         """Bytes of fragments [begin, end) with so many micro-batches in flight; None: with as many as are required."""
         part = slice(begin, end)
+        sums = sum(self.sums[part]) if end - begin < len(self.fragments) else 0
         count = self.required_in_flight(end - begin) if micro_batches is None else micro_batches
-        return sum(self.state[part]) + max(self.scratch[part], default=0) + count * sum(self.activations[part])
+        return sum(self.state[part]) + sums + max(self.scratch[part], default=0) + count * sum(self.activations[part])
+
+    @property
+    def state_of_parts(self) -> tuple[int, ...]:
+        """Bytes that each fragment takes of a peer that holds a part of the model."""
+        return tuple(map(sum, zip(self.state, self.sums, strict=True))) if self.sums else self.state
 
     def required_in_flight(self, width: int) -> int:
         """Micro-batches that a span of so many fragments must have memory for: the narrower spans are, the longer are

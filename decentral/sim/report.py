@@ -221,5 +221,5 @@ class RunStatistics:
         """The hash of all journal lines in their order, and of all weights at the end."""
         for member in self.swarm.members:
             for held in member.host.training.gossip.fragments if member.host is not None else ():
-                self._hash.update(held.live.theta.numpy().tobytes())
+                self._hash.update(held.live.theta.float().numpy().tobytes())
         return str(self._hash.hexdigest())

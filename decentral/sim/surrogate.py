@@ -83,7 +83,7 @@ class SurrogateSpan:
 
     def descend(self, count: int) -> None:
         """So many steps at once: the descent and the noise of all of them."""
-        keep, rate = (1 - DESCENT_RATE) ** count, self.model.config.train.learning_rate
+        keep, rate = (1 - DESCENT_RATE) ** count, self.model.config.train.peak_rate
         for live, numbers in zip(self.lives, self.stages.weights, strict=True):
             numbers *= keep
             numbers += self.chance.normal(0.0, STEP_NOISE * count**0.5, NUMBERS)
@@ -97,7 +97,8 @@ class SurrogateSpan:
 
 def _live(fragment: jobs.Fragment, train: config.TrainConfig) -> Live:
     few = jobs.Fragment(fragment.index, 0, 1, NUMBERS)
-    return Live(few, [nn.RMSNorm(NUMBERS)], torch.device("cpu"), train)  # its weights are ones
+    wide = train.model_copy(update={"weights": "float32"})
+    return Live(few, [nn.RMSNorm(NUMBERS)], torch.device("cpu"), wide)  # its weights are ones
 
 
 class SurrogateWorkload(JobRunner):

@@ -118,7 +118,7 @@ class SurrogateStages:
                 continue
             noise = self.chance.normal(0.0, STEP_NOISE / len(through) ** 0.5, NUMBERS)
             self.weights[index] -= DESCENT_RATE * sums[index] / tokens - noise
-            live.count(tokens, self.model.config.train.learning_rate)
+            live.count(tokens, self.model.config.train.peak_rate)
         self.applied = sealed
 
     def _layout(self, execution: SurrogateGradient, layer: int) -> Layout:

@@ -145,7 +145,7 @@ def resume(folder: Path, span: Span, counters: Counters) -> bool:
         counters.micro_batches, counters.tokens = facts["micro_batches"], facts["tokens"]
         counters.versions = {int(index): bytes.fromhex(text) for index, text in facts.get("versions", {}).items()}
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"{folder} holds a checkpoint of another model ({error})") from None
+        raise UserError(f"{folder} holds a checkpoint of another model or optimizer ({error})") from None
     return True
 
 

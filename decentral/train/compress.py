@@ -11,7 +11,7 @@ as they do in fp16; rounding up keeps the largest number of a block within the l
 then the levels. Bytes that no encoder can have written, or that are not finite, are refused.
 
 CODECS has the formulas, in torch, for vectors on any device. What is in host memory takes the compiled versions of
-them (train/block_codec.py), which give the same bits; numbers that are not finite have no bytes to agree on but those
+them (train/block_kernels.py), which give the same bits; numbers that are not finite have no bytes to agree on but those
 of the formulas, and partners refuse them.
 """
 
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
-from decentral.train import block_codec
-from decentral.train.block_codec import Bytes, Floats
+from decentral.train import block_kernels
+from decentral.train.block_kernels import Bytes, Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A codec's functions of train/block_codec.py."""
+    """A codec's functions of train/block_kernels.py."""
 
     pack: Callable[[Floats, Bytes], int]
     unpack: Callable[[Bytes, Floats], int]
@@ -51,7 +51,7 @@ def encode(codec: str, values: Tensor) -> bytes:
     """The bytes of fp32 [n], on any device. Raises KeyError for an unknown codec."""
     if codec in COMPILED and values.device.type == "cpu" and values.dtype == torch.float32:
         blob = np.empty(size(codec, values.numel()), np.uint8)
-        if COMPILED[codec].pack(values.detach().contiguous().numpy(), blob) < block_codec.INFINITE:
+        if COMPILED[codec].pack(values.detach().contiguous().numpy(), blob) < block_kernels.INFINITE:
             return blob.tobytes()
     return CODECS[codec].pack(values)
 
@@ -71,9 +71,23 @@ def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
         refuse(codec, COMPILED[codec].unpack(read, unpacked))
         return torch.from_numpy(unpacked)
     values = CODECS[codec].unpack(read, elements)
-    if not bool(torch.isfinite(values).all()):
-        refuse(codec, block_codec.NOT_FINITE)
+    if block_kernels.largest(values.numpy()) >= block_kernels.INFINITE:
+        refuse(codec, block_kernels.NOT_FINITE)
     return values
+
+
+def decode_by_formula(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
+    """As `decode`, of a known codec and without machine code."""
+    values = CODECS[codec].unpack(as_bytes(codec, blob, elements), elements)
+    if not bool(torch.isfinite(values).all()):
+        refuse(codec, block_kernels.NOT_FINITE)
+    return values
+
+
+def warm_up() -> None:
+    """Compiles what is compiled, so that nothing is while training. Seconds where numba's cache is empty."""
+    for codec in CODECS:
+        decode(codec, encode(codec, torch.zeros(1)), 1)
 
 
 def as_bytes(codec: str, blob: bytes | memoryview, elements: int) -> Bytes:
@@ -87,9 +101,9 @@ def as_bytes(codec: str, blob: bytes | memoryview, elements: int) -> Bytes:
 
 def refuse(codec: str, fault: int) -> None:
     """Raises ProtocolError if `fault`, what a compiled function found wrong with a section, is not zero."""
-    if fault & block_codec.BAD_LEVEL:
+    if fault & block_kernels.BAD_LEVEL:
         raise ProtocolError(Reason.LEVELS, f"a {codec} section holds a level that is none, or a negative scale")
-    if fault & block_codec.NOT_FINITE:
+    if fault & block_kernels.NOT_FINITE:
         raise ProtocolError(Reason.NAN, f"a {codec} section holds numbers that are not finite")
 
 
@@ -165,6 +179,6 @@ CODECS = {
     )
 }
 COMPILED = {
-    "q4": Compiled(block_codec.pack_q4, block_codec.unpack_q4),
-    "int8": Compiled(block_codec.pack_int8, block_codec.unpack_int8),
+    "q4": Compiled(block_kernels.pack_q4, block_kernels.unpack_q4),
+    "int8": Compiled(block_kernels.pack_int8, block_kernels.unpack_int8),
 }

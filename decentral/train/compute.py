@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decentral.core import config, jobs, rng
+from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
@@ -104,7 +104,8 @@ class Compute(JobRunner):
     def step(self) -> jobs.Stepped:
         """One inner step of the whole model, with this peer's next micro-batches."""
         span, setup = self.span, self.setup
-        report = train_step(span.forward, self._fetch, span.inner, self.lr_step, setup.config.train, setup.device)
+        forward = setup.device.ranks.begin(span, self.counters)
+        report = train_step(forward, self._fetch, span.inner, self.lr_step, setup.config.train, setup.device)
         self.counters.time.spent_on("training")
         return self.counters.stepped(report.tokens, report.loss, report.micro_batches)
 
@@ -143,12 +144,14 @@ class Compute(JobRunner):
 
         They are a pure function of (seed, peer, number), so a checkpoint keeps nothing of the data but a number.
         """
-        draw = rng.arrays(self.setup.config.seed, "data", self.setup.peer, number)
-        return self.setup.corpus.micro_batch(draw, self.micro_batch)
+        setup = self.setup
+        return data.numbered(setup.corpus, setup.config.seed, setup.peer, number, self.micro_batch)
 
     def _fetch(self) -> tuple[Tensor, Tensor]:
-        self.counters.micro_batches += 1
-        return self.batch(self.counters.micro_batches - 1)
+        """The next micro-batch of rank 0; the other ranks of an island take the numbers after it."""
+        number = self.counters.micro_batches
+        self.counters.micro_batches += self.setup.device.ranks.size
+        return self.batch(number)
 
     def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
         return self.span.stages.draw(job, number, self.batch(number))

@@ -40,7 +40,6 @@ class GossipedFragment:
     on_request: jobs.Layout  # the sections that are encoded when somebody asks for them
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
     resting: bool = False  # nobody reads its windows, so none is closed
-    folding: bool = False
 
     @property
     def index(self) -> int:
@@ -70,6 +69,7 @@ class GossipedFragment:
                 self.live.theta.copy_(vector)
             else:
                 self.live.add(vector)
+            self.live.touch("theta")
 
     def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """The names in `with_rule`, in its order, with tensors on the meta device."""
@@ -86,19 +86,11 @@ class GossipedFragment:
             yield f"{self.index}.rule.{name}", tensor
 
     def fold(self) -> Steps:
-        """Takes what was trained while it rested into the slow weights, unless that is being done. It ends at an edge.
-
-        A newcomer and a partner may both want it at the same time.
-        """
+        """Takes what was trained while it rested into the slow weights. It ends at an edge."""
         yield Phase.EDGE
-        while self.folding:
-            yield Phase.EDGE
-        if self.resting:
-            self.folding = True
-            self.end_window()
-            theta = yield from self.copied()
-            yield from self.correct(self.rule.fold(theta))
-            self.folding = False
+        self.end_window()
+        theta = yield from self.copied()
+        yield from self.correct(self.rule.fold(theta))
 
     def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
         """What can be merged, and the partners that we refused, with the reason."""
@@ -141,6 +133,15 @@ class FragmentGossip:
         return self._by_index[fragment]
 
     def program(self, job: jobs.GossipJob) -> Program:
+        """The job in its phases. Where the fragment was given up before its turn came, nothing happens."""
+        program = self._program(job)
+        yield next(program)
+        if job.fragment in self._by_index:
+            return (yield from program)
+        exported = isinstance(job, jobs.ExportState)
+        return jobs.StateExported(job.fragment, (), b"") if exported else jobs.NotHeld(job.fragment)
+
+    def _program(self, job: jobs.GossipJob) -> Program:
         match job:
             case jobs.CloseWindow():
                 return self._close(job)
@@ -267,6 +268,7 @@ class FragmentGossip:
         for index, vectors in donated.items():
             gossiped = self._by_index[index]
             gossiped.rule.adopt(gossiped.live, vectors)
+            gossiped.live.touch()
 
     def hold(self, lives: Sequence[Live]) -> None:
         """Holds these fragments from now on: those that are here as they are, others from their weights."""
@@ -298,5 +300,6 @@ class FragmentGossip:
             for name, tensor in live.tensors().items():
                 tensor.copy_(tensors[prefix + name])
             live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
+            live.touch()
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
             gossiped.rule.load(live.theta, own)

@@ -9,12 +9,14 @@ Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channel
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from decentral.core import config
 from decentral.core.errors import UserError
@@ -60,6 +62,28 @@ def parameters(model: config.ModelConfig) -> list[int]:
         return model.layer_parameters
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return [sum(p.numel() for p in layer.parameters()) for layer in _users_layers(model)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """The numbers of parameters of a layer's tensors."""
+
+    matrices: tuple[int, ...]
+    larger: tuple[int, ...] = ()  # of tensors with more than two dimensions
+    gains: tuple[int, ...] = ()
+
+
+def sizes(model: config.ModelConfig) -> list[LayerSizes]:
+    """The sizes of each layer's tensors; no weights are made."""
+    if model.layers is None:
+        width, keys, table = model.d_model, model.d_model // model.n_heads * model.n_kv_heads, model.vocabulary
+        attention = (width * width, width * keys, width * keys, width * width)
+        block = LayerSizes((*attention, *[width * model.d_hidden] * 3), gains=(width, width))
+        return [LayerSizes((table * width,)), *[block] * model.depth, LayerSizes((table * width,), gains=(width,))]
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        shapes = [[p.shape for p in layer.parameters()] for layer in _users_layers(model)]
+    kinds: list[Callable[[int], bool]] = [lambda ndim: ndim == 2, lambda ndim: ndim > 2, lambda ndim: ndim < 2]
+    return [LayerSizes(*(tuple(s.numel() for s in own if kind(len(s))) for kind in kinds)) for own in shapes]
 
 
 def widths(model: config.ModelConfig) -> list[int]:
@@ -179,6 +203,48 @@ class Head(nn.Module):
 def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Mean cross-entropy in nats per token, a scalar, computed in fp32."""
     return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+def last_loss(run: config.Config, head: Callable[[Tensor], Tensor], hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross-entropy of what the last layer makes of hidden_BTD; about `train.logits_at_once` logits exist at once.
+
+    More are computed in parts, and once more in the backward pass (Chen et al., arXiv 1604.06174).
+    Our own head works on each position by itself, so they are cut anywhere; a user's last layer gets whole sequences.
+    """
+    parts = -(-targets_BT.numel() * run.model.vocabulary // run.train.logits_at_once)
+    if parts <= 1:
+        return loss_of(head(hidden_BTD), targets_BT)
+    if run.model.layers is None:
+        hidden_BTD, targets_BT = hidden_BTD.flatten(0, 1)[:, None], targets_BT.flatten()[:, None]
+    size = -(-len(targets_BT) // min(parts, len(targets_BT)))
+
+    def summed(part_BTD: Tensor, part_BT: Tensor) -> Tensor:
+        return loss_of(head(part_BTD), part_BT) * part_BT.numel()
+
+    pairs = zip(torch.split(hidden_BTD, size), torch.split(targets_BT, size), strict=True)
+    losses = [checkpoint(summed, *pair, use_reentrant=False) for pair in pairs]
+    return torch.stack(losses).sum() / targets_BT.numel()
+
+
+def recomputed(run: config.Config, layers: Sequence[nn.Module], first: int) -> list[nn.Module]:
+    """Layers [first, ...) as this run computes them: with `train.recompute` those between its first and last layer
+    keep little for their backward pass."""
+    if not run.train.recompute:
+        return list(layers)
+    last = len(parameters(run.model)) - 1
+    return [Recomputed(one) if 0 < number < last else one for number, one in enumerate(layers, first)]
+
+
+class Recomputed(nn.Module):
+    """A layer that keeps nothing but its input for its backward pass, and computes the rest again there."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        out_BTD: Tensor = checkpoint(self.layer, hidden_BTD, use_reentrant=False)
+        return out_BTD
 
 
 def to_llama(layers: Sequence[nn.Module]) -> dict[str, Tensor]:

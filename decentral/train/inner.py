@@ -1,19 +1,21 @@
-"""The live weights: a span's layers, kept as one flat vector [n] per fragment, and AdamW on those vectors.
+"""The live weights: a span's layers, kept as one flat vector [n] per fragment, and the optimizer on those vectors.
 
 Each parameter is a view into its fragment's vector, so that gossip, averaging and the optimizer are a few vector
-operations per fragment, however many tensors the layers have. Within a fragment the decayed parameters (matrices)
-come first, then the others (gains), as AdamW treats them differently.
+operations per fragment, however many tensors the layers have. Within a fragment the matrices that Muon trains come
+first: with `train.optimizer: muon` those of all layers but the model's first and last. AdamW trains the others: first
+the decayed ones (matrices), then those that are not (gains).
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
-from decentral.core import config
+from decentral.core import config, rng
 from decentral.core.jobs import Fragment
 from decentral.train import gpt
+from decentral.train.optimizers import OptimizerState, StretchOptimizer, round_stochastically, views
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
@@ -36,9 +38,9 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
 
 
 class Live:
-    """One fragment's live weights theta [n], their gradient and AdamW moments, and what was trained in the window.
+    """One fragment's live weights theta [n], their gradient and optimizer state, and what was trained in the window.
 
-    The layers' parameters become views into theta, and their gradients into `grad`.
+    The layers' parameters become views into theta, and their gradients into `grad`. `train.weights` is their dtype.
     """
 
     def __init__(
@@ -48,28 +50,84 @@ class Live:
         device: torch.device,
         train: config.TrainConfig,
         start: int = 0,
+        model_layers: int | None = None,
     ) -> None:
-        """`layers` begin with the model's layer `start`."""
-        matrices, gains = _matrices_and_gains(fragment, layers, start)
-        self.fragment = fragment
-        self.theta = flat_weights(fragment, layers, start).to(device)
-        self.grad = torch.zeros_like(self.theta)
-        self.exp_avg = torch.zeros_like(self.theta)
-        self.exp_avg_sq = torch.zeros_like(self.theta)
+        """`layers` begin with the model's layer `start`; without `model_layers` they end with its last one.
+
+        Raises UserError where an optimizer is missing on this machine.
+        """
+        self.fragment, self.train = fragment, train
+        self._last = (model_layers or start + len(layers)) - 1
+        groups = self._groups(layers, start)
+        parameters = [parameter for group in groups for parameter in group]
+        shapes = [parameter.shape for parameter in parameters]
+        self.theta = _flat(parameters).to(device, getattr(torch, train.weights))
+        self._parameters = parameters
+        self._grad: Tensor | None = None
+        matrices, gains = (sum(parameter.numel() for parameter in group) for group in groups[1:])
+        self.state = OptimizerState([block.shape for block in groups[0]], matrices, gains, train, device)
         self.tokens = 0  # since the last window's end
         self.lr_sum = 0.0  # sum of the learning rates since the last window's end
-        self.steps = 0  # of AdamW on this fragment: for its bias correction and for a newcomer's own warm-up
-        self.train = train
-        self.decayed = sum(p.numel() for p in matrices)
-        begin = 0
-        for parameter in matrices + gains:
-            end = begin + parameter.numel()
-            parameter.data = self.theta[begin:end].view(parameter.shape)
-            parameter.grad = self.grad[begin:end].view(parameter.shape)
-            begin = end
+        self.steps = 0  # of the optimizer on this fragment: for its bias correction and for a newcomer's own warm-up
+        self.touched = set[str]()  # of `tensors`: those that changed otherwise than by Inner.step; train/island.py
+        for parameter, weight in zip(parameters, views(self.theta, shapes), strict=True):
+            parameter.data = weight
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient as one vector [n] to which backward passes add; from its first use on, it is always there."""
+        if self._grad is None:
+            self._grad = torch.zeros_like(self.theta)
+            shapes = [parameter.shape for parameter in self._parameters]
+            for parameter, gradient in zip(self._parameters, views(self._grad, shapes), strict=True):
+                if parameter.grad is not None:
+                    gradient.copy_(parameter.grad)
+                parameter.grad = gradient
+        return self._grad
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient [n] that `grad` has collected, or else each parameter's own, in their order in theta.
+
+        Where nothing collects them, a backward pass gives parameters new ones: to add to zeros would take a tenth of
+        the time of a large model's small step.
+        """
+        if self._grad is not None:
+            return [self._grad]
+        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+
+    def zero_grad(self) -> None:
+        if self._grad is not None:
+            self._grad.zero_()
+            return
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def draw(self, layers: Sequence[nn.Module], start: int) -> None:
+        """Takes the weights of other layers of the same kind. They begin with the model's layer `start`."""
+        groups = self._groups(layers, start)
+        self.theta.copy_(_flat([parameter for group in groups for parameter in group]))
+
+    def _groups(self, layers: Sequence[nn.Module], start: int) -> tuple[list[nn.Parameter], ...]:
+        """The fragment's parameters in their order in theta: Muon's matrices, AdamW's matrices, gains."""
+        blocks, matrices, gains = [], [], []
+        for number in range(self.fragment.first, self.fragment.last):
+            muon = self.train.optimizer == "muon" and 0 < number < self._last
+            for parameter in layers[number - start].parameters():
+                if parameter.ndim < 2:
+                    gains.append(parameter)
+                elif muon and parameter.ndim == 2:
+                    blocks.append(parameter)
+                else:
+                    matrices.append(parameter)
+        return blocks, matrices, gains
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"theta": self.theta, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        """All that a checkpoint must keep."""
+        return {"theta": self.theta, **self.state.tensors}
+
+    def touch(self, *names: str) -> None:
+        """Marks these of `tensors`, or all of them, as changed otherwise than by a step that all ranks take."""
+        self.touched.update(names or self.tensors())
 
     def copy_theta(self, into: Tensor) -> None:
         """Copies theta into an fp32 vector [n] in host memory."""
@@ -77,7 +135,32 @@ class Live:
 
     def add(self, correction: Tensor) -> None:
         """Adds an fp32 vector [n] in host memory to theta."""
-        self.theta += correction.to(self.theta.device, non_blocking=True)
+        correction = correction.to(self.theta.device, non_blocking=True)
+        if self.theta.dtype == torch.float32:
+            self.theta += correction
+        else:
+            round_stochastically(self.theta + correction, self.theta, self._chance("add"))
+
+    def step(self, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+        """Trains theta with gradients as `gradients` gives them. `steps` were taken before; `rate` is for learning."""
+        for stretch in self.state.stretches:
+            theta = self.theta[stretch.begin : stretch.end]
+            wide = theta.float()  # theta itself, unless it is in bf16
+            stretch.step(wide, [part.float() for part in self._within(stretch, gradients)], steps, rate)
+            if wide is not theta:
+                round_stochastically(wide, theta, self._chance(f"step {stretch.begin}"))
+
+    def _within(self, stretch: StretchOptimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the stretch's parameters."""
+        if len(gradients) == 1:
+            return [gradients[0].flatten()[stretch.begin : stretch.end]]
+        ends = accumulate(gradient.numel() for gradient in gradients)
+        return [one for one, end in zip(gradients, ends, strict=True) if stretch.begin < end <= stretch.end]
+
+    def _chance(self, what: str) -> torch.Generator:
+        """The same on all peers, so that those which take the same steps stay the same."""
+        seed = rng.seed_of(self.fragment.index, what, self.steps) % 2**63
+        return torch.Generator(self.theta.device).manual_seed(seed)
 
     def count(self, tokens: int, rate: float) -> None:
         """A step was taken with so many tokens, at this learning rate."""
@@ -86,21 +169,8 @@ class Live:
         self.steps += 1
 
 
-def flat_weights(fragment: Fragment, layers: Sequence[nn.Module], start: int) -> Tensor:
-    """The fragment's weights as one fp32 vector [n]: a copy. `layers` begin with the model's layer `start`."""
-    matrices, gains = _matrices_and_gains(fragment, layers, start)
-    return torch.cat([p.detach().float().flatten() for p in matrices + gains])
-
-
-def _matrices_and_gains(
-    fragment: Fragment, layers: Sequence[nn.Module], start: int
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    own = [p for layer in layers[fragment.first - start : fragment.last - start] for p in layer.parameters()]
-    return [p for p in own if p.ndim >= 2], [p for p in own if p.ndim < 2]
-
-
 class Inner:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over all fragments, through torch's fused kernel."""
+    """The optimizers of all fragments, and the gradient's norm over them."""
 
     def __init__(self, lives: Sequence[Live], train: config.TrainConfig) -> None:
         self.lives = lives
@@ -112,70 +182,57 @@ class Inner:
 
     def zero_grad(self) -> None:
         for live in self.lives:
-            live.grad.zero_()
+            live.zero_grad()
 
     def clip(self) -> Tensor:
         """Scales the gradient of all fragments to a norm of at most `clip_norm`; gives the norm that it had."""
-        lengths = [torch.linalg.vector_norm(live.grad) for live in self.lives]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(lengths))
-        scale = (self.train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for live in self.lives:
-            live.grad.mul_(scale)
+        gradients = [gradient for live in self.lives for gradient in live.gradients()]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([_norm(gradient) for gradient in gradients]))
+        scale = self.train.clip_norm / (norm + 1e-6)
+        if scale < 1:
+            torch._foreach_mul_(gradients, scale)
         return norm
 
     def step(self, rate: float, tokens: int) -> None:
-        """AdamW with the present gradients; `rate` is the learning rate, `tokens` what the gradients are of."""
+        """A step with the present gradients; `rate` is the learning rate, `tokens` what the gradients are of."""
         steps = self.steps
         for live in self.lives:
-            _adamw(live, live.grad, steps, rate)
+            live.step(live.gradients(), steps, rate)
             live.count(tokens, rate)
 
 
 def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> None:
-    """AdamW on one fragment by itself, with its mean gradient [n], clipped by itself; no step if that is not finite.
+    """A step of one fragment by itself, with its mean gradient [n], clipped by itself; none if that is not finite.
 
     `gradient` may be another vector than `live.grad`, and is scaled in place. `lr_step` is the swarm's.
     """
     train = live.train
-    norm = torch.linalg.vector_norm(gradient)
+    norm = _norm(gradient)
     if not torch.isfinite(norm):
         return
     gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     rate = rate_at(train, lr_step, live.steps)
-    _adamw(live, gradient, live.steps, rate)
+    live.step([gradient], live.steps, rate)
     live.count(tokens, rate)
+    live.touch()
 
 
-def _adamw(live: Live, gradient: Tensor, steps: int, rate: float) -> None:
-    train = live.train
-    for stretch, decay in ((slice(0, live.decayed), train.weight_decay), (slice(live.decayed, None), 0.0)):
-        if not live.theta[stretch].numel():
-            continue
-        adamw(
-            [live.theta[stretch]],
-            [gradient[stretch]],
-            [live.exp_avg[stretch]],
-            [live.exp_avg_sq[stretch]],
-            [],
-            [torch.tensor(float(steps), device=live.theta.device)],
-            fused=True,
-            amsgrad=False,
-            beta1=train.beta1,
-            beta2=train.beta2,
-            lr=rate,
-            weight_decay=decay,
-            eps=1e-8,
-            maximize=False,
-        )
+def _norm(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm
+
+
+def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
+    return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
 
 
 def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
     """Learning rate: linear warm-up, then constant, or linear decay to `final_rate` at `total_steps`.
 
-    `lr_step` is the swarm's step; `own_steps` counts this AdamW's, so that a newcomer warms up by itself.
+    `lr_step` is the swarm's step; `own_steps` counts this peer's, so that a newcomer warms up by itself.
     """
     warm = min(1.0, (min(lr_step, own_steps) + 1) / (train.warmup_steps + 1))
     if train.total_steps is None:
-        return train.learning_rate * warm
+        return train.peak_rate * warm
     left = max(0.0, 1 - max(0, lr_step - train.warmup_steps) / max(1, train.total_steps - train.warmup_steps))
-    return train.learning_rate * warm * (train.final_rate + (1 - train.final_rate) * left)
+    return train.peak_rate * warm * (train.final_rate + (1 - train.final_rate) * left)

@@ -7,11 +7,13 @@
 A job's program is a generator. It yields the phase in which it wants to go on, and returns the job's outcome. So a job
 reads from top to bottom whichever threads carry it out, and without threads its phases follow one another: tests and
 the simulator do it so. Jobs that begin beside training begin in the order in which they were given, and so do those
-that begin at an edge.
+that begin at an edge. Jobs of the same fragment are done one after another, all phases of one before the first of the
+next: a copy of weights that one has taken is of no use to it any more, once another has corrected them.
 """
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -65,6 +67,7 @@ class JobThreads:
         self._later: list[Task] = []  # tasks that have had a phase at this edge and want another at the next one
         self._lock = Lock()
         self._unfinished = 0
+        self._behind: dict[int, deque[Task]] = {}  # the jobs that wait for one of the same fragment, by fragment
         self._bug: Exception | None = None  # of the worker
         self._beside_s: Seconds = 0.0
         self.report: Callable[[jobs.Outcome], None] = lambda outcome: None
@@ -76,9 +79,12 @@ class JobThreads:
             self.finishing = True
         else:
             program = self._program_of(job)
+            task = Task(job, program, next(program))
             with self._lock:
                 self._unfinished += 1
-            self._queue(Task(job, program, next(program)))
+                begins = self._is_first_of_its_fragment(task)
+            if begins:
+                self._queue(task)
         self._end_if_done()
 
     def at_edge(self, wait: bool) -> Task | None:
@@ -158,7 +164,29 @@ class JobThreads:
         self.report(outcome)
         with self._lock:
             self._unfinished -= 1
+            behind = self._next_of_its_fragment(task)
+        if behind is not None:
+            self._queue(behind)
         self._end_if_done()
+
+    def _is_first_of_its_fragment(self, task: Task) -> bool:
+        """Whether no job of the same fragment is under way; else the task waits for it."""
+        fragment = _fragment_of(task.job)
+        if fragment in self._behind:
+            self._behind[fragment].append(task)
+            return False
+        if fragment is not None:
+            self._behind[fragment] = deque()
+        return True
+
+    def _next_of_its_fragment(self, done: Task) -> Task | None:
+        fragment = _fragment_of(done.job)
+        if fragment is None:
+            return None
+        if self._behind[fragment]:
+            return self._behind[fragment].popleft()
+        del self._behind[fragment]
+        return None
 
     def _queue(self, task: Task) -> None:
         if task.phase is not None:
@@ -174,3 +202,8 @@ class JobThreads:
         if self.done:
             self._edge.put(None)
             self._beside.put(None)
+
+
+def _fragment_of(job: jobs.Job) -> int | None:
+    fragment: int | None = getattr(job, "fragment", None)
+    return fragment

@@ -10,8 +10,7 @@ import torch
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.train import gpt
-from decentral.train.step import Device, Forward
+from decentral.train.step import ALONE, Device, ModelForward, Ranks
 
 PASSES_S = 0.5  # after so much time no further pass is measured: where passes are long, the first one tells enough
 MATMUL_S = 0.2  # how long matrices are multiplied
@@ -44,19 +43,28 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
 
 
 def measure(
-    forward: Forward, model: config.ModelConfig, device: Device, micro_batch: int, share: float = 1.0
+    forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int, share: float = 1.0
 ) -> Measured:
     """Measures the device in well under a second on a small model. Throttling and emulation count, as in training.
 
     `forward` maps tokens_BT to logits_BTV or to hidden_BTD. It computes this `share` of the model; tokens/s are given
-    for the whole model.
+    for the whole model. Those of an island are measured on all ranks at once, gradients averaged as in training; its
+    FLOP/s are rank 0's times the ranks, and its memory is one device's.
     """
-    trained_s = max(_trained_s(forward, model, device, micro_batch), device.emulated_s * share) * device.throttle
-    tokens_per_s = share * micro_batch * model.context / trained_s
-    return Measured(_name(device), memory_bytes(device), _flops(device) / device.throttle, tokens_per_s)
+    ranks = device.ranks
+    trained_s = max(step_s(forward, model, device, micro_batch), device.emulated_s * share) * device.throttle
+    tokens_per_s = ranks.size * share * micro_batch * model.context / trained_s
+    name, flops = device_name(device.device), _flops(device) / device.throttle
+    name = name if ranks.size == 1 else f"{ranks.size} x {name}"
+    return Measured(name, memory_bytes(device.device), ranks.size * flops, tokens_per_s)
 
 
-def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> int:
+def step_s(forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int) -> float:
+    """Seconds of a forward and a backward pass, the mean over the ranks of an island, each of which has to call it."""
+    return _trained_s(forward, model, device, micro_batch, device.ranks)
+
+
+def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device) -> int:
     """Sequences of the smallest micro-batch that is nearly as fast as the fastest one that fits the memory.
 
     Raises UserError if not one sequence fits.
@@ -71,28 +79,32 @@ def micro_batch(forward: Forward, model: config.ModelConfig, device: Device) -> 
             break
         size *= 2
     if not rates:
-        raise UserError(f"not even one sequence of {model.context} tokens fits into the memory of {_name(device)}")
+        raise UserError(
+            f"not even one sequence of {model.context} tokens fits into the memory of {device_name(device.device)}"
+        )
     return min(size for size, rate in rates.items() if rate >= GOOD_ENOUGH * max(rates.values()))
 
 
-def _trained_s(forward: Forward, model: config.ModelConfig, device: Device, sequences: int) -> float:
+def _trained_s(
+    forward: ModelForward, model: config.ModelConfig, device: Device, sequences: int, ranks: Ranks = ALONE
+) -> float:
     """Seconds of a forward and a backward pass: the best of three, because the first ones warm caches up.
 
-    A large model on a slow device has one or two: what it trains will soon say more than any measurement.
+    A large model on a slow device has one or two: what it trains will soon say more than any measurement. All ranks
+    know the mean of their times, and so they make as many passes.
     """
     tokens_BT = torch.zeros(sequences, model.context, dtype=torch.int64, device=device.device)
-    best, started = float("inf"), time.perf_counter()
-    for _ in range(3):
-        if time.perf_counter() - started > PASSES_S:
-            break
+    passes_s: list[float] = []
+    while len(passes_s) < 3 and sum(passes_s) <= PASSES_S:
         _wait(device)
         began = time.perf_counter()
         with device.autocast():
-            loss = gpt.loss_of(forward(tokens_BT), tokens_BT)
+            loss = forward.loss(tokens_BT, tokens_BT)
         loss.backward()  # type: ignore[no-untyped-call]
         _wait(device)
-        best = min(best, time.perf_counter() - began)
-    return best
+        took_s = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=device.device)
+        passes_s.append(float(ranks.end(took_s)))
+    return min(passes_s)
 
 
 def _flops(device: Device) -> float:
@@ -112,17 +124,18 @@ def _wait(device: Device, _: torch.Tensor | None = None) -> None:
         torch.cuda.synchronize(device.device)
 
 
-def _name(device: Device) -> str:
-    if device.device.type == "cuda":
-        return torch.cuda.get_device_name(device.device)
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor with the threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
 
 
-def memory_bytes(device: Device) -> int:
+def memory_bytes(device: torch.device) -> int:
     """The memory of the GPU, or of this machine."""
-    if device.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device.device).total_memory)
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

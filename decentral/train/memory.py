@@ -1,10 +1,17 @@
 """What a span takes of a device's memory: the bytes from which a peer's possible layers follow.
 
-    for each parameter      20 bytes: theta, its gradient, a sealed sum of gradients, AdamW's two moments        fp32
-                             4 more for each further sealed sum that `routes.sums` allows
-                               more for gossip: `memory_bytes` of the algorithm's record
+    for each parameter       8 bytes: theta and its gradient, in fp32; 4 with `train.weights: bfloat16`
+                             8 bytes: AdamW's two moments; 2 and a bit for matrices with `train.moments: int8`;
+                               4 where Muon trains it
+                               more for gossip: `memory_bytes` of the algorithm's record. On a GPU they are in the
+                               memory of its host, and are not counted
+                             4 bytes for each sealed sum of gradients that `routes.sums` allows, and 4 for the sum that
+                               is being filled if the gradients are in bf16: at peers with a part of the model only. A
+                               peer with all of it has such sums, and one being filled, from the first micro-batch on
+                               that it computes for others
     of the largest fragment 16 bytes for each parameter: vectors that exist while a window is closed, merged or given
                                to a newcomer
+                            and the larger of what a step and a backward pass take while they are computed
     for each micro-batch between its forward and its backward pass
                             the tensors that autograd keeps (`activation_bytes`), and what travels
 
@@ -14,6 +21,7 @@ what torch really keeps, and benchmarks/memory.py against what a process takes.
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from decentral.core import config
 from decentral.core.algorithms import algorithm
@@ -22,29 +30,80 @@ from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.train import gpt
 from decentral.train.inner import fragments_of
+from decentral.train.optimizers import BLOCK
 
-TRAINING_BYTES = 20  # for each parameter, as are the next three
-SUM_BYTES = 4
+SUM_BYTES = 4  # for each parameter, as is the next one
 SCRATCH_BYTES = 16
+ROUNDING_BYTES = 12  # for each parameter of a stretch in bf16, while it is trained: weights and gradient in fp32, noise
+WIDENING_BYTES = 20  # for each parameter with moments in int8, while they are computed with in fp32
+MUON_BYTES = 24  # for each parameter of Muon's largest matrix: its iterations' matrices
+LOGIT_BYTES = 12  # for each logit: itself, its softmax, its gradient
+PART_BYTES = 16  # where the loss is computed in parts, for each logit of a part
 UNKNOWN_LAYER_BYTES = 128  # a token, and number that enters a user's own layer: a guess on the safe side
 M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
 RETURNED_BYTES = 1 << 20
 
 
-def needs(run: config.Config, cuts: Sequence[Fragment] | None = None) -> MemoryNeeds:
-    """The bytes of this run's model in fp32 (bf16 keeps less). `cuts`: the fragments, if not those of the run."""
-    model = run.model
-    cut = tuple(cuts or fragments_of(run))
-    parameter = TRAINING_BYTES + SUM_BYTES * (run.routes.slots - 1) + algorithm(run.gossip.algorithm).memory_bytes
-    state = tuple(one.parameters * parameter for one in cut)
-    scratch = tuple(one.parameters * SCRATCH_BYTES for one in cut)
-    sequences = run.train.micro_batch if isinstance(run.train.micro_batch, int) else 1
-    tokens, layers = sequences * model.context, activation_bytes(model)
-    return MemoryNeeds(cut, state, scratch, tuple(tokens * sum(layers[one.first : one.last]) for one in cut))
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes that a layer takes beside gossip."""
+
+    state: int  # weights, gradient and optimizer state
+    step: int  # while it is trained
+    computed: int  # in its backward pass: a tensor's gradient, a part of the loss, activations computed again
+    token: int  # a token, between the forward and the backward pass
+
+
+def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apart: bool = False) -> MemoryNeeds:
+    """The bytes of this run's model, its activations in fp32 (bf16 keeps less). `cuts`: the fragments, if not those of
+    the run. `gossip_apart`: what gossip needs is in another memory."""
+    cut, layers = tuple(cuts or fragments_of(run)), layer_bytes(run)
+    gossip, shared = algorithm(run.gossip.algorithm).memory_bytes, SCRATCH_BYTES
+    if gossip_apart:
+        gossip, shared = 0, 0
+    sums = SUM_BYTES * (run.routes.slots + (run.train.weights == "bfloat16"))
+    always, of_parts = (gossip + sums, 0) if run.synchronous else (gossip, sums)
+    parameter = sum(layer.state for layer in layers) / sum(gpt.parameters(run.model))
+    within = [layers[one.first : one.last] for one in cut]
+    state = [sum(layer.state for layer in own) for own in within]
+    if cuts is not None:  # they cut another model than the run's, whose parameters are counted alike
+        state = [int(parameter * one.parameters) for one in cut]
+    at_work = [max(sum(one.step for one in own), max((one.computed for one in own), default=0)) for own in within]
+    return MemoryNeeds(
+        fragments=cut,
+        state=tuple(own + always * one.parameters for own, one in zip(state, cut, strict=True)),
+        scratch=tuple(shared * one.parameters + own for own, one in zip(at_work, cut, strict=True)),
+        activations=tuple(_tokens(run) * sum(layer.token for layer in own) for own in within),
+        sums=tuple(of_parts * one.parameters for one in cut),
+    )
+
+
+def layer_bytes(run: config.Config) -> list[LayerBytes]:
+    """What each layer of the run's model takes."""
+    train, found, number_bytes = run.train, [], 2 if run.train.weights == "bfloat16" else 4
+    kept, last = activation_bytes(run.model), len(gpt.sizes(run.model)) - 1
+    entering, logits = gpt.widths(run.model), _tokens(run) * run.model.vocabulary
+    for number, sizes in enumerate(gpt.sizes(run.model)):
+        inner = 0 < number < last
+        muon = sum(sizes.matrices) if inner and train.optimizer == "muon" else 0
+        decayed, gains = sum(sizes.matrices) + sum(sizes.larger) - muon, sum(sizes.gains)
+        step, moments = MUON_BYTES * max(sizes.matrices, default=0) if muon else 0, 8 * decayed
+        if train.moments == "int8":
+            moments, step = 2 * decayed + 8 * -(-decayed // BLOCK), max(step, WIDENING_BYTES * decayed)
+        if train.weights == "bfloat16":
+            step += ROUNDING_BYTES * max(muon, decayed)
+        weights = number_bytes * (muon + decayed + gains)
+        token, computed = kept[number], number_bytes * max((*sizes.matrices, *sizes.larger, *sizes.gains), default=0)
+        if inner and train.recompute:
+            token, computed = 4 * entering[number], computed + _tokens(run) * token
+        if number == last and logits > train.logits_at_once and run.model.layers is None:
+            token, computed = token - LOGIT_BYTES * run.model.vocabulary, computed + PART_BYTES * train.logits_at_once
+        found.append(LayerBytes(2 * weights + 4 * muon + moments + 8 * gains, step, computed, token))
+    return found
 
 
 def activation_bytes(model: config.ModelConfig) -> list[int]:
-    """Bytes a token that each layer keeps from its forward pass for its backward pass, in fp32.
+    """Bytes a token that each layer keeps from its forward pass for its backward pass, in fp32, if none is saved.
 
     A block keeps what each of its matrix products, norms, rotations and gates got: 14 vectors of its width, of which
     two are keys and values, and five of its hidden width. The head keeps its norm's input and output, logits and
@@ -54,7 +113,12 @@ def activation_bytes(model: config.ModelConfig) -> list[int]:
         return [UNKNOWN_LAYER_BYTES * width for width in gpt.widths(model)]
     width, keys = model.d_model, model.d_model // model.n_heads * model.n_kv_heads
     block = 4 * (10 * width + 4 * keys + 5 * model.d_hidden)
-    return [4 * width + 8, *([block] * model.depth), 4 * (3 * width + 3 * model.vocabulary)]
+    return [4 * width + 8, *([block] * model.depth), 12 * width + LOGIT_BYTES * model.vocabulary]
+
+
+def _tokens(run: config.Config) -> int:
+    """Of a micro-batch."""
+    return (run.train.micro_batch if isinstance(run.train.micro_batch, int) else 1) * run.model.context
 
 
 def check(found: MemoryNeeds, memory_bytes: int) -> None:

@@ -13,7 +13,7 @@ from decentral.core import config, jobs
 from decentral.core.errors import UserError
 from decentral.train import checkpoint, data, gpt, step
 from decentral.train.inner import Live, fragments_of
-from decentral.train.step import Device, chain
+from decentral.train.step import Chain, Device
 
 AT_ONCE = 8  # sequences of held-out text that are evaluated together
 
@@ -27,7 +27,7 @@ def read(folder: Path) -> Weights | None:
     if found is None:
         return None
     tensors, facts = found
-    return {fragment["index"]: tensors[f"{fragment['index']}.theta"] for fragment in facts["fragments"]}
+    return {fragment["index"]: tensors[f"{fragment['index']}.theta"].float() for fragment in facts["fragments"]}
 
 
 def average(replicas: Sequence[Weights]) -> Weights:
@@ -58,10 +58,11 @@ def layers_with(run: config.Config, weights: Weights) -> list[nn.Module]:
     for fragment in missing(run, weights):
         raise UserError(f"nobody holds layers {fragment.first} to {fragment.last - 1} of the model")
     layers = gpt.build(run.model, run.seed)
+    train = run.train.model_copy(update={"weights": "float32", "moments": "float32"})
     for fragment in fragments_of(run):
         if weights[fragment.index].numel() != fragment.parameters:
             raise UserError(f"layers {fragment.first} to {fragment.last - 1} are another model's")
-        live = Live(fragment, layers, torch.device("cpu"), run.train)
+        live = Live(fragment, layers, torch.device("cpu"), train)
         live.theta.copy_(weights[fragment.index])
     return layers
 
@@ -70,4 +71,4 @@ def held_out_loss(run: config.Config, weights: Weights) -> float:
     """Held-out loss of the run's model with these weights, in fp32 on the CPU. Raises UserError if data is missing."""
     batch = data.load(run.data, run.model).evaluation(run.train.eval_sequences)
     cpu = Device(torch.device("cpu"), torch.float32)
-    return step.held_out_loss(chain(layers_with(run, weights), compiled=False), batch, cpu, AT_ONCE)
+    return step.held_out_loss(Chain(layers_with(run, weights), run=run), batch, cpu, AT_ONCE)

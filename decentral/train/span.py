@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
-import torch
 from torch import nn
 
 from decentral.core import config, jobs
@@ -11,17 +10,16 @@ from decentral.core.ids import PeerId
 from decentral.train import gpt
 from decentral.train.activations import ActivationFormat
 from decentral.train.fragment_gossip import FragmentGossip
-from decentral.train.inner import Inner, Live, flat_weights, fragments_of
+from decentral.train.inner import Inner, Live, fragments_of
 from decentral.train.stage_runner import StageRunner
-from decentral.train.step import Device, Forward, chain
+from decentral.train.step import Chain, Device, ModelForward
 from decentral.train.update_rules import RuleTools
 
 
 class Span:
     """Holds no layers until `hold` says which, and then those until `hold` says others.
 
-    `forward` maps tokens_BT to logits_BTV where the span is the whole model. For a part of the model it only serves to
-    measure the device: zeros then stand for the hidden values that would enter.
+    `forward` is the model where the span is all of it. For a part of the model it only serves to measure the device.
     """
 
     def __init__(self, run: config.Config, peer: PeerId, tools: RuleTools, device: Device) -> None:
@@ -32,7 +30,7 @@ class Span:
         self.fragments: list[jobs.Fragment] = []
         self.gossip = FragmentGossip(run.gossip, peer, tools)
         self.inner = Inner([], run.train)
-        self.forward: Forward = chain([], compiled=False)
+        self.forward: ModelForward = Chain([])
         self._stages: StageRunner | None = None
         self._undrawn: set[int] = set()  # fragments without weights
 
@@ -52,20 +50,23 @@ class Span:
         start = self.fragments[0].first if self.fragments else 0
         layers = {start + at: layer for at, layer in enumerate(self.layers) if first <= start + at < last}
         self.layers, self.fragments, self._stages = [], [], None
-        self.inner, self.forward = Inner([], run.train), chain([], compiled=False)
+        self.inner, self.forward = Inner([], run.train), Chain([])
         self.gossip.hold(list(lives.values()))
         for begin, end in _gaps(layers, first, last):
             with nullcontext() if drawn else gpt.Undrawn():
                 new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
             layers |= dict(enumerate(new, begin))
-            lives |= {cut: Live(cut, new, device, run.train, begin) for cut in wanted if begin <= cut.first < end}
+            lives |= {
+                cut: Live(cut, new, device, run.train, begin, self.model_layers)
+                for cut in wanted
+                if begin <= cut.first < end
+            }
         self.layers, self.fragments = [layers[at] for at in range(first, last)], wanted
         self._undrawn = set() if drawn else {cut.index for cut in wanted}
         ordered = [lives[fragment] for fragment in wanted]
         self.gossip.hold(ordered)
         self.inner = Inner(ordered, run.train)
-        chained = chain(self.layers, run.train.compile and device.type == "cuda")
-        self.forward = chained if first == 0 else self._from_zeros(chained, first)
+        self.forward = Chain(self.layers, run.train.compile and device.type == "cuda", run, first)
         if len(wanted) < len(self.cuts) or run.synchronous:
             self._stages = self._at_work(alone=True)
 
@@ -81,7 +82,8 @@ class Span:
         layers = gpt.build(self.run.model, self.run.seed, first, last)
         for live in lives:
             if live.fragment.index in self._undrawn:
-                live.theta.copy_(flat_weights(live.fragment, layers, first))
+                live.draw(layers, first)
+                live.touch("theta")
         self.gossip.hold([live for live in lives if live.fragment.index not in self._undrawn])
         self.gossip.hold(lives)  # the slow weights of the others begin with the initial weights
         self._undrawn.clear()
@@ -112,12 +114,6 @@ class Span:
 
     def _at_work(self, alone: bool) -> StageRunner:
         return StageRunner(self.run, self.layers, self.inner.lives, self.activations, self.device, alone)
-
-    def _from_zeros(self, chained: Forward, first: int) -> Forward:
-        width = self.activations.widths[first]
-        return lambda tokens_BT: chained(
-            torch.zeros(*tokens_BT.shape, width, device=tokens_BT.device, requires_grad=True)
-        )
 
 
 def _gaps(layers: Mapping[int, nn.Module], first: int, last: int) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
     forward    decode what came, run the layers, keep the graph, encode what goes on
     backward   decode the gradient that came back, run the graph backwards, encode the gradient of what came
     seal       the sum of gradients so far is set apart; later ones go into a new sum
-    apply      AdamW on each fragment with a sealed sum, divided by the tokens behind it
+    apply      the optimizer's step on each fragment with a sealed sum, divided by the tokens behind it
 
 Gradients are those of the sum of the tokens' losses, not of their mean: sums of micro-batches of any size then add up
 to the exact gradient of all their tokens, and each fragment divides by the tokens that it has seen itself.
@@ -38,7 +38,7 @@ class PendingBackward:
     last: int
     tokens: int
     input_BTD: Tensor | None  # the leaf whose gradient goes to the stage before; None at layer 0, which tokens enter
-    output_BTD: Tensor  # at the model's end logits_BTV
+    output_BTD: Tensor  # at the model's end what enters its last layer
 
 
 class GradientSums:
@@ -48,9 +48,10 @@ class GradientSums:
     """
 
     def __init__(self, lives: Sequence[Live], slots: int, alone: bool) -> None:
-        self.filled = [live.grad if alone else torch.zeros_like(live.grad) for live in lives]
+        wide = torch.float32
+        self.filled = [live.grad if alone else torch.zeros_like(live.grad, dtype=wide) for live in lives]
         self.filled_tokens = [0] * len(lives)
-        self.sealed = [[torch.zeros_like(live.grad) for live in lives] for _ in range(slots)]
+        self.sealed = [[torch.zeros_like(live.grad, dtype=wide) for live in lives] for _ in range(slots)]
         self.sealed_tokens = [[0] * len(lives) for _ in range(slots)]
         self.executions: list[int] = []  # tokens of those whose gradients are being filled in
 
@@ -85,10 +86,12 @@ class StageRunner:
         device: Device,
         alone: bool,
     ) -> None:
-        self.layers, self.lives, self.activations, self.device, self.alone = layers, lives, activations, device, alone
+        self.run, self.lives, self.activations, self.device = run, lives, activations, device
         self.start, self.end = lives[0].fragment.first, len(activations.widths)  # `end`: of the model
+        self.layers = gpt.recomputed(run, layers, self.start)
+        self.alone = alone and run.train.weights == "float32"  # many micro-batches do not add up in bf16
         self.pending: dict[int, PendingBackward] = {}
-        self.sums = GradientSums(lives, run.routes.slots, alone)
+        self.sums = GradientSums(lives, run.routes.slots, self.alone)
         self._parameters = max(1, sum(gpt.parameters(run.model)))
 
     def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> jobs.Outcome:
@@ -120,7 +123,7 @@ class StageRunner:
         except ProtocolError as error:
             return jobs.ExecutionFailed(job.token, error.reason)
         del self.pending[job.token]
-        self._accumulate(job.token, execution, execution.output_BTD, gradient_BTD.to(self.device.device))
+        self._accumulate(job.token, execution, execution.output_BTD, gradient_BTD.to(execution.output_BTD))
         done = self._backed(job.token, execution, 0.0)
         self._slow_down(execution, began, 1 - FORWARD_PART)
         return done
@@ -139,7 +142,7 @@ class StageRunner:
         return jobs.Forgotten()
 
     def apply(self, lr_step: int, slot: int) -> None:
-        """AdamW on each fragment, with the mean gradient of what is sealed there."""
+        """The optimizer's step on each fragment, with the mean gradient of what is sealed there."""
         sums = self.sums
         for live, gradient, tokens in zip(self.lives, sums.sealed[slot], sums.sealed_tokens[slot], strict=True):
             if tokens:
@@ -147,10 +150,12 @@ class StageRunner:
         self.drop(slot)
 
     def _through(self, entering: Tensor, input_BTD: Tensor | None, first: int, last: int) -> PendingBackward:
-        """`entering`: tokens_BT at layer 0, else hidden_BTD."""
+        """`entering`: tokens_BT at layer 0, else hidden_BTD. The model's last layer is left to its loss."""
         tokens = entering.shape[0] * entering.shape[1]
+        if first > 0:
+            entering = entering.to(self.lives[0].theta.dtype)
         with self.device.autocast():
-            for layer in self.layers[first - self.start : last - self.start]:
+            for layer in self.layers[first - self.start : min(last, self.end - 1) - self.start]:
                 entering = layer(entering)
         return PendingBackward(first, last, tokens, input_BTD, entering)
 
@@ -159,7 +164,10 @@ class StageRunner:
     ) -> jobs.Outcome:
         """The output and the targets for the next stage; at the model's end the loss, and the way back from it."""
         if execution.last == self.end:
-            loss = gpt.loss_of(execution.output_BTD, targets_BT.to(self.device.device)) * execution.tokens
+            targets_BT = targets_BT.to(self.device.device)
+            with self.device.autocast():
+                mean = gpt.last_loss(self.run, self.layers[-1], execution.output_BTD, targets_BT)
+            loss = mean * execution.tokens
             if not torch.isfinite(loss):
                 return jobs.ExecutionFailed(token, Reason.NAN)
             self._accumulate(token, execution, loss, None)

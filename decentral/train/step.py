@@ -2,30 +2,94 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from decentral.core import config
 from decentral.train import gpt
+from decentral.train.counters import Counters
 from decentral.train.inner import Inner, rate_at
 
 Fetch = Callable[[], tuple[Tensor, Tensor]]
 """Gives the next micro-batch: inputs_BT and targets_BT."""
 
-Forward = Callable[[Tensor], Tensor]
-"""Maps tokens_BT to logits_BTV."""
+
+class ModelForward(Protocol):
+    """A model's layers as one function."""
+
+    def __call__(self, tokens_BT: Tensor, /) -> Tensor:
+        """logits_BTV"""
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, /) -> Tensor:
+        """Mean cross-entropy in nats per token, a scalar."""
+
+
+class Replica(Protocol):
+    """The whole model at work: its layers, their optimizer, and both as one function. train/span.py has one."""
+
+    @property
+    def run(self) -> config.Config: ...
+
+    @property
+    def layers(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def inner(self) -> Inner: ...
+
+    @property
+    def forward(self) -> ModelForward: ...
+
+
+class Ranks(Protocol):
+    """The processes that take each step of a peer together: those of an island (train/island.py), or one alone."""
+
+    rank: int
+    size: int
+
+    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
+        """Begins a step on all ranks. Gives the layers as the function with which it is to be taken."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Around a micro-batch's passes. After those of a step's last one the gradients are the mean of all ranks'."""
+
+    def end(self, figure: Tensor) -> Tensor:
+        """Ends the step. Gives the mean of this scalar over all ranks."""
+
+
+class Alone:
+    """The Ranks of a peer with one device."""
+
+    rank, size = 0, 1
+
+    def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
+        return replica.forward
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def end(self, figure: Tensor) -> Tensor:
+        return figure
+
+
+ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device on which a peer computes, its arithmetic, and how much slower than it is the device shall seem."""
+    """The device on which a peer computes, its arithmetic, and how much slower than it is the device shall seem.
+
+    In an island it is one rank's; `ranks` leads to the others.
+    """
 
     device: torch.device
     dtype: torch.dtype
     throttle: float = 1.0  # computing takes this many times as long
     emulated_s: float = 0.0  # a micro-batch takes at least this long
+    ranks: Ranks = field(default=ALONE, repr=False, compare=False)
 
     def autocast(self) -> torch.autocast:
         mixed = self.dtype != torch.float32
@@ -40,29 +104,32 @@ class StepReport:
 
 
 def train_step(
-    forward: Forward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
+    forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
 ) -> StepReport:
     """One inner step with the mean gradient of `train.accumulate` micro-batches; one that is not finite is dropped.
 
     `lr_step` is the swarm's step, from which the learning rate follows. The loss is the mean over the micro-batches.
+    Each rank of an island takes as many micro-batches, and the report is of all of them.
     """
+    ranks = device.ranks
     inner.zero_grad()
     losses, tokens = [], 0
-    for _ in range(train.accumulate):
+    for left in reversed(range(train.accumulate)):
         began = time.perf_counter()
         inputs_BT, targets_BT = fetch()
-        with device.autocast():
-            loss = gpt.loss_of(forward(inputs_BT.to(device.device)), targets_BT.to(device.device))
-        (loss / train.accumulate).backward()  # type: ignore[no-untyped-call]
+        with ranks.micro_batch(last=left == 0):
+            with device.autocast():
+                loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
+            (loss / train.accumulate).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
-        tokens += inputs_BT.numel()
+        tokens += inputs_BT.numel() * ranks.size
         slow_down(device, time.perf_counter() - began)
     if torch.isfinite(inner.clip()):
         inner.step(rate_at(train, lr_step, inner.steps), tokens)
-    return StepReport(float(torch.stack(losses).mean()), tokens, train.accumulate)
+    return StepReport(float(ranks.end(torch.stack(losses).mean())), tokens, train.accumulate * ranks.size)
 
 
-def held_out_loss(forward: Forward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
+def held_out_loss(forward: ModelForward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
     """Mean loss in nats per token over the held-out inputs_BT and targets_BT, `at_once` sequences at a time."""
     parts = [held_out_part(forward, part, device) for part in parts_of(batch, at_once)]
     return sum(parts) / len(batch[0])
@@ -75,18 +142,47 @@ def parts_of(batch: tuple[Tensor, Tensor], at_once: int) -> Iterator[tuple[Tenso
 
 
 @torch.no_grad()
-def held_out_part(forward: Forward, part: tuple[Tensor, Tensor], device: Device) -> float:
+def held_out_part(forward: ModelForward, part: tuple[Tensor, Tensor], device: Device) -> float:
     """The sum over these sequences of their mean losses in nats per token."""
     inputs_BT, targets_BT = part
     with device.autocast():
-        loss = gpt.loss_of(forward(inputs_BT.to(device.device)), targets_BT.to(device.device))
+        loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
     return float(loss) * len(inputs_BT)
 
 
-def chain(layers: Sequence[nn.Module], compiled: bool) -> Forward:
-    """The layers one after another, as one function."""
-    model = nn.Sequential(*layers)
-    return torch.compile(model) if compiled else model
+class Chain:
+    """Layers [first, ...) of a model one after another, as one function; with a run they save memory as it says.
+
+    Where `first` is not the first layer this only serves to measure the device: zeros stand for the hidden values that
+    would enter. Where the layers end before the model, their output stands for logits.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], compiled: bool = False, run: config.Config | None = None, first: int = 0
+    ) -> None:
+        ends = run is not None and first + len(layers) == len(gpt.parameters(run.model))
+        self.run = run if ends else None
+        self.dtype = torch.float32 if run is None else getattr(torch, run.train.weights)
+        self.entering = 0 if run is None or first == 0 else gpt.widths(run.model)[first]
+        ready = list(layers) if run is None else gpt.recomputed(run, layers, first)
+        trunk, head = nn.Sequential(*ready[:-1]), ready[-1] if ready else nn.Identity()
+        self.trunk: Callable[[Tensor], Tensor] = torch.compile(trunk) if compiled else trunk
+        self.head: Callable[[Tensor], Tensor] = torch.compile(head) if compiled else head
+
+    def __call__(self, tokens_BT: Tensor) -> Tensor:
+        return self.head(self._hidden(tokens_BT))
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        if self.run is None:
+            return gpt.loss_of(self(tokens_BT), targets_BT)
+        return gpt.last_loss(self.run, self.head, self._hidden(tokens_BT), targets_BT)
+
+    def _hidden(self, tokens_BT: Tensor) -> Tensor:
+        """What enters the last layer."""
+        if not self.entering:
+            return self.trunk(tokens_BT)
+        zeros_BTD = torch.zeros(*tokens_BT.shape, self.entering, device=tokens_BT.device, dtype=self.dtype)
+        return self.trunk(zeros_BTD.requires_grad_())
 
 
 def slow_down(device: Device, took_s: float, share: float = 1.0) -> None:

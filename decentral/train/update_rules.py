@@ -80,9 +80,6 @@ class UpdateRule:
     donated: Mapping[str, str] = {"theta": "fp32"}
     """The sections that a newcomer gets, likewise."""
 
-    reads_theta: bool = False
-    """Whether `merge` needs a copy of the weights as they are then."""
-
     donates_live: bool = True
     """Whether a newcomer's state is read off the live weights, at a step edge."""
 
@@ -112,7 +109,7 @@ class UpdateRule:
     def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction | None:
         """The outer step with what partners sent; without parts it is a solo step. `steps`: that we have taken so far.
 
-        `theta` is there if `reads_theta`.
+        `theta` is a copy of the weights as they are now, for an Absorb; a Merge has none.
         """
         raise NotImplementedError
 
@@ -145,7 +142,7 @@ class UpdateRule:
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Packs what a newcomer starts from."""
-        packer.add("theta", self.donated["theta"], live.theta)
+        packer.add("theta", self.donated["theta"], live.theta.float())
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
         """Starts anew, theta included, from what a donor packed."""

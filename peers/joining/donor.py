@@ -1,6 +1,7 @@
 """The other side of a join: a donor's fragments, given to newcomers piece by piece.
 
-The compute thread encodes a fragment's state when a newcomer asks for it. The export is reused for EXPORT_KEPT_S, and
+The compute thread encodes a fragment's state when a newcomer asks for it. The export is reused for EXPORT_KEPT_S; one
+who has begun to fetch it may take FINISHED_S more, so that a large state on a slow link is not encoded again and again.
 MOST_SERVED newcomers at a time are served; the others are told that the donor is busy, and ask elsewhere or later.
 """
 
@@ -21,6 +22,7 @@ from decentral.core.units import Seconds
 MOST_SERVED = 8  # newcomers at a time: eight that are done soon are donors themselves
 SERVED_S = 5.0  # time after its last request until a newcomer's place goes to another one
 EXPORT_KEPT_S = 5.0  # any longer, and newcomers would start too far behind the swarm
+FINISHED_S = 25.0
 
 ExportName = tuple[int, bool]
 """A fragment, and whether the export is its retained state on the disk (else it is its live state)."""
@@ -33,6 +35,10 @@ class Export:
     blob: bytes
     expires_at: Seconds
     version: bytes = bytes(16)
+    begun: set[PeerId] = field(default_factory=set)  # newcomers that have pieces of it
+
+    def serves(self, newcomer: PeerId, now: Seconds) -> bool:
+        return now < self.expires_at + (FINISHED_S if newcomer in self.begun else 0.0)
 
 
 @dataclass(slots=True)
@@ -44,7 +50,7 @@ class Donor:
     retained: RetainedStates = ()  # states on the disk of fragments that this peer has given up
     exact: bool = False  # whether an export of an earlier step than the present one is useless (synchronous runs)
     exports: dict[ExportName, Export] = field(default_factory=dict)
-    _waiting: dict[ExportName, list[tuple[int, StateRequest]]] = field(default_factory=dict)
+    _waiting: dict[ExportName, list[tuple[int, PeerId, StateRequest]]] = field(default_factory=dict)
     _served: dict[PeerId, Seconds] = field(default_factory=dict)  # when each newcomer has last asked
 
     def asked(self, request: int, sender: PeerId, pull: StateRequest, step: int, now: Seconds) -> list[Effect]:
@@ -57,9 +63,9 @@ class Donor:
         name = (pull.fragment, pull.kept)
         export = self.exports.get(name)
         outdated = self.exact and export is not None and not pull.kept and export.step != step
-        if export is not None and now < export.expires_at and not outdated:
-            return [self._piece(request, pull, export)]
-        self._waiting.setdefault(name, []).append((request, pull))
+        if export is not None and export.serves(sender, now) and not outdated:
+            return [self._piece(request, sender, pull, export)]
+        self._waiting.setdefault(name, []).append((request, sender, pull))
         job = jobs.ExportRetained(pull.fragment) if pull.kept else jobs.ExportState(pull.fragment)
         return [job] if len(self._waiting[name]) == 1 else []
 
@@ -70,13 +76,13 @@ class Donor:
         name = (done.fragment, isinstance(done, RetainedExported))
         waiting = self._waiting.pop(name, [])
         if not done.layout:
-            return [_refuse(request, Reason.FRAGMENT) for request, _ in waiting]
+            return [_refuse(request, Reason.FRAGMENT) for request, _, _ in waiting]
         own_step = done.step if isinstance(done, RetainedExported) else step
         export = self.exports[name] = Export(own_step, done.layout, done.blob, now + EXPORT_KEPT_S, version)
-        return [self._piece(request, pull, export) for request, pull in waiting]
+        return [self._piece(request, sender, pull, export) for request, sender, pull in waiting]
 
     def forget_old(self, now: Seconds) -> None:
-        self.exports = {name: one for name, one in self.exports.items() if now < one.expires_at}
+        self.exports = {name: one for name, one in self.exports.items() if now < one.expires_at + FINISHED_S}
 
     def _admits(self, newcomer: PeerId, now: Seconds) -> bool:
         """Whether this newcomer is one of those that are served."""
@@ -87,7 +93,8 @@ class Donor:
         self._served[newcomer] = now
         return True
 
-    def _piece(self, request: int, pull: StateRequest, export: Export) -> Reply:
+    def _piece(self, request: int, newcomer: PeerId, pull: StateRequest, export: Export) -> Reply:
+        export.begun.add(newcomer)
         piece = export.blob[pull.offset : pull.offset + pull.length]
         if not piece:
             return _refuse(request, Reason.OFFSET)

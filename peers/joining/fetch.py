@@ -25,6 +25,9 @@ from decentral.core.units import MiB, Seconds
 PIECE_BYTES = 1 * MiB
 DONORS = 4  # number of donors at a time
 IN_FLIGHT = 2  # pieces asked of one donor at a time
+FRAGMENTS_AHEAD = (
+    6  # fragments more of which one donor is asked for the first piece: it has to encode them at its step edges
+)
 FAILURES = 2  # failed requests until a donor is left out
 PIECE_DEADLINE_S = 30.0
 
@@ -49,6 +52,8 @@ class Incoming:
 
     def next_offset(self) -> int | None:
         """An offset that is neither here nor requested. Before the first piece is here, 0 is the only one known."""
+        if self.complete():
+            return None
         end = 1 if self.total is None else self.total
         while self._from < end and (self._from in self.pieces or self._from in self.requested):
             self._from += PIECE_BYTES
@@ -67,20 +72,27 @@ class Incoming:
         self.here = self._from = 0
 
     def take(self, chunk: StateChunk, blob: bytes) -> None:
-        """Adds a piece. Raises ProtocolError if it does not fit the fragment or its digest."""
+        """Adds a piece. Raises ProtocolError if it does not fit the fragment or its digest.
+
+        The last one puts all together, so that their memory serves the next fragment's pieces.
+        """
         if blobs.digest(blob) != chunk.digest:
             raise ProtocolError(Reason.DIGEST, "a piece of state")
         if chunk.layout != self.layout or chunk.total != sum(section.size for section in self.layout):
             raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
         if len(blob) != min(PIECE_BYTES, chunk.total - chunk.offset):
             raise ProtocolError(Reason.SHAPE, "a piece of another length")
+        if self.complete():
+            return
         self.total = chunk.total
         self.here += len(blob) - len(self.pieces.get(chunk.offset, b""))
         self.pieces[chunk.offset] = blob
         self.step, self.version = max(self.step, chunk.step), chunk.version
+        if self.complete():
+            self.pieces = {0: self.blob()}
 
     def blob(self) -> bytes:
-        return joined(self.pieces[at] for at in sorted(self.pieces))
+        return joined(self.pieces[at] for at in sorted(self.pieces)) if len(self.pieces) > 1 else self.pieces[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +120,7 @@ class Fetch:
     busy: int = 0  # times that a donor served others and refused us
     failures: Counter[PeerId] = field(default_factory=Counter)
     _in_flight: Counter[PeerId] = field(default_factory=Counter)
+    _ahead: dict[int, PeerId] = field(default_factory=dict)  # by fragment: who was asked ahead for its first piece
 
     def begin(self, incoming: Iterable[Incoming], now: Seconds) -> None:
         self.incoming, self.last_piece_at = {one.fragment.index: one for one in incoming}, now
@@ -159,16 +172,17 @@ class Fetch:
         for position, donor in [*enumerate(self.donors)] * IN_FLIGHT:
             if self._in_flight[donor] < IN_FLIGHT:
                 effects += self._ask_one(donor, position)
-        return effects
+        return effects + [ask for position, donor in enumerate(self.donors) for ask in self._ask_ahead(donor, position)]
 
     def handle(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """Takes the answer to a request, and gives the next requests."""
         assert isinstance(event.tag, FetchTag)
         offset, incoming = event.tag.offset, self.incoming.get(event.tag.fragment)
+        if offset or self._ahead.pop(event.tag.fragment, None) is None:
+            self._in_flight[event.peer] -= 1
         if incoming is None:
             return []  # this fragment is not fetched any more
         incoming.request_over(offset)
-        self._in_flight[event.peer] -= 1
         if isinstance(event, AskFailed):
             return self._failed(event.peer, event.reason)
         message = event.envelope.message
@@ -187,17 +201,32 @@ class Fetch:
         return [] if self.complete else self.ask()
 
     def _ask_one(self, donor: PeerId, position: int) -> list[Effect]:
-        """The next request for this donor. Donors in different positions begin with different fragments."""
-        held = [one for _, one in sorted(self.incoming.items()) if self.holds(donor, one.fragment)]
-        for shift in range(len(held)):
-            incoming = held[(position + shift) % len(held)]
-            offset, index = incoming.next_offset(), incoming.fragment.index
+        """The next request for this donor."""
+        for incoming in self._in_turn(donor, position):
+            offset = incoming.next_offset()
             if offset is not None:
-                incoming.requested.add(offset)
                 self._in_flight[donor] += 1
-                question = Envelope(StateRequest(self.run, index, offset, PIECE_BYTES, incoming.retained))
-                return [Ask(self.tag(index, offset), donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)]
+                return [self._request(donor, incoming, offset)]
         return []
+
+    def _ask_ahead(self, donor: PeerId, position: int) -> list[Effect]:
+        """Requests for the first pieces of fragments of which nothing is here, while others are on their way."""
+        room = FRAGMENTS_AHEAD - sum(asked == donor for asked in self._ahead.values())
+        untouched = [one for one in self._in_turn(donor, position) if one.total is None and not one.requested]
+        self._ahead |= {one.fragment.index: donor for one in untouched[:room]}
+        return [self._request(donor, one, 0) for one in untouched[:room]]
+
+    def _in_turn(self, donor: PeerId, position: int) -> list[Incoming]:
+        """The fragments that this donor holds. Donors in different positions begin with different ones."""
+        held = [one for _, one in sorted(self.incoming.items()) if self.holds(donor, one.fragment)]
+        turn = position % len(held) if held else 0
+        return held[turn:] + held[:turn]
+
+    def _request(self, donor: PeerId, incoming: Incoming, offset: int) -> Ask:
+        incoming.requested.add(offset)
+        question = Envelope(StateRequest(self.run, incoming.fragment.index, offset, PIECE_BYTES, incoming.retained))
+        tag = self.tag(incoming.fragment.index, offset)
+        return Ask(tag, donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)
 
     def _failed(self, donor: PeerId, reason: str) -> list[Effect]:
         if reason == Reason.BUSY:  # it serves enough newcomers: others are asked instead

@@ -11,6 +11,7 @@ from decentral.core.units import Seconds
 
 FIXED_CORES = 0.005  # what the event loop and the network take without gossip
 REMEMBERED_WINDOWS = 16
+MOST_TIMES = 2  # the average cost: what a new measurement counts at most
 LONGER, SHORTER = 1.1, 0.8  # windows change when they are this far from what is needed: peers must not flap
 
 
@@ -25,26 +26,38 @@ class CoresUsed:
 
 @dataclass(slots=True)
 class GossipCost:
-    window_cost_s: Seconds = 0.0  # one window of one fragment, on average
+    compute_s: Seconds = 0.0  # of one window of one fragment, on average: its jobs
+    network_s: Seconds = 0.0  # likewise: its transfers
     cores: float = 0.0  # that train
     stretch: int = 1  # windows are so many times as long as the config has them: a power of two
-    _compute_s: Seconds = 0.0  # of jobs since the last measurement
+    _jobs_s: Seconds = 0.0  # since the averages were brought up to date
+    _transfers_s: Seconds = 0.0  # likewise
     _windows: int = 0  # closed since then
 
     def did(self, cost_s: Seconds, closed: bool) -> None:
         """A job of gossip took so long; `closed`: it ended a window."""
-        self._compute_s += cost_s
+        self._jobs_s += cost_s
         self._windows += closed
 
-    def measured(self, used: CoresUsed) -> None:
+    @property
+    def window_cost_s(self) -> Seconds:
+        return self.compute_s + self.network_s
+
+    def measured(self, used: CoresUsed, gossip_alone: bool) -> None:
+        """`gossip_alone`: the network had little else to do, such as the state of a newcomer to send."""
         self.cores = used.training_s / used.seconds
-        if not self._windows:
-            return  # the next measurement may have windows to share this one's cost
-        network_s = max(0.0, used.network_s - FIXED_CORES * used.seconds)
-        cost_s = (self._compute_s + network_s) / self._windows
-        newest = min(1.0, self._windows / REMEMBERED_WINDOWS) if self.window_cost_s else 1.0
-        self.window_cost_s += newest * (cost_s - self.window_cost_s)
-        self._compute_s, self._windows = 0.0, 0
+        if gossip_alone:
+            self._transfers_s += max(0.0, used.network_s - FIXED_CORES * used.seconds)
+        if self._windows:  # else the next measurement may have windows to share this one's cost
+            self.compute_s = self._averaged(self.compute_s, self._jobs_s / self._windows)
+            self.network_s = self._averaged(self.network_s, self._transfers_s / self._windows)
+            self._jobs_s, self._transfers_s, self._windows = 0.0, 0.0, 0
+
+    def _averaged(self, known: Seconds, new: Seconds) -> Seconds:
+        """One outlier (memory that is touched first, a machine that is busy) must not stretch windows for minutes."""
+        if not known:
+            return new
+        return known + min(1.0, self._windows / REMEMBERED_WINDOWS) * (min(new, MOST_TIMES * known) - known)
 
     def windows(self, window_s: Seconds, fragments: int, share: float) -> int:
         """How many windows of the config's length make one of ours, so that all fragments cost this share of the cores.

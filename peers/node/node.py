@@ -262,7 +262,7 @@ class Node:
         return self.progress.handle(event, now) + routed
 
     def _cores_used(self, event: CoresUsed, now: Seconds) -> list[Effect]:
-        self.selection.cost.measured(event)
+        self.selection.cost.measured(event, gossip_alone=not self.donor.exports)
         return []
 
     def _to_join(self, event: object, now: Seconds) -> list[Effect]:

@@ -113,7 +113,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
     held = _held([one.held for _, one in task.members], len(needs.fragments))
     return FragmentCosts(
         seconds_NL=parameters / parameters.sum() / speeds[:, None],
-        state_L=np.array(needs.state, dtype=np.float64),
+        state_L=np.array(needs.state_of_parts, dtype=np.float64),
         activation_L=np.array(needs.activations, dtype=np.float64),
         snapshot_L=SNAPSHOT_BYTES * parameters / ROUND_S,
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),

@@ -19,6 +19,8 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix
 
 from decentral.comm.routes.pacing import RoutingWeights
 from decentral.core.jobs import Fragment
@@ -102,9 +104,6 @@ def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) ->
 
 def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, Ints, Ints]) -> Floats:
     """z of each hop, as a part of the sum of all speeds."""
-    from scipy.optimize import linprog  # takes a third of a second to load: only where micro-batches travel
-    from scipy.sparse import coo_matrix
-
     whole = sum(cut.parameters for cut in cuts)
     before = np.concatenate(([0.0], np.cumsum([cut.parameters / whole for cut in cuts])))
     index, a, b = hops

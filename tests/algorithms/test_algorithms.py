@@ -17,11 +17,14 @@ from decentral.core.jobs import Fragment
 from decentral.peers.node.answers import BLOB_SLACK_BYTES
 from decentral.train import compress, update_rules
 from decentral.train.inner import Live
+from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer
+from decentral.train.update_rules import RuleTools, Window
 
 SIDE = 128
 HOLDERS = 3  # of a fragment, in a run with exact gradients
 ROUNDS_KEPT = 2
+TOOLS = RuleTools(compress, TorchKernels(compress))
 
 RECORDS = [pytest.param(algorithms.algorithm(name), id=name) for name in algorithms.MODULES]
 every_algorithm = pytest.mark.parametrize("algorithm", RECORDS)
@@ -35,14 +38,29 @@ def rule_after_a_close(algorithm: Algorithm) -> tuple[update_rules.UpdateRule, i
     """A rule whose window waits for its merge, the bytes that it published, and how many parameters it has."""
     layer = nn.Linear(SIDE, SIDE, bias=False)
     live = Live(Fragment(0, 0, 1, SIDE * SIDE), [layer], torch.device("cpu"), config.TrainConfig())
-    rule, packer = update_rules.rule(settings(algorithm), live.theta, PeerId("A")), Packer(compress)
-    rule.close(live, packer)
+    rule, packer = update_rules.rule(settings(algorithm), live.theta, PeerId("A"), TOOLS), Packer(compress)
+    if algorithm.exact:
+        rule.close_round(live, packer)
+    else:
+        theta = rule.buffer()
+        live.copy_theta(theta)
+        rule.close(theta, Window(0, 0.0, 0), packer)
+        rule.encode(packer)
     return rule, len(packer.finish()[1]), SIDE * SIDE
+
+
+def sections(rule: update_rules.UpdateRule) -> dict[str, str]:
+    """All that partners may get of a window."""
+    return {**rule.sections, **rule.on_request}
 
 
 def tensors_in(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, RuleTools):
+        return []
+    if isinstance(value, tuple):
+        return [tensor for part in value for tensor in tensors_in(part)]
     names = getattr(value, "__slots__", None) or getattr(value, "__dict__", {})
     return [tensor for name in names for tensor in tensors_in(getattr(value, name))]
 
@@ -74,8 +92,8 @@ def test_an_algorithm_that_is_no_text_is_refused_in_the_same_words(value: str) -
 def test_a_true_snapshot_fits_within_its_bytes_per_parameter_and_not_by_far(
     algorithm: Algorithm, parameters: int
 ) -> None:
-    rule = update_rules.rule(settings(algorithm), torch.zeros(1), PeerId("A"))
-    size = sum(section.size for section in update_rules.layout_of(rule.sections, parameters, compress))
+    rule = update_rules.rule(settings(algorithm), torch.zeros(1), PeerId("A"), TOOLS)
+    size = sum(section.size for section in update_rules.layout_of(sections(rule), parameters, compress))
     assert size <= int(parameters * algorithm.snapshot_bytes) + BLOB_SLACK_BYTES
     assert size >= 0.98 * parameters * algorithm.snapshot_bytes
 
@@ -92,8 +110,8 @@ def test_the_gossip_state_of_a_parameter_takes_no_more_than_the_record_says(algo
 @every_algorithm
 def test_what_a_newcomer_gets_and_what_partners_get_are_those_of_the_rule(algorithm: Algorithm) -> None:
     rule, published, parameters = rule_after_a_close(algorithm)
-    assert published == sum(one.size for one in update_rules.layout_of(rule.sections, parameters, compress))
-    assert rule.clipped is None or rule.clipped in rule.sections
+    assert published == sum(one.size for one in update_rules.layout_of(sections(rule), parameters, compress))
+    assert not set(rule.sections) & set(rule.on_request)
 
 
 @every_algorithm
@@ -112,6 +130,9 @@ class Alone:
 
     def deadline_s(self, peer: PeerId, size: int) -> float:
         return 5.0
+
+    def window_s(self) -> float:
+        return 10.0
 
     def period_s(self, size: int) -> float:
         return 10.0

@@ -2,28 +2,15 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from decentral import simulate
 from decentral.sim import sweep
-from decentral.train import outer
 
 QUICK = [word for setting in sweep.SETTINGS for word in ("--set", setting)]
 SMALL = ["--peers", "3", "--seconds", "30", "--seed", "5", *QUICK]
-
-
-@pytest.fixture
-def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    close = outer.close
-
-    def broken(slow: outer.Slow, *rest: object) -> tuple[outer.Slow, object]:
-        after, sent = close(slow, *rest)  # type: ignore[arg-type]
-        return replace(after, baseline=slow.baseline), sent
-
-    monkeypatch.setattr(outer, "close", broken)
 
 
 def test_it_reports_what_the_swarm_would_do(capsys: pytest.CaptureFixture[str]) -> None:

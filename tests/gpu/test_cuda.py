@@ -5,10 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from decentral.core import jobs
 from decentral.train import compress
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.kernel_choice import best_kernels
+from decentral.train.kernel_proof import prove
+from decentral.train.kernels_cpu import CompiledKernels
+from decentral.train.outer_kernels import OuterConstants, OuterKernels, OuterVectors, Weighted
 from decentral.train.step import Device
 
 pytestmark = pytest.mark.gpu
@@ -94,4 +99,52 @@ def test_a_checkpoint_from_cuda_resumes_on_the_cpu(setup_of: MakeSetup) -> None:
 def test_a_throttled_peer_waits_for_the_device(setup_of: MakeSetup) -> None:
     setup = setup_of(device="cuda")
     slow = Compute(replace(setup, device=replace(setup.device, emulated_s=0.01)))
-    assert slow.step().seconds >= 0.01
+    assert slow.step().spent.training >= 0.01
+
+
+@pytest.fixture
+def kernels() -> OuterKernels:
+    pytest.importorskip("cupy", reason="needs cupy: install the extra `cuda`")
+    from decentral.train.kernels_cuda import CudaKernels
+
+    return CudaKernels(torch.device("cuda"), chunk_elements=1024)
+
+
+def pinned(n: int, seed: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).pin_memory()
+
+
+def test_the_kernels_of_this_gpu_prove_themselves(kernels: OuterKernels) -> None:
+    prove(kernels)
+
+
+def test_a_peer_with_a_gpu_and_cupy_gets_cuda_kernels(kernels: OuterKernels) -> None:
+    chosen, reason = best_kernels(torch.device("cuda"), compress)
+    assert type(chosen) is type(kernels)
+    assert reason == "CUDA, proven against torch"
+
+
+def test_a_snapshot_on_the_device_closes_as_one_in_host_memory(kernels: OuterKernels) -> None:
+    """Its values are written in training's stream just before."""
+    n, on_device = 10_001, torch.zeros(10_001, device="cuda")
+    snapshot, baseline, residual = (pinned(n, seed) for seed in range(3))
+    expected_residual = residual.clone()
+    expected = CompiledKernels().close(snapshot, baseline, expected_residual)
+    on_device.copy_(snapshot, non_blocking=True)
+    blob, length = kernels.close(on_device, baseline, residual)
+    assert blob == expected[0]
+    assert length == pytest.approx(expected[1], rel=1e-9)
+    assert torch.equal(residual, expected_residual)
+
+
+def test_pinned_vectors_of_many_chunks_merge_as_on_the_cpu(kernels: OuterKernels) -> None:
+    n = 100_001
+    steps = [Weighted(0.5, compress.encode("q4", pinned(n, 10 + k))) for k in range(3)]
+    towards = [Weighted(0.3, compress.encode("int8", pinned(n, 20 + k))) for k in range(2)]
+    results = []
+    for one in (kernels, CompiledKernels()):
+        vectors = OuterVectors(pinned(n, 1), pinned(n, 2), pinned(n, 3), pinned(n, 4))
+        one.merge(vectors, steps, towards, OuterConstants(0.9, 0.7, 0.3, 0.6))
+        results.append(vectors)
+    for name in ("phi", "baseline", "correction", "momentum"):
+        assert torch.equal(*(getattr(vectors, name) for vectors in results)), name

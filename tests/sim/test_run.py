@@ -14,24 +14,11 @@ from decentral.sim.gradients import real_gradients
 from decentral.sim.run import Scenario, StopRun, run, shrink
 from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
-from decentral.train import outer
 
 
 def scenario(spec: str = "", seconds: float = 40.0, seed: int = 1, throttles: tuple[float, ...] = (1.0,)) -> Scenario:
     settings = SwarmSettings.of(config.load(None, sweep.SETTINGS), Pace(0.4, 0.05, report_s=2.0), throttles, 1024)
     return Scenario(settings, 3, seconds, seed, tuple(faults.parse(spec)))
-
-
-@pytest.fixture
-def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets progress be counted again and again: the baseline stays where it was."""
-    close = outer.close
-
-    def broken(slow: outer.Slow, *rest: object) -> tuple[outer.Slow, object]:
-        after, sent = close(slow, *rest)  # type: ignore[arg-type]
-        return replace(after, baseline=slow.baseline), sent
-
-    monkeypatch.setattr(outer, "close", broken)
 
 
 def test_the_same_seed_gives_the_same_digest_and_another_seed_another() -> None:

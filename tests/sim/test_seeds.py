@@ -17,7 +17,8 @@ from decentral.core.units import Seconds
 from decentral.peers.placement import span_move
 from decentral.peers.planning import swarm_plans
 from decentral.sim import sweep
-from decentral.train import checkpoint, outer
+from decentral.train import checkpoint
+from tests.sim.broken import no_baseline
 
 FOUND = {
     28: "a partition: all waited for one silent partner, and the good answers grew old",
@@ -59,17 +60,6 @@ def test_a_seed_stands_for_one_scenario_and_one_digest() -> None:
 # What the sweep finds when a defence is switched off
 
 Switch = pytest.MonkeyPatch
-
-
-def no_baseline(off: Switch) -> None:
-    """The baseline does not follow the live weights at a close, so progress is counted again."""
-    close = outer.close
-
-    def broken(slow: outer.Slow, *rest: object) -> tuple[outer.Slow, object]:
-        after, sent = close(slow, *rest)  # type: ignore[arg-type]
-        return replace(after, baseline=slow.baseline), sent
-
-    off.setattr(outer, "close", broken)
 
 
 def no_digests(off: Switch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.train import gpt
-from decentral.train.step import chain
+from decentral.train.step import Chain
 
 GROUPED = config.ModelConfig(depth=2, width=32, heads=4, kv_heads=2, context=16, vocabulary=61)
 PLAIN = config.ModelConfig(depth=2, width=32, heads=2, context=16, vocabulary=61)
@@ -22,7 +22,7 @@ def tokens(seed: int, sequences: int = 3) -> Tensor:
 
 def logits(layers: list[nn.Module], tokens_BT: Tensor) -> Tensor:
     with torch.no_grad():
-        return chain(layers, compiled=False)(tokens_BT)
+        return Chain(layers)(tokens_BT)
 
 
 # Building
@@ -166,3 +166,55 @@ def test_a_function_that_gives_no_layers_is_a_user_error(module: str, function: 
 def test_a_name_that_leads_nowhere_is_a_user_error(name: str) -> None:
     with pytest.raises(UserError, match=r"model\.layers"):
         gpt.build(config.ModelConfig(layers=name), 0)
+
+
+# Saving memory
+
+
+def gradients(run: config.Config, layers: list[nn.Module]) -> tuple[float, list[Tensor]]:
+    for layer in layers:
+        layer.zero_grad()
+    loss = Chain(layers, run=run).loss(tokens(0), tokens(1))
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = [parameter.grad for layer in layers for parameter in layer.parameters()]
+    return loss.item(), [one for one in found if one is not None]
+
+
+def saving(model: config.ModelConfig, **train: object) -> config.Config:
+    return config.Config(model=model, train=config.TrainConfig.model_validate(train))
+
+
+def own_layers(model: config.ModelConfig) -> list[nn.Module]:
+    """Its last layer mixes the positions of a sequence."""
+    mixing = nn.Sequential(nn.Conv1d(16, 16, 1), nn.Linear(8, model.vocabulary))
+    return [nn.Embedding(model.vocabulary, 8), nn.Linear(8, 8), mixing]
+
+
+USERS = config.ModelConfig(layers=f"{__name__}:own_layers", context=16, vocabulary=61)
+
+
+@pytest.mark.parametrize("model", [GROUPED, USERS], ids=["ours", "a user's"])
+@pytest.mark.parametrize("logits_at_once", [61, 500, 61 * 16 * 3 - 1])
+def test_a_loss_in_parts_is_that_of_the_whole(model: config.ModelConfig, logits_at_once: int) -> None:
+    layers = gpt.build(model, 0)
+    loss, found = gradients(saving(model), layers)
+    in_parts, same = gradients(saving(model, logits_at_once=logits_at_once), layers)
+    assert in_parts == pytest.approx(loss, rel=1e-6)
+    for one, other in zip(found, same, strict=True):
+        assert torch.allclose(one, other, atol=1e-7, rtol=1e-4)
+
+
+def test_a_loss_of_one_part_is_to_the_bit_that_of_logits_that_were_all_computed() -> None:
+    layers = gpt.build(GROUPED, 0)
+    with torch.no_grad():
+        loss = Chain(layers, run=saving(GROUPED, logits_at_once=61 * 16 * 3)).loss(tokens(0), tokens(1))
+        assert float(loss) == float(gpt.loss_of(logits(layers, tokens(0)), tokens(1)))
+
+
+@pytest.mark.parametrize("model", [GROUPED, USERS], ids=["ours", "a user's"])
+def test_blocks_that_are_computed_again_give_the_same_gradients_to_the_bit(model: config.ModelConfig) -> None:
+    layers = gpt.build(model, 0)
+    loss, found = gradients(saving(model), layers)
+    again, same = gradients(saving(model, recompute=True), layers)
+    assert again == loss
+    assert all(torch.equal(one, other) for one, other in zip(found, same, strict=True))

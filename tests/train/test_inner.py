@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from decentral.core import config
 from decentral.train import gpt
 from decentral.train.inner import Inner, Live, fragments, rate_at
-from decentral.train.step import Device, chain, train_step
+from decentral.train.step import Chain, Device, train_step
 
 MODEL = config.ModelConfig(depth=1, width=32, context=16)
 TRAIN = config.TrainConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
@@ -22,6 +22,15 @@ CPU = Device(torch.device("cpu"), torch.float32)
 def batch(seed: int) -> tuple[Tensor, Tensor]:
     tokens_BT = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(seed))
     return tokens_BT[:, :-1], tokens_BT[:, 1:]
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, logits_BTV: Tensor) -> Tensor:
+        return logits_BTV * self.factor
 
 
 def counts(layers: Sequence[nn.Module]) -> list[int]:
@@ -48,7 +57,7 @@ def test_flat_adamw_is_torchs_adamw_on_the_parameters() -> None:
     ]
     adamw = torch.optim.AdamW(groups, betas=(TRAIN.beta1, TRAIN.beta2), eps=1e-8)
     for step in range(8):
-        train_step(chain(ours, False), lambda step=step: batch(step), inner, step, TRAIN, CPU)  # type: ignore[misc]
+        train_step(Chain(ours), lambda step=step: batch(step), inner, step, TRAIN, CPU)  # type: ignore[misc]
         adamw.zero_grad()
         inputs_BT, targets_BT = batch(step)
         gpt.loss_of(theirs(inputs_BT), targets_BT).backward()  # type: ignore[no-untyped-call]
@@ -66,8 +75,18 @@ def test_the_layers_see_the_flat_vector_and_the_vector_sees_the_layers() -> None
     for live in inner.lives:
         live.theta.fill_(0.25)
     assert all(bool((parameter == 0.25).all()) for layer in layers for parameter in layer.parameters())
-    gpt.loss_of(chain(layers, False)(batch(0)[0]), batch(0)[1]).backward()  # type: ignore[no-untyped-call]
+    gpt.loss_of(Chain(layers)(batch(0)[0]), batch(0)[1]).backward()  # type: ignore[no-untyped-call]
     assert sum(float(live.grad.abs().sum()) for live in inner.lives) > 0
+
+
+def test_gossip_copies_the_weights_out_and_adds_its_correction() -> None:
+    live = flat(gpt.build(MODEL, 0)).lives[0]
+    before = live.theta.clone()
+    copied = torch.empty_like(before)
+    live.copy_theta(copied)
+    live.add(torch.full_like(before, 0.5))
+    assert torch.equal(copied, before)
+    assert torch.equal(live.theta, before + 0.5)
 
 
 def test_flattening_keeps_every_weight() -> None:
@@ -97,9 +116,10 @@ def test_a_small_gradient_is_not_clipped() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_dropped_and_training_goes_on(bad: float) -> None:
     layers = gpt.build(MODEL, 0)
-    inner, forward = flat(layers), chain(layers, False)
+    inner, forward = flat(layers), Chain(layers)
     before = whole(inner).clone()
-    report = train_step(lambda tokens_BT: forward(tokens_BT) * bad, lambda: batch(0), inner, 0, TRAIN, CPU)
+    spoilt = Chain([*layers, Times(bad)])
+    report = train_step(spoilt, lambda: batch(0), inner, 0, TRAIN, CPU)
     assert torch.equal(whole(inner), before)
     assert report.micro_batches == 1
     train_step(forward, lambda: batch(0), inner, 0, TRAIN, CPU)
@@ -114,11 +134,11 @@ def test_micro_batches_that_accumulate_make_one_step_of_their_mean() -> None:
     joined = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     ours, theirs = flat(one, twice), flat(other)
     source: Iterator[tuple[Tensor, Tensor]] = iter(parts)
-    report = train_step(chain(one, False), lambda: next(source), ours, 5, twice, CPU)
-    train_step(chain(other, False), lambda: joined, theirs, 5, TRAIN, CPU)
+    report = train_step(Chain(one), lambda: next(source), ours, 5, twice, CPU)
+    train_step(Chain(other), lambda: joined, theirs, 5, TRAIN, CPU)
     assert (report.micro_batches, report.tokens) == (2, 128)
     for our, their in zip(ours.lives, theirs.lives, strict=True):
-        assert torch.allclose(our.exp_avg, their.exp_avg, atol=1e-6)
+        assert torch.allclose(our.state.exp_avg, their.state.exp_avg, atol=1e-6)
 
 
 # Cutting into fragments

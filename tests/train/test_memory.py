@@ -2,17 +2,23 @@
 
 import dataclasses
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from decentral.core import config, jobs, memory_needs
+from decentral.core import config, memory_needs
 from decentral.core.errors import UserError
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.train import gpt, memory
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.inner import Live, fragments_of
+from decentral.train.step import Chain
 
 
 def really_kept(model: config.ModelConfig, layer: int) -> float:
@@ -47,21 +53,101 @@ def test_a_layer_keeps_about_what_the_model_says(width: int, layer: int) -> None
     assert 0.8 * kept <= said <= 1.3 * (kept + passing)
 
 
-def test_the_state_of_a_parameter_is_what_the_tensors_take(setup_of: Callable[..., ComputeSetup]) -> None:
+SAVING: dict[str, dict[str, object]] = {
+    "as it is": {},
+    "muon": {"optimizer": "muon"},
+    "bf16 weights": {"weights": "bfloat16"},
+    "int8 moments": {"moments": "int8"},
+    "all": {"optimizer": "muon", "weights": "bfloat16", "moments": "int8"},
+}
+MODELS = {
+    "ours": config.ModelConfig(depth=2, width=64, kv_heads=1),
+    "a user's": config.ModelConfig(layers=f"{__name__}:own_layers", vocabulary=40),
+}
+
+
+def own_layers(model: config.ModelConfig) -> list[nn.Module]:
+    inner = [nn.Sequential(nn.Linear(24, 24), nn.Conv1d(model.context, model.context, 3, padding=1))]
+    return [nn.Embedding(model.vocabulary, 24), *inner, nn.Linear(24, model.vocabulary)]
+
+
+@pytest.mark.parametrize("changes", SAVING.values(), ids=SAVING)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_whole_models_weights_gradient_and_optimizer_take_what_is_said(
+    changes: dict[str, object], model: config.ModelConfig
+) -> None:
+    """With AdamW in fp32 16 bytes a parameter."""
+    if "moments" in changes:
+        pytest.importorskip("bitsandbytes", reason="the extra 8bit is not installed")
+    run = config.Config(model=model, train=config.TrainConfig.model_validate(changes))
+    layers, cuts = gpt.build(model, 0), fragments_of(run)
+    lives = [Live(cut, layers, torch.device("cpu"), run.train) for cut in cuts]
+    needs = memory.needs(run, gossip_apart=True)
+    taken = sum(tensor.nbytes for live in lives for tensor in (live.grad, *live.tensors().values()))
+    assert taken <= sum(needs.state) <= taken + 8 * len(layers)  # a block of int8 moments may reach over layers
+    assert needs.span_bytes(0, len(cuts), 0) == sum(needs.state) + max(needs.scratch)  # there are no sums of gradients
+    if not changes:
+        assert taken == 16 * sum(gpt.parameters(model))
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_a_part_of_a_model_has_its_sums_of_gradients_too(setup_of: Callable[..., ComputeSetup], weights: str) -> None:
     setup = setup_of("A")
-    compute = Compute(dataclasses.replace(setup, span=(1, 3)))
-    for fragment in compute.fragments:
-        compute.do(jobs.CloseWindow(fragment.index, 1))
-    tensors = [t for name, t in compute.gossip.tensors().items() if not name.endswith("exp_avg_sq.")]
-    taken = sum(t.numel() * t.element_size() for t in tensors)  # theta, two moments, phi, b, m, e, the closed window
-    taken += sum(
-        t.numel() * 4
-        for t in (*compute.span.stages.sums.filled, *(t for slot in compute.span.stages.sums.sealed for t in slot))
-    )
-    needs = memory.needs(setup.config)
-    said = sum(fragment.parameters for fragment in compute.fragments) * 40
-    assert taken == said
-    assert sum(needs.state[1:3]) == said + sum(fragment.parameters for fragment in compute.fragments) * 4
+    train = setup.config.train.model_copy(update={"weights": weights})
+    run = setup.config.model_copy(update={"train": train})
+    span = Compute(dataclasses.replace(setup, config=run, span=(1, 3))).span
+    sums = [*span.stages.sums.filled, *(one for slot in span.stages.sums.sealed for one in slot)]
+    lives = [tensor for live in span.inner.lives for tensor in (live.grad, *live.tensors().values())]
+    needs = memory.needs(run, gossip_apart=True)
+    taken = {tensor.data_ptr(): tensor.nbytes for tensor in (*sums, *lives)}
+    assert sum(taken.values()) == sum(needs.state_of_parts[1:3])
+    assert needs.span_bytes(1, 3, 0) == sum(taken.values()) + max(needs.scratch[1:3])
+
+
+class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes at a time of the tensors that are made within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given = {one.untyped_storage()._cdata for one in args if isinstance(one, torch.Tensor)}
+        for one in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in given:
+                storage = one.untyped_storage()
+                self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+        self.held = {key: one for key, one in self.held.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
+        self.bytes = max(self.bytes, sum(size for _, size in self.held.values()))
+        return made
+
+
+WIDE = {"model": {"depth": 1, "width": 16, "context": 64, "vocabulary": 128_000}}
+DEEP = {"model": {"depth": 6, "width": 64, "context": 64}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "train"),
+    [(WIDE, {"logits_at_once": 1 << 20}), (WIDE, {}), (DEEP, {"recompute": True}), (DEEP, {})],
+    ids=["a large vocabulary in parts", "a large vocabulary at once", "recomputed", "kept"],
+)
+def test_a_forward_and_backward_pass_takes_at_most_what_is_said(
+    shape: dict[str, dict[str, object]], train: dict[str, object]
+) -> None:
+    run = config.Config.model_validate({**shape, "train": {"micro_batch": 2, **train}})
+    layers = gpt.build(run.model, 0)
+    for cut in fragments_of(run):
+        Live(cut, layers, torch.device("cpu"), run.train)
+    tokens_BT = torch.zeros(2, run.model.context, dtype=torch.int64)
+    with Peak() as peak:
+        Chain(layers, run=run).loss(tokens_BT, tokens_BT).backward()  # type: ignore[no-untyped-call]
+    needs = memory.needs(run, gossip_apart=True)
+    said = sum(needs.activations) + max(needs.scratch)
+    assert 0.6 * said <= peak.bytes <= said
 
 
 def test_a_span_grows_as_far_as_the_memory_goes() -> None:

@@ -30,6 +30,9 @@ class View:
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return 5.0
 
+    def window_s(self) -> Seconds:
+        return 10.0
+
     def period_s(self, size: int) -> Seconds:
         return 10.0
 

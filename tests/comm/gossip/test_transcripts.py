@@ -7,6 +7,7 @@
     12  B: snapshot 10000                             no effect; "B: ..." is B's answer to the last question to B
     13  B asks #1: swap 10001                         B's question; "answer #1: ..." is our reply to it
     14  next                        -> at 20          when it wants to wake
+    15  partners C                                    from now on the view names C alone; "partners": nobody
 
 A message may name a flaw (run, fragment, digest, shape) and when it was written (`at 3`). Windows come every 10 s.
 """
@@ -29,10 +30,22 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.algorithms import FragmentContext, GossipMachine
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Absorb, Absorbed, CloseWindow, Merge, Merged, Section, WindowClosed
+from decentral.core.jobs import (
+    Absorb,
+    Absorbed,
+    CloseWindow,
+    EncodeSections,
+    Merge,
+    Merged,
+    Rest,
+    Section,
+    SectionsEncoded,
+    WindowClosed,
+)
 from decentral.core.machine import Effect, Log, Woke
 
-LAYOUT = (Section("phi", "int8", 6, 6), Section("pseudo_gradient", "q4", 4, 2))
+LIGHT, PHI = (Section("pseudo_gradient", "q4", 4, 2),), (Section("phi", "int8", 6, 6),)
+LAYOUT = (*LIGHT, *PHI)
 FLAWS = {
     "run": {"run": "other"},
     "fragment": {"fragment": 1},
@@ -46,6 +59,7 @@ class Swarm:
     """The view of a machine: the partners that its scenario names, and windows of ten seconds."""
 
     names: Sequence[PeerId]
+    on_request: bool = False  # whether slow weights are encoded only when a partner asks for them
     asked: dict[str, Ask] = field(default_factory=dict)  # the last question to each
 
     def partners(self, fragment: int, now: float) -> Sequence[PeerId]:
@@ -53,6 +67,9 @@ class Swarm:
 
     def deadline_s(self, peer: PeerId, size: int) -> float:
         return 5.0
+
+    def window_s(self) -> float:
+        return 10.0
 
     def period_s(self, size: int) -> float:
         return 10.0
@@ -68,20 +85,26 @@ def scenarios() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize("lines", [pytest.param(lines, id=title) for title, lines in scenarios()])
 def test_the_machine_does_what_the_transcript_says(lines: list[str]) -> None:
     kind, _, names = lines[0].partition(" partners ")
-    swarm = Swarm([PeerId(name) for name in names.split(",") if name])
+    swarm = Swarm(peers(names), on_request=kind == "pull")
     machine = machine_of(kind, swarm)
     expected = [" ".join(line.split()) for line in lines[1:]]
     played: list[str] = []
     for line in (line for line in expected if not line.startswith("->")):
         written, event = line.partition(" -> ")[0].split(" ", 1)
         now = float(written)
-        if event == "next":
+        if event == "partners" or event.startswith("partners "):
+            swarm.names, effects = peers(event.partition(" ")[2]), []
+        elif event == "next":
             effects = [f"at {machine.wake_at:g}" if machine.wake_at is not None else "never"]
         else:
             effects = [shown(effect, swarm) for effect in machine.handle(event_of(event, now, swarm), now)]
         played += [f"{written} {event} -> {effects[0]}" if effects else f"{written} {event}"]
         played += [f"-> {effect}" for effect in effects[1:]]
     assert played == expected
+
+
+def peers(names: str) -> list[PeerId]:
+    return [PeerId(name) for name in names.split(",") if name]
 
 
 def machine_of(kind: str, swarm: Swarm) -> GossipMachine:
@@ -105,7 +128,10 @@ def event_of(text: str, now: float, swarm: Swarm) -> object:
         return Answered(swarm.asked[found[1]].tag, PeerId(found[1]), said(found[1], found[2], now), 1.0, 10, 20)
     match text.split():
         case ["closed", seq]:
-            return WindowClosed(0, int(seq), 64, 0.5, LAYOUT, b"M" * 8)
+            layout, later = (LIGHT, PHI) if swarm.on_request else (LAYOUT, ())
+            return WindowClosed(0, int(seq), 64, 0.5, layout, b"M" * sum(one.size for one in layout), later)
+        case ["encoded", seq]:
+            return SectionsEncoded(0, int(seq), PHI, b"S" * 6)
         case ["merged", seq, *peers]:
             refused = [tuple(peer.split("=")) for peer in peers if "=" in peer]
             used = tuple(PeerId(peer) for peer in peers if "=" not in peer)
@@ -145,6 +171,10 @@ def shown(effect: Effect, swarm: Swarm) -> str:
     match effect:
         case CloseWindow(_, seq, hold):
             return f"close {seq}" + " and hold" * hold
+        case EncodeSections(_, seq):
+            return f"encode {seq}"
+        case Rest():
+            return "rest"
         case Ask(_, to, envelope):
             swarm.asked[to] = effect
             return f"ask {to}: {spoken(envelope.message)}"

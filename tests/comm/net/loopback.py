@@ -71,6 +71,9 @@ class LoopbackTransport:
     def refused(self) -> Mapping[str, int]:
         return self._server.refused if self._server else Counter()
 
+    def processor_s(self) -> Seconds:
+        return 0.0  # it computes in the event loop's thread
+
     async def close(self) -> None:
         self._network.unplug(self.peer)
 

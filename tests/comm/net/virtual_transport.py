@@ -52,6 +52,9 @@ class VirtualTransport:
     def refused(self) -> Mapping[str, int]:
         return self._port.refused
 
+    def processor_s(self) -> Seconds:
+        return 0.0
+
     async def close(self) -> None:
         self._network.unplug(self.peer)
 

@@ -45,6 +45,7 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Advance, CloseRound, Fragment, RoundClosed, Section, SetClock, Stepped, WindowClosed
 from decentral.core.machine import Effect, Log, Woke
+from decentral.core.time_spent import NO_TIME
 
 CUTS = tuple(Fragment(index, index, index + 1, 10) for index in range(4))
 LAYOUT = (Section("gradient", "fp32", 10, 40),)
@@ -163,7 +164,7 @@ class World:
             case ["stepped", *refused]:
                 triples = (one.split(",") for one in refused)
                 bad = tuple((int(index), PeerId(peer), reason) for index, peer, reason in triples)
-                return Stepped(0, 0, 0, 0.0, 0.0, 0, (), bad)
+                return Stepped(0, 0, 0, 0.0, NO_TIME, 0, (), bad)
         assert text == "wake", f"no such event: {text}"
         return Woke()
 

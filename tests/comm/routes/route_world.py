@@ -18,6 +18,7 @@ from decentral.core import jobs
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout, Section
 from decentral.core.machine import Effect, Log, Woke
+from decentral.core.time_spent import NO_TIME, TimeSpent
 
 RUN = RunId("run")
 TOKENS = 8  # of a sequence
@@ -70,10 +71,10 @@ class Device:
                     self.sealed[slot] = sealed
                     return jobs.Sealed(sealed, slot)
                 self.taken.append(sealed)
-                return jobs.Stepped(len(self.taken), 0, then.tokens, then.loss, 0.1, then.micro_batches, sealed)
+                return jobs.Stepped(len(self.taken), 0, then.tokens, then.loss, NO_TIME, then.micro_batches, sealed)
             case jobs.Apply(slot=slot):
                 self.taken.append(self.sealed.pop(slot))
-                return jobs.Stepped(len(self.taken), 0, job.tokens, job.loss, 0.1, job.micro_batches)
+                return jobs.Stepped(len(self.taken), 0, job.tokens, job.loss, NO_TIME, job.micro_batches)
             case jobs.Drop():
                 return jobs.Forgotten()
         raise AssertionError(job)
@@ -209,7 +210,7 @@ class World:
         peer.since_step_s += took
         outcome = peer.device.do(job)
         if isinstance(outcome, jobs.Stepped):
-            outcome, peer.since_step_s = replace(outcome, seconds=peer.since_step_s), 0.0
+            outcome, peer.since_step_s = replace(outcome, spent=TimeSpent(training=peer.since_step_s)), 0.0
         self._at(peer.free_at, peer.name, outcome)
 
     def _ask(self, peer: Peer, ask: Ask) -> None:

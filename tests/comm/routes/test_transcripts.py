@@ -44,6 +44,7 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log, Woke
+from decentral.core.time_spent import NO_TIME
 from tests.comm.routes.route_world import RUN, cuts_of, layout
 
 SECONDS = 1.0  # between a question and its answer
@@ -158,7 +159,7 @@ def event_of(text: str, scene: Scene) -> object:
         case ["sealed", slot, "with", *tokens]:
             return jobs.Sealed(tuple(map(int, tokens)), int(slot))
         case ["stepped", *tokens]:
-            return jobs.Stepped(1, 0, 8, 1.0, 0.1, 1, tuple(map(int, tokens)))
+            return jobs.Stepped(1, 0, 8, 1.0, NO_TIME, 1, tuple(map(int, tokens)))
     assert text == "wake", f"no such event: {text}"
     return Woke()
 

@@ -234,8 +234,8 @@ def test_a_header_over_its_bound_is_refused_before_it_is_read() -> None:
         msgpack.packb([VERSION, "Done", {1: 2}, 0]),
         b"\x91" * 5000,
         b"\xdf\xff\xff\xff\xff",
-        b"\x94\x02\xa4Done\x80\xc7\x00\x05",
-        b"\x94\x02\xa1\xff\x80\x00",
+        b"\x94" + bytes([VERSION]) + b"\xa4Done\x80\xc7\x00\x05",
+        b"\x94" + bytes([VERSION]) + b"\xa1\xff\x80\x00",
     ],
     ids=lambda data: data[:8].hex(),
 )

@@ -124,7 +124,7 @@ class Swarm:
             asyncio.run(limited())
         finally:
             for host in self.hosts.values():
-                host._inbox.put(jobs.Finish())
+                host.compute.submit(jobs.Finish())
 
     def spread(self) -> float:
         weights = [replicas.read(self.folder(name)) for name in self.hosts]
@@ -224,7 +224,13 @@ def test_stopping_saves_and_tells_the_others(swarm_of: Callable[[str], Swarm]) -
 
 def test_a_compute_thread_that_breaks_stops_the_peer_with_the_reason(swarm_of: Callable[[str], Swarm]) -> None:
     class Broken:
-        def run(self, inbox: object, report: object) -> None:
+        def submit(self, job: jobs.Job) -> None:
+            """Nobody is there to do it."""
+
+        def training_s(self) -> float:
+            return 0.0
+
+        def run(self, report: object) -> None:
             raise RuntimeError("the device is gone")
 
     swarm = swarm_of("pull")

@@ -10,10 +10,10 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, ImportState, Section, Start, StateImported
+from decentral.core.jobs import ExportState, Fragment, ImportState, Section, Start, StateExported, StateImported
 from decentral.core.machine import Effect, Log, Woke
-from decentral.peers.joining.donor import MOST_SERVED, SERVED_S, Donor
-from decentral.peers.joining.fetch import DONORS, PIECE_BYTES
+from decentral.peers.joining.donor import EXPORT_KEPT_S, FINISHED_S, MOST_SERVED, SERVED_S, Donor
+from decentral.peers.joining.fetch import DONORS, FRAGMENTS_AHEAD, IN_FLIGHT, PIECE_BYTES, Fetch, Incoming
 from decentral.peers.joining.join import (
     GIVE_UP_S,
     HOLDER_RETRIES,
@@ -370,3 +370,48 @@ def test_a_donor_serves_so_many_newcomers_at_a_time_and_the_next_when_one_is_don
     assert not any(isinstance(effect, Reply) for effects in answers[:-1] for effect in effects)
     assert donor.asked(50, PeerId("N0"), pull, 0, 4.0) == []  # a newcomer that is served already goes on
     assert donor.asked(51, PeerId("late"), pull, 0, SERVED_S + 1.0) == []
+
+
+def ahead(count: int) -> tuple[Fetch, list[int]]:
+    """A fetch of so many fragments from one donor that has not answered yet, and the fragments that it is asked for."""
+    fragments = [Fragment(number, number, number + 1, 400_000) for number in range(count)]
+    fetch = Fetch(RUN, JoinTag, Random(0), lambda peer, fragment: True)
+    fetch.begin((Incoming(fragment, LAYOUT) for fragment in fragments), 100.0)
+    fetch.choose([A])
+    return fetch, [of_fragment(ask) for ask in fetch.ask() if isinstance(ask, Ask)]
+
+
+def test_a_donor_may_encode_the_next_fragments_while_the_first_ones_are_on_their_way() -> None:
+    _, asked = ahead(count=20)
+    assert asked == list(range(IN_FLIGHT + FRAGMENTS_AHEAD))
+
+
+def test_a_piece_that_was_asked_for_ahead_leaves_room_for_another() -> None:
+    fetch, asked = ahead(count=20)
+    chunk = StateChunk(RUN, asked[-1], 0, SIZE, 50, LAYOUT, blobs.digest(bytes(PIECE_BYTES)))
+    answered = Answered(JoinTag(asked[-1], 0), A, Envelope(chunk, bytes(PIECE_BYTES)), 1.0, 10, 10)
+    assert [of_fragment(ask) for ask in fetch.handle(answered, 101.0) if isinstance(ask, Ask)] == [len(asked)]
+
+
+def test_a_fragment_that_is_whole_is_not_asked_for_again() -> None:
+    one = Incoming(FRAGMENTS[0], LAYOUT)
+    pieces = [bytes([at]) * min(PIECE_BYTES, SIZE - at * PIECE_BYTES) for at in range(3)]
+    for at, piece in enumerate(pieces):
+        place = (RUN, 0, at * PIECE_BYTES, SIZE, 50, LAYOUT, blobs.digest(piece))
+        one.request_over(at * PIECE_BYTES)
+        one.take(StateChunk(*place), piece)
+    assert one.next_offset() is None
+    assert one.blob() == b"".join(pieces)
+
+
+def test_a_newcomer_finishes_the_export_that_it_has_begun_and_others_get_a_fresh_one() -> None:
+    donor, pull = Donor(RUN, FRAGMENTS), StateRequest(RUN, 0, PIECE_BYTES, PIECE_BYTES)
+    assert donor.asked(1, A, StateRequest(RUN, 0, 0, PIECE_BYTES), 50, 0.0) == [ExportState(0)]
+    donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 50, 1.0)
+    late = 1.0 + EXPORT_KEPT_S + 1.0
+    donor.forget_old(late)
+    (reply,) = donor.asked(2, A, pull, 60, late)
+    assert isinstance(reply, Reply)
+    assert donor.asked(3, B, pull, 60, late) == [ExportState(0)]
+    donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 60, late)
+    assert donor.asked(4, A, pull, 90, late + EXPORT_KEPT_S + FINISHED_S) == [ExportState(0)]

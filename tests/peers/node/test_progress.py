@@ -5,8 +5,9 @@ import pytest
 from decentral.core.config import SwarmConfig, TrainConfig
 from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, SetClock, Stepped
 from decentral.core.machine import Effect, Log, Woke
+from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Amount
-from decentral.peers.node.progress import Stop, TrainingProgress
+from decentral.peers.node.progress import EVALUATION_SHARE, Stop, TrainingProgress
 
 
 def training(stop_after: str | None = None, lr_step: int = 0) -> TrainingProgress:
@@ -18,7 +19,7 @@ def training(stop_after: str | None = None, lr_step: int = 0) -> TrainingProgres
 
 
 def step(number: int, tokens: int = 64, loss: float = 3.0) -> Stepped:
-    return Stepped(number, number, tokens, loss, 0.1, 1)
+    return Stepped(number, number, tokens, loss, TimeSpent(training=0.1, gossip=0.02, beside=0.05), 1)
 
 
 def stops(effects: list[Effect]) -> list[str]:
@@ -73,11 +74,19 @@ def test_it_evaluates_at_once_and_then_every_so_often() -> None:
     progress = training()
     assert progress.handle(Woke(), 100.0) == [Evaluate()]
     assert progress.handle(Woke(), 101.0) == []  # the evaluation is under way
-    (line,) = progress.handle(Evaluated(640, 2.5, 0.3), 102.0)
+    (line,) = progress.handle(Evaluated(640, 2.5, 0.05), 102.0)
     assert isinstance(line, Log)
     assert (line.event, line.fields["loss"]) == ("eval", 2.5)
     assert Evaluate() not in progress.handle(Woke(), 116.9)
     assert Evaluate() in progress.handle(Woke(), 117.0)
+
+
+def test_evaluations_that_take_long_come_less_often() -> None:
+    progress = training()
+    progress.handle(Woke(), 100.0)
+    progress.handle(Evaluated(640, 2.5, 0.3), 102.0)
+    assert Evaluate() not in progress.handle(Woke(), 102.0 + 0.3 / EVALUATION_SHARE - 0.1)
+    assert Evaluate() in progress.handle(Woke(), 102.0 + 0.3 / EVALUATION_SHARE)
 
 
 def test_it_saves_every_so_often() -> None:
@@ -113,6 +122,7 @@ def test_a_line_is_about_all_steps_since_the_last_one() -> None:
     assert line.event == "step"
     expected = {"step": 3, "tokens": 192, "micro_batches": 3, "loss": 3.0, "seconds": 0.3}
     assert {key: line.fields[key] for key in expected} == expected
+    assert line.fields["aside"] == {"gossip": 0.06, "beside": 0.15}
     assert progress.flush(101.3) == []
 
 
@@ -128,3 +138,10 @@ def test_a_state_that_came_from_the_swarm_is_saved_at_once() -> None:
     progress = TrainingProgress(TrainConfig(), SwarmConfig(), None)
     progress.begin(100.0, lr_step=7, fetched=True)
     assert Save() in progress.handle(Woke(), 100.0)
+
+
+def test_a_newcomer_trains_before_it_evaluates() -> None:
+    progress = TrainingProgress(TrainConfig(eval_every_s=15.0), SwarmConfig(), None)
+    progress.begin(100.0, 0, fetched=True)
+    assert Evaluate() not in progress.handle(Woke(), 114.9)
+    assert Evaluate() in progress.handle(Woke(), 115.0)

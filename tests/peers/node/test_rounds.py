@@ -69,14 +69,14 @@ def test_a_rounds_gradients_are_those_of_one_process(make_of: Callable[[int], Ma
     number = world.rounds(0).number
     held = [live for compute in world.computes.values() for live in compute.span.inner.lives]
     weights = {live.fragment.index: live.theta.clone() for live in held}
-    before = [live.exp_avg.clone() for live in held]
+    before = [live.state.exp_avg.clone() for live in held]
     run_rounds(world, 1)
     expected, loss = gradients(make(PeerId("alone")), weights, world.drawn()[number])
     assert len({peer for peer, executions in world.carried(number).items() if executions}) == len(spans), (
         "all have executed something"
     )
     for live, old in zip(held, before, strict=True):
-        gradient = (live.exp_avg - 0.9 * old) / 0.1  # AdamW's first moment before and after
+        gradient = (live.state.exp_avg - 0.9 * old) / 0.1  # AdamW's first moment before and after
         exact = expected[live.fragment.index]
         assert (gradient - exact).norm() < 1e-5 * exact.norm()
     assert {abs(seen[number] - loss) < 1e-5 for seen in world.losses.values()} == {True}

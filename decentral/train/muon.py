@@ -1,0 +1,57 @@
+"""Muon's step on matrices that are views into flat vectors: torch.optim.Muon, with its products in fp32 on the CPU.
+
+Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by a nearly
+semi-orthogonal matrix, by five Newton-Schulz iterations. Its steps are scaled to the root mean square of AdamW's (Liu
+et al., arXiv 2502.16982, section 2.2), so that one learning rate serves both.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from decentral.core.errors import UserError
+
+
+def check() -> None:
+    """Raises UserError if this torch has no Muon."""
+    if not hasattr(torch.optim, "Muon"):
+        raise UserError(f"train.optimizer: muon needs torch 2.9 or newer; this is torch {torch.__version__}")
+
+
+def muon_step(
+    matrices: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor], rate: float, decay: float
+) -> None:
+    """Changes matrices and momenta in place. All three have the same shapes; `decay` is the weight decay."""
+    torchs = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    for matrix, gradient, momentum in zip(matrices, gradients, momenta, strict=True):
+        matrix.grad = gradient
+        torchs.state[matrix]["momentum_buffer"] = momentum
+    with _products_in_fp32(matrices[0].device):
+        torchs.step()  # type: ignore[no-untyped-call]
+
+
+def _products_in_fp32(device: torch.device) -> AbstractContextManager[Any]:
+    return _Fp32() if device.type == "cpu" else nullcontext()
+
+
+class _Fp32(TorchFunctionMode):
+    """Where torch.optim.Muon turns a matrix into bf16, it gets a copy of it in fp32.
+
+    It turns them for the tensor cores of a GPU. On a CPU without such units the products take about twice as long in
+    bf16 (docs/results/convergence.md).
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.bfloat16:
+            return args[0].to(torch.float32, copy=True)
+        return func(*args, **(kwargs or {}))

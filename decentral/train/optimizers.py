@@ -1,0 +1,187 @@
+"""The optimizers of a fragment's stretches: AdamW on a flat vector, the same with its moments in 8 bits, and Muon.
+
+A stretch is consecutive parameters of a fragment that one optimizer trains alike. Its state lies in flat vectors, so
+that checkpoints and newcomers get it as they get the weights. Weight decay is decoupled in all three (Loshchilov &
+Hutter, arXiv 1711.05101).
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from decentral.core import config
+from decentral.core.errors import UserError
+from decentral.train import muon
+
+BLOCK = 256  # numbers that share a scale in an 8-bit moment: what bitsandbytes' kernels expect
+EPSILON = 1e-8
+
+
+class StretchOptimizer(Protocol):
+    """Trains the fragment's parameters [begin, end)."""
+
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+        """Changes theta, the stretch's fp32 weights; `steps` were taken before this one.
+
+        `gradients` are those of the stretch's parameters, or one flat vector.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW:
+    """AdamW by torch's fused kernel."""
+
+    begin: int
+    end: int
+    train: config.TrainConfig
+    decay: float
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+        shapes = [gradient.shape for gradient in gradients]
+        adamw(
+            views(theta, shapes),
+            list(gradients),
+            views(self.exp_avg, shapes),
+            views(self.exp_avg_sq, shapes),
+            [],
+            [torch.tensor(float(steps), device=theta.device) for _ in gradients],
+            fused=True,
+            amsgrad=False,
+            beta1=self.train.beta1,
+            beta2=self.train.beta2,
+            lr=rate,
+            weight_decay=self.decay,
+            eps=EPSILON,
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW8bit:
+    """AdamW with blockwise 8-bit moments (Dettmers et al., arXiv 2110.02861), by the kernels of bitsandbytes.
+
+    A moment is a byte for each parameter, an entry of `tables`, times a scale for each block.
+    """
+
+    begin: int
+    end: int
+    train: config.TrainConfig
+    decay: float
+    moments: tuple[Tensor, Tensor]  # uint8
+    scales: tuple[Tensor, Tensor]  # fp32, one for each block
+    tables: tuple[Tensor, Tensor]  # fp32 [256], of the signed and the unsigned moment
+    kernels: Any
+
+    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+        train, (first, second) = self.train, self.moments
+        gradient = torch.cat([one.flatten() for one in gradients])
+        self.kernels.optimizer_update_8bit_blockwise(
+            *("adam", gradient, theta, first, second, train.beta1, train.beta2, 0.0, 0.0, EPSILON, steps + 1, rate),
+            *(*self.tables, *self.scales),
+            weight_decay=self.decay,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Muon:
+    """Muon on the matrices that lie one after another in the stretch."""
+
+    begin: int
+    end: int
+    decay: float
+    shapes: tuple[torch.Size, ...]
+    momentum: Tensor
+
+    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+        if [gradient.shape for gradient in gradients] != list(self.shapes):
+            gradients = views(gradients[0], self.shapes)
+        muon.muon_step(views(theta, self.shapes), gradients, views(self.momentum, self.shapes), rate, self.decay)
+
+
+class OptimizerState:
+    """The optimizers of one fragment's stretches, and their state.
+
+    In the fragment's vector Muon's matrices come first, then AdamW's, then the gains. `exp_avg` is the first moment, or
+    Muon's momentum, of all that keeps it in fp32, and `exp_avg_sq` the second moment of AdamW's part of that.
+    """
+
+    def __init__(
+        self, blocks: Sequence[torch.Size], matrices: int, gains: int, train: config.TrainConfig, device: torch.device
+    ) -> None:
+        """`blocks`: the shapes of Muon's matrices; `matrices`, `gains`: how many parameters AdamW decays, and does not.
+
+        Raises UserError where an optimizer is missing on this machine.
+        """
+        cut = sum(shape.numel() for shape in blocks)
+        end = cut + matrices
+        in_bytes = train.moments == "int8" and matrices > 0
+        wide = [(end, end + gains, 0.0)] if in_bytes else [(cut, end, train.weight_decay), (end, end + gains, 0.0)]
+        kept = sum(stop - begin for begin, stop, _ in wide)
+        self.exp_avg, self.exp_avg_sq = torch.zeros(cut + kept, device=device), torch.zeros(kept, device=device)
+        self.tensors = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        self.stretches: list[StretchOptimizer] = []
+        if blocks:
+            muon.check()
+            self.stretches.append(Muon(0, cut, train.weight_decay, tuple(blocks), self.exp_avg[:cut]))
+        if in_bytes:
+            self.stretches.append(self._in_bytes(cut, end, train, device))
+        at = 0
+        for begin, stop, decay in wide:
+            count = stop - begin
+            moments = self.exp_avg[cut + at : cut + at + count], self.exp_avg_sq[at : at + count]
+            if count:
+                self.stretches.append(AdamW(begin, stop, train, decay, *moments))
+            at += count
+
+    def _in_bytes(self, begin: int, end: int, train: config.TrainConfig, device: torch.device) -> "AdamW8bit":
+        kernels, count = kernels_8bit(), end - begin
+        tables = tuple(kernels.create_dynamic_map(signed=signed).to(device) for signed in (True, False))
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.tensors[name + "_int8"] = torch.zeros(count, dtype=torch.uint8, device=device)
+            self.tensors[name + "_scales"] = torch.zeros(-(-count // BLOCK), device=device)
+        moments, scales = (
+            (self.tensors["exp_avg" + kind], self.tensors["exp_avg_sq" + kind]) for kind in ("_int8", "_scales")
+        )
+        return AdamW8bit(begin, end, train, train.weight_decay, moments, scales, (tables[0], tables[1]), kernels)
+
+
+def views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Tensors of these shapes, one after another in the flat vector, as views of it."""
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def kernels_8bit() -> Any:
+    """bitsandbytes' functions. Raises UserError where it is not installed."""
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    except ImportError as error:
+        advice = "install decentral[8bit], or set train.moments to float32"
+        raise UserError(f"train.moments: int8 needs bitsandbytes ({error}); {advice}") from None
+
+
+def round_stochastically(values: Tensor, into: Tensor, chance: torch.Generator) -> None:
+    """Writes fp32 values into a vector: of bf16 each is rounded up or down, with the chances that keep its mean.
+
+    bf16 has 8 bits of precision, so to round to the nearest would lose every change below 1/512 of a weight (Gupta et
+    al., arXiv 1502.02551). bf16 is the upper half of fp32: a number below 2^16 is added to the lower half, and carries.
+    """
+    if into.dtype == torch.float32:
+        into.copy_(values)
+        return
+    bits = values.view(torch.int32)
+    noise = torch.randint(1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=chance)
+    into.copy_(noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32))

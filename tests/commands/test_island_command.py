@@ -1,0 +1,153 @@
+"""python -m decentral.peer with several devices: one peer whose ranks train together, die together and come back."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from decentral import launch, peer
+from decentral.core.errors import UserError
+from decentral.launch import Place
+from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+
+SAVING_OFTEN = ["--set", "swarm.checkpoint_every_s=1", "--set", "gossip.core_share=1"]  # and exchanging often
+
+
+# Devices
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def under_torchrun(ranks: int) -> Place:
+    return Place(rank=0, local_rank=0, local_size=ranks, restarts=0)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_one_device_is_named_for_each_rank() -> None:
+    assert launch.devices("cuda:0,cuda:1", None) == ["cuda:0", "cuda:1"]
+    assert launch.devices("cuda:1", None) == ["cuda:1"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("cuda:0,cpu", "one type"),
+        ("cuda:0,cuda:0", "names a device twice"),
+        ("cuda,cuda:0", "names a device twice"),
+        ("cuda:1,cuda:2", "2 CUDA devices are here"),
+        ("cpu,", "--device expects"),
+    ],
+)
+def test_devices_that_make_no_peer(wanted: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        launch.devices(wanted, None)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_under_torchrun_each_rank_has_the_gpu_of_its_number() -> None:
+    assert launch.devices("auto", under_torchrun(2)) == ["cuda:0", "cuda:1"]
+    assert launch.devices("cuda:1,cuda:0", under_torchrun(2)) == ["cuda:1", "cuda:0"]
+    assert launch.devices("cpu", under_torchrun(3)) == ["cpu"] * 3
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("wanted", "ranks"), [("cuda:0", 2), ("cuda:0,cuda:1", 3), ("auto", 3)])
+def test_under_torchrun_each_rank_needs_a_device(wanted: str, ranks: int) -> None:
+    with pytest.raises(UserError, match="--device"):
+        launch.devices(wanted, under_torchrun(ranks))
+
+
+def test_a_process_that_no_launcher_started_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Place.here() is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Place.here() is None
+    for name, value in {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert Place.here() == Place(rank=1, local_rank=1, local_size=2, restarts=0)
+
+
+def test_under_torchrun_only_rank_0_says_what_is_wrong(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": 0, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    assert peer.main(["--device", "cpu"]) == 2
+    assert "needs --state-dir" in capfd.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        peer.main(["--device", "cpu"])
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == ""
+
+
+# As processes
+
+
+@pytest.mark.swarm
+def test_what_rank_0_cannot_use_is_said_once_and_starts_nothing_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "decentral.peer", "--listen", "/ip4/127.0.0.1/tcp/0", "--device", "cpu,cpu"]
+    done = subprocess.run(
+        [*command, "--state-dir", str(tmp_path / "peer"), *TINY, "--set", "gossip.algorithm=synchronous"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: gossip.algorithm synchronous")
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    started = Peers(tmp_path)
+    yield started
+    started.end()
+
+
+@pytest.mark.swarm
+def test_two_ranks_are_one_peer_of_a_swarm_and_come_back_when_one_is_killed(peers: Peers) -> None:
+    peers.start("a", *TINY, *SAVING_OFTEN)
+    peers.until("a trains", lambda: bool(peers.lines("a", "step")))
+    address = peers.lines("a", "started")[0]["addresses"][0]
+    peers.start("island", "--join", address, "--device", "cpu,cpu")
+    peers.until("both exchange", lambda: exchanged(peers, "a") and exchanged(peers, "island"))
+    peers.until("the island has trained", lambda: bool(peers.lines("island", "step")))
+    peers.until("the island has saved", lambda: bool(peers.lines("island", "checkpoint")))
+    (started,) = peers.lines("island", "started")
+    assert started["device"].startswith("2 x ")
+    step = peers.lines("island", "step")[-1]
+    assert step["micro_batches"] % 2 == 0
+
+    saved = peers.lines("island", "checkpoint")[-1]["step"]
+    (formed,) = peers.lines("island", "island")
+    os.kill(formed["ranks"][1]["pid"], signal.SIGKILL)
+    peers.until("the island is back", lambda: len(peers.lines("island", "started")) == 2)
+    again = peers.lines("island", "started")[1]
+    assert (again["peer"], again["run"]) == (started["peer"], started["run"])
+    peers.until("it exchanges again", lambda: exchanged(peers, "island", again["t"]))
+    assert not {one["pid"] for one in formed["ranks"]} & {
+        one["pid"] for one in peers.lines("island", "island")[1]["ranks"]
+    }
+    peers.until("it trains again", lambda: peers.lines("island", "step")[-1]["t"] > again["t"])
+    assert next(line["step"] for line in peers.lines("island", "step") if line["t"] > again["t"]) > saved
+    assert any(step["t"] < line["t"] < again["t"] for line in peers.lines("a", "step"))
+    assert len(peers.lines("a", "started")) == 1
+
+    ranks = [one["pid"] for one in peers.lines("island", "island")[1]["ranks"]]
+    peers.end()
+    assert {name: process.returncode for name, process in peers.processes.items()} == {"a": 0, "island": 0}
+    assert peers.lines("island", "stopped")[-1]["reason"] == "interrupted"
+    for pid in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,73 @@
+"""When windows end, and how old a snapshot may be: what all exchange machines ask of a fragment's context."""
+
+import pytest
+
+from decentral.core.algorithms import FragmentContext
+from decentral.core.config import GossipConfig
+from decentral.core.ids import PeerId, RunId
+
+FRAGMENTS = 5
+
+
+class Stretched:
+    """A view of a swarm: so many of the shortest windows, of half a second, make one."""
+
+    def __init__(self, windows: int) -> None:
+        self.windows = windows
+
+    def partners(self, fragment: int, now: float) -> list[PeerId]:
+        return []
+
+    def deadline_s(self, peer: PeerId, size: int) -> float:
+        return 5.0
+
+    def window_s(self) -> float:
+        return 0.5
+
+    def period_s(self, size: int) -> float:
+        return 0.5 * self.windows
+
+
+def context(windows: int, fragment: int = 0, phase: float = 0.25) -> FragmentContext:
+    gossip = GossipConfig(max_age_s=60.0)
+    return FragmentContext(RunId("run"), PeerId("A"), fragment, phase, gossip, Stretched(windows))
+
+
+def ends(windows: int, fragment: int, until: float = 40.0) -> list[float]:
+    """When the windows of this fragment end, one after another."""
+    found, now = list[float](), 0.0
+    while (now := context(windows, fragment).next_close(now, 0)) <= until:
+        found.append(now)
+    return found
+
+
+def test_windows_end_one_period_apart_with_the_fragments_phase() -> None:
+    assert ends(1, 0, 2.0) == [0.125, 0.625, 1.125, 1.625]
+    assert ends(2, 0, 2.2) == [0.125, 1.125, 2.125]
+
+
+@pytest.mark.parametrize("fragment", range(FRAGMENTS))
+@pytest.mark.parametrize(("long", "short"), [(2, 1), (4, 2), (8, 1), (16, 4)])
+def test_each_end_of_a_longer_window_is_an_end_of_a_shorter_one_whatever_the_fragment(
+    long: int, short: int, fragment: int
+) -> None:
+    longer, shorter = ends(long, fragment), ends(short, fragment)
+    assert longer
+    assert set(longer) <= set(shorter)
+    assert len(shorter) >= (long // short) * (len(longer) - 1)
+
+
+def test_fragments_take_turns_at_the_ends_of_the_shortest_windows() -> None:
+    firsts = [ends(4, fragment)[0] for fragment in range(4)]
+    assert sorted(firsts) == [0.125, 0.625, 1.125, 1.625]
+    assert ends(4, 4) == ends(4, 0)
+
+
+def test_a_window_never_ends_at_once() -> None:
+    at = ends(2, 1)[3]
+    assert context(2, 1).next_close(at, 0) == at + 1.0
+
+
+@pytest.mark.parametrize(("windows", "max_age_s"), [(1, 60.0), (120, 120.0), (256, 256.0)])
+def test_a_snapshot_of_a_long_window_may_be_as_old_as_two_of_them(windows: int, max_age_s: float) -> None:
+    assert context(windows).max_age_s(0) == max(60.0, max_age_s)
