@@ -128,8 +128,10 @@ class PullRule(UpdateRule):
         most = float(torch.linalg.vector_norm(self.phi))
         return most / distance if 0 < most < distance else 1.0
 
-    def fold(self, theta: Tensor) -> Correction:
+    def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it."""
+        if theta is self.baseline:  # a change of span that failed has folded since the copy, into the same vector
+            return None
         self._end_unmerged()
         owed = self.residual.add_(self.baseline).sub_(theta)
         self.baseline, self.spare = theta, self.baseline
