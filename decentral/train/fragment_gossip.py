@@ -303,11 +303,11 @@ class FragmentGossip:
 
     def load(self, tensors: Mapping[str, Tensor], windows: Sequence[WindowCounts], steps: int) -> None:
         """Goes on from a checkpoint. Raises KeyError, ValueError or RuntimeError if it is of another model."""
-        for gossiped, (tokens, lr_sum, gossiped.resting) in zip(self.fragments, windows, strict=True):
+        for gossiped, (tokens, lr_sum, resting) in zip(self.fragments, windows, strict=True):
             live, prefix = gossiped.live, f"{gossiped.index}."
             for name, tensor in live.tensors().items():
                 tensor.copy_(tensors[prefix + name])
-            live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
+            live.tokens, live.lr_sum, live.steps, gossiped.resting = tokens, lr_sum, steps, resting
             live.touch()
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
             gossiped.rule.load(live.theta, own)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from decentral.core import jobs
 from decentral.train import compress
-from decentral.train.device_copies import copy_in
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.device_copies import copy_in
 from decentral.train.kernel_choice import best_kernels
 from decentral.train.kernel_proof import prove
 from decentral.train.kernels_cpu import CompiledKernels
