@@ -43,6 +43,7 @@ METHODS: dict[str, Method] = {
     "average-dense-moment": Method(exact=True, latency=0.0, phi_every=1, dense=100, kappa=1.0),
     "gossip": Method(),
     "gossip-dense": Method(dense=100),
+    "gossip-beside": Method(dense=100, beside=True),
     "gossip-moment": Method(kappa=1.0),
     "gossip-dense-moment": Method(dense=100, kappa=1.0),
     "gossip-half": Method(kappa=0.5),

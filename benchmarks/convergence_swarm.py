@@ -38,6 +38,7 @@ class Method:
     aligned: bool = True  # windows end on the same instants on all peers
     rho: float = 0.0  # 0: outer.rho_of
     constants: outer.Constants = field(default_factory=outer.Constants)
+    beside: bool = False  # a merge goes on during the next step, and its correction is added at that step's end
     kappa: float = 0.0  # how far AdamW's first moment follows the merged step
 
 
@@ -105,7 +106,7 @@ class Swarm:
             self._merge_arrived(now + 1)
             self._close_windows(now + 1)
             self._merge_arrived(now + 1)
-            for peer in range(steppers):
+            for peer in range(0 if self.method.beside else steppers):
                 self._apply(peer)
 
     def _steppers(self, now: int) -> int:

@@ -110,7 +110,16 @@ class DataConfig(Strict):
         return self
 
 
-class TrainConfig(Strict):
+class TrainMemory(Strict):
+    """Those keys of `train` that save the device's memory, and what they cost."""
+
+    weights: Literal["float32", "bfloat16"] = "float32"  # and gradients; bfloat16 is rounded stochastically
+    moments: Literal["float32", "int8"] = "float32"  # of AdamW's matrices; int8 needs bitsandbytes: decentral[8bit]
+    recompute: bool = False  # a block's activations are computed again in the backward pass, not kept
+    logits_at_once: Positive = 1 << 25  # tokens times vocabulary; the loss of more is computed part by part
+
+
+class TrainConfig(TrainMemory):
     """The inner steps of each peer."""
 
     micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest number that fits the device
@@ -126,10 +135,6 @@ class TrainConfig(Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip_norm: PositiveFloat = 1.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
-    weights: Literal["float32", "bfloat16"] = "float32"  # and gradients; bfloat16 is rounded stochastically
-    moments: Literal["float32", "int8"] = "float32"  # of AdamW's matrices; int8 needs bitsandbytes: decentral[8bit]
-    recompute: bool = False  # a block's activations are computed again in the backward pass, not kept
-    logits_at_once: Positive = 1 << 25  # tokens times vocabulary; the loss of more is computed part by part
     compile: bool = False  # torch.compile, on CUDA only
     eval_every_s: PositiveFloat = 15.0
     eval_sequences: Positive = 64

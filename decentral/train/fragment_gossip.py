@@ -305,6 +305,7 @@ class FragmentGossip:
         """Goes on from a checkpoint. Raises KeyError, ValueError or RuntimeError if it is of another model."""
         for gossiped, (tokens, lr_sum, resting) in zip(self.fragments, windows, strict=True):
             live, prefix = gossiped.live, f"{gossiped.index}."
+            gossiped.resting = resting
             for name, tensor in live.tensors().items():
                 tensor.copy_(tensors[prefix + name])
             live.tokens, live.lr_sum, live.steps, gossiped.resting = tokens, lr_sum, steps, resting

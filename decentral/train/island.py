@@ -191,7 +191,7 @@ class Island:
 class AveragedForward:
     """A model's layers as one function, whose loss has the mean gradients of all ranks after the backward pass.
 
-    The parameters and their gradients stay views of the fragments' flat vectors.
+    Averaged gradients are copied back to where the parameters have them, and weights stay views of the flat vectors.
     """
 
     def __init__(self, replica: Replica) -> None:

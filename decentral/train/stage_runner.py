@@ -3,7 +3,7 @@
     forward    decode what came, run the layers, keep the graph, encode what goes on
     backward   decode the gradient that came back, run the graph backwards, encode the gradient of what came
     seal       the sum of gradients so far is set apart; later ones go into a new sum
-    apply      AdamW on each fragment with a sealed sum, divided by the tokens behind it
+    apply      the optimizer's step on each fragment with a sealed sum, divided by the tokens behind it
 
 Gradients are those of the sum of the tokens' losses, not of their mean: sums of micro-batches of any size then add up
 to the exact gradient of all their tokens, and each fragment divides by the tokens that it has seen itself.
@@ -142,7 +142,7 @@ class StageRunner:
         return jobs.Forgotten()
 
     def apply(self, lr_step: int, slot: int) -> None:
-        """AdamW on each fragment, with the mean gradient of what is sealed there."""
+        """The optimizer's step on each fragment, with the mean gradient of what is sealed there."""
         sums = self.sums
         for live, gradient, tokens in zip(self.lives, sums.sealed[slot], sums.sealed_tokens[slot], strict=True):
             if tokens:

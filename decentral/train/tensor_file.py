@@ -105,7 +105,7 @@ class TensorFile:
         self._written, self._filled = self._written + self._filled, 0
 
     def _write(self, count: int, at: int) -> None:
-        """Some filesystems open a file with O_DIRECT and refuse to write to it; it is written through the cache then."""
+        """Some filesystems open a file with O_DIRECT and refuse to write it; then it is written through the cache."""
         done = 0
         while done < count:
             try:

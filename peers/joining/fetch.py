@@ -25,7 +25,9 @@ from decentral.core.units import MiB, Seconds
 PIECE_BYTES = 1 * MiB
 DONORS = 4  # number of donors at a time
 IN_FLIGHT = 2  # pieces asked of one donor at a time
-AHEAD = 6  # fragments more of which one donor is asked for the first piece: it has to encode them at its step edges
+FRAGMENTS_AHEAD = (
+    6  # fragments more of which one donor is asked for the first piece: it has to encode them at its step edges
+)
 FAILURES = 2  # failed requests until a donor is left out
 PIECE_DEADLINE_S = 30.0
 
@@ -209,7 +211,7 @@ class Fetch:
 
     def _ask_ahead(self, donor: PeerId, position: int) -> list[Effect]:
         """Requests for the first pieces of fragments of which nothing is here, while others are on their way."""
-        room = AHEAD - sum(asked == donor for asked in self._ahead.values())
+        room = FRAGMENTS_AHEAD - sum(asked == donor for asked in self._ahead.values())
         untouched = [one for one in self._in_turn(donor, position) if one.total is None and not one.requested]
         self._ahead |= {one.fragment.index: donor for one in untouched[:room]}
         return [self._request(donor, one, 0) for one in untouched[:room]]

@@ -11,6 +11,8 @@ from decentral.core.units import Seconds
 
 FIXED_CORES = 0.005  # what the event loop and the network take without gossip
 REMEMBERED_WINDOWS = 16
+MOST_TIMES = 2  # the average cost: what a new measurement counts at most
+FEWER_CORES = 0.1  # what a measurement with fewer cores than before counts: a pause is no slower device
 LONGER, SHORTER = 1.1, 0.8  # windows change when they are this far from what is needed: peers must not flap
 
 
@@ -29,7 +31,8 @@ class GossipCost:
     network_s: Seconds = 0.0  # likewise: its transfers
     cores: float = 0.0  # that train
     stretch: int = 1  # windows are so many times as long as the config has them: a power of two
-    _jobs_s: Seconds = 0.0  # since the last measurement
+    _jobs_s: Seconds = 0.0  # since the averages were brought up to date
+    _transfers_s: Seconds = 0.0  # likewise
     _windows: int = 0  # closed since then
 
     def did(self, cost_s: Seconds, closed: bool) -> None:
@@ -43,15 +46,21 @@ class GossipCost:
 
     def measured(self, used: CoresUsed, gossip_alone: bool) -> None:
         """`gossip_alone`: the network had little else to do, such as the state of a newcomer to send."""
-        self.cores = used.training_s / used.seconds
-        if not self._windows:
-            return  # the next measurement may have windows to share this one's cost
-        newest = min(1.0, self._windows / REMEMBERED_WINDOWS)
-        self.compute_s += (newest if self.compute_s else 1.0) * (self._jobs_s / self._windows - self.compute_s)
+        cores = used.training_s / used.seconds
+        self.cores = max(cores, self.cores + FEWER_CORES * (cores - self.cores))
         if gossip_alone:
-            network_s = max(0.0, used.network_s - FIXED_CORES * used.seconds) / self._windows
-            self.network_s += (newest if self.network_s else 1.0) * (network_s - self.network_s)
-        self._jobs_s, self._windows = 0.0, 0
+            self._transfers_s += max(0.0, used.network_s - FIXED_CORES * used.seconds)
+        if self._windows:  # else the next measurement may have windows to share this one's cost
+            self.compute_s = self._averaged(self.compute_s, self._jobs_s / self._windows)
+            if gossip_alone:
+                self.network_s = self._averaged(self.network_s, self._transfers_s / self._windows)
+            self._jobs_s, self._transfers_s, self._windows = 0.0, 0.0, 0
+
+    def _averaged(self, known: Seconds, new: Seconds) -> Seconds:
+        """One outlier (memory that is touched first, a machine that is busy) must not stretch windows for minutes."""
+        if not known:
+            return new
+        return known + min(1.0, self._windows / REMEMBERED_WINDOWS) * (min(new, MOST_TIMES * known) - known)
 
     def windows(self, window_s: Seconds, fragments: int, share: float) -> int:
         """How many windows of the config's length make one of ours, so that all fragments cost this share of the cores.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -86,9 +87,9 @@ def summed(computes: Sequence[Compute]) -> dict[int, Tensor]:
     ids=["as it is", "the loss in parts", "blocks computed again", "bf16 weights"],
 )
 def test_gradients_over_overlapping_spans_are_those_of_one_process(
-    setup_of: MakeSetup, train: dict[str, object], atol: float
+    setup_of: MakeSetup, train: dict[str, Any], atol: float
 ) -> None:
-    computes = {name: Compute(with_span(setup_of(name), span, **train)) for name, span in SPANS.items()}  # type: ignore[arg-type]
+    computes = {name: Compute(with_span(setup_of(name), span, **train)) for name, span in SPANS.items()}
     world = world_of(computes, per_step=1 << 30)
     carried(world, 12)
     assert all(compute.span.stages.sums.executions for compute in computes.values()), "all have carried something"

@@ -13,7 +13,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ExportState, Fragment, ImportState, Section, Start, StateExported, StateImported
 from decentral.core.machine import Effect, Log, Woke
 from decentral.peers.joining.donor import EXPORT_KEPT_S, FINISHED_S, MOST_SERVED, SERVED_S, Donor
-from decentral.peers.joining.fetch import AHEAD, DONORS, IN_FLIGHT, PIECE_BYTES, Fetch, Incoming
+from decentral.peers.joining.fetch import DONORS, FRAGMENTS_AHEAD, IN_FLIGHT, PIECE_BYTES, Fetch, Incoming
 from decentral.peers.joining.join import (
     GIVE_UP_S,
     HOLDER_RETRIES,
@@ -383,7 +383,7 @@ def ahead(count: int) -> tuple[Fetch, list[int]]:
 
 def test_a_donor_may_encode_the_next_fragments_while_the_first_ones_are_on_their_way() -> None:
     _, asked = ahead(count=20)
-    assert asked == list(range(IN_FLIGHT + AHEAD))
+    assert asked == list(range(IN_FLIGHT + FRAGMENTS_AHEAD))
 
 
 def test_a_piece_that_was_asked_for_ahead_leaves_room_for_another() -> None:

@@ -7,7 +7,7 @@ from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, Set
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Amount
-from decentral.peers.node.progress import Stop, TrainingProgress
+from decentral.peers.node.progress import EVALUATION_SHARE, Stop, TrainingProgress
 
 
 def training(stop_after: str | None = None, lr_step: int = 0) -> TrainingProgress:
@@ -74,11 +74,19 @@ def test_it_evaluates_at_once_and_then_every_so_often() -> None:
     progress = training()
     assert progress.handle(Woke(), 100.0) == [Evaluate()]
     assert progress.handle(Woke(), 101.0) == []  # the evaluation is under way
-    (line,) = progress.handle(Evaluated(640, 2.5, 0.3), 102.0)
+    (line,) = progress.handle(Evaluated(640, 2.5, 0.05), 102.0)
     assert isinstance(line, Log)
     assert (line.event, line.fields["loss"]) == ("eval", 2.5)
     assert Evaluate() not in progress.handle(Woke(), 116.9)
     assert Evaluate() in progress.handle(Woke(), 117.0)
+
+
+def test_evaluations_that_take_long_come_less_often() -> None:
+    progress = training()
+    progress.handle(Woke(), 100.0)
+    progress.handle(Evaluated(640, 2.5, 0.3), 102.0)
+    assert Evaluate() not in progress.handle(Woke(), 102.0 + 0.3 / EVALUATION_SHARE - 0.1)
+    assert Evaluate() in progress.handle(Woke(), 102.0 + 0.3 / EVALUATION_SHARE)
 
 
 def test_it_saves_every_so_often() -> None:

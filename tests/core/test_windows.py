@@ -1,0 +1,100 @@
+"""When windows end, and how old a snapshot may be: what all exchange machines ask of a fragment's context."""
+
+import pytest
+
+from decentral.comm.gossip.snapshots import Exchange
+from decentral.core.algorithms import FragmentContext, algorithm
+from decentral.core.config import GossipConfig
+from decentral.core.ids import PeerId, RunId
+
+FRAGMENTS = 5
+
+
+class Stretched:
+    """A view of a swarm: so many of the shortest windows, of half a second, make one."""
+
+    def __init__(self, windows: int, window_s: float = 0.5) -> None:
+        self.windows, self.shortest_s = windows, window_s
+
+    def partners(self, fragment: int, now: float) -> list[PeerId]:
+        return []
+
+    def deadline_s(self, peer: PeerId, size: int) -> float:
+        return 5.0
+
+    def window_s(self) -> float:
+        return self.shortest_s
+
+    def period_s(self, size: int) -> float:
+        return self.shortest_s * self.windows
+
+
+def context(windows: int, fragment: int = 0, phase: float = 0.25) -> FragmentContext:
+    gossip = GossipConfig(max_age_s=60.0)
+    return FragmentContext(RunId("run"), PeerId("A"), fragment, phase, gossip, Stretched(windows))
+
+
+def ends(windows: int, fragment: int, until: float = 40.0) -> list[float]:
+    """When the windows of this fragment end, one after another."""
+    found, now = list[float](), 0.0
+    while (now := context(windows, fragment).next_close(now, 0)) <= until:
+        found.append(now)
+    return found
+
+
+def test_windows_end_one_period_apart_with_the_fragments_phase() -> None:
+    assert ends(1, 0, 2.0) == [0.125, 0.625, 1.125, 1.625]
+    assert ends(2, 0, 2.2) == [0.125, 1.125, 2.125]
+
+
+@pytest.mark.parametrize("fragment", range(FRAGMENTS))
+@pytest.mark.parametrize(("long", "short"), [(2, 1), (4, 2), (8, 1), (16, 4)])
+def test_each_end_of_a_longer_window_is_an_end_of_a_shorter_one_whatever_the_fragment(
+    long: int, short: int, fragment: int
+) -> None:
+    longer, shorter = ends(long, fragment), ends(short, fragment)
+    assert longer
+    assert set(longer) <= set(shorter)
+    assert len(shorter) >= (long // short) * (len(longer) - 1)
+
+
+def test_fragments_take_turns_at_the_ends_of_the_shortest_windows() -> None:
+    firsts = [ends(4, fragment)[0] for fragment in range(4)]
+    assert sorted(firsts) == [0.125, 0.625, 1.125, 1.625]
+    assert ends(4, 4) == ends(4, 0)
+
+
+def test_a_window_never_ends_at_once() -> None:
+    at = ends(2, 1)[3]
+    assert context(2, 1).next_close(at, 0) == at + 1.0
+
+
+@pytest.mark.parametrize("fragment", range(FRAGMENTS))
+def test_nor_does_it_where_unix_times_are_rounded(fragment: int) -> None:
+    """A window of no length would be closed and sent for nothing, and virtual time would stand still."""
+    gossip, phase = GossipConfig(), (fragment + 1) / 12
+    early = FragmentContext(RunId("run"), PeerId("A"), fragment, phase, gossip, Stretched(2, window_s=0.1))
+    now = early.next_close(1_790_000_000.0, 0)
+    for _ in range(50):
+        after = early.next_close(now, 0)
+        assert 0.1 < after - now < 0.3
+        now = after
+
+
+@pytest.mark.parametrize(("windows", "max_age_s"), [(1, 60.0), (120, 120.0), (256, 256.0)])
+def test_a_snapshot_of_a_long_window_may_be_as_old_as_two_of_them(windows: int, max_age_s: float) -> None:
+    assert context(windows).max_age_s(0) == max(60.0, max_age_s)
+
+
+@pytest.mark.parametrize("algorithm_name", ["pull", "symmetric", "push_sum"])
+def test_a_window_that_was_planned_when_windows_were_long_is_brought_forward(algorithm_name: str) -> None:
+    early = context(1024)
+    make = algorithm(algorithm_name).machine
+    assert make is not None
+    machine = make(early, early.next_close(3.0, 0))
+    assert isinstance(machine, Exchange)
+    machine.replan(3.0)
+    assert machine.close_at == early.next_close(3.0, 0)
+    machine.context = context(2)
+    machine.replan(3.0)
+    assert machine.close_at == context(2).next_close(3.0, 0)
