@@ -104,7 +104,7 @@ class PullRule(UpdateRule):
 
     def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
         assert self.closed is not None, "merge without a close"
-        (own, blob), self.closed = self.closed, None
+        own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
         most_tokens = outer.credible(own.tokens)
         own_weight, *weights = outer.token_weights([own.tokens, *(min(one.tokens, most_tokens) for one in partners)])
@@ -114,7 +114,9 @@ class PullRule(UpdateRule):
             steps_taken.append(Weighted(weight * self.lengths.share(one.length), one.pseudo_gradient))
             if one.phi is not None:
                 slow_weights.append(Weighted(weight * self._near(one.distance), one.phi))
-        return self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps))
+        correction = self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps))
+        self.closed = None  # not before: where memory is too small for the step, the last checkpoint still has it
+        return correction
 
     def _outer_step(self, steps_taken: Sequence[Weighted], slow_weights: Sequence[Weighted], rho: float) -> Correction:
         vectors = OuterVectors(self.phi, self.baseline, self.spare, self.momentum)
@@ -128,8 +130,10 @@ class PullRule(UpdateRule):
         most = float(torch.linalg.vector_norm(self.phi))
         return most / distance if 0 < most < distance else 1.0
 
-    def fold(self, theta: Tensor) -> Correction:
+    def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it."""
+        if theta is self.baseline:  # a change of span that failed has folded since the copy, into the same vector
+            return None
         self._end_unmerged()
         owed = self.residual.add_(self.baseline).sub_(theta)
         self.baseline, self.spare = theta, self.baseline

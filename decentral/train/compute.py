@@ -20,6 +20,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.train import checkpoint, data, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
+from decentral.train.fragment_gossip import BEFORE_START
 from decentral.train.job_phases import JobThreads, Phase, Program
 from decentral.train.job_runner import JobRunner, time_kind
 from decentral.train.outer_kernels import OuterKernels, TorchKernels
@@ -107,6 +108,8 @@ class Compute(JobRunner):
                     report(step)
                 steps, reported_at = [], time.monotonic()
         worker.join()
+        used = self._clock()
+        self._clock = lambda: used  # a thread that has ended has no clock
 
     def step(self) -> jobs.Stepped:
         """One inner step of the whole model, with this peer's next micro-batches."""
@@ -134,7 +137,7 @@ class Compute(JobRunner):
     def _failure_of(self, job: jobs.Job, error: Exception) -> jobs.JobFailed:
         """An error that this peer can go on after, or say clearly, as an outcome. Raises any other again."""
         match error:
-            case OSError() | RuntimeError():  # a full disk, a device out of memory
+            case OSError() | RuntimeError() | MemoryError():  # a full disk, a device or a machine out of memory
                 return jobs.JobFailed(type(job).__name__, f"{type(error).__name__}: {error}")
             case ProtocolError():  # our own weights do not encode: they have diverged
                 return jobs.JobFailed(type(job).__name__, f"this peer's weights have diverged ({error})")
@@ -196,7 +199,8 @@ class Compute(JobRunner):
         if self.synchronous:
             self.span.stages.sums.clear()  # their gradients belong to other weights
         self.span.draw()
-        self.counters.time.take()  # what came before is no part of the time of training
+        if BEFORE_START in self.gossip.holding:  # a peer that fell behind and begins again accounts for that, too
+            self.counters.time.take(self.threads.take_beside_s())
         return super()._start(newcomer)
 
     def _close_round(self, job: jobs.CloseRound) -> jobs.RoundClosed:

@@ -113,7 +113,7 @@ class UpdateRule:
         """
         raise NotImplementedError
 
-    def fold(self, theta: Tensor) -> Correction:
+    def fold(self, theta: Tensor) -> Correction | None:
         """Takes in what was trained while nobody read our windows. Only algorithms that let fragments rest need it."""
         raise NotImplementedError
 

@@ -1,5 +1,6 @@
 """The work of the two threads, mostly without them: steps, windows, merges, checkpoints."""
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from decentral.core.jobs import Contribution, Layout
 from decentral.core.time_spent import NO_TIME
 from decentral.train import checkpoint, compress
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.counters import TimeAccount
+from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer, unpack
 
 MakeSetup = Callable[..., ComputeSetup]
@@ -457,6 +460,27 @@ def test_a_kill_between_close_and_merge_loses_no_progress(setup_of: MakeSetup) -
     assert torch.linalg.vector_norm(weights(again) - goal) < 0.02 * moved
 
 
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_merge_that_finds_no_memory_loses_no_progress(
+    setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    compute = trained(setup_of())
+    goal = compute.gossip.of(0).live.theta.clone()
+    close(compute)
+
+    def full(*arguments: object) -> None:
+        raise error("no memory")
+
+    monkeypatch.setattr(TorchKernels, "merge", full)
+    assert isinstance(compute.do(jobs.Merge(0, 1, ())), jobs.JobFailed)
+    monkeypatch.undo()
+    again = saved_and_resumed(compute)
+    solo_windows(again, 25)
+    _, layout, blob = export(again)[0]
+    moved = torch.linalg.vector_norm(goal - Compute(compute.setup).gossip.of(0).live.theta)
+    assert torch.linalg.vector_norm(unpack(compress, layout, blob)["phi"] - goal) < 0.02 * moved
+
+
 def test_a_newcomer_of_a_resumed_peer_gets_what_was_trained_while_nobody_was_there(setup_of: MakeSetup) -> None:
     """Its slow weights are those of long ago, and so they must not be what is given or published."""
     compute = Compute(setup_of())
@@ -562,6 +586,30 @@ def test_a_held_window_waits_for_its_merge(setup_of: MakeSetup) -> None:
     assert outcomes(Compute(setup_of(algorithm="allreduce")), hold) == ["Started", "WindowClosed"]
     merged = outcomes(Compute(setup_of(algorithm="allreduce")), [*hold, jobs.Merge(0, 1, ())], steps=1)
     assert merged == ["Started", "WindowClosed", "Merged", "Stepped"]
+
+
+def test_the_time_of_a_peer_that_begins_again_is_accounted_for(setup_of: MakeSetup) -> None:
+    compute, now = Compute(setup_of()), [0.0]
+    account = compute.counters.time = TimeAccount(lambda: now[0])
+    for seconds, kind in ((5.0, "state"), (3.0, "waiting")):  # until it has joined, and while it fetches again
+        now[0] += seconds
+        account.spent_on(kind)
+        compute.do(jobs.Start(newcomer=False))
+    spent = compute.step().spent
+    assert (spent.state, spent.waiting) == (0.0, 3.0)
+
+
+def test_the_processor_time_of_training_is_known_after_its_thread_has_ended(
+    setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Compute(setup_of())
+    outcomes(compute, [jobs.Start(newcomer=False)], steps=1)
+
+    def gone(clock: int) -> float:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(time, "clock_gettime", gone)
+    assert compute.training_s() > 0
 
 
 def test_training_waits_for_the_merges_of_all_held_windows(setup_of: MakeSetup) -> None:

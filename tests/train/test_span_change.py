@@ -169,6 +169,30 @@ def test_a_full_disk_changes_nothing(setup_of: MakeSetup) -> None:
     assert all(torch.equal(theta, before[index]) for index, theta in thetas(compute).items())
 
 
+@pytest.mark.parametrize("phases", range(1, 4))  # the next one, a correction, comes before a change of span
+def test_a_change_that_fails_while_a_fragment_wakes_counts_its_progress_once(setup_of: MakeSetup, phases: int) -> None:
+    """What it has trained at rest is taken in for the retained state, and its own job was about to take it in."""
+    compute = peer(setup_of, "A", LAST)
+    gossiped = compute.gossip.of(2)
+    compute.do(jobs.Rest(2))
+    gossiped.live.theta += 0.5
+    goal = gossiped.live.theta.clone()
+    closing = compute.program(jobs.CloseWindow(2, 1))
+    for _ in range(phases):
+        next(closing)
+    (compute.setup.folder / "kept-2.safetensors.new").mkdir()
+    assert compute.do(jobs.ChangeSpan(*FIRST, (), 40)) == jobs.SpanChanged(False, "disk")
+    finish(closing)
+    compute.do(jobs.Merge(2, 1, ()))
+    for seq in range(2, 5):
+        gossiped.live.theta += 0.25
+        compute.do(jobs.CloseWindow(2, seq))
+        compute.do(jobs.Merge(2, seq, ()))
+    _, layout, blob = state_of(compute, 2)
+    torch.testing.assert_close(unpack(compute.setup.codecs, layout, blob)["phi"], goal + 0.75, rtol=0, atol=0.02)
+    torch.testing.assert_close(gossiped.live.theta, goal + 0.75, rtol=0, atol=0.02)
+
+
 def test_a_retained_state_that_is_damaged_or_of_another_run_is_ignored(setup_of: MakeSetup) -> None:
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
     compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
