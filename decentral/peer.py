@@ -44,6 +44,7 @@ from decentral.train.kernel_choice import best_kernels
 from decentral.train.step import ALONE
 from decentral.visit import say_hello
 
+STEPS_REPORTED_S = 0.2  # how often, at most
 RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
 
 
@@ -183,8 +184,8 @@ async def prepare(
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
     kernels, reason = best_kernels(device.device, compress)
-    print(f"kernels of gossip: {reason}", flush=True)
-    compute = Compute(replace(computing, state_expected=expected, kernels=kernels))
+    flags.kernels = reason
+    compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
     restored = compute.resume()
     if flags.island:
         flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)
@@ -207,7 +208,6 @@ async def prepare(
     )
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
-    journal.write("kernels", reason=reason)
     return Host(Node(setup), transport, access.directory, compute, journal, book, now)
 
 
@@ -237,9 +237,10 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     """Runs the host until it stops, and shows what it does. Exits with 1 if it stopped with an error."""
     node, setup = host.node, host.node.setup
     shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
+    print(f"kernels of gossip: {flags.kernels}", flush=True)
     shown.introduce(node, folder.path)
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
-    host.journal.write("started", **facts, throttle=flags.throttle)
+    host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels)
     if flags.island:
         host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
     loop = asyncio.get_running_loop()

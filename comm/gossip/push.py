@@ -48,7 +48,7 @@ class PushExchange(Exchange):
                 return self._push(event, now)
             case Asked(request, sender, Envelope(Push() as push, blob)):
                 return self._pushed(request, sender, push, blob, now)
-            case Absorbed():
+            case Absorbed() if self._absorbing:  # else it is of before the fragment was given up and taken up again
                 return self._absorbed(event)
             case Answered(tag=PushTag(seq=seq, tries=tries)) | AskFailed(tag=PushTag(seq=seq, tries=tries)):
                 if self.state is ExchangePhase.ASKING and seq == self.seq:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import accumulate
+from typing import ClassVar
 
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
@@ -50,6 +51,12 @@ class Exchange:
     seq: int = 0
     size: int = 0  # of our last snapshot, bytes
     _began: Seconds = 0.0  # when the exchange began
+    snapshots_moved: ClassVar[int] = 1  # by an exchange with one partner
+
+    def replan(self, now: Seconds) -> None:
+        size = self.snapshots_moved * self.size
+        if self.close_at > now + self.context.view.period_s(size):
+            self.close_at = self.context.next_close(now, size)
 
     def _close_unless_alone(self, now: Seconds) -> list[Effect]:
         """Ends the window if there is a partner; else the next one's end may find one."""
@@ -150,6 +157,8 @@ class SnapshotStore:
 
     def encoded(self, done: SectionsEncoded) -> list[Effect]:
         """More sections of the newest snapshot are there: answers those who asked for them."""
+        if not self.latest:
+            return []  # they are of a window from before this fragment was given up and taken up again
         newest = self.latest[-1]
         if newest.snapshot.seq == done.seq:
             newest.on_request, newest.added, newest.added_blob = (), done.layout, done.blob

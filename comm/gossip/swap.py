@@ -9,6 +9,7 @@ mean has moved, and the journal says `commit-lost`.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from decentral.comm.gossip import snapshots
 from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, contribution
@@ -37,6 +38,7 @@ class SwapExchange(Exchange):
     _seen: dict[PeerId, int] = field(default_factory=dict)
     _reason: str = ""
     _bytes: tuple[int, int] = (0, 0)  # sent and received
+    snapshots_moved: ClassVar[int] = 2
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -151,7 +153,7 @@ class SwapExchange(Exchange):
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = ExchangePhase.OPEN
-        self.close_at = self.context.next_close(now, 2 * self.size)
+        self.close_at = self.context.next_close(now, self.snapshots_moved * self.size)
         reason = merged.rejected[0][1] if merged.rejected else self._reason
         calm = reason in (Reason.ALONE, Reason.CROSSED, Reason.BUSY)
         outcome = "done" if merged.used else "solo" if calm else "failed"

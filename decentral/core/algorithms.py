@@ -67,7 +67,7 @@ class FragmentContext:
         turn = self.fragment % max(1, round(period_s / window_s))
         offset = window_s * (turn + self.phase)
         end = ((now - offset) // period_s + 1) * period_s + offset
-        return end if end > now else end + period_s  # `now` may be an end, and rounding make it a little less than one
+        return end if end > now else end + period_s  # at a window's end, rounding may give that end again
 
     def partners(self, now: Seconds) -> Sequence[PeerId]:
         return self.view.partners(self.fragment, now)
@@ -97,6 +97,9 @@ class GossipMachine(Machine, Protocol):
 
     seq: int  # number of the last window that was closed
     size: int  # bytes of the last snapshot
+
+    def replan(self, now: Seconds) -> None:
+        """Brings the window's end forward, where it lies further ahead than a window is long now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,12 @@ class FragmentExchanges:
                     effects += self.tell(index, event, now)
         return effects
 
+    def replan(self, now: Seconds) -> None:
+        """Brings forward the ends of windows that were planned when windows were longer than they are now."""
+        self._wake = None
+        for exchange in self.running.values():
+            exchange.replan(now)
+
     def tell(self, index: int, event: object, now: Seconds) -> list[Effect]:
         """Passes an event to the exchange of a fragment, which must be running."""
         self._wake = None

@@ -12,6 +12,7 @@ from decentral.core.units import Seconds
 FIXED_CORES = 0.005  # what the event loop and the network take without gossip
 REMEMBERED_WINDOWS = 16
 MOST_TIMES = 2  # the average cost: what a new measurement counts at most
+FEWER_CORES = 0.1  # what a measurement with fewer cores than before counts: a pause is no slower device
 LONGER, SHORTER = 1.1, 0.8  # windows change when they are this far from what is needed: peers must not flap
 
 
@@ -45,12 +46,14 @@ class GossipCost:
 
     def measured(self, used: CoresUsed, gossip_alone: bool) -> None:
         """`gossip_alone`: the network had little else to do, such as the state of a newcomer to send."""
-        self.cores = used.training_s / used.seconds
+        cores = used.training_s / used.seconds
+        self.cores = max(cores, self.cores + FEWER_CORES * (cores - self.cores))
         if gossip_alone:
             self._transfers_s += max(0.0, used.network_s - FIXED_CORES * used.seconds)
         if self._windows:  # else the next measurement may have windows to share this one's cost
             self.compute_s = self._averaged(self.compute_s, self._jobs_s / self._windows)
-            self.network_s = self._averaged(self.network_s, self._transfers_s / self._windows)
+            if gossip_alone:
+                self.network_s = self._averaged(self.network_s, self._transfers_s / self._windows)
             self._jobs_s, self._transfers_s, self._windows = 0.0, 0.0, 0
 
     def _averaged(self, known: Seconds, new: Seconds) -> Seconds:

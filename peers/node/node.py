@@ -262,7 +262,11 @@ class Node:
         return self.progress.handle(event, now) + routed
 
     def _cores_used(self, event: CoresUsed, now: Seconds) -> list[Effect]:
-        self.selection.cost.measured(event, gossip_alone=not self.donor.exports)
+        joined_at, routes = self.progress.joined_at, self.routes
+        fetched = joined_at is None or joined_at > now - event.seconds  # our own state came in this interval
+        routed = routes is not None and (not self.setup.whole or bool(routes.executions))
+        self.selection.cost.measured(event, gossip_alone=not (self.donor.exports or fetched or routed))
+        self.gossip.replan(now)
         return []
 
     def _to_join(self, event: object, now: Seconds) -> list[Effect]:

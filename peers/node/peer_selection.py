@@ -20,6 +20,7 @@ from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 
 NEVER = -1  # the step of a state that nobody has
+LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
 EARLY_TIMES = 10  # gossip's share of the cores, in the swarm's first steps, over what it is later
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 
@@ -56,13 +57,14 @@ class PeerSelection:
         """How many of the shortest windows make one, where snapshots have `size` bytes, and what stretches them.
 
         As many as all fragments take at our share of the link (P in Streaming DiLoCo, arXiv 2501.18512), or as many as
-        keep the cost below our share of the cores, whatever is more.
+        keep the cost below our share of the cores, whatever is more; but no more than LONGEST_WINDOW_S.
         """
         gossip, window_s = self.setup().config.gossip, self.window_s()
         core_share = gossip.core_share * (EARLY_TIMES if self._early else 1.0)
         cores = self.cost.windows(window_s, len(self.setup().fragments), min(1.0, core_share))
         link = self._link_windows(size, window_s)
-        return max(1, cores, link), "link" if link > cores else "cores" if cores > 1 else ""
+        most = 1 << int(max(1.0, LONGEST_WINDOW_S / window_s)).bit_length() - 1  # a power of two as well
+        return max(1, min(most, max(cores, link))), "link" if link > cores else "cores" if cores > 1 else ""
 
     @property
     def _early(self) -> bool:

@@ -19,6 +19,7 @@ PEER_KEYS = {
     "micro_batches": int,
     "tokens": int,
     "busy_fraction": float,
+    "time_shares": dict,
     "exchanges": dict,
     "sent_bytes": int,
     "received_bytes": int,
@@ -38,7 +39,7 @@ LINES = {
     "joined": {"peers", "donors", "seconds"},
     "step": {"step", "tokens", "loss", "seconds"},
     "eval": {"tokens", "loss"},
-    "checkpoint": {"step", "bytes"},
+    "checkpoint": {"step", "bytes", "seconds"},
     "stopped": {"reason"},
 }
 DONE = {"fragment", "partner", "outcome", "reason", "seconds", "sent_bytes", "received_bytes", "age_s"}
@@ -124,6 +125,9 @@ def test_all_peers_trained_and_those_that_met_exchanged(finished: tuple[Path, di
         assert peer["micro_batches"] >= 60
         assert peer["exchanges"]["done"] > 0, summary
         assert 0 < peer["busy_fraction"] <= 1
+        shares = {name: share for name, share in peer["time_shares"].items() if name != "beside"}
+        assert shares["training"] == peer["busy_fraction"]
+        assert sum(shares.values()) == pytest.approx(1.0, abs=1e-3)
     assert summary["swarm"]["tokens"] == sum(peer["tokens"] for peer in summary["peers"])
     assert 0 < summary["swarm"]["heldout_loss"] < 8
 

@@ -1,10 +1,9 @@
 """When windows end, and how old a snapshot may be: what all exchange machines ask of a fragment's context."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from decentral.core.algorithms import FragmentContext
+from decentral.comm.gossip.snapshots import Exchange
+from decentral.core.algorithms import FragmentContext, algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId
 
@@ -12,9 +11,9 @@ FRAGMENTS = 5
 
 
 class Stretched:
-    """A view of a swarm: so many of the shortest windows make one."""
+    """A view of a swarm: so many of the shortest windows, of half a second, make one."""
 
-    def __init__(self, windows: int, window_s: float) -> None:
+    def __init__(self, windows: int, window_s: float = 0.5) -> None:
         self.windows, self.shortest_s = windows, window_s
 
     def partners(self, fragment: int, now: float) -> list[PeerId]:
@@ -30,9 +29,9 @@ class Stretched:
         return self.shortest_s * self.windows
 
 
-def context(windows: int, fragment: int = 0, phase: float = 0.25, window_s: float = 0.5) -> FragmentContext:
+def context(windows: int, fragment: int = 0, phase: float = 0.25) -> FragmentContext:
     gossip = GossipConfig(max_age_s=60.0)
-    return FragmentContext(RunId("run"), PeerId("A"), fragment, phase, gossip, Stretched(windows, window_s))
+    return FragmentContext(RunId("run"), PeerId("A"), fragment, phase, gossip, Stretched(windows))
 
 
 def ends(windows: int, fragment: int, until: float = 40.0) -> list[float]:
@@ -70,17 +69,32 @@ def test_a_window_never_ends_at_once() -> None:
     assert context(2, 1).next_close(at, 0) == at + 1.0
 
 
-@given(phase=st.floats(0, 1, exclude_max=True), windows=st.integers(1, 64), began=st.floats(1.7e9, 1.9e9))
-def test_the_next_end_is_later_and_by_no_more_than_a_period_though_unix_time_is_coarse(
-    phase: float, windows: int, began: float
-) -> None:
-    at, period_s = began, 0.1 * windows
-    for _ in range(20):
-        after = context(windows, 1, phase, window_s=0.1).next_close(at, 0)
-        assert at < after <= at + period_s + 1e-5
-        at = after
+@pytest.mark.parametrize("fragment", range(FRAGMENTS))
+def test_nor_does_it_where_unix_times_are_rounded(fragment: int) -> None:
+    """A window of no length would be closed and sent for nothing, and virtual time would stand still."""
+    gossip, phase = GossipConfig(), (fragment + 1) / 12
+    early = FragmentContext(RunId("run"), PeerId("A"), fragment, phase, gossip, Stretched(2, window_s=0.1))
+    now = early.next_close(1_790_000_000.0, 0)
+    for _ in range(50):
+        after = early.next_close(now, 0)
+        assert 0.1 < after - now < 0.3
+        now = after
 
 
 @pytest.mark.parametrize(("windows", "max_age_s"), [(1, 60.0), (120, 120.0), (256, 256.0)])
 def test_a_snapshot_of_a_long_window_may_be_as_old_as_two_of_them(windows: int, max_age_s: float) -> None:
     assert context(windows).max_age_s(0) == max(60.0, max_age_s)
+
+
+@pytest.mark.parametrize("algorithm_name", ["pull", "symmetric", "push_sum"])
+def test_a_window_that_was_planned_when_windows_were_long_is_brought_forward(algorithm_name: str) -> None:
+    early = context(1024)
+    make = algorithm(algorithm_name).machine
+    assert make is not None
+    machine = make(early, early.next_close(3.0, 0))
+    assert isinstance(machine, Exchange)
+    machine.replan(3.0)
+    assert machine.close_at == early.next_close(3.0, 0)
+    machine.context = context(2)
+    machine.replan(3.0)
+    assert machine.close_at == context(2).next_close(3.0, 0)

@@ -141,7 +141,7 @@ def test_a_forward_and_backward_pass_takes_at_most_what_is_said(
     run = config.Config.model_validate({**shape, "train": {"micro_batch": 2, **train}})
     layers = gpt.build(run.model, 0)
     for cut in fragments_of(run):
-        Live(cut, layers, torch.device("cpu"), run.train)
+        Live(cut, layers, torch.device("cpu"), run.train).grad.zero_()  # it is there before, as a part of the state
     tokens_BT = torch.zeros(2, run.model.context, dtype=torch.int64)
     with Peak() as peak:
         Chain(layers, run=run).loss(tokens_BT, tokens_BT).backward()  # type: ignore[no-untyped-call]

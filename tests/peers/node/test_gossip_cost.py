@@ -76,8 +76,24 @@ def test_windows_grow_and_shrink_with_what_they_cost() -> None:
 
 def test_a_cost_that_changes_is_believed_little_by_little() -> None:
     cost = cost_of(0.1)
-    spend(cost, 0.3, windows=4)
-    assert cost.window_cost_s == pytest.approx(0.15)
+    spend(cost, 0.2, windows=4)
+    assert cost.window_cost_s == pytest.approx(0.125)
+
+
+def test_an_outlier_counts_as_twice_the_average_at_most() -> None:
+    cost = cost_of(0.1)
+    spend(cost, 50.0, windows=4)
+    assert cost.window_cost_s == pytest.approx(0.125)
+
+
+def test_transfers_after_a_windows_end_count_with_the_next_window() -> None:
+    cost = GossipCost()
+    cost.did(0.1, closed=True)
+    cost.measured(CoresUsed(5.0, 5.0, FIXED_CORES * 5.0), gossip_alone=True)
+    cost.measured(CoresUsed(5.0, 5.0, 0.2 + FIXED_CORES * 5.0), gossip_alone=True)
+    cost.did(0.1, closed=True)
+    cost.measured(CoresUsed(5.0, 5.0, FIXED_CORES * 5.0), gossip_alone=True)
+    assert cost.network_s == pytest.approx(0.2)
 
 
 def test_what_the_network_did_for_a_newcomer_is_no_cost_of_gossip() -> None:
@@ -89,3 +105,19 @@ def test_what_the_network_did_for_a_newcomer_is_no_cost_of_gossip() -> None:
 
 def test_peers_that_do_not_train_stretch_nothing() -> None:
     assert cost_of(1.0, cores=0.0).windows(WINDOW_S, 3, SHARE) == 1
+
+
+@pytest.mark.parametrize(
+    "pause", [CoresUsed(3600.0, 5.0, 0.0), CoresUsed(5.0, 0.02, 0.0)], ids=["stopped", "evaluates"]
+)
+def test_a_pause_of_training_is_not_taken_for_a_slower_device(pause: CoresUsed) -> None:
+    cost = cost_of(0.01)
+    cost.measured(pause, gossip_alone=True)
+    assert cost.windows(WINDOW_S, 3, SHARE) == 4
+
+
+def test_a_device_that_has_become_slower_is_believed_within_minutes() -> None:
+    cost = cost_of(0.01)
+    for _ in range(60):
+        cost.measured(CoresUsed(5.0, 0.5, 0.0), gossip_alone=True)
+    assert cost.cores == pytest.approx(0.1, rel=0.05)

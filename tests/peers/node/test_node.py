@@ -38,6 +38,7 @@ from decentral.core.jobs import Section
 from decentral.core.machine import Effect, Woke
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.node import Node, NodePhase
 from decentral.peers.node.setup import NodeSetup
 
@@ -471,3 +472,20 @@ def test_the_period_grows_where_the_link_is_too_slow_for_a_window() -> None:
     assert played.node.selection.period_s(1000) == 1.0
     played.node.meter.saw("slow", 10.0, 0, 70_000)  # type: ignore[arg-type]
     assert played.node.selection.period_s(200_000) > 10.0
+
+
+def test_the_network_s_work_for_our_own_state_and_for_routes_is_no_cost_of_gossip() -> None:
+    played, used = Played("pull", "training"), CoresUsed(5.0, 5.0, 4.0)
+    cost = played.node.selection.cost
+
+    def network_s() -> float:
+        cost.did(0.01, closed=True)
+        played.deliver(used)
+        return cost.network_s
+
+    assert network_s() == 0  # we joined in this interval
+    played.pass_time(10.0)
+    played.node.setup = dataclasses.replace(played.node.setup, fragments=FRAGMENTS[:1])
+    assert network_s() == 0  # micro-batches travel through a peer that holds a part of the model
+    played.node.setup = dataclasses.replace(played.node.setup, fragments=FRAGMENTS)
+    assert network_s() > 0

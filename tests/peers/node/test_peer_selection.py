@@ -14,7 +14,7 @@ from decentral.core.jobs import Fragment, RetainedStates
 from decentral.core.units import MiB
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.roster import Holders, Roster, RosterEntry
-from decentral.peers.node.peer_selection import NEVER, PeerSelection
+from decentral.peers.node.peer_selection import LONGEST_WINDOW_S, NEVER, PeerSelection
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 
@@ -139,3 +139,13 @@ def test_in_the_swarm_s_first_steps_gossip_may_cost_more_and_windows_are_shorter
     assert asks.windows(10) == (1, "")
     asks.progress.lr_step = 1000
     assert asks.windows(10) == (2, "cores")
+
+
+def test_no_measurement_stretches_windows_without_limit(own: Identity) -> None:
+    """A partner that trickles its answer chooses what the link seems to carry."""
+    swarm = grown(Swarm(own).meet(A))
+    swarm.meter.saw(A, 1e6, 0, 100_000)
+    assert swarm.asks.windows(1_000_000) == (1024, "link")
+    swarm.asks.cost.compute_s, swarm.asks.cost.cores = 1e9, 1.0
+    assert swarm.asks.windows(1_000_000) == (1024, "cores")
+    assert LONGEST_WINDOW_S / 2 < swarm.asks.period_s(1_000_000) <= LONGEST_WINDOW_S
