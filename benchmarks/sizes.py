@@ -173,8 +173,7 @@ def _training_swarm(case: Case) -> Iterator[LocalSwarm]:
                 if time.time() > deadline:
                     raise SystemExit(f"{case.size}: not all of {case.peers} peers train after {START_S:.0f} s")
                 time.sleep(POLL_S)
-            yield swarm
-            swarm.stop()
+            yield swarm  # and no last checkpoints: they would take a large model's swarm a minute
         finally:
             swarm.kill()
 

@@ -41,6 +41,7 @@ class ComputeSetup:
     span: tuple[int, int] | None = None  # layers [first, last), whole fragments; None: the whole model
     state_expected: bool = False  # a checkpoint or donors are there: initial weights are drawn only if none gives any
     kernels: OuterKernels | None = None  # None: plain torch, one operation after another
+    report_s: Seconds = 0.0  # steps are reported this often: each report wakes the event loop, which takes the GIL
 
 
 class Compute(JobRunner):
@@ -90,6 +91,8 @@ class Compute(JobRunner):
         threads.report = report
         worker = threading.Thread(target=threads.work_beside, name="beside", daemon=True)
         worker.start()
+        steps: list[jobs.Stepped] = []  # that are still to be reported
+        reported_at = time.monotonic()
         while not threads.done:
             wait = self.waits or threads.finishing
             task = threads.at_edge(wait)
@@ -98,8 +101,12 @@ class Compute(JobRunner):
                 threads.do_at_edge(task)
                 account.spent_on(time_kind(task.job))
             elif not wait:
-                report(self.step())
+                steps.append(self.step())
                 threads.begin_edge()
+            if steps and (self.waits or threads.finishing or time.monotonic() >= reported_at + self.setup.report_s):
+                for step in steps:
+                    report(step)
+                steps, reported_at = [], time.monotonic()
         worker.join()
         used = self._clock()
         self._clock = lambda: used  # a thread that has ended has no clock
