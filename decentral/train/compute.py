@@ -89,6 +89,7 @@ class Compute(JobRunner):
             clock = time.pthread_getcpuclockid(threading.get_ident())
             self._clock = lambda: time.clock_gettime(clock)
         threads.report = report
+        self.gossip.steps_to_edge = lambda: 0 if self.waits else 1
         worker = threading.Thread(target=threads.work_beside, name="beside", daemon=True)
         worker.start()
         steps: list[jobs.Stepped] = []  # that are still to be reported

@@ -6,7 +6,7 @@ weights and takes a correction; all else goes on beside it (train/job_phases.py)
 here before it moves anything; the numerics are in the update rules of decentral/algorithms.
 """
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +129,7 @@ class FragmentGossip:
     def __init__(self, gossip: config.GossipConfig, peer: PeerId, tools: RuleTools) -> None:
         self.tools, self.gossip, self.peer = tools, gossip, peer
         self.holding: set[int] = {BEFORE_START}  # the fragments whose merges training waits for
+        self.steps_to_edge: Callable[[], int] = lambda: 0  # until a correction is added that is made now
         self._by_index: dict[int, GossipedFragment] = {}
 
     @property
@@ -205,7 +206,8 @@ class FragmentGossip:
         yield Phase.BESIDE
         gossiped = self._by_index[job.fragment]
         parts, rejected = gossiped.read(job.contributions)
-        yield from gossiped.correct(gossiped.rule.merge(None, parts, gossiped.live.steps))
+        steps = gossiped.live.steps + self.steps_to_edge()
+        yield from gossiped.correct(gossiped.rule.merge(None, parts, steps))
         if job.fragment in self.holding:
             yield Phase.EDGE
             self.holding.discard(job.fragment)

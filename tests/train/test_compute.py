@@ -628,3 +628,19 @@ def test_a_failed_job_does_not_end_the_thread(setup_of: MakeSetup, tmp_path: Pat
     compute = Compute(replace(setup_of(), folder=tmp_path / "gone"))
     seen = outcomes(compute, [jobs.Start(False), jobs.Save()], steps=1)
     assert sorted(seen) == ["JobFailed", "Started", "Stepped"], "the step does not wait for the checkpoint"
+
+
+def test_a_merge_beside_training_counts_the_step_that_ends_before_its_correction(setup_of: MakeSetup) -> None:
+    """A late correction is taken in part (rho), and a step is under way while the worker merges."""
+    compute = Compute(setup_of())
+    seen: list[int] = []
+
+    def report(outcome: jobs.Outcome) -> None:
+        if isinstance(outcome, jobs.Stepped):
+            seen.append(compute.gossip.steps_to_edge())
+            compute.submit(jobs.Finish())
+
+    assert compute.gossip.steps_to_edge() == 0, "without threads a merge is at an edge"
+    compute.submit(jobs.Start(newcomer=False))
+    compute.run(report)
+    assert seen[0] == 1
