@@ -172,7 +172,8 @@ class Swarm:
         arrived = [pull for pull in self.wire if pull.arrives <= now]
         self.wire = [pull for pull in self.wire if pull.arrives > now]
         for pull in arrived:
-            rho = self.method.rho or outer.rho_of(self.replicas.steps[pull.peer] - pull.steps)
+            taken = self.replicas.steps[pull.peer] + int(self.method.beside)  # when the correction is added
+            rho = self.method.rho or outer.rho_of(taken - pull.steps)
             outcome = outer.merge(self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho)
             self.slow[pull.peer] = outcome.slow
             self._shift_moment(pull, rho * self.method.kappa)

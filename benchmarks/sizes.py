@@ -16,7 +16,6 @@ bandwidth. `beside` is what it used of a core on other threads and in its networ
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -34,6 +33,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import processes
+from benchmarks.kernels import kernel_rates
 from benchmarks.processes import CpuSeconds
 from benchmarks.straggler import Child
 from decentral.core import config
@@ -102,7 +102,7 @@ def main() -> None:
             print(_line(rows[-1]), flush=True)
             if args.json:
                 args.json.write_text(json.dumps({"settings": _settings(args), "rows": rows}, indent=1) + "\n")
-    print(_kernels(args), flush=True)
+    print(_kernels(args.elements), flush=True)
 
 
 # One interval
@@ -173,8 +173,7 @@ def _training_swarm(case: Case) -> Iterator[LocalSwarm]:
                 if time.time() > deadline:
                     raise SystemExit(f"{case.size}: not all of {case.peers} peers train after {START_S:.0f} s")
                 time.sleep(POLL_S)
-            yield swarm
-            swarm.stop()
+            yield swarm  # and no last checkpoints: they would take a large model's swarm a minute
         finally:
             swarm.kill()
 
@@ -289,12 +288,12 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _kernels(args: argparse.Namespace) -> str:
-    """The rates of the codecs and of the outer step's passes beside a copy's, where benchmarks/kernels.py is there."""
-    if importlib.util.find_spec("benchmarks.kernels") is None:
-        return "kernels: benchmarks/kernels.py is not there"
-    rates = importlib.import_module("benchmarks.kernels").kernel_rates(args.elements)
-    return f"kernels, {args.elements:,} elements: {rates}"
+def _kernels(elements: int) -> str:
+    """The rates of the outer step's kernels and of the codecs, beside a copy of the same bytes."""
+    lines = [f"kernels on {elements:,} elements:  M elements/s  time over a copy's"]
+    for one in kernel_rates(elements):
+        lines.append(f"{one.kernel:>28}  {one.elements_per_s / 1e6:>12,.0f}  {one.copies:.2f}")
+    return "\n".join(lines)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from decentral.train.kernel_choice import best_kernels
 from decentral.train.step import ALONE
 from decentral.visit import say_hello
 
+STEPS_REPORTED_S = 0.2  # how often, at most
 RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
 
 
@@ -184,7 +185,7 @@ async def prepare(
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
     kernels, reason = best_kernels(device.device, compress)
     flags.kernels = reason
-    compute = Compute(replace(computing, state_expected=expected, kernels=kernels))
+    compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
     restored = compute.resume()
     if flags.island:
         flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)

@@ -8,9 +8,10 @@ fast as its unary calls and have no 4 MiB limit (docs/ARCHITECTURE.md, "What was
 import asyncio
 import logging
 import os
+import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ LIBP2P_START_S = 60.0  # the daemon's start on a loaded machine; hivemind's defa
 CONNECT_S = 10.0
 STORE_S = 10.0
 FETCH_S = 10.0
+MEET_AGAIN = 3  # peers that are asked back into an empty routing table at once
+MOST_CONNECTED = 256  # peers that are remembered as connected
 _NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what matters of its warnings
@@ -117,8 +120,11 @@ class Libp2p:
         server = self._server = Server(handler, bound)
 
         async def on_stream(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            sender = PeerId(info.peer_id.to_base58())
+            if len(self._connected) < MOST_CONNECTED:
+                self._connected.add(sender)
             with closing(writer):
-                await server.answer_on(PeerId(info.peer_id.to_base58()), reader, writer)
+                await server.answer_on(sender, reader, writer)
 
         await self._p2p.add_binary_stream_handler(PROTOCOL, on_stream)
 
@@ -138,7 +144,7 @@ class Libp2p:
             cache_nearest=0,
             num_workers=4,
         )
-        return HivemindDirectory(dht)
+        return HivemindDirectory(dht, self._connected)
 
     def processor_s(self) -> Seconds:
         """Of the daemon. Only Linux says so of another process."""
@@ -165,12 +171,14 @@ class Libp2p:
 class HivemindDirectory:
     """A Directory on hivemind's Kademlia DHT."""
 
-    def __init__(self, dht: DHTNode) -> None:
-        self._dht = dht
+    def __init__(self, dht: DHTNode, connected: Set[PeerId]) -> None:
+        """`connected`: the peers that the transport is connected to, as they come and go."""
+        self._dht, self._connected = dht, connected
 
     async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
         try:
             async with asyncio.timeout(STORE_S):
+                await self._meet_again()
                 return bool(await self._dht.store(key, value, expires, subkey=subkey))
         except (*_NETWORK_ERRORS, TimeoutError):
             return False
@@ -178,10 +186,21 @@ class HivemindDirectory:
     async def fetch(self, key: str) -> Mapping[str, bytes]:
         try:
             async with asyncio.timeout(FETCH_S):
+                await self._meet_again()
                 found = await self._dht.get(key, latest=True)
         except (*_NETWORK_ERRORS, TimeoutError):
             return {}
         return _plain(found)
+
+    async def _meet_again(self) -> None:
+        """Fills the routing table if it is empty.
+
+        A peer that leaves one call unanswered for 3 s is out of hivemind's table. In a swarm of two it was the only
+        one, and then the records of each would not reach the other until they expire.
+        """
+        if not self._dht.protocol.routing_table.uid_to_peer_id:
+            some = random.sample(sorted(self._connected), min(MEET_AGAIN, len(self._connected)))
+            await asyncio.gather(*map(self.meet, some))
 
     async def meet(self, peer: PeerId) -> None:
         """Puts a peer that we are connected to into the routing table."""

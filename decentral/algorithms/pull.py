@@ -86,6 +86,7 @@ class PullRule(UpdateRule):
         return self.spare
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
+        self._end_unmerged()
         blob, self.lengths.own = self.tools.kernels.close(theta, self.baseline, self.residual)
         self.baseline, self.spare = theta, self.baseline
         packer.add_encoded(PSEUDO_GRADIENT, PSEUDO_GRADIENT_CODEC, self.elements, blob)
@@ -103,7 +104,7 @@ class PullRule(UpdateRule):
 
     def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
         assert self.closed is not None, "merge without a close"
-        (own, blob), self.closed = self.closed, None
+        own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
         most_tokens = outer.credible(own.tokens)
         own_weight, *weights = outer.token_weights([own.tokens, *(min(one.tokens, most_tokens) for one in partners)])
@@ -113,7 +114,9 @@ class PullRule(UpdateRule):
             steps_taken.append(Weighted(weight * self.lengths.share(one.length), one.pseudo_gradient))
             if one.phi is not None:
                 slow_weights.append(Weighted(weight * self._near(one.distance), one.phi))
-        return self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps))
+        correction = self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps))
+        self.closed = None  # not before: where memory is too small for the step, the last checkpoint still has it
+        return correction
 
     def _outer_step(self, steps_taken: Sequence[Weighted], slow_weights: Sequence[Weighted], rho: float) -> Correction:
         vectors = OuterVectors(self.phi, self.baseline, self.spare, self.momentum)
@@ -127,8 +130,11 @@ class PullRule(UpdateRule):
         most = float(torch.linalg.vector_norm(self.phi))
         return most / distance if 0 < most < distance else 1.0
 
-    def fold(self, theta: Tensor) -> Correction:
+    def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it."""
+        if theta is self.baseline:  # a change of span that failed has folded since the copy, into the same vector
+            return None
+        self._end_unmerged()
         owed = self.residual.add_(self.baseline).sub_(theta)
         self.baseline, self.spare = theta, self.baseline
         self._take_alone(self.phi, self.momentum, owed)
@@ -136,6 +142,16 @@ class PullRule(UpdateRule):
         torch.sub(self.phi, self.baseline, out=self.spare)
         self.baseline += self.spare
         return Correction(self.spare)
+
+    def _end_unmerged(self) -> None:
+        """A solo step for a window whose exchange has ended before its merge, with a change of span that failed."""
+        if self.closed is not None:
+            self._take_alone(self.phi, self.momentum, self._published(self.closed[1]))
+            self.closed = None
+
+    def _published(self, blob: bytes) -> Tensor:
+        """What partners read of our window's blob."""
+        return self.tools.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, self.elements)
 
     def _take_alone(self, phi: Tensor, momentum: Tensor | None, step: Tensor) -> None:
         """phi and momentum after a solo step, in place; train/outer.py has the formulas."""
@@ -153,8 +169,7 @@ class PullRule(UpdateRule):
         phi, momentum = self.phi, self.momentum
         if self.closed is not None:
             phi, momentum = phi.clone(), None if momentum is None else momentum.clone()
-            own = self.tools.codecs.decode(PSEUDO_GRADIENT_CODEC, self.closed[1], self.elements)
-            self._take_alone(phi, momentum, own)
+            self._take_alone(phi, momentum, self._published(self.closed[1]))
         kept = {"phi": phi, "owed": self.residual + (self.baseline - theta)}
         return kept if momentum is None else {**kept, "momentum": momentum}
 

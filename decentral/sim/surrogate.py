@@ -20,7 +20,7 @@ from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, Sur
 from decentral.sim.surrogate_stages import SurrogateStages
 from decentral.train.checkpoint import MicroBatchNumbers
 from decentral.train.counters import Counters
-from decentral.train.fragment_gossip import FragmentGossip
+from decentral.train.fragment_gossip import FragmentGossip, WindowCounts
 from decentral.train.inner import Live
 from decentral.train.job_phases import Phase, Program
 from decentral.train.job_runner import JobRunner
@@ -32,7 +32,7 @@ from decentral.train.update_rules import RuleTools
 @dataclass(frozen=True, slots=True)
 class SurrogateCheckpoint:
     tensors: dict[str, Tensor]
-    windows: list[tuple[int, float]]
+    windows: list[WindowCounts]
     counters: Counters
     span: tuple[int, int]  # layers
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from decentral.core.errors import UserError
 from decentral.core.jobs import Donated, Layout, RetainedStates, Section
 from decentral.train.counters import Counters
+from decentral.train.fragment_gossip import GossipedFragment
 from decentral.train.job_phases import Phase
 from decentral.train.span import Span
 from decentral.train.span_change import RetainedState
@@ -79,8 +80,8 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
             yield Phase.HELD
             room.clear()
             copies = [room.copied(one.live.tensors()) for one in group]
-            facts = _facts(span, counters)
-            windows += [(one.live.tokens, one.live.lr_sum) for one in group]
+            facts = _facts(span.run.digest(), fragments, counters)
+            windows += [one.counts() for one in group]
             steps += [one.live.steps for one in group]
             yield Phase.BESIDE
             for one, copied in zip(group, copies, strict=True):
@@ -116,13 +117,14 @@ def _aligned_bytes(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // COPY_ALIGNED) * COPY_ALIGNED
 
 
-def _facts(span: Span, counters: Counters) -> dict[str, Any]:
+def _facts(run: str, fragments: Sequence[GossipedFragment], counters: Counters) -> dict[str, Any]:
+    """`run`: the digest of its config."""
     return {
-        "run": span.run.digest(),
-        "fragments": [asdict(fragment) for fragment in span.fragments],
+        "run": run,
+        "fragments": [asdict(one.live.fragment) for one in fragments],
         "own_steps": counters.own_steps,
         "lr_step": counters.lr_step,
-        "inner_steps": span.inner.steps,
+        "inner_steps": fragments[0].live.steps,
         "micro_batches": counters.micro_batches,
         "tokens": counters.tokens,
         "versions": {index: version.hex() for index, version in counters.versions.items()},

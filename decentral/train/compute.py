@@ -20,6 +20,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.train import checkpoint, data, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
+from decentral.train.fragment_gossip import BEFORE_START
 from decentral.train.job_phases import JobThreads, Phase, Program
 from decentral.train.job_runner import JobRunner, time_kind
 from decentral.train.outer_kernels import OuterKernels, TorchKernels
@@ -40,6 +41,7 @@ class ComputeSetup:
     span: tuple[int, int] | None = None  # layers [first, last), whole fragments; None: the whole model
     state_expected: bool = False  # a checkpoint or donors are there: initial weights are drawn only if none gives any
     kernels: OuterKernels | None = None  # None: plain torch, one operation after another
+    report_s: Seconds = 0.0  # steps are reported this often: each report wakes the event loop, which takes the GIL
 
 
 class Compute(JobRunner):
@@ -87,8 +89,11 @@ class Compute(JobRunner):
             clock = time.pthread_getcpuclockid(threading.get_ident())
             self._clock = lambda: time.clock_gettime(clock)
         threads.report = report
+        self.gossip.steps_to_edge = lambda: 0 if self.waits else 1
         worker = threading.Thread(target=threads.work_beside, name="beside", daemon=True)
         worker.start()
+        steps: list[jobs.Stepped] = []  # that are still to be reported
+        reported_at = time.monotonic()
         while not threads.done:
             wait = self.waits or threads.finishing
             task = threads.at_edge(wait)
@@ -97,9 +102,15 @@ class Compute(JobRunner):
                 threads.do_at_edge(task)
                 account.spent_on(time_kind(task.job))
             elif not wait:
-                report(self.step())
+                steps.append(self.step())
                 threads.begin_edge()
+            if steps and (self.waits or threads.finishing or time.monotonic() >= reported_at + self.setup.report_s):
+                for step in steps:
+                    report(step)
+                steps, reported_at = [], time.monotonic()
         worker.join()
+        used = self._clock()
+        self._clock = lambda: used  # a thread that has ended has no clock
 
     def step(self) -> jobs.Stepped:
         """One inner step of the whole model, with this peer's next micro-batches."""
@@ -127,7 +138,7 @@ class Compute(JobRunner):
     def _failure_of(self, job: jobs.Job, error: Exception) -> jobs.JobFailed:
         """An error that this peer can go on after, or say clearly, as an outcome. Raises any other again."""
         match error:
-            case OSError() | RuntimeError():  # a full disk, a device out of memory
+            case OSError() | RuntimeError() | MemoryError():  # a full disk, a device or a machine out of memory
                 return jobs.JobFailed(type(job).__name__, f"{type(error).__name__}: {error}")
             case ProtocolError():  # our own weights do not encode: they have diverged
                 return jobs.JobFailed(type(job).__name__, f"this peer's weights have diverged ({error})")
@@ -189,7 +200,8 @@ class Compute(JobRunner):
         if self.synchronous:
             self.span.stages.sums.clear()  # their gradients belong to other weights
         self.span.draw()
-        self.counters.time.take()  # what came before is no part of the time of training
+        if BEFORE_START in self.gossip.holding:  # a peer that fell behind and begins again accounts for that, too
+            self.counters.time.take(self.threads.take_beside_s())
         return super()._start(newcomer)
 
     def _close_round(self, job: jobs.CloseRound) -> jobs.RoundClosed:

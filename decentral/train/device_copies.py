@@ -38,12 +38,17 @@ def copy_out(live: Live, into: Tensor) -> Arrive:
 
 
 def copy_in(vector: Tensor, device: torch.device) -> Tensor:
-    """Beside training: a vector [n] in host memory, on the device; what follows in any stream finds it there."""
+    """Beside training: a vector [n] in host memory, on the device; what follows in any stream finds it there.
+
+    Its memory is the side stream's. Training's stream may be behind: it is not free for the next copy before that has
+    done what it was given with the vector until the vector was let go of.
+    """
     if device.type == "cpu":
         return vector
     side = _side_stream(device)
     with torch.cuda.stream(side):
         on_device = vector.to(device, non_blocking=True)
+    on_device.record_stream(torch.cuda.current_stream(device))
     side.synchronize()
     return on_device
 

@@ -6,7 +6,7 @@ weights and takes a correction; all else goes on beside it (train/job_phases.py)
 here before it moves anything; the numerics are in the update rules of decentral/algorithms.
 """
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,9 @@ BEFORE_START = -1
 EVERY_ROUND = -2  # with exact gradients, training waits for each round's merge
 Steps = Generator[Phase, None, None]
 """A part of a program."""
+
+WindowCounts = tuple[int, float, bool]
+"""Of a fragment since its last close: its tokens, the sum of its learning rates, and whether it rests."""
 
 
 @dataclass(slots=True)
@@ -59,6 +62,9 @@ class GossipedFragment:
         window = Window(0 if self.newcomer else live.tokens, live.lr_sum, live.steps)
         live.tokens, live.lr_sum, self.newcomer = 0, 0.0, False
         return window
+
+    def counts(self) -> WindowCounts:
+        return self.live.tokens, self.live.lr_sum, self.resting
 
     def correct(self, correction: Correction | None) -> Steps:
         """From the worker to the next step edge, if there is anything to correct."""
@@ -122,7 +128,8 @@ class FragmentGossip:
 
     def __init__(self, gossip: config.GossipConfig, peer: PeerId, tools: RuleTools) -> None:
         self.tools, self.gossip, self.peer = tools, gossip, peer
-        self.holding: int | None = BEFORE_START  # the fragment whose merge training waits for
+        self.holding: set[int] = {BEFORE_START}  # the fragments whose merges training waits for
+        self.steps_to_edge: Callable[[], int] = lambda: 0  # until a correction is added that is made now
         self._by_index: dict[int, GossipedFragment] = {}
 
     @property
@@ -157,18 +164,20 @@ class FragmentGossip:
                 return self._export(fragment)
 
     def begin(self, newcomer: bool) -> None:
-        self.holding = EVERY_ROUND if algorithm(self.gossip.algorithm).exact else None
-        self.begin_anew(self._by_index if newcomer else ())
+        self.holding = {EVERY_ROUND} if algorithm(self.gossip.algorithm).exact else set()
+        for gossiped in self.fragments:
+            gossiped.newcomer = newcomer
 
     def begin_anew(self, newcomers: Collection[int]) -> None:
         """The first window of these fragments counts for nothing."""
-        for gossiped in self.fragments:
-            gossiped.newcomer = gossiped.index in newcomers
+        for index in newcomers:
+            self._by_index[index].newcomer = True
 
     def _close(self, job: jobs.CloseWindow) -> Program:
         yield Phase.EDGE
         gossiped = self._by_index[job.fragment]
-        self.holding = job.fragment if job.hold else self.holding
+        if job.hold:
+            self.holding.add(job.fragment)
         if gossiped.resting:
             yield from gossiped.fold()
             gossiped.resting = False
@@ -197,10 +206,11 @@ class FragmentGossip:
         yield Phase.BESIDE
         gossiped = self._by_index[job.fragment]
         parts, rejected = gossiped.read(job.contributions)
-        yield from gossiped.correct(gossiped.rule.merge(None, parts, gossiped.live.steps))
-        if self.holding == job.fragment:
+        steps = gossiped.live.steps + self.steps_to_edge()
+        yield from gossiped.correct(gossiped.rule.merge(None, parts, steps))
+        if job.fragment in self.holding:
             yield Phase.EDGE
-            self.holding = None
+            self.holding.discard(job.fragment)
         return jobs.Merged(job.fragment, job.seq, tuple(part.peer for part in parts), tuple(rejected))
 
     def _absorb(self, fragment: int, contribution: jobs.Contribution) -> Program:
@@ -268,14 +278,14 @@ class FragmentGossip:
         for index, vectors in donated.items():
             gossiped = self._by_index[index]
             gossiped.rule.adopt(gossiped.live, vectors)
+            gossiped.resting = False
             gossiped.live.touch()
 
     def hold(self, lives: Sequence[Live]) -> None:
         """Holds these fragments from now on: those that are here as they are, others from their weights."""
         known = {id(gossiped.live): gossiped for gossiped in self._by_index.values()}
         self._by_index = {live.fragment.index: known.get(id(live)) or self._new(live) for live in lives}
-        if self.holding != BEFORE_START and self.holding not in self._by_index:
-            self.holding = None
+        self.holding &= {BEFORE_START, EVERY_ROUND, *self._by_index}
 
     def _new(self, live: Live) -> GossipedFragment:
         made = update_rules.rule(self.gossip, live.theta, self.peer, self.tools)
@@ -289,17 +299,18 @@ class FragmentGossip:
         """All that a checkpoint must keep, by fragment and name. The worker must be held."""
         return {name: tensor for one in self.fragments for name, tensor in one.with_rule(one.live.tensors())}
 
-    def windows(self) -> list[tuple[int, float]]:
-        """For each fragment its tokens, and the sum of its learning rates, since its last close."""
-        return [(gossiped.live.tokens, gossiped.live.lr_sum) for gossiped in self.fragments]
+    def windows(self) -> list[WindowCounts]:
+        """What a checkpoint must keep besides."""
+        return [gossiped.counts() for gossiped in self.fragments]
 
-    def load(self, tensors: Mapping[str, Tensor], windows: Sequence[tuple[int, float]], steps: int) -> None:
+    def load(self, tensors: Mapping[str, Tensor], windows: Sequence[WindowCounts], steps: int) -> None:
         """Goes on from a checkpoint. Raises KeyError, ValueError or RuntimeError if it is of another model."""
-        for gossiped, (tokens, lr_sum) in zip(self.fragments, windows, strict=True):
+        for gossiped, (tokens, lr_sum, resting) in zip(self.fragments, windows, strict=True):
             live, prefix = gossiped.live, f"{gossiped.index}."
+            gossiped.resting = resting
             for name, tensor in live.tensors().items():
                 tensor.copy_(tensors[prefix + name])
-            live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
+            live.tokens, live.lr_sum, live.steps, gossiped.resting = tokens, lr_sum, steps, resting
             live.touch()
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
             gossiped.rule.load(live.theta, own)

@@ -86,13 +86,12 @@ class Live:
         return self._grad
 
     def gradients(self) -> list[Tensor]:
-        """The gradient [n] that `grad` has collected, or else each parameter's own, in their order in theta.
+        """Each parameter's gradient, in their order in theta; views of `grad`, once that is there.
 
         Where nothing collects them, a backward pass gives parameters new ones: to add to zeros would take a tenth of
-        the time of a large model's small step.
+        the time of a large model's small step. The norm of the parts rounds otherwise than that of the whole, and ranks
+        of an island whose first one works for routes, too, must take the same step.
         """
-        if self._grad is not None:
-            return [self._grad]
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
 
     def zero_grad(self) -> None:

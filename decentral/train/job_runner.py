@@ -96,8 +96,8 @@ class JobRunner(ABC):
 
     @property
     def waits(self) -> bool:
-        """Whether only a job can move this peer: training waits for a merge, or it holds only a part of the model."""
-        return self.gossip.holding is not None or len(self.fragments) < len(self.span.cuts)
+        """Whether only a job can move this peer: training waits for merges, or it holds only a part of the model."""
+        return bool(self.gossip.holding) or len(self.fragments) < len(self.span.cuts)
 
     def retained_states(self) -> jobs.RetainedStates:
         """The fragments that this peer has given up and whose states its disk keeps, with their steps."""

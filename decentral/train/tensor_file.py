@@ -8,6 +8,8 @@ checkpoint is read once a restart, and copying it through the cache costs ten ti
 replaces the old one when it is whole and on the disk, so `kill -9` at any moment leaves the old file or the new one.
 """
 
+import errno
+import fcntl
 import json
 import mmap
 import os
@@ -22,7 +24,9 @@ from torch import Tensor
 
 ALIGNED = 4096  # bytes: what a disk takes at once
 BUFFER_BYTES = 4 << 20
-FACTS_BYTES = 64 * 1024  # room for the facts: about two hundred bytes for each fragment
+FACTS_BYTES = 16 * 1024  # room for the facts, and so many bytes more for each tensor: about two hundred for a fragment
+FACTS_PER_TENSOR = 128
+DIRECT = getattr(os, "O_DIRECT", 0)
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
 
 
@@ -37,15 +41,17 @@ class TensorFile:
             begin, end = end, end + tensor.numel() * tensor.element_size()
             kind = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
             self._entries[name] = {**kind, "data_offsets": [begin, end]}
-        self._data_at = -(-(len(json.dumps(self._entries)) + FACTS_BYTES) // ALIGNED) * ALIGNED
+        header = len(json.dumps(self._entries)) + FACTS_BYTES + FACTS_PER_TENSOR * len(shapes)
+        self._data_at = -(-header // ALIGNED) * ALIGNED
         self.size = self._data_at + end
         self._buffer = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), dtype=np.uint8)  # aligned, as O_DIRECT asks for
         self._written, self._filled = self._data_at, 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
-            self._file = os.open(self.new, flags | getattr(os, "O_DIRECT", 0), 0o644)
+            self._file = os.open(self.new, flags | DIRECT, 0o644)
         except OSError:  # a filesystem in memory, for one
             self._file = os.open(self.new, flags, 0o644)
+        self._closed = False
         with suppress(OSError):  # where there is no such call, a full disk is found later
             os.posix_fallocate(self._file, 0, self.size)
 
@@ -70,19 +76,28 @@ class TensorFile:
         if len(header) > room:
             raise OSError(f"the header of {self.path} takes {len(header)} bytes; there is room for {room}")
         block = room.to_bytes(8, "little") + header.ljust(room)
-        np.copyto(self._buffer[: len(block)], np.frombuffer(block, dtype=np.uint8))
-        self._write(len(block), 0)
+        for at in range(0, len(block), BUFFER_BYTES):
+            part = np.frombuffer(block[at : at + BUFFER_BYTES], dtype=np.uint8)
+            np.copyto(self._buffer[: len(part)], part)
+            self._write(len(part), at)
         os.ftruncate(self._file, self.size)
         os.fsync(self._file)
-        os.close(self._file)
+        self._close()
         self.new.replace(self.path)
         sync_folder(self.path.parent)
         return self.size
 
     def abandon(self) -> None:
         """Gives the file up and leaves the old one."""
-        os.close(self._file)
+        with suppress(OSError):
+            self._close()
         self.new.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        """At most once: another thread may have been given the same number for a file or a socket since."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._file)
 
     def _flush(self) -> None:
         """Writes what the buffer has. Only the last piece may be padded: the file is cut to its size in the end."""
@@ -90,9 +105,16 @@ class TensorFile:
         self._written, self._filled = self._written + self._filled, 0
 
     def _write(self, count: int, at: int) -> None:
+        """Some filesystems open a file with O_DIRECT and refuse to write it; then it is written through the cache."""
         done = 0
         while done < count:
-            done += os.pwrite(self._file, self._buffer[done:count].data, at + done)
+            try:
+                done += os.pwrite(self._file, self._buffer[done:count].data, at + done)
+            except OSError as error:
+                flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+                if error.errno != errno.EINVAL or not flags & DIRECT:
+                    raise
+                fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~DIRECT)
 
 
 def sync_folder(folder: Path) -> None:

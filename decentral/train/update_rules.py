@@ -107,13 +107,15 @@ class UpdateRule:
         """Raises ProtocolError if what a partner sent cannot be merged, though it is finite and has our layout."""
 
     def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction | None:
-        """The outer step with what partners sent; without parts it is a solo step. `steps`: that we have taken so far.
+        """The outer step with what partners sent; without parts it is a solo step.
+
+        `steps`: that we will have taken when the correction is added.
 
         `theta` is a copy of the weights as they are now, for an Absorb; a Merge has none.
         """
         raise NotImplementedError
 
-    def fold(self, theta: Tensor) -> Correction:
+    def fold(self, theta: Tensor) -> Correction | None:
         """Takes in what was trained while nobody read our windows. Only algorithms that let fragments rest need it."""
         raise NotImplementedError
 

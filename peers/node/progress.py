@@ -49,6 +49,7 @@ class TrainingProgress:
     _line_at: Seconds = 0.0
     _eval_at: Seconds | None = None
     _save_at: Seconds | None = None
+    _saving_since: Seconds | None = None
 
     def begin(self, now: Seconds, lr_step: int, fetched: bool = False) -> None:
         """`fetched`: the state came from the swarm, and the disk has none or an older one: it is saved at once."""
@@ -77,7 +78,8 @@ class TrainingProgress:
             case Saved(step, size, cost_s):
                 least_s = max(cost_s / CHECKPOINT_SHARE, size / CHECKPOINT_BYTES_PER_S)
                 self._save_at = now + max(self.limits.checkpoint_every_s, least_s)
-                return [log("checkpoint", step=step, bytes=size)]
+                took_s = 0.0 if self._saving_since is None else now - self._saving_since
+                return [log("checkpoint", step=step, bytes=size, seconds=round(took_s, 3))]
             case JobFailed("Save", reason):
                 self._save_at = now + self.limits.checkpoint_every_s
                 return [log("error", reason=f"checkpoint failed, the old one stays: {reason}")]
@@ -127,7 +129,7 @@ class TrainingProgress:
             self._eval_at = None  # until its outcome has come
             effects.append(Evaluate())
         if self._save_at is not None and now >= self._save_at:
-            self._save_at = None
+            self._save_at, self._saving_since = None, now
             effects.append(Save())
         stop_at = self._stop_at()
         if stop_at is not None and now >= stop_at:

@@ -39,7 +39,7 @@ LINES = {
     "joined": {"peers", "donors", "seconds"},
     "step": {"step", "tokens", "loss", "seconds"},
     "eval": {"tokens", "loss"},
-    "checkpoint": {"step", "bytes"},
+    "checkpoint": {"step", "bytes", "seconds"},
     "stopped": {"reason"},
 }
 DONE = {"fragment", "partner", "outcome", "reason", "seconds", "sent_bytes", "received_bytes", "age_s"}

@@ -10,6 +10,7 @@ from torch import Tensor
 from decentral.core import jobs
 from decentral.train import compress
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.device_copies import copy_in
 from decentral.train.kernel_choice import best_kernels
 from decentral.train.kernel_proof import prove
 from decentral.train.kernels_cpu import CompiledKernels
@@ -100,6 +101,22 @@ def test_a_throttled_peer_waits_for_the_device(setup_of: MakeSetup) -> None:
     setup = setup_of(device="cuda")
     slow = Compute(replace(setup, device=replace(setup.device, emulated_s=0.01)))
     assert slow.step().spent.training >= 0.01
+
+
+def test_a_correction_stays_as_it_is_until_the_device_has_added_it() -> None:
+    """The training thread is ahead of its device, and the worker copies the next correction in meanwhile."""
+    device, n = torch.device("cuda", torch.cuda.current_device()), 1 << 20
+    theta = torch.zeros(n, device=device)
+    first, second = torch.ones(n).pin_memory(), torch.full((n,), 2.0).pin_memory()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1 << 28)  # type: ignore[no-untyped-call]
+    vector = copy_in(first, device)
+    theta.add_(vector)
+    del vector
+    other = copy_in(second, device)
+    torch.cuda.synchronize()
+    assert torch.equal(theta, torch.ones_like(theta))
+    assert torch.equal(other, second.to(device))
 
 
 @pytest.fixture

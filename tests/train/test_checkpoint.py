@@ -1,5 +1,7 @@
 """Checkpoints: the old one or the new one, never half of one."""
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from decentral.core.errors import UserError
-from decentral.train import checkpoint
+from decentral.train import checkpoint, tensor_file
+from decentral.train.tensor_file import DIRECT, TensorFile
 
 OLD = {"theta": torch.arange(5.0)}
 NEW = {"theta": torch.arange(5.0) + 1}
@@ -55,6 +58,59 @@ def test_an_interrupted_write_leaves_the_old_one(
         checkpoint.write(tmp_path, NEW, {"step": 2})
     monkeypatch.undo()
     assert saved(tmp_path) == ([0, 1, 2, 3, 4], {"step": 1})
+
+
+@pytest.mark.parametrize(("owner", "call"), [(os, "fsync"), (Path, "replace")], ids=["fsync", "replace"])
+def test_a_file_that_is_given_up_is_closed_once_and_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, call: str
+) -> None:
+    """Its number may be another thread's file or socket by then."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = TensorFile(tmp_path / checkpoint.FILE, OLD)
+    file.add("theta", OLD["theta"])
+    monkeypatch.setattr(owner, call, full)
+    with pytest.raises(OSError, match="No space left"):
+        file.finish({})
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(2)]
+    file.abandon()
+    for other in others:
+        os.close(other)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_refuses_direct_writes_is_written_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+
+    def refusing(file: int, data: bytes, at: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(file, data, at)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    checkpoint.write(tmp_path, OLD, {"step": 1})
+    assert saved(tmp_path) == ([0, 1, 2, 3, 4], {"step": 1})
+
+
+def test_there_is_room_for_the_facts_of_very_many_fragments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "BUFFER_BYTES", 4 * tensor_file.ALIGNED)  # the header takes several pieces
+    count, names = 1000, ("theta", "exp_avg", "exp_avg_sq")
+    facts = {
+        "fragments": [{"index": n, "first": n, "last": n + 1, "parameters": 7079424} for n in range(count)],
+        "window": [[1234567, 0.12345678901234567, False]] * count,
+        "fragment_steps": [1234567] * count,
+        "versions": {str(n): "0" * 32 for n in range(count)},
+    }
+    tensors = {f"{n}.{name}": torch.full((3,), n / 8) for n in range(count) for name in names}
+    checkpoint.write(tmp_path, tensors, facts)
+    found = checkpoint.read(tmp_path)
+    assert found is not None
+    assert found[1] == facts
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in tensors.items())
 
 
 def test_half_a_file_left_by_a_kill_does_no_harm(tmp_path: Path) -> None:

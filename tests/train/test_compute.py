@@ -1,5 +1,6 @@
 """The work of the two threads, mostly without them: steps, windows, merges, checkpoints."""
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from decentral.core.jobs import Contribution, Layout
 from decentral.core.time_spent import NO_TIME
 from decentral.train import checkpoint, compress
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.counters import TimeAccount
+from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer, unpack
 
 MakeSetup = Callable[..., ComputeSetup]
@@ -170,6 +173,22 @@ def solo_windows(compute: Compute, count: int) -> None:
         for fragment in compute.fragments:
             close(compute, fragment.index, seq)
             merge(compute, fragment=fragment.index, seq=seq)
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_window_whose_exchange_ended_before_its_merge_is_not_lost(setup_of: MakeSetup, rests: bool) -> None:
+    """A change of span that fails ends exchanges, and begins others for the same fragments."""
+    compute = trained(setup_of())
+    goal = compute.gossip.of(0).live.theta.clone()
+    close(compute)
+    if rests:
+        compute.do(jobs.Rest(0))
+    for seq in range(2, 25):
+        close(compute, seq=seq)
+        merge(compute, seq=seq)
+    _, layout, blob = export(compute)[0]
+    moved = torch.linalg.vector_norm(goal - Compute(compute.setup).gossip.of(0).live.theta)
+    assert torch.linalg.vector_norm(unpack(compress, layout, blob)["phi"] - goal) < 0.02 * moved
 
 
 def test_merging_with_each_other_brings_peers_together(setup_of: MakeSetup) -> None:
@@ -441,6 +460,41 @@ def test_a_kill_between_close_and_merge_loses_no_progress(setup_of: MakeSetup) -
     assert torch.linalg.vector_norm(weights(again) - goal) < 0.02 * moved
 
 
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_merge_that_finds_no_memory_loses_no_progress(
+    setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    compute = trained(setup_of())
+    goal = compute.gossip.of(0).live.theta.clone()
+    close(compute)
+
+    def full(*arguments: object) -> None:
+        raise error("no memory")
+
+    monkeypatch.setattr(TorchKernels, "merge", full)
+    assert isinstance(compute.do(jobs.Merge(0, 1, ())), jobs.JobFailed)
+    monkeypatch.undo()
+    again = saved_and_resumed(compute)
+    solo_windows(again, 25)
+    _, layout, blob = export(again)[0]
+    moved = torch.linalg.vector_norm(goal - Compute(compute.setup).gossip.of(0).live.theta)
+    assert torch.linalg.vector_norm(unpack(compress, layout, blob)["phi"] - goal) < 0.02 * moved
+
+
+def test_a_newcomer_of_a_resumed_peer_gets_what_was_trained_while_nobody_was_there(setup_of: MakeSetup) -> None:
+    """Its slow weights are those of long ago, and so they must not be what is given or published."""
+    compute = Compute(setup_of())
+    compute.do(jobs.Start(newcomer=False))
+    for fragment in compute.fragments:
+        compute.do(jobs.Rest(fragment.index))
+    for _ in range(3):
+        compute.step()
+    again = saved_and_resumed(compute)
+    phi = torch.cat([unpack(compress, layout, blob)["phi"] for _, layout, blob in export(again)])
+    torch.testing.assert_close(phi, weights(compute))
+    assert close(saved_and_resumed(compute)).tokens == 0
+
+
 def test_without_a_checkpoint_there_is_nothing_to_resume(setup_of: MakeSetup) -> None:
     compute = Compute(setup_of())
     before = weights(compute)
@@ -534,7 +588,59 @@ def test_a_held_window_waits_for_its_merge(setup_of: MakeSetup) -> None:
     assert merged == ["Started", "WindowClosed", "Merged", "Stepped"]
 
 
+def test_the_time_of_a_peer_that_begins_again_is_accounted_for(setup_of: MakeSetup) -> None:
+    compute, now = Compute(setup_of()), [0.0]
+    account = compute.counters.time = TimeAccount(lambda: now[0])
+    for seconds, kind in ((5.0, "state"), (3.0, "waiting")):  # until it has joined, and while it fetches again
+        now[0] += seconds
+        account.spent_on(kind)
+        compute.do(jobs.Start(newcomer=False))
+    spent = compute.step().spent
+    assert (spent.state, spent.waiting) == (0.0, 3.0)
+
+
+def test_the_processor_time_of_training_is_known_after_its_thread_has_ended(
+    setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Compute(setup_of())
+    outcomes(compute, [jobs.Start(newcomer=False)], steps=1)
+
+    def gone(clock: int) -> float:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(time, "clock_gettime", gone)
+    assert compute.training_s() > 0
+
+
+def test_training_waits_for_the_merges_of_all_held_windows(setup_of: MakeSetup) -> None:
+    """A merge that came after a step would put its mean in the place of what the step trained."""
+    hold: list[jobs.Job] = [jobs.Start(False), jobs.CloseWindow(0, 1, hold=True), jobs.CloseWindow(1, 1, hold=True)]
+    setup = setup_of(algorithm="allreduce")
+    compute = Compute(setup)
+    for job in [*hold, jobs.Merge(1, 1, ())]:
+        compute.do(job)
+    assert compute.waits
+    seen = outcomes(Compute(setup), [*hold, jobs.Merge(1, 1, ()), jobs.Merge(0, 1, ())], steps=1)
+    assert (seen.count("Merged"), seen[-1]) == (2, "Stepped")
+
+
 def test_a_failed_job_does_not_end_the_thread(setup_of: MakeSetup, tmp_path: Path) -> None:
     compute = Compute(replace(setup_of(), folder=tmp_path / "gone"))
     seen = outcomes(compute, [jobs.Start(False), jobs.Save()], steps=1)
     assert sorted(seen) == ["JobFailed", "Started", "Stepped"], "the step does not wait for the checkpoint"
+
+
+def test_a_merge_beside_training_counts_the_step_that_ends_before_its_correction(setup_of: MakeSetup) -> None:
+    """A late correction is taken in part (rho), and a step is under way while the worker merges."""
+    compute = Compute(setup_of())
+    seen: list[int] = []
+
+    def report(outcome: jobs.Outcome) -> None:
+        if isinstance(outcome, jobs.Stepped):
+            seen.append(compute.gossip.steps_to_edge())
+            compute.submit(jobs.Finish())
+
+    assert compute.gossip.steps_to_edge() == 0, "without threads a merge is at an edge"
+    compute.submit(jobs.Start(newcomer=False))
+    compute.run(report)
+    assert seen[0] == 1

@@ -106,6 +106,29 @@ def test_the_whole_gradient_is_clipped_to_its_norm() -> None:
     assert after == pytest.approx(TRAIN.clip_norm, rel=1e-4)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_has_the_same_bits_whether_gradients_are_collected_or_not(seed: int) -> None:
+    """An island's ranks take the same steps, though only the first one collects gradients of routes."""
+    ends = []
+    for collected in (False, True):
+        torch.manual_seed(seed)
+        layers = [nn.Linear(61, 67), nn.Linear(67, 33)]
+        inner = flat(layers)
+        gradients = [live.grad for live in inner.lives if collected]
+        for layer in layers:
+            for parameter in layer.parameters():
+                gradient = torch.randn(parameter.shape)
+                if gradients:
+                    assert parameter.grad is not None
+                    parameter.grad.copy_(gradient)
+                else:
+                    parameter.grad = gradient
+        norm = inner.clip()
+        inner.step(1e-2, 1)
+        ends.append(torch.cat([norm[None], whole(inner)]))
+    assert torch.equal(*ends)
+
+
 def test_a_small_gradient_is_not_clipped() -> None:
     inner = flat(gpt.build(MODEL, 0))
     inner.lives[0].grad[0] = 0.1

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from decentral.core import config, jobs
-from decentral.train import gpt
+from decentral.train import checkpoint, gpt
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.job_phases import finish
 from decentral.train.sections import unpack
 
 MakeSetup = Callable[..., ComputeSetup]
@@ -60,6 +61,17 @@ def test_kept_layers_stay_as_they_are_and_new_ones_are_as_they_were_given(setup_
     )
 
 
+def test_a_newcomer_that_moves_is_still_a_newcomer_in_the_layers_that_it_keeps(setup_of: MakeSetup) -> None:
+    compute = peer(setup_of, "A", LAST)
+    compute.do(jobs.Start(newcomer=True))
+    compute.do(jobs.ChangeSpan(*FIRST, (), 40))
+    for index in (0, 1):
+        compute.gossip.of(index).live.tokens = 64
+        closed = compute.do(jobs.CloseWindow(index, 1))
+        assert isinstance(closed, jobs.WindowClosed)
+        assert closed.tokens == 0
+
+
 def test_micro_batches_pass_through_the_new_layers(setup_of: MakeSetup) -> None:
     compute, last, donor = peer(setup_of, "A", LAST), peer(setup_of, "D", LAST), peer(setup_of, "BB", FIRST)
     compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))
@@ -94,6 +106,20 @@ def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSet
     for index, theta in thetas(compute).items():
         assert torch.equal(thetas(found)[index], theta)
     assert [gossiped.live.steps for gossiped in found.gossip.fragments] == [0, 9]
+
+
+@pytest.mark.parametrize("phases", range(1, 8))
+def test_a_checkpoint_during_a_change_of_span_is_of_one_span(setup_of: MakeSetup, phases: int) -> None:
+    compute = peer(setup_of, "A", LAST)
+    saving = compute.program(jobs.Save())
+    for _ in range(phases):
+        next(saving)
+    assert compute.do(jobs.ChangeSpan(*FIRST, (), 40)) == jobs.SpanChanged(True, kept=((2, 0),))
+    finish(saving)
+    span = checkpoint.span(compute.setup.folder)
+    again = Compute(replace(compute.setup, span=span))
+    assert again.resume()
+    assert span == (FIRST if phases <= 3 else LAST)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +167,30 @@ def test_a_full_disk_changes_nothing(setup_of: MakeSetup) -> None:
     (compute.setup.folder / "kept-2.safetensors.new").mkdir()
     assert compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 40)) == jobs.SpanChanged(False, "disk")
     assert all(torch.equal(theta, before[index]) for index, theta in thetas(compute).items())
+
+
+@pytest.mark.parametrize("phases", range(1, 4))  # the next one, a correction, comes before a change of span
+def test_a_change_that_fails_while_a_fragment_wakes_counts_its_progress_once(setup_of: MakeSetup, phases: int) -> None:
+    """What it has trained at rest is taken in for the retained state, and its own job was about to take it in."""
+    compute = peer(setup_of, "A", LAST)
+    gossiped = compute.gossip.of(2)
+    compute.do(jobs.Rest(2))
+    gossiped.live.theta += 0.5
+    goal = gossiped.live.theta.clone()
+    closing = compute.program(jobs.CloseWindow(2, 1))
+    for _ in range(phases):
+        next(closing)
+    (compute.setup.folder / "kept-2.safetensors.new").mkdir()
+    assert compute.do(jobs.ChangeSpan(*FIRST, (), 40)) == jobs.SpanChanged(False, "disk")
+    finish(closing)
+    compute.do(jobs.Merge(2, 1, ()))
+    for seq in range(2, 5):
+        gossiped.live.theta += 0.25
+        compute.do(jobs.CloseWindow(2, seq))
+        compute.do(jobs.Merge(2, seq, ()))
+    _, layout, blob = state_of(compute, 2)
+    torch.testing.assert_close(unpack(compute.setup.codecs, layout, blob)["phi"], goal + 0.75, rtol=0, atol=0.02)
+    torch.testing.assert_close(gossiped.live.theta, goal + 0.75, rtol=0, atol=0.02)
 
 
 def test_a_retained_state_that_is_damaged_or_of_another_run_is_ignored(setup_of: MakeSetup) -> None:

@@ -14,7 +14,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 
-from decentral.comm.net.libp2p import PROTOCOL, Libp2p, SignedRecords
+from decentral.comm.net.libp2p import PROTOCOL, HivemindDirectory, Libp2p, SignedRecords
 from decentral.comm.net.streams import MAX_STREAMS
 from decentral.comm.net.virtual_directory import Records, VirtualDirectory
 from decentral.comm.net.virtual_network import Network
@@ -498,6 +498,25 @@ def test_a_forged_record_is_not_stored(pair: Pair, forgery: str) -> None:
             assert (await directory.fetch(key)).get(victim) != value
 
     pair.do(forge())
+
+
+@only_libp2p
+def test_a_directory_whose_routing_table_was_emptied_finds_the_others_again(pair: Pair) -> None:
+    """One call that is not answered in time empties the table of a swarm of two."""
+
+    async def store_and_fetch() -> None:
+        ours, theirs = await pair.world.directories()
+        for directory in (ours, theirs):
+            assert isinstance(directory, HivemindDirectory)
+            table = directory._dht.protocol.routing_table
+            for node in list(table.uid_to_peer_id):
+                del table[node]
+        expires = time.time() + 500
+        record = pair.ours.seal(KEYS[0], b"after", expires)
+        assert await ours.store(KEYS[0], pair.ours.peer, record, expires)
+        assert (await theirs.fetch(KEYS[0]))[pair.ours.peer] == record
+
+    pair.do(store_and_fetch())
 
 
 # What a node of the DHT agrees to keep
