@@ -96,7 +96,10 @@ class GossipedFragment:
         yield Phase.EDGE
         self.end_window()
         theta = yield from self.copied()
-        yield from self.correct(self.rule.fold(theta))
+        correction = self.rule.fold(theta)
+        if correction is None:
+            yield Phase.EDGE
+        yield from self.correct(correction)
 
     def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
         """What can be merged, and the partners that we refused, with the reason."""
