@@ -313,7 +313,7 @@ class FragmentGossip:
             gossiped.resting = resting
             for name, tensor in live.tensors().items():
                 tensor.copy_(tensors[prefix + name])
-            live.tokens, live.lr_sum, live.steps, gossiped.resting = tokens, lr_sum, steps, resting
+            live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
             live.touch()
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
             gossiped.rule.load(live.theta, own)
