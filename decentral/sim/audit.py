@@ -1,6 +1,6 @@
 """What must hold whatever goes wrong, checked while it goes.
 
-    gossip_audit.py       whole, once, baseline, fresh, mass
+    gossip_audit.py       whole, once, baseline, timely, folded, fresh, mass
     route_audit.py        micro-batches that travel through several peers
     convergence_audit.py  together, drift, roster
     here                  holds state: no peer starts from nothing while a peer that trains can be reached
@@ -71,6 +71,8 @@ class InvariantAudit:
             case jobs.CloseWindow(), jobs.WindowClosed():
                 self.gossip.closed(host, outcome)
                 self.convergence.closed(host, outcome.fragment)
+            case _, jobs.Rested():
+                self.gossip.resting.add((host.peer, outcome.fragment))
             case _, jobs.SectionsEncoded():
                 self.gossip.encoded(host, outcome)
             case jobs.Merge(fragment, _, contributions), jobs.Merged(used=used):

@@ -3,6 +3,8 @@
 whole     what is merged is, byte for byte, what its partner published, or a whole section of it
 once      no peer merges the same window of a partner twice, restarts from a checkpoint included
 baseline  after a close the baseline is the live weights: no progress is left to be counted again
+timely    slow weights that a partner gets are encoded before their window's merge, which changes them
+folded    what was trained while a fragment rested is in its slow weights when its next window has been closed
 fresh     no window is taken for a merge that was published longer ago than `max_age_s`, clocks aside
 mass      push-sum: a peer's weight is what it had, less what it gave away, plus what came to it; no mass of a
           push comes to two peers (Kempe, Dobra and Gehrke, 2003)
@@ -58,6 +60,7 @@ class GossipAudit:
     published: dict[tuple[PeerId, int], dict[bytes, list[Publication]]] = field(default_factory=dict)
     histories: dict[PeerId, MergeHistory] = field(default_factory=lambda: defaultdict(MergeHistory))
     taken: dict[Push, PeerId] = field(default_factory=dict)  # the peer that has the mass of each push
+    resting: set[tuple[PeerId, int]] = field(default_factory=set)  # the fragments of which no window is closed
 
     # What happens to a peer's weights
 
@@ -69,9 +72,17 @@ class GossipAudit:
             weights[closed.fragment] = weights.get(closed.fragment, 1.0) - _weight_of(closed.layout, closed.blob)
         if isinstance(gossiped.rule, PullRule) and not torch.equal(gossiped.rule.baseline, gossiped.live.theta):
             self.evidence.violated("baseline", "progress that was published is still in the baseline", host)
+        if (host.peer, closed.fragment) in self.resting:
+            self.resting.discard((host.peer, closed.fragment))
+            if isinstance(gossiped.rule, PullRule) and not torch.allclose(gossiped.rule.phi, gossiped.live.theta):
+                detail = f"fragment {closed.fragment}: what was trained in its rest is not in its slow weights"
+                self.evidence.violated("folded", detail, host)
 
     def encoded(self, host: VirtualHost, done: jobs.SectionsEncoded) -> None:
         """A partner gets these sections behind those of the window."""
+        rule = host.training.gossip.of(done.fragment).rule
+        if isinstance(rule, PullRule) and rule.closed is None:
+            self.evidence.violated("timely", f"fragment {done.fragment} was encoded after its merge", host)
         exchange = host.node.gossip.running[done.fragment]
         assert isinstance(exchange, PullExchange)
         for kept in exchange.published.latest:
@@ -138,6 +149,7 @@ class GossipAudit:
         """A new life has the weight of its checkpoint. The mass that only its last life had taken is nobody's."""
         history = self.histories[host.peer]
         history.weights = _weights(host)
+        self.resting = {name for name in self.resting if name[0] != host.peer}
         self.taken = {push: owner for push, owner in self.taken.items() if owner != host.peer}
         if host.node.setup.restored_step is not None:
             history.merged = {} if from_donors else dict(history.saved)
@@ -147,6 +159,7 @@ class GossipAudit:
         history, before = self.histories[host.peer], {one.index for one in host.node.setup.fragments}
         gained = {held.live.fragment.index for held in host.training.gossip.fragments} - before
         history.merged = {name: window for name, window in history.merged.items() if name[1] not in gained}
+        self.resting -= {(host.peer, index) for index in gained}
         history.absorbed = {push for push in history.absorbed if push[1] not in gained}
         history.weights = {index: weight for index, weight in history.weights.items() if index not in gained}
 

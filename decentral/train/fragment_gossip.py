@@ -96,7 +96,10 @@ class GossipedFragment:
         yield Phase.EDGE
         self.end_window()
         theta = yield from self.copied()
-        yield from self.correct(self.rule.fold(theta))
+        correction = self.rule.fold(theta)
+        if correction is None:
+            yield Phase.EDGE
+        yield from self.correct(correction)
 
     def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
         """What can be merged, and the partners that we refused, with the reason."""
@@ -310,7 +313,7 @@ class FragmentGossip:
             gossiped.resting = resting
             for name, tensor in live.tensors().items():
                 tensor.copy_(tensors[prefix + name])
-            live.tokens, live.lr_sum, live.steps, gossiped.resting = tokens, lr_sum, steps, resting
+            live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
             live.touch()
             own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
             gossiped.rule.load(live.theta, own)

@@ -79,8 +79,10 @@ class TrainingProgress:
                 least_s = max(cost_s / CHECKPOINT_SHARE, size / CHECKPOINT_BYTES_PER_S)
                 self._save_at = now + max(self.limits.checkpoint_every_s, least_s)
                 took_s = 0.0 if self._saving_since is None else now - self._saving_since
+                self._saving_since = None  # the next one may be that of leaving, which nothing here began
                 return [log("checkpoint", step=step, bytes=size, seconds=round(took_s, 3))]
             case JobFailed("Save", reason):
+                self._saving_since = None
                 self._save_at = now + self.limits.checkpoint_every_s
                 return [log("error", reason=f"checkpoint failed, the old one stays: {reason}")]
             case JobFailed(job, reason):

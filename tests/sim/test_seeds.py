@@ -7,7 +7,9 @@ look for another seed with `python -m decentral.simulate --sweep 200`.
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
+from decentral.algorithms.pull import PullRule
 from decentral.comm.gossip import pull, snapshots
 from decentral.comm.net import virtual_network
 from decentral.comm.routes import ledger
@@ -117,8 +119,25 @@ def no_leases(off: Switch) -> None:
     off.setattr(span_move.SpanMove, "needed", property(lambda own: 0))
 
 
+def no_settled_windows(off: Switch) -> None:
+    """Slow weights are encoded for whoever asks, though the window was merged, which has changed them."""
+    off.setattr(snapshots.SnapshotStore, "settle", lambda own: None)
+
+
+def no_fold(off: Switch) -> None:
+    """What a fragment was trained while it rested never gets into its slow weights."""
+
+    def forget(own: PullRule, theta: Tensor) -> None:
+        own.baseline, own.spare = theta, own.baseline
+        own.residual.zero_()
+
+    off.setattr(PullRule, "fold", forget)
+
+
 DEFENCES = {  # how to switch it off, the rule that is violated then, and the seed that found it first
     "count-once baseline": (no_baseline, "baseline", 0),
+    "settled windows": (no_settled_windows, "timely", 10),
+    "folded rests": (no_fold, "folded", 10),
     "digest check": (no_digests, "whole", 10),
     "staleness limit": (no_staleness_limit, "fresh", 24),
     "write deadline": (no_write_deadline, "bounded", 0),

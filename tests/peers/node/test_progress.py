@@ -89,6 +89,13 @@ def test_evaluations_that_take_long_come_less_often() -> None:
     assert Evaluate() in progress.handle(Woke(), 102.0 + 0.3 / EVALUATION_SHARE)
 
 
+def test_a_checkpoint_that_leaving_began_is_not_timed_from_the_one_before() -> None:
+    progress = training()
+    progress.handle(Woke(), 130.0)
+    assert [line.fields["seconds"] for line in progress.handle(Saved(5, 1000), 132.0) if isinstance(line, Log)] == [2.0]
+    assert [line.fields["seconds"] for line in progress.handle(Saved(6, 1000), 150.0) if isinstance(line, Log)] == [0.0]
+
+
 def test_it_saves_every_so_often() -> None:
     progress = training()
     assert Save() not in progress.handle(Woke(), 129.9)
