@@ -8,7 +8,7 @@ alone. A partner that does not answer must not make the others' answers old: aft
 merged.
 
 The same machine runs blocking algorithms: there a window has a round number, everyone is asked for exactly that round,
-and the compute thread waits for the merge.
+and the training thread waits for the merge.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The other side of a join: a donor's fragments, given to newcomers piece by piece.
 
-The compute thread encodes a fragment's state when a newcomer asks for it. The export is reused for EXPORT_KEPT_S; one
+The worker encodes a fragment's state when a newcomer asks for it. The export is reused for EXPORT_KEPT_S; one
 who has begun to fetch it may take FINISHED_S more, so that a large state on a slow link is not encoded again and again.
 MOST_SERVED newcomers at a time are served; the others are told that the donor is busy, and ask elsewhere or later.
 """
@@ -44,7 +44,7 @@ class Export:
 
 @dataclass(slots=True)
 class Donor:
-    """Answers every StateRequest with a piece, at once or when the compute thread has encoded it, or with a refusal."""
+    """Answers every StateRequest with a piece, at once or when the worker has encoded it, or with a refusal."""
 
     run: RunId
     fragments: Sequence[Fragment]  # fragments that this peer holds
@@ -75,7 +75,7 @@ class Donor:
     def exported(
         self, done: jobs.StateExported | RetainedExported, step: int, now: Seconds, version: bytes = bytes(16)
     ) -> list[Effect]:
-        """The compute thread has encoded a state, or has none: then its layout is empty."""
+        """The worker has encoded a state, or has none: then its layout is empty."""
         name = (done.fragment, isinstance(done, RetainedExported))
         waiting = self._waiting.pop(name, [])
         if not done.layout:
