@@ -23,6 +23,7 @@ from decentral.core.errors import UserError
 MAX_CONFIG_BYTES = 64 * 1024
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
 LEARNING_RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best of those that docs/results/convergence.md compares
+_BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
 _SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
 _SHORT.maxlevel = 2
 
@@ -320,7 +321,7 @@ def _validate(tree: Mapping[str, Any]) -> Config:
 
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"] if part not in ("int", "float", "literal['auto']"))
+    key = ".".join(str(part) for part in first["loc"] if part not in _BRANCHES)
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, _keys(Config), n=1, cutoff=0.4)
         return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")

@@ -20,6 +20,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 MOST_SERVED = 8  # newcomers at a time: eight that are done soon are donors themselves
+MOST_WAITING = 32  # questions that wait for an export: half of those that a peer answers at once (comm/net/streams.py)
 SERVED_S = 5.0  # time after its last request until a newcomer's place goes to another one
 EXPORT_KEPT_S = 5.0  # any longer, and newcomers would start too far behind the swarm
 FINISHED_S = 25.0
@@ -65,6 +66,8 @@ class Donor:
         outdated = self.exact and export is not None and not pull.kept and export.step != step
         if export is not None and export.serves(sender, now) and not outdated:
             return [self._piece(request, sender, pull, export)]
+        if sum(map(len, self._waiting.values())) >= MOST_WAITING:
+            return [_refuse(request, Reason.BUSY)]
         self._waiting.setdefault(name, []).append((request, sender, pull))
         job = jobs.ExportRetained(pull.fragment) if pull.kept else jobs.ExportState(pull.fragment)
         return [job] if len(self._waiting[name]) == 1 else []

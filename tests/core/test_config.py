@@ -84,6 +84,7 @@ def test_an_unknown_key_like_no_other_is_refused_without_a_guess() -> None:
         ("model.depth='2'", "model.depth", "'2'"),
         ("train.compile=1", "train.compile", "1"),
         ("train.micro_batch=many", "train.micro_batch", "'many'"),
+        ("train.learning_rate=fast", "train.learning_rate must be", "'fast'"),
         ("gossip.algorithm=rumour", "gossip.algorithm", "'rumour'"),
         ("model.depth=0", "model.depth", "0"),
         ("gossip.window_s=-1", "gossip.window_s", "-1"),
@@ -224,3 +225,16 @@ def test_any_tree_is_a_config_or_refused_in_one_line(tree: dict[str, object]) ->
         from_canonical(yaml.safe_dump(tree))
     except UserError as error:
         one_line(error)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_each_optimizer_has_its_own_learning_rate_unless_one_is_given(optimizer: str) -> None:
+    run = load(None, [f"train.optimizer={optimizer}"])
+    assert run.train.peak_rate == config.LEARNING_RATES[optimizer]
+    assert load(None, [f"train.optimizer={optimizer}", "train.learning_rate=3e-3"]).train.peak_rate == 3e-3
+
+
+@pytest.mark.parametrize("option", ["train.weights=bfloat16", "train.moments=int8"])
+def test_what_holders_would_round_apart_is_not_for_exact_gradients(option: str) -> None:
+    with pytest.raises(UserError, match="must be float32 where gossip"):
+        load(None, [option, "gossip.algorithm=synchronous"])
