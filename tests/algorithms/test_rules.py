@@ -300,13 +300,11 @@ def test_a_pull_is_the_outer_step_of_the_formulas(momentum: float, light: bool, 
             ours.train(seed=100 * window + step, tokens=0)
             ours.live.steps += 1
         phi = None if light else vectors(partner)["phi"]
-        windows = (
-            outer.WindowUpdate(published, 300, 1e-3),
-            outer.WindowUpdate(vectors(partner)[PSEUDO_GRADIENT], 100, 1e-3, phi),
-        )
-        expected = outer.merge(slow, windows[0], [windows[1]], constants, outer.rho_of(late_steps))
+        read = outer.WindowUpdate(vectors(partner)[PSEUDO_GRADIENT], 100, 1e-3, phi)
+        mine = outer.WindowUpdate(published, 300, 1e-3)
+        expected = outer.merge(slow, mine, [read], constants, outer.rho_of(late_steps))
         before, slow = ours.live.theta.clone(), expected.slow
-        pulled = repacked(partner, {PSEUDO_GRADIENT: windows[1].pseudo_gradient}) if light else partner
+        pulled = repacked(partner, {PSEUDO_GRADIENT: read.pseudo_gradient}) if light else partner
         ours.merge([pulled])
         theirs.merge([])
         assert torch.allclose(ours.state()["phi"], slow.phi, rtol=0, atol=1e-5)

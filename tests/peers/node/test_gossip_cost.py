@@ -4,7 +4,8 @@ import pytest
 
 from decentral.peers.node.gossip_cost import FIXED_CORES, LONGER, CoresUsed, GossipCost
 
-SHARE = 0.02
+LEFT = 0.02  # of the cores, for windows
+SHARE = LEFT + FIXED_CORES
 WINDOW_S = 0.5
 
 
@@ -61,7 +62,7 @@ def test_what_is_just_above_a_bound_changes_nothing_either_way() -> None:
     cost = cost_of(0.0001)
     seen = set()
     for factor in (1.0, 1.05, 0.95, LONGER, 0.9):
-        cost.compute_s, cost.network_s = factor * 4 * SHARE * WINDOW_S, 0.0
+        cost.compute_s, cost.network_s = factor * 4 * LEFT * WINDOW_S, 0.0
         seen.add(cost.windows(WINDOW_S, 1, SHARE))
     assert seen == {4}
 
@@ -101,6 +102,10 @@ def test_what_the_network_did_for_a_newcomer_is_no_cost_of_gossip() -> None:
     cost.did(0.05, closed=True)
     cost.measured(CoresUsed(5.0, 5.0, 4.0), gossip_alone=False)
     assert cost.window_cost_s == pytest.approx(0.1)
+
+
+def test_where_upkeep_takes_most_of_the_share_half_of_it_stays_for_windows() -> None:
+    assert cost_of(0.01 * FIXED_CORES).windows(WINDOW_S, 1, FIXED_CORES / 100) == 4
 
 
 def test_peers_that_do_not_train_stretch_nothing() -> None:

@@ -14,6 +14,7 @@ from decentral.core.jobs import Fragment, RetainedStates
 from decentral.core.units import MiB
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.roster import Holders, Roster, RosterEntry
+from decentral.peers.node.gossip_cost import FIXED_CORES
 from decentral.peers.node.peer_selection import LONGEST_WINDOW_S, NEVER, PeerSelection
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
@@ -33,7 +34,7 @@ class Swarm:
     """A peer selection and its roster; `meet` adds a peer that holds layers [first, last)."""
 
     def __init__(self, own: Identity, algorithm: Literal["pull", "symmetric", "allreduce"] = "pull") -> None:
-        config = Config(gossip=GossipConfig(algorithm=algorithm, partners=2))
+        config = Config(gossip=GossipConfig(algorithm=algorithm, partners=2, core_share=0.02 + FIXED_CORES))
         setup = NodeSetup(config, RUN, own, FRAGMENTS, [(), ()], 3, PROFILE, (), contacts=(D,))
         self.live: dict[PeerId, RosterEntry] = {}
         roster = Roster(RUN, own, config.swarm, self.never, Random(0), Holders(own.peer, 3), self.live)
