@@ -12,7 +12,7 @@ from decentral.algorithms.push_sum import PushSumRule
 from decentral.core import config, rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Fragment, Layout
-from decentral.train import compress, update_rules
+from decentral.train import compress, outer, update_rules
 from decentral.train.fragment_gossip import GossipedFragment
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import TorchKernels
@@ -29,12 +29,12 @@ Blob = tuple[Layout, bytes]
 class Replica:
     """One peer's fragment under one rule; blobs go through the real codecs."""
 
-    def __init__(self, algorithm: str, name: str, seed: int = 0) -> None:
+    def __init__(self, algorithm: str, name: str, seed: int = 0, **gossip_keys: object) -> None:
         layer = nn.Linear(SIDE, SIDE, bias=False)
         torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(seed))
         self.peer = PeerId(name)
         self.live = Live(Fragment(0, 0, 1, SIZE), [layer], torch.device("cpu"), config.TrainConfig())
-        gossip = config.GossipConfig.model_validate({"algorithm": algorithm})
+        gossip = config.GossipConfig.model_validate({"algorithm": algorithm, **gossip_keys})
         tools = RuleTools(compress, TorchKernels(compress))
         self.rule: UpdateRule = update_rules.rule(gossip, self.live.theta, self.peer, tools)
         self.gossiped = GossipedFragment(self.live, self.rule, (), ())
@@ -278,6 +278,43 @@ def test_a_pull_of_the_pseudo_gradient_alone_moves_us_too() -> None:
     before = pair[0].live.theta.clone()
     pair[0].merge([light])
     assert not torch.equal(pair[0].live.theta, before)
+
+
+@pytest.mark.parametrize("late_steps", [0, 3], ids=["at once", "three steps later"])
+@pytest.mark.parametrize("light", [True, False], ids=["pseudo-gradient", "slow weights too"])
+@pytest.mark.parametrize("momentum", [0.0, 0.4])
+def test_a_pull_is_the_outer_step_of_the_formulas(momentum: float, light: bool, late_steps: int) -> None:
+    """So what tests/train/test_outer.py says of the formulas (progress counts once, gain, agreement) holds here."""
+    ours = Replica("pull", "A", 0, momentum=momentum, step=0.7, consensus=0.8)
+    theirs = Replica("pull", "B", 1)
+    theirs.live.theta.mul_(0.1).add_(ours.live.theta)
+    theirs.rule.load(theirs.live.theta, {})
+    slow, constants = outer.start(ours.live.theta), outer.Constants(momentum, 0.7, 0.8)
+    for window in range(5):
+        ours.train(seed=10 * window, tokens=300)
+        theirs.train(seed=10 * window + 1, tokens=100)
+        slow, published = outer.close(slow, ours.live.theta, q4)
+        own, partner = ours.close(), theirs.close()
+        assert torch.equal(vectors(own)[PSEUDO_GRADIENT], published)
+        for step in range(late_steps):
+            ours.train(seed=100 * window + step, tokens=0)
+            ours.live.steps += 1
+        phi = None if light else vectors(partner)["phi"]
+        windows = (
+            outer.WindowUpdate(published, 300, 1e-3),
+            outer.WindowUpdate(vectors(partner)[PSEUDO_GRADIENT], 100, 1e-3, phi),
+        )
+        expected = outer.merge(slow, windows[0], [windows[1]], constants, outer.rho_of(late_steps))
+        before, slow = ours.live.theta.clone(), expected.slow
+        pulled = repacked(partner, {PSEUDO_GRADIENT: windows[1].pseudo_gradient}) if light else partner
+        ours.merge([pulled])
+        theirs.merge([])
+        assert torch.allclose(ours.state()["phi"], slow.phi, rtol=0, atol=1e-5)
+        assert torch.allclose(ours.live.theta, before + expected.correction, rtol=0, atol=1e-5)
+
+
+def q4(values: Tensor) -> Tensor:
+    return compress.decode("q4", compress.encode("q4", values), values.numel())
 
 
 # Every rule
