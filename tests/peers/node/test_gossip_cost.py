@@ -4,7 +4,7 @@ import pytest
 
 from decentral.peers.node.gossip_cost import FIXED_CORES, LONGER, CoresUsed, GossipCost
 
-LEFT = 0.02  # of the cores, for windows
+LEFT = 0.02  # for windows
 SHARE = LEFT + FIXED_CORES
 WINDOW_S = 0.5
 
@@ -102,10 +102,6 @@ def test_what_the_network_did_for_a_newcomer_is_no_cost_of_gossip() -> None:
     cost.did(0.05, closed=True)
     cost.measured(CoresUsed(5.0, 5.0, 4.0), gossip_alone=False)
     assert cost.window_cost_s == pytest.approx(0.1)
-
-
-def test_where_upkeep_takes_most_of_the_share_half_of_it_stays_for_windows() -> None:
-    assert cost_of(0.01 * FIXED_CORES).windows(WINDOW_S, 1, FIXED_CORES / 100) == 4
 
 
 def test_peers_that_do_not_train_stretch_nothing() -> None:
