@@ -83,7 +83,9 @@ class GossipAudit:
         rule = host.training.gossip.of(done.fragment).rule
         if isinstance(rule, PullRule) and rule.closed is None:
             self.evidence.violated("timely", f"fragment {done.fragment} was encoded after its merge", host)
-        exchange = host.node.gossip.running[done.fragment]
+        exchange = host.node.gossip.running.get(done.fragment)
+        if exchange is None:
+            return  # the peer has given the fragment up
         assert isinstance(exchange, PullExchange)
         for kept in exchange.published.latest:
             if kept.snapshot.seq == done.seq:
