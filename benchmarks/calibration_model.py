@@ -30,6 +30,8 @@ JOIN_ALLOWANCE_S = 10.0  # virtual time in which every peer has surely joined
 START_GAP_S = 0.1  # between the starts of two newcomers
 FASTEST_RATE = 1e10  # bytes/s, which stands for: larger answers took no longer than small ones
 JOB_S = 2e-4  # what a job takes that handles no bytes, such as the start
+JOBS_OF_A_WINDOW = 2  # its close and its merge
+LIGHT_TIMES = 1.5  # a snapshot with slow weights is three times as large as one without
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +137,12 @@ def swarm_figures(peers: Sequence[Figures]) -> Figures:
 
 
 def device_of(reference: Setting, journals: Journals) -> DevicePace:
-    """The pace of the device that ran the reference: unthrottled peers, windows short at first and longer later.
-
-    The cost of a window shows in the difference between the two. Raises AssertionError where no exchange was quick.
-    """
+    """The pace of the device that ran the reference, unthrottled. Raises AssertionError where no exchange was quick."""
     gossip = reference.config.gossip
     rows = [row for lines in journals for row in _step_rows(lines)]
-    step_s, byte_s = _least_squares(rows)
-    errors = [(seconds - byte_s * handled) / steps - step_s for steps, handled, seconds in rows]
+    step_s = sum(row.training_s for row in rows) / sum(row.steps for row in rows)
+    byte_s = max(0.0, sum(row.gossip_s for row in rows)) / max(1.0, sum(row.handled for row in rows))
+    errors = [row.training_s / row.steps - step_s for row in rows]
     fresh_s = min(gossip.window_s, gossip.start_window_s) / 2
     latency_s, rate = _link((line for lines in journals for line in lines if line.get("outcome") == "done"), fresh_s)
     joined = sorted(line["t"] for lines in journals for line in lines if line["event"] == "joined")
@@ -156,45 +156,52 @@ def device_of(reference: Setting, journals: Journals) -> DevicePace:
     )
 
 
-def _step_rows(lines: Sequence[Line]) -> list[tuple[int, float, Seconds]]:
-    """(steps, bytes that jobs handled, seconds of computing) of each step line.
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """What a step line tells of the training thread."""
 
-    A line is left out if an evaluation, a checkpoint or a newcomer fell into its time, which cost time of another kind.
-    """
-    others = [line["t"] for line in lines if line["event"] in ("eval", "checkpoint", "joined", "peer_joined")]
+    steps: int
+    handled: float  # bytes, by jobs of gossip
+    training_s: Seconds
+    gossip_s: Seconds  # without what jobs take however few bytes they handle
+
+
+def _step_rows(lines: Sequence[Line]) -> list[StepRow]:
+    """The step lines, without those in whose time a newcomer joined: exchanges do not tell all that happened then."""
+    others = [line["t"] for line in lines if line["event"] in ("joined", "peer_joined")]
     exchanges = [line for line in lines if line["event"] == "exchange"]
-    whole = max((line["received_bytes"] for line in exchanges), default=0)  # a partner's snapshot is as large as ours
+    received = [line["received_bytes"] for line in exchanges if line["outcome"] == "done"]
+    light = min(received, default=0)  # a partner's pseudo-gradient, without slow weights, is as large as ours
     windows = sorted({(line["t"], line["fragment"]) for line in exchanges})  # a window has one line for each partner
-    handled = [(t, whole) for t, _ in windows] + [(line["t"], line["received_bytes"]) for line in exchanges]
+    handled = [(t, light) for t, _ in windows] + [(line["t"], line["received_bytes"]) for line in exchanges]
     handled.sort()
     times, totals = [t for t, _ in handled], [0, *accumulate(size for _, size in handled)]
     rows = []
     for before, line in pairwise(line for line in lines if line["event"] == "step"):
         since, until = before["t"], line["t"]
         if bisect_right(others, until) == bisect_right(others, since):
-            jobs_bytes = totals[bisect_right(times, until)] - totals[bisect_right(times, since)]
-            rows.append((line["micro_batches"], float(jobs_bytes), line["seconds"]))
+            handled_bytes = totals[bisect_right(times, until)] - totals[bisect_right(times, since)]
+            ended = sum(since < t <= until for t, _ in windows)
+            gossip_s = line["aside"].get("gossip", 0.0) - JOBS_OF_A_WINDOW * JOB_S * ended
+            rows.append(StepRow(line["micro_batches"], float(handled_bytes), line["seconds"], gossip_s))
     return rows
-
-
-def _least_squares(rows: Sequence[tuple[int, float, Seconds]]) -> list[float]:
-    """The seconds that a step takes, and those that a job takes for each byte."""
-    counts, seconds = np.array([row[:2] for row in rows], dtype=float), np.array([row[2] for row in rows])
-    scale = np.maximum(counts.max(axis=0), 1.0)  # bytes are a million times as many as steps
-    solved = np.linalg.lstsq(counts / scale, seconds, rcond=None)[0] / scale
-    return [float(value) for value in solved]
 
 
 def _link(done: Iterable[Line], fresh_s: Seconds) -> tuple[Seconds, float]:
     """Latency and rate, from the requests that were answered at once.
 
     The snapshot that answers such a request is older than the request. A much older one answers a request that had
-    been held until its patience was over.
+    been held until its patience was over. Slow weights are left out: the partner had to encode them first.
     """
+    lines = list(done)
+    light: dict[int, int] = {}
+    for line in lines:
+        light[line["fragment"]] = min(light.get(line["fragment"], line["received_bytes"]), line["received_bytes"])
     at_once = [
         (line["received_bytes"], line["seconds"])
-        for line in done
+        for line in lines
         if line["seconds"] <= line["age_s"] <= line["seconds"] + fresh_s
+        if line["received_bytes"] < LIGHT_TIMES * light[line["fragment"]]
     ]
     assert at_once, "no exchange of the reference run was answered at once"
     by_size: dict[int, list[Seconds]] = {}
@@ -230,7 +237,7 @@ def replay(
 
 def _bytes_per_step(lines: Sequence[Line]) -> float:
     rows = _step_rows(lines)
-    return sum(handled for _, handled, _ in rows) / max(1, sum(steps for steps, _, _ in rows))
+    return sum(row.handled for row in rows) / max(1, sum(row.steps for row in rows))
 
 
 def simulate(setting: Setting, device: DevicePace, step_s: Sequence[Seconds], seconds: Seconds) -> list[list[Line]]:

@@ -180,6 +180,8 @@ async def prepare(
     device = replace(device, ranks=flags.island or ALONE)
     if claimed.span is not None:
         memory.give_back_what_is_freed()
+    else:
+        memory.keep_what_is_freed()
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)

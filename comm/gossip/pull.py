@@ -8,7 +8,7 @@ alone. A partner that does not answer must not make the others' answers old: aft
 merged.
 
 The same machine runs blocking algorithms: there a window has a round number, everyone is asked for exactly that round,
-and the compute thread waits for the merge.
+and the training thread waits for the merge.
 """
 
 import math
@@ -39,6 +39,7 @@ from decentral.core.units import Seconds
 BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
 MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 ENOUGH_PERIODS = 2.0  # periods after which the answers that are here wait for no others
+REST_S = 1.0  # at least so long until a fragment that rests looks for partners again
 PATIENCE_PERIODS = 0.1  # of the period: how long a pull waits for the partner's snapshot of the same window
 
 
@@ -118,7 +119,7 @@ class PullExchange(Exchange):
         if partners or self.blocking:
             self._window, self._resting = PullWindow(partners=partners), False
             return self._close(now)
-        self.close_at = self.context.next_close(now, self.size)
+        self.close_at = self.context.next_close(now + REST_S, self.size)
         begin, self._resting = not self._resting, True
         return [Rest(self.context.fragment)] if begin else []
 

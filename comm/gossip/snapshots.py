@@ -35,10 +35,10 @@ class ExchangePhase(Enum):
     """Where the exchange of a window is. Each machine's module shows which phases it has, and their order."""
 
     OPEN = auto()  # the window is filling
-    CLOSING = auto()  # the compute thread is encoding it
+    CLOSING = auto()  # the worker is encoding it
     ASKING = auto()  # a question to a partner is under way
     OFFERED = auto()  # a partner has our snapshot, and decides
-    MERGING = auto()  # the compute thread is merging
+    MERGING = auto()  # the worker is merging
 
 
 @dataclass(slots=True)

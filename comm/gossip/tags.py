@@ -28,7 +28,7 @@ class BlockingPullTag(ExchangeTag):
 
 @dataclass(frozen=True, slots=True)
 class SwapTag(ExchangeTag):
-    """Swap. The answer waits for the partner's compute thread, which closes a window for it."""
+    """Swap. The answer waits for the partner's training thread, which closes a window for it."""
 
     waits_for_work: ClassVar[bool] = True
 

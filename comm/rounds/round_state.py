@@ -1,9 +1,9 @@
 """One synchronous round: its members, what they have said, and how far it is.
 
     REPORTS    the members' reports are collected
-    CLOSING    all are here: the compute thread ends our sums of gradients
+    CLOSING    all are here: the training thread ends our sums of gradients
     SUMS       the other holders' sums of our fragments are collected
-    STEPPING   all are here: the compute thread takes the step
+    STEPPING   all are here: the training thread takes the step
     OVER
 
 A peer that only follows has no sums of its own, so its round goes from REPORTS to SUMS. A round without gradients

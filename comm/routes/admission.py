@@ -76,7 +76,7 @@ class Admission:
         return Load(self.stage.run, wait_s, load.execution_s(offer.first, last), last)
 
     def may_begin(self, own: int) -> bool:
-        """Whether a micro-batch of our own may begin while so many are under way: the compute thread has time for it,
+        """Whether a micro-batch of our own may begin while so many are under way: the training thread has time for it,
         and no gradients wait for a step."""
         return not self.table.jobs.full and self.has_memory(0) and own < self.window.size and not self.table.step_waits
 
@@ -111,7 +111,7 @@ class Admission:
     # Forward passes, which wait for their round in synchronous training
 
     def push(self, job: Forward, round: int) -> None:
-        """The job waits for the compute thread, or, if it belongs to the next round, for that."""
+        """The job waits for the training thread, or, if it belongs to the next round, for that."""
         if round > self.round:
             self._early.append(job)
         else:
@@ -154,7 +154,7 @@ class OwnMicroBatches:
     look_at: Seconds | None = None  # when to see whether a peer holds the next layers
 
     def begin(self, now: Seconds) -> list[Effect]:
-        """Begins as many micro-batches as the window allows, while the compute thread has nothing better to do."""
+        """Begins as many micro-batches as the window allows, while the training thread has nothing better to do."""
         jobs: list[Effect] = []
         self.look_at = None
         stage = self.admission.stage
@@ -168,7 +168,7 @@ class OwnMicroBatches:
                 self.look_at = now + SUCCESSOR_RETRY_S
                 break
             execution = self._new(last, now)
-            self.table.jobs.running.add(execution.token)  # at once: nothing else waits for the compute thread
+            self.table.jobs.running.add(execution.token)  # at once: nothing else waits for the training thread
             jobs.append(Draw(execution.token, last))
             own += 1
             self.quota = None if self.quota is None else self.quota - 1

@@ -21,11 +21,11 @@ EVENTS_KEPT = 16  # of each execution, for the story that an invalid transition 
 
 
 class ExecutionState(Enum):
-    FORWARD = auto()  # its forward pass waits for the compute thread, or runs
+    FORWARD = auto()  # its forward pass waits for the training thread, or runs
     AWAY = auto()  # the next peer has its activations, or a next peer is looked for
     BACKWARD = auto()  # its gradient has come back, and its backward pass waits or runs
     HELD = auto()  # its gradients are in a sum, and its origin peer has not decided on them
-    GONE = auto()  # it was given up while the compute thread was at work on it
+    GONE = auto()  # it was given up while the training thread was at work on it
     ENDED = auto()  # it has left this peer
 
 
@@ -70,7 +70,7 @@ class StageExecution:
     """What own and forwarded micro-batches have in common."""
 
     own: ClassVar[bool] = False
-    token: int  # its name at this peer's compute thread
+    token: int  # its name at this peer's training thread
     id: ExecutionId  # its name among peers
     last: int  # the layer at which it leaves this peer
     memory_share: float  # StageConfig.memory_share

@@ -1,6 +1,6 @@
 """The executions at this peer, by token and by id, from their beginning to their end; and which passes may begin.
 
-An execution is here until its gradients are committed or aborted, or it is given up. What the compute thread is at work
+An execution is here until its gradients are committed, aborted, or given up. What the training thread is at work
 on stays, as GONE, until the thread is done with it.
 """
 
@@ -22,12 +22,12 @@ from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
 
 COUNTED_KEPT = 4096  # executions of others that are known to have been counted
-JOBS_AT_ONCE = 2  # jobs at the compute thread: one in work, one that follows without a pause
+JOBS_AT_ONCE = 2  # jobs at the training thread: one in work, one that follows without a pause
 
 
 @dataclass(slots=True)
 class JobQueue:
-    """Work for the compute thread: backward passes before forward ones, older executions before newer ones.
+    """Work for the training thread: backward passes before forward ones, older executions before newer ones.
 
     An execution has one job at a time. A few jobs are at the thread; the others wait here, where they can be dropped.
     """
@@ -104,7 +104,7 @@ class ExecutionTable:
         return self.ledger.waiting and not self.overlap
 
     def dispatch(self) -> list[Forward | Backward]:
-        """The jobs that the compute thread gets now."""
+        """The jobs that the training thread gets now."""
         return self.jobs.dispatch(self._older_than_pending() if self.step_waits else None)
 
     def _older_than_pending(self) -> Callable[[int], bool]:
@@ -178,7 +178,7 @@ class ExecutionTable:
         return [effect for one in held for effect in self.give_up(one, Reason.MOVED)]
 
     def let_go(self, execution: StageExecution, cause: str) -> list[Effect]:
-        """The execution leaves before its backward pass, and the compute thread forgets its activations."""
+        """The execution leaves before its backward pass, and the training thread forgets its activations."""
         self.end(execution, cause)
         return [Forget((execution.token,))]
 

@@ -44,7 +44,7 @@ class Ledger(Protocol):
     micro_batches_per_step: int
     entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by token
     quiet: bool  # no execution is between its forward and its backward pass, or that does not matter
-    sealing: bool  # the compute thread was told to seal a sum, and has not answered yet
+    sealing: bool  # the training thread was told to seal a sum, and has not answered yet
 
     @property
     def waiting(self) -> bool:
@@ -61,7 +61,7 @@ class Ledger(Protocol):
     def abort(self, token: int) -> list[Effect]: ...
 
     def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
-        """The compute thread tells whose gradients are in a sealed sum."""
+        """The training thread tells whose gradients are in a sealed sum."""
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
         """The sum was complete when it was sealed, and its step has been taken."""

@@ -115,7 +115,7 @@ class ExecutionLifecycle:
                     return []
         return self.forwarding.missed(execution, event.peer, now)
 
-    # What the compute thread reports
+    # What the training thread reports
 
     def computed(self, event: ForwardDone | BackwardDone | ExecutionFailed, now: Seconds) -> list[Effect]:
         execution = self.table.by_token.get(event.token)
@@ -124,7 +124,7 @@ class ExecutionLifecycle:
             case BackwardDone():
                 return self._backward_done(execution, event, now)
             case _ if execution.state is GONE:
-                return self.table.let_go(execution, "the compute thread is done")
+                return self.table.let_go(execution, "the training thread is done")
             case ForwardDone():
                 return self._forward_done(execution, event, now)
             case ExecutionFailed(_, reason):
@@ -152,7 +152,7 @@ class ExecutionLifecycle:
         entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own)
         self.forwarding.load.backward_done(execution, done.tokens)
         if execution.state is GONE:
-            self.table.end(execution, "the compute thread is done")
+            self.table.end(execution, "the training thread is done")
             return self.table.ledger.add(execution.token, entry, CommitState.ABORTED)
         if not isinstance(execution, ForwardedExecution):
             self.completed += 1

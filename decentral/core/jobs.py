@@ -156,7 +156,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End the compute thread after all jobs before this one. It has no outcome."""
+    """End the training thread after all jobs before this one. It has no outcome."""
 
 
 # Jobs of routed training (comm/routes/router.py)

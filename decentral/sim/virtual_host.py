@@ -1,6 +1,6 @@
 """Drives a node in virtual time: the same effects as in peers/hosts/host.py, carried out on an agenda.
 
-A compute thread is a row of step edges. Jobs wait for the next edge and are done there, in order, and each takes its
+A training thread is a row of step edges. Jobs wait for the next edge and are done there, in order, and each takes its
 time; a peer that waits for jobs (a newcomer, allreduce) does them at once. The steps until the next edge at which
 something happens are made together, so that a peer which only trains costs nothing.
 """
@@ -105,7 +105,7 @@ class Pace:
 
 @dataclass(slots=True)
 class Engine:
-    """A compute thread in virtual time."""
+    """A training thread in virtual time."""
 
     agenda: Agenda
     training: Training

@@ -1,6 +1,6 @@
 """An island: several devices of one peer, each with a process (a rank) that holds the whole model.
 
-Rank 0 is the peer towards the swarm: its compute thread does all jobs. The other ranks only compute: they wait for
+Rank 0 is the peer towards the swarm: its training thread does all jobs. The other ranks only compute: they wait for
 rank 0's orders, of which there is one for each step.
 
     order -> what rank 0 changed since the last step -> micro-batches, the mean of all gradients -> the same step on all

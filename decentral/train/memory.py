@@ -40,8 +40,9 @@ MUON_BYTES = 24  # for each parameter of Muon's largest matrix: its iterations' 
 LOGIT_BYTES = 12  # for each logit: itself, its softmax, its gradient
 PART_BYTES = 16  # where the loss is computed in parts, for each logit of a part
 UNKNOWN_LAYER_BYTES = 128  # a token, and number that enters a user's own layer: a guess on the safe side
-M_MMAP_THRESHOLD = -3  # glibc's name for it, in malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's names for them, in malloc.h
 RETURNED_BYTES = 1 << 20
+KEPT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,20 @@ def give_back_what_is_freed() -> None:
     glibc raises that threshold with every tensor that is freed, up to 32 MiB, and keeps what is below: after some
     micro-batches a span had taken 1.4 times its bytes. Another C library decides for itself.
     """
+    _mallopt((M_MMAP_THRESHOLD, RETURNED_BYTES))
+
+
+def keep_what_is_freed() -> None:
+    """Makes this process keep freed tensors of up to KEPT_BYTES on the CPU for the next step, which needs the same.
+
+    glibc gives a thread that is not the first one a heap which it shrinks again and again: the training thread touched
+    ten thousand new pages a second, and trained 3% less (0.47 M parameters). For a peer that holds the whole model.
+    """
+    _mallopt((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, KEPT_BYTES), (M_TRIM_THRESHOLD, 1 << 30))
+
+
+def _mallopt(*options: tuple[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
+        for option in options:
+            mallopt(*option)

@@ -72,7 +72,7 @@ class GradientSums:
 
 
 class StageRunner:
-    """Consecutive layers at work for routes. Not thread-safe: the compute thread owns it.
+    """Consecutive layers at work for routes. Not thread-safe: the training thread owns it.
 
     `alone`: the peer takes no steps but those of routes, so that the gradients of its live weights may be the sums.
     """

@@ -1,4 +1,4 @@
-"""Drives a node in the real world: an event loop, a transport, a directory, a compute thread, a journal.
+"""Drives a node in the real world: an event loop, a transport, a directory, a journal, and threads that compute.
 
 Everything that happens becomes an event for the node, one at a time, in the loop's thread, and each effect that the
 node returns is carried out here. The threads that compute get jobs by `submit`, and report outcomes with
@@ -30,7 +30,7 @@ from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_pla
 FAREWELL_S = 5.0  # time to tell others that we leave
 CORES_S = 5.0  # between two reports of what the processor did
 REFUSED_S = 10.0  # between two checks whether something was refused
-FINISH_S = 120.0  # time for the compute thread's last step and checkpoint
+FINISH_S = 120.0  # time for the training thread's last step and checkpoint
 
 
 class Computing(Protocol):

@@ -1,6 +1,6 @@
 """The other side of a join: a donor's fragments, given to newcomers piece by piece.
 
-The compute thread encodes a fragment's state when a newcomer asks for it. The export is reused for EXPORT_KEPT_S; one
+The worker encodes a fragment's state when a newcomer asks for it. The export is reused for EXPORT_KEPT_S; one
 who has begun to fetch it may take FINISHED_S more, so that a large state on a slow link is not encoded again and again.
 MOST_SERVED newcomers at a time are served; the others are told that the donor is busy, and ask elsewhere or later.
 """
@@ -20,6 +20,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 MOST_SERVED = 8  # newcomers at a time: eight that are done soon are donors themselves
+MOST_WAITING = 32  # questions that wait for an export: half of those that a peer answers at once (comm/net/streams.py)
 SERVED_S = 5.0  # time after its last request until a newcomer's place goes to another one
 EXPORT_KEPT_S = 5.0  # any longer, and newcomers would start too far behind the swarm
 FINISHED_S = 25.0
@@ -43,7 +44,7 @@ class Export:
 
 @dataclass(slots=True)
 class Donor:
-    """Answers every StateRequest with a piece, at once or when the compute thread has encoded it, or with a refusal."""
+    """Answers every StateRequest with a piece, at once or when the worker has encoded it, or with a refusal."""
 
     run: RunId
     fragments: Sequence[Fragment]  # fragments that this peer holds
@@ -65,6 +66,8 @@ class Donor:
         outdated = self.exact and export is not None and not pull.kept and export.step != step
         if export is not None and export.serves(sender, now) and not outdated:
             return [self._piece(request, sender, pull, export)]
+        if sum(map(len, self._waiting.values())) >= MOST_WAITING:
+            return [_refuse(request, Reason.BUSY)]
         self._waiting.setdefault(name, []).append((request, sender, pull))
         job = jobs.ExportRetained(pull.fragment) if pull.kept else jobs.ExportState(pull.fragment)
         return [job] if len(self._waiting[name]) == 1 else []
@@ -72,7 +75,7 @@ class Donor:
     def exported(
         self, done: jobs.StateExported | RetainedExported, step: int, now: Seconds, version: bytes = bytes(16)
     ) -> list[Effect]:
-        """The compute thread has encoded a state, or has none: then its layout is empty."""
+        """The worker has encoded a state, or has none: then its layout is empty."""
         name = (done.fragment, isinstance(done, RetainedExported))
         waiting = self._waiting.pop(name, [])
         if not done.layout:

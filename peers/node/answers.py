@@ -1,6 +1,6 @@
 """What other peers ask: each question gets one answer, sooner or later, or a refusal with its reason.
 
-Some answers take time: a snapshot that is not there yet, a state that the compute thread encodes, a micro-batch. The
+Some answers take time: a snapshot that is not there yet, a state that the worker encodes, a micro-batch. The
 questions that wait are therefore known; they are refused when this peer leaves, or when it gives up the fragment that
 they are about.
 """
@@ -71,7 +71,7 @@ class Answers:
         self.waiting.pop(request, None)
 
     def exported(self, event: StateExported | RetainedExported, now: Seconds) -> list[Effect]:
-        """The compute thread has encoded a state that newcomers wait for."""
+        """The worker has encoded a state that newcomers wait for."""
         version = self.rounds.versions.get(event.fragment, bytes(16)) if self.rounds else bytes(16)
         return self.donor.exported(event, self._state_step, now, version)
 

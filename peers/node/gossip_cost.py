@@ -69,7 +69,8 @@ class GossipCost:
         """
         if not self.window_cost_s or not self.cores:
             return self.stretch
-        needed = self.window_cost_s * fragments / (share * self.cores * window_s)
+        left = max(share / 2, share - FIXED_CORES)  # what stays for windows
+        needed = self.window_cost_s * fragments / (left * self.cores * window_s)
         while needed > LONGER * self.stretch:
             self.stretch *= 2
         while self.stretch > 1 and needed < SHORTER * self.stretch / 2:

@@ -6,7 +6,7 @@ that one is over and its pause has passed. The three machines see the same swarm
 peers that train.
 
 A move is carried out in the node's other machines as well. While it drains, routes take no new executions. Just before
-the compute thread changes the layers, exchanges and questions about those that are given up end; after it, routes,
+the training thread changes the layers, exchanges and questions about those that are given up end; after it, routes,
 exchanges, donor and record go by the new span.
 """
 
@@ -78,7 +78,7 @@ class SpanManager:
     # Moves in the other machines
 
     def changed(self, event: SpanChanged, now: Seconds) -> list[Effect]:
-        """The compute thread has changed the layers, or could not."""
+        """The training thread has changed the layers, or could not."""
         if event.accepted:
             self.donor.retained = event.kept
         return self.span_move.handle(event, now)

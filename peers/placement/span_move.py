@@ -5,7 +5,7 @@
 The state of the new layers is fetched while the old ones serve on. For each layer that is given up, `replicas` other
 holders have to grant a replica lease (replica_leases.py). Of two peers that want to give up the same layer the lower id
 yields: it stays, and grants its lease. Then no new stage executions are taken until those under way are done, and the
-compute thread changes the layers between two optimizer steps.
+training thread changes the layers between two optimizer steps.
 
 Whatever fails before that leaves the old span serving. The state of what was given up is retained on the disk
 (train/checkpoint.py), in case its last holder is lost.
@@ -149,7 +149,7 @@ class SpanMove:
         return self._review(now)
 
     def redirect(self, target: range, now: Seconds) -> list[Effect]:
-        """Gives up a move to another target, unless the compute thread changes the layers already."""
+        """Gives up a move to another target, unless the training thread changes the layers already."""
         if self.phase in (MovePhase.IDLE, MovePhase.SWITCHING) or self.target == target:
             return []
         return self._fail(Reason.REPLANNED, now)

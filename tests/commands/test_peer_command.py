@@ -102,7 +102,7 @@ def test_a_damaged_run_file(capfd: pytest.CaptureFixture[str], folder: Path) -> 
 def test_a_run_file_that_holds_something_else(capfd: pytest.CaptureFixture[str], folder: Path, content: str) -> None:
     folder.mkdir()
     (folder / "run.json").write_text(content)
-    assert "run.json" in refusal(capfd, folder, "--device", "cuda:99")
+    assert "run.json" in refusal(capfd, folder, "--memory", "1")
 
 
 # The config

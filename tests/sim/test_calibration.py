@@ -13,13 +13,20 @@ REFERENCE = Setting("reference", (1, 1), 0.5, 0.05, (*MODEL, "gossip.start_steps
 DEVICE = DevicePace(beside_s=0.002, job_bytes=5e7, latency_s=0.004, rate=1e8, start_s=3.0, noise=0.01)
 
 
-def step(t: float, steps: int, seconds: float) -> dict[str, Any]:
-    return {"t": t, "event": "step", "micro_batches": steps, "tokens": 64 * steps, "seconds": seconds}
+def step(t: float, steps: int, seconds: float, gossip_s: float = 0.0) -> dict[str, Any]:
+    return {
+        "t": t,
+        "event": "step",
+        "micro_batches": steps,
+        "tokens": 64 * steps,
+        "seconds": seconds,
+        "aside": {"gossip": gossip_s},
+    }
 
 
-def exchange(t: float, seconds: float, received: int, age_s: float) -> dict[str, Any]:
+def exchange(t: float, seconds: float, received: int, age_s: float, fragment: int = 0) -> dict[str, Any]:
     moved = {"sent_bytes": 100, "received_bytes": received, "age_s": age_s}
-    return {"t": t, "event": "exchange", "fragment": 0, "outcome": "done", "seconds": seconds, **moved}
+    return {"t": t, "event": "exchange", "fragment": fragment, "outcome": "done", "seconds": seconds, **moved}
 
 
 def figures_of(**changed: float) -> Figures:
@@ -55,13 +62,13 @@ def test_a_swarm_s_exchange_is_the_mean_over_exchanges_not_over_peers() -> None:
     assert calibration_model.swarm_figures([often, seldom]).exchange_s == pytest.approx(0.2)
 
 
-def test_steps_and_jobs_are_told_apart_by_how_many_there_were() -> None:
-    """Steps take 52 ms, and each window 2 kB at 1 MB/s. Some lines have few windows, others many."""
+def test_steps_and_jobs_are_told_apart_by_what_the_time_was_spent_on() -> None:
+    """Steps take 52 ms, and each window 2 kB at 1 MB/s and what its two jobs take in any case."""
     lines: list[dict[str, Any]] = [{"t": 0.0, "event": "joined"}]
     for second in range(20):
         windows = 10 if second < 10 else 2
         lines += [exchange(second + 0.05 * (number + 1), 0.004, 1000, 0.01) for number in range(windows)]
-        lines.append(step(second + 1.0, 18, 18 * 0.052 + windows * 0.002))
+        lines.append(step(second + 1.0, 18, 18 * 0.052, windows * (0.002 + 2 * calibration_model.JOB_S)))
     other = [{"t": 3.0, "event": "joined"}]
     device = calibration_model.device_of(REFERENCE, [lines, other])
     assert device.beside_s == pytest.approx(0.002)
@@ -71,11 +78,17 @@ def test_steps_and_jobs_are_told_apart_by_how_many_there_were() -> None:
 
 def test_a_question_that_was_held_says_nothing_about_the_link() -> None:
     """A held request gets a snapshot that is younger than itself, or when patience is over one that is much older."""
-    told = [exchange(1.0, 0.005, 36_000, 0.006), exchange(2.0, 0.006, 106_000, 0.03)]
+    told = [exchange(1.0, 0.005, 36_000, 0.006), exchange(2.0, 0.006, 106_000, 0.03, fragment=1)]
     held = [exchange(3.0, 0.05, 36_000, 0.002), exchange(4.0, 0.015, 36_000, 0.4)]
     latency_s, rate = calibration_model._link(told + held, fresh_s=0.05)
     assert latency_s == pytest.approx(0.0045, abs=5e-4)
     assert rate == pytest.approx(7e7, rel=0.05)
+
+
+def test_an_answer_that_had_to_be_encoded_says_nothing_about_the_link() -> None:
+    told = [exchange(1.0, 0.005, 36_000, 0.006), exchange(2.0, 0.006, 106_000, 0.03, fragment=1)]
+    encoded = [exchange(3.0, 0.04, 106_000, 0.05), exchange(4.0, 0.05, 310_000, 0.06, fragment=1)]
+    assert calibration_model._link(told + encoded, fresh_s=0.05) == calibration_model._link(told, fresh_s=0.05)
 
 
 def test_throttling_stretches_the_micro_batch_and_nothing_else() -> None:

@@ -127,7 +127,7 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
     unspanned = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64)
     settings = real_gradients(unspanned)
     needs = memory.needs(settings.config, settings.fragments)
-    half = max(needs.span_bytes(0, 2), needs.span_bytes(1, len(needs.fragments)))
+    half = max(needs.span_bytes(0, 2), needs.span_bytes(2, len(needs.fragments)))
     settings = replace(settings, memory=(half,))
     losses: list[float] = []
 

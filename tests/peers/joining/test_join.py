@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from decentral.comm.net.streams import MAX_STREAMS
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
@@ -12,7 +13,7 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ExportState, Fragment, ImportState, Section, Start, StateExported, StateImported
 from decentral.core.machine import Effect, Log, Woke
-from decentral.peers.joining.donor import EXPORT_KEPT_S, FINISHED_S, MOST_SERVED, SERVED_S, Donor
+from decentral.peers.joining.donor import EXPORT_KEPT_S, FINISHED_S, MOST_SERVED, MOST_WAITING, SERVED_S, Donor
 from decentral.peers.joining.fetch import DONORS, FRAGMENTS_AHEAD, IN_FLIGHT, PIECE_BYTES, Fetch, Incoming
 from decentral.peers.joining.join import (
     GIVE_UP_S,
@@ -370,6 +371,17 @@ def test_a_donor_serves_so_many_newcomers_at_a_time_and_the_next_when_one_is_don
     assert not any(isinstance(effect, Reply) for effects in answers[:-1] for effect in effects)
     assert donor.asked(50, PeerId("N0"), pull, 0, 4.0) == []  # a newcomer that is served already goes on
     assert donor.asked(51, PeerId("late"), pull, 0, SERVED_S + 1.0) == []
+
+
+def test_newcomers_that_wait_for_an_export_leave_room_for_other_questions() -> None:
+    """Eight that ask ahead would hold all questions that a peer answers at once, and its partners found it busy."""
+    donor, pull = Donor(RUN, FRAGMENTS), StateRequest(RUN, 0, 0, PIECE_BYTES)
+    asked = [(f"N{newcomer}", question) for newcomer in range(MOST_SERVED) for question in range(8)]
+    effects = [donor.asked(number, PeerId(who), pull, 0, 0.0) for number, (who, _) in enumerate(asked)]
+    refused = [one for found in effects for one in found if isinstance(one, Reply)]
+    assert len(asked) - len(refused) == MOST_WAITING <= MAX_STREAMS // 2
+    assert {one.envelope.message for one in refused} == {Refused("busy")}
+    assert len(donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 0, 0.0)) == MOST_WAITING
 
 
 def ahead(count: int) -> tuple[Fetch, list[int]]:

@@ -4,7 +4,8 @@ import pytest
 
 from decentral.peers.node.gossip_cost import FIXED_CORES, LONGER, CoresUsed, GossipCost
 
-SHARE = 0.02
+LEFT = 0.02  # for windows
+SHARE = LEFT + FIXED_CORES
 WINDOW_S = 0.5
 
 
@@ -61,7 +62,7 @@ def test_what_is_just_above_a_bound_changes_nothing_either_way() -> None:
     cost = cost_of(0.0001)
     seen = set()
     for factor in (1.0, 1.05, 0.95, LONGER, 0.9):
-        cost.compute_s, cost.network_s = factor * 4 * SHARE * WINDOW_S, 0.0
+        cost.compute_s, cost.network_s = factor * 4 * LEFT * WINDOW_S, 0.0
         seen.add(cost.windows(WINDOW_S, 1, SHARE))
     assert seen == {4}
 

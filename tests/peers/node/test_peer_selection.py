@@ -119,8 +119,8 @@ def test_a_slow_link_stretches_windows_and_is_named(own: Identity) -> None:
 
 def test_gossip_that_costs_much_stretches_windows_and_the_cores_are_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
-    swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.01, 1.0
-    assert swarm.asks.windows(10) == (2, "cores")  # two fragments, 2% of a core
+    swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.007, 1.0
+    assert swarm.asks.windows(10) == (2, "cores")  # two fragments, 1.5% of a core
 
 
 def test_the_tighter_of_two_bounds_is_named(own: Identity) -> None:
@@ -134,7 +134,7 @@ def test_the_tighter_of_two_bounds_is_named(own: Identity) -> None:
 
 def test_in_the_swarm_s_first_steps_gossip_may_cost_more_and_windows_are_shorter(own: Identity) -> None:
     asks = Swarm(own).asks
-    asks.cost.compute_s, asks.cost.cores = 0.01, 1.0
+    asks.cost.compute_s, asks.cost.cores = 0.007, 1.0
     assert asks.window_s() == 0.1
     assert asks.windows(10) == (1, "")
     asks.progress.lr_step = 1000
