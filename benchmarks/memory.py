@@ -30,6 +30,13 @@ CASES = {  # overrides, and the span in fragments
     "wide, back half": (["model.depth=4", "model.width=768", "model.context=128"], (3, 6)),
     "long context": (["model.depth=4", "model.width=256", "model.context=1024"], (0, 3)),
     "large vocabulary": (["model.depth=2", "model.width=256", "model.context=128", "model.vocabulary=32000"], (2, 4)),
+    "128,000 tokens": (
+        ["model.depth=2", "model.width=64", "model.context=128", "model.vocabulary=128000", "train.micro_batch=4"],
+        (2, 4),
+    ),
+    "wide, Muon": (["model.depth=4", "model.width=768", "train.optimizer=muon"], (2, 4)),
+    "wide, bf16 weights": (["model.depth=4", "model.width=768", "train.weights=bfloat16"], (2, 4)),
+    "long, recomputed": (["model.depth=4", "model.width=256", "model.context=1024", "train.recompute=true"], (0, 3)),
     "large micro-batch": (["model.depth=4", "model.width=256", "train.micro_batch=64"], (1, 3)),
 }
 FIXED = ["train.micro_batch=8", "gossip.fragment_parameters=10000"]
