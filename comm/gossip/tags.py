@@ -44,6 +44,8 @@ class SwapCommitTag(ExchangeTag):
 
 @dataclass(frozen=True, slots=True)
 class PushTag(ExchangeTag):
-    """Push, sent for the `tries`-th time."""
+    """Push, sent for the `tries`-th time. The answer waits until the partner's device has added the mass."""
 
     tries: int
+
+    waits_for_work: ClassVar[bool] = True
