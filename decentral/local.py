@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -100,6 +101,8 @@ class LocalPeer:
 class LocalSwarm:
     """The peer processes that this command started, and only those."""
 
+    listen = LOOPBACK
+
     def __init__(self, flags: argparse.Namespace, folder: Path) -> None:
         self.flags, self.folder = flags, folder
         self.throttles = flags.throttle
@@ -118,7 +121,7 @@ class LocalSwarm:
         self.await_event(self.members[0], "joined")
         started = self.members[0].happened("started", self.began - 1)
         assert started is not None
-        address = str(started["addresses"][0])
+        address = self.contact(started)
         for number in range(1, len(self.throttles)):
             self.launch(number, address)
         for member in self.members[1:]:
@@ -169,7 +172,7 @@ class LocalSwarm:
         folder.mkdir(parents=True, exist_ok=True)
         restart = (folder / "run.json").exists()
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
-        arguments += ["--listen", LOOPBACK, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
+        arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
         if self.flags.memory:
             arguments += ["--memory", str(self.flags.memory[number])]
         if join and not restart:
@@ -179,8 +182,16 @@ class LocalSwarm:
             arguments += [part for override in self.flags.set for part in ("--set", override)]
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         with (folder / "output.txt").open("ab") as output:
-            process = subprocess.Popen(arguments, stdout=output, stderr=output, env=environment, start_new_session=True)
+            process = self.spawn(number, arguments, stdout=output, stderr=output, env=environment)
         self.members.append(LocalPeer(number, folder, process))
+
+    def spawn(self, number: int, arguments: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+        """Starts the process of peer `number`; `options` are those of subprocess.Popen."""
+        return subprocess.Popen(arguments, start_new_session=True, **options)
+
+    def contact(self, started: summary.Line) -> str:
+        """The address at which the others join the first peer, from its line `started`."""
+        return str(started["addresses"][0])
 
     def await_event(self, member: LocalPeer, event: str) -> None:
         """Raises UserError if the peer ends before the event is in its journal, or takes longer than PEER_START_S."""

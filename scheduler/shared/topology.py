@@ -2,21 +2,24 @@
 
     peers: [{id, region, device, memory_gb, tflops}, ...]        one entry per peer, or
     regions: {Oregon: {count: 8, device: V100, memory_gb: 16, tflops: 112}, ...}
+                                                                 either may also have up_gbps, down_gbps: of each peer
     delay_ms, bandwidth_gbps: N x N                              in the order of the peers, one-way; or
     inside: {delay_ms, bandwidth_gbps}                           between two peers of one region
     across: {delay_ms, bandwidth_gbps}                           between regions that no link names
     links: [{between: [Oregon, Ohio], delay_ms: 49, bandwidth_gbps: 1.10}, ...]
+                                                                 any of these may have `loss`, a share of the packets
     based_on: ten-cities                                         `inside` and `links` from another file
     workload: {stages, replicas, gradient_gbytes, activation_gbytes}      optional
 
 A file has the units in which people know these figures (ms, Gb/s, GB, TFLOP/s); the arrays are in seconds, bytes/s,
-bytes and FLOP/s. In names of arrays N is the number of peers.
+bytes and FLOP/s. In names of arrays N is the number of peers. A peer's uplink and downlink bound each of its pairs, and
+all of them together; `bandwidth` is that of a pair while nobody else sends.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,6 +50,10 @@ class Workload:
     activation_gbytes: float = 0.47124928  # 62,500 tokens x 2,024 channels x 4 bytes, over 2**30
 
 
+def _unknown() -> Floats:
+    return np.empty(0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
     """N peers and the links between them. A peer has no delay and unlimited bandwidth to itself."""
@@ -59,6 +66,15 @@ class Topology:
     delay_s: Floats  # N x N, one way, from the row's peer to the column's
     bandwidth: Floats  # N x N, bytes/s in the same direction
     workload: Workload | None = None
+    up: Floats = field(default_factory=_unknown)  # N, bytes/s of all that a peer sends; default: unlimited
+    down: Floats = field(default_factory=_unknown)  # N
+    loss: Floats = field(default_factory=_unknown)  # N x N, the share of packets that are lost; default: none
+
+    def __post_init__(self) -> None:
+        count = len(self.ids)
+        for name, usual in (("up", np.full(count, np.inf)), ("down", np.full(count, np.inf)), ("loss", np.zeros((count, count)))):
+            if not getattr(self, name).size:
+                object.__setattr__(self, name, usual)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -100,9 +116,9 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
     _require(len(peers) >= 2, f"a swarm of at least 2 peers; the file has {len(peers)}")
     ids = tuple(peer.id for peer in peers)
     _require(len(set(ids)) == len(ids), "every peer id once", next((i for i in ids if ids.count(i) > 1), ""))
-    delay, bandwidth = _matrices(spec, [peer.region for peer in peers])
+    matrices = _matrices(spec, [peer.region for peer in peers])
     workload = Workload(**spec.workload.model_dump()) if spec.workload else None
-    return _topology(peers, delay, bandwidth, workload)
+    return _topology(peers, matrices, workload)
 
 
 def topology_from_profiles(
@@ -136,7 +152,7 @@ def topology_from_profiles(
         )
         for name in ids
     ]
-    return _topology(peers, delay, bandwidth, None)
+    return _topology(peers, (delay, bandwidth, np.zeros_like(delay)), None)
 
 
 # The fields of a topology file
@@ -149,6 +165,7 @@ class _Strict(BaseModel):
 class _Link(_Strict):
     delay_ms: Annotated[float, Field(ge=0, lt=1e7)]
     bandwidth_gbps: Annotated[float, Field(gt=0)]
+    loss: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
 class _RegionLink(_Link):
@@ -159,6 +176,8 @@ class _Device(_Strict):
     device: str = "unknown"
     memory_gb: Annotated[float, Field(ge=0)] = 0.0
     tflops: Annotated[float, Field(ge=0)] = 0.0
+    up_gbps: Annotated[float, Field(gt=0)] = np.inf
+    down_gbps: Annotated[float, Field(gt=0)] = np.inf
 
 
 class _Peer(_Device):
@@ -190,6 +209,7 @@ class _File(_Strict):
     based_on: str | None = None
     delay_ms: list[list[float]] | None = None
     bandwidth_gbps: list[list[float]] | None = None
+    loss: list[list[float]] | None = None
     workload: _WorkloadFields | None = None
 
 
@@ -229,13 +249,18 @@ def _validated(tree: Any) -> _File:
         raise UserError(f"topology: {key} must be {expected}; it is {str(first['input'])[:60]}") from None
 
 
-def _matrices(spec: _File, regions: list[str]) -> tuple[Floats, Floats]:
-    """Delay in seconds and bandwidth in bytes/s between any two peers, both N x N."""
+def _matrices(spec: _File, regions: list[str]) -> tuple[Floats, Floats, Floats]:
+    """Delay in seconds, bandwidth in bytes/s and loss between any two peers, each N x N."""
+    count = len(regions)
     if (spec.delay_ms is None) != (spec.bandwidth_gbps is None):
         raise UserError("topology: delay_ms and bandwidth_gbps belong together; one of them is missing")
+    if spec.loss is not None and spec.delay_ms is None:
+        raise UserError("topology: a matrix of loss needs delay_ms and bandwidth_gbps; links have a loss of their own")
     if spec.delay_ms is not None and spec.bandwidth_gbps is not None:
-        delay = _full("delay_ms", spec.delay_ms, len(regions))
-        return delay / 1e3, GBIT * _full("bandwidth_gbps", spec.bandwidth_gbps, len(regions))
+        delay = _full("delay_ms", spec.delay_ms, count)
+        rate = _full("bandwidth_gbps", spec.bandwidth_gbps, count)
+        loss = _full("loss", spec.loss, count) if spec.loss is not None else np.zeros((count, count))
+        return delay / 1e3, GBIT * rate, loss
     names = list(dict.fromkeys(regions))
     return _by_region(spec, names, np.array([names.index(region) for region in regions]))
 
@@ -247,22 +272,25 @@ def _full(name: str, rows: list[list[float]], count: int) -> Floats:
     _require(square, f"{name} of {count} x {count} numbers, one row per peer", shape)
     matrix = np.array(rows, dtype=np.float64)
     off = ~np.eye(count, dtype=bool)
-    good = np.isfinite(matrix[off]) & (matrix[off] >= 0 if name == "delay_ms" else matrix[off] > 0)
+    sign = {"delay_ms": "at least 0", "bandwidth_gbps": "above 0", "loss": "at least 0 and below 1"}[name]
+    above = matrix[off] > 0 if name == "bandwidth_gbps" else matrix[off] >= 0
+    good = np.isfinite(matrix[off]) & above & ((matrix[off] < 1) | (name != "loss"))
     worst = np.argwhere(off)[int(np.argmin(good))]
-    sign = "at least 0" if name == "delay_ms" else "above 0"
     _require(bool(good.all()), f"{name} {sign} between peers", f"{matrix[tuple(worst)]} at {tuple(map(int, worst))}")
     return matrix
 
 
-def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, Floats]:
+def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, Floats, Floats]:
     """The matrices that `inside`, `across` and `links` describe. Raises UserError if a link is missing."""
     count = len(names)
     default = spec.across
     delay = np.full((count, count), default.delay_ms if default else np.nan)
     rate = np.full((count, count), default.bandwidth_gbps if default else np.nan)
+    loss = np.full((count, count), default.loss if default else 0.0)
     if spec.inside:
         np.fill_diagonal(delay, spec.inside.delay_ms)
         np.fill_diagonal(rate, spec.inside.bandwidth_gbps)
+        np.fill_diagonal(loss, spec.inside.loss)
     known = {name: i for i, name in enumerate(names)}
     for link in spec.links:
         for name in link.between:
@@ -272,16 +300,25 @@ def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, F
             a, b = (known[name] for name in link.between)
             delay[a, b] = delay[b, a] = link.delay_ms
             rate[a, b] = rate[b, a] = link.bandwidth_gbps
+            loss[a, b] = loss[b, a] = link.loss
     alone = np.bincount(region_N, minlength=count) < 2  # a region of one peer needs no link inside
     missing = np.isnan(rate) & ~np.diag(alone)
     if missing.any():
         a, b = np.argwhere(missing)[0]
         raise UserError(f"topology: no link between {names[a]} and {names[b]}; add it to links, or inside or across")
     grid = np.ix_(region_N, region_N)
-    return np.nan_to_num(delay)[grid] / 1e3, np.nan_to_num(rate, nan=1.0)[grid] * GBIT
+    return np.nan_to_num(delay)[grid] / 1e3, np.nan_to_num(rate, nan=1.0)[grid] * GBIT, loss[grid]
 
 
-def _topology(peers: Sequence[_Peer], delay: Floats, bandwidth: Floats, workload: Workload | None) -> Topology:
+def _topology(
+    peers: Sequence[_Peer], matrices: tuple[Floats, Floats, Floats], workload: Workload | None
+) -> Topology:
+    """`matrices`: delay, bandwidth and loss. A pair's bandwidth is also bounded by the peers' uplink and downlink."""
+    delay, bandwidth, loss = matrices
+    up = np.array([peer.up_gbps * GBIT for peer in peers])
+    down = np.array([peer.down_gbps * GBIT for peer in peers])
+    bandwidth = np.minimum(bandwidth, np.minimum.outer(up, down))
+    np.fill_diagonal(loss, 0.0)
     np.fill_diagonal(delay, 0.0)
     np.fill_diagonal(bandwidth, np.inf)
     return Topology(
@@ -293,6 +330,9 @@ def _topology(peers: Sequence[_Peer], delay: Floats, bandwidth: Floats, workload
         delay_s=delay,
         bandwidth=bandwidth,
         workload=workload,
+        up=up,
+        down=down,
+        loss=loss,
     )
 
 

@@ -1,0 +1,100 @@
+"""Real processes, real libp2p and real TCP over an emulated WAN on this machine. Needs root on Linux.
+
+    python -m benchmarks.wan --self-test eight-cities [--peers-per-region 1] [--rates 0.1] [--json FILE]
+    python -m benchmarks.wan --swarm four-homes --seconds 60 [--schedule "part 0,1 at 20 for 15"] [--nat 2,3:symmetric]
+                             [--json FILE] [-- --set model.depth=2 --throttle 1,1,1,4 ...]
+
+The self-test measures each pair's round trip and rates, one pair after the other, and compares them with what was
+asked. A swarm is a `decentral.local` whose peers are in the lab; behind `--` stand flags of that. TOPOLOGY is a file of
+the planner or a shipped one's name; schedule.py has the forms of a schedule. Exit status 0: done, and all pairs as
+asked; 1: a pair is off; 2: one line says what is missing.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.wan import description, namespaces, schedule, selftest, swarm
+from benchmarks.wan.lab import Lab
+from decentral import command
+from decentral.core.errors import UserError
+from decentral.local import PEER_LEAVE_S, PEER_START_S
+from decentral.local import parse as parse_local
+from decentral.scheduler.shared import topology
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run(lambda: _main(_parse(argv)))
+
+
+def _main(flags: argparse.Namespace) -> None:
+    namespaces.require_root()
+    asked = _description(flags)
+    if flags.rates != 1:
+        print(f"all rates times {flags.rates:g}")
+    if flags.self_test:
+        results = selftest.run(asked)
+        print(selftest.verdict(results))
+        _write(flags.json, selftest.to_json(asked, results))
+        if any(one.complaints() for one in results):
+            raise SystemExit(1)
+    else:
+        _swarm(flags, asked)
+
+
+def _description(flags: argparse.Namespace) -> description.Description:
+    found = topology.load(flags.self_test or flags.swarm)
+    chosen = description.first_of_each_region(found, flags.peers_per_region) if flags.peers_per_region else None
+    asked = description.from_topology(found, chosen).scaled(flags.rates)
+    return replace(asked, nat=description.parse_nat(flags.nat, len(asked)), mtu=flags.mtu, seed=flags.seed)
+
+
+def _swarm(flags: argparse.Namespace, asked: description.Description) -> None:
+    schedule.parse(flags.schedule, len(asked))  # a mistake in it shows before anything starts
+    local = parse_local(["--peers", str(len(asked)), "--stop-after", f"{flags.seconds}s", *flags.local])
+    lasts = flags.seconds + PEER_LEAVE_S + PEER_START_S * len(asked)
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="wan-") as folder, Lab(asked, lasts) as lab:
+        state = Path(local.state_dir or folder)
+        result = swarm.train(lab, local, state, flags.schedule, console)
+    print(swarm.table(result))
+    _write(flags.json, result)
+
+
+def _write(path: Path | None, result: object) -> None:
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    given = list(sys.argv[1:] if argv is None else argv)
+    own, local = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    parser = command.Parser(
+        prog="python -m benchmarks.wan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--self-test", metavar="TOPOLOGY")
+    what.add_argument("--swarm", metavar="TOPOLOGY")
+    parser.add_argument("--peers-per-region", type=int, metavar="N", help="of the topology; default: all")
+    parser.add_argument("--rates", type=float, default=1.0, metavar="F", help="all rates times F")
+    parser.add_argument("--nat", default="", metavar="N[:KIND],...", help="peers behind a router: home or symmetric")
+    parser.add_argument("--mtu", type=int, default=description.MTU, metavar="BYTES")
+    parser.add_argument("--seed", type=int, default=0, help="of lost packets and of routers' ports")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a swarm, from when the last peer has joined")
+    parser.add_argument("--schedule", default="", metavar="CHANGES", help="counted from when the last peer has joined")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    flags = parser.parse_args(own)
+    if not 0 < flags.rates <= 100 or not 576 <= flags.mtu <= 65535 or flags.seconds <= 0:
+        raise UserError("--rates expects 0 to 100, --mtu 576 to 65535, --seconds more than 0")
+    flags.local = local
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main())
