@@ -70,8 +70,8 @@ def test_a_path_that_a_document_names_is_there(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_command_that_a_document_names_is_there(name: str) -> None:
     text = (ROOT / name).read_text()
-    commands = {module.replace(".", "/") + ".py" for module in COMMAND.findall(text)}
-    assert not [path for path in sorted(commands) if not (ROOT / path).exists()]
+    commands = {ROOT / module.replace(".", "/") for module in COMMAND.findall(text)}
+    assert not [path for path in commands if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists())]
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(TARGET.findall(text)) <= targets
 

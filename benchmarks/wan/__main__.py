@@ -50,7 +50,7 @@ def _main(flags: argparse.Namespace) -> None:
 
 def _description(flags: argparse.Namespace) -> description.Description:
     found = topology.load(flags.self_test or flags.swarm)
-    chosen = description.first_of_each_region(found, flags.peers_per_region) if flags.peers_per_region else None
+    chosen = description.first_of_each_region(found, flags.peers_per_region)
     asked = description.from_topology(found, chosen).scaled(flags.rates)
     return replace(asked, nat=description.parse_nat(flags.nat, len(asked)), mtu=flags.mtu, seed=flags.seed)
 
@@ -81,7 +81,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--self-test", metavar="TOPOLOGY")
     what.add_argument("--swarm", metavar="TOPOLOGY")
-    parser.add_argument("--peers-per-region", type=int, metavar="N", help="of the topology; default: all")
+    parser.add_argument("--peers-per-region", type=int, default=64, metavar="N", help="of the topology; default: all")
     parser.add_argument("--rates", type=float, default=1.0, metavar="F", help="all rates times F")
     parser.add_argument("--nat", default="", metavar="N[:KIND],...", help="peers behind a router: home or symmetric")
     parser.add_argument("--mtu", type=int, default=description.MTU, metavar="BYTES")
@@ -92,6 +92,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     flags = parser.parse_args(own)
     if not 0 < flags.rates <= 100 or not 576 <= flags.mtu <= 65535 or flags.seconds <= 0:
         raise UserError("--rates expects 0 to 100, --mtu 576 to 65535, --seconds more than 0")
+    if flags.peers_per_region < 1:
+        raise UserError(f"--peers-per-region expects 1 or more; got {flags.peers_per_region}")
     flags.local = local
     return flags
 

@@ -67,8 +67,8 @@ def from_json(text: str) -> Description:
 
 
 def from_topology(found: topology.Topology, peers: Sequence[int] | None = None) -> Description:
-    """The links of these peers of a topology; None: of all. Raises UserError for more than MOST_PEERS."""
-    chosen = list(range(len(found))) if peers is None else list(peers)
+    """The links of these peers of a topology; None: of all. Raises UserError for more than MOST_PEERS, or one."""
+    chosen = list(range(len(found)) if peers is None else peers)
     if not 2 <= len(chosen) <= MOST_PEERS:
         raise UserError(f"the lab takes 2 to {MOST_PEERS} peers; got {len(chosen)} (--peers-per-region takes fewer)")
     grid = np.ix_(chosen, chosen)

@@ -81,16 +81,20 @@ class Lab:
             self._lines.close()
             self._control.close()
 
+    @property
+    def router_pid(self) -> int:
+        assert self._router is not None, "the lab has not begun"
+        return self._router.pid
+
     def address(self, peer: int) -> str:
         """Where others find this peer: its own address, or that of its router."""
         return str(ipaddress.ip_address(self.addresses[peer]))
 
     def popen(self, peer: int, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
         """subprocess.Popen in a peer's namespaces. The process id is that of this machine, as for any other child."""
-        assert self._router is not None, "the lab has not begun"
         enter = [sys.executable, "-I", "-S", str(Path(__file__).parent / "enter.py")]
-        enter += [str(self._router.pid), str(self._networks[peer])]
-        pids = os.open(f"/proc/{self._router.pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        enter += [str(self.router_pid), str(self._networks[peer])]
+        pids = os.open(f"/proc/{self.router_pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         try:
             with namespaces.children_in(pids):
                 return subprocess.Popen([*enter, *command], **options)

@@ -71,7 +71,7 @@ def run(description: Description, mean_seconds: float = SECONDS) -> list[PairRes
         print(f"{len(description)} peers, {len(pairs)} pairs in turn; TCP {lab.congestion_control}, {STREAMS} streams")
         print(HEAD, flush=True)
         for peer in range(len(description)):
-            _serve(lab, peer)
+            serve(lab, peer)
         for pair, warm_up_s in zip(pairs, warm_ups, strict=True):
             results.append(measure(lab, pair, warm_up_s, mean_seconds))
             print(line(results[-1]), flush=True)
@@ -79,7 +79,7 @@ def run(description: Description, mean_seconds: float = SECONDS) -> list[PairRes
 
 
 def measure(lab: Lab, pair: tuple[int, int], warm_up_s: float, seconds: float) -> PairResult:
-    """One pair, while nobody else sends anything."""
+    """One pair, while nobody else sends anything. Both peers serve. Raises UserError if a probe fails."""
     there, back, asked = pair, pair[::-1], lab.description
     round_trip_s = _output(lab.popen(there[0], _round_trip(lab, there[1]), **PIPES), PAIR_S)
     before = lab.traffic()
@@ -102,7 +102,8 @@ def measure(lab: Lab, pair: tuple[int, int], warm_up_s: float, seconds: float) -
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
-def _serve(lab: Lab, peer: int) -> None:
+def serve(lab: Lab, peer: int) -> None:
+    """Starts what answers the probes of others, in this peer's namespace."""
     server = lab.popen(peer, [*PROBE, "serve", str(PORT)], **PIPES)
     assert server.stdout is not None
     if server.stdout.readline().strip() != "serving":

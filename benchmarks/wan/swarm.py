@@ -5,7 +5,10 @@ counters say what each did, and what the links carried meanwhile.
 """
 
 import argparse
+import json
 import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +17,16 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.wan.lab import Lab, Traffic
+from benchmarks.wan.lab import ROOT, Lab, Traffic
 from benchmarks.wan.links import Count
 from decentral import summary
 from decentral.core.journal import read
+from decentral.core.time_spent import TimeSpent
 from decentral.local import LocalSwarm
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"  # every interface of its namespace, as a peer does without a flag
 OUTSIDE = "/ip4/11."
+LOOK_S = 60.0
 Line = dict[str, Any]
 
 
@@ -33,6 +38,7 @@ class LabSwarm(LocalSwarm):
     def __init__(self, flags: argparse.Namespace, folder: Path, lab: Lab) -> None:
         super().__init__(flags, folder)
         self.lab = lab
+        self.address = ""  # of the first peer, once it has started
 
     def spawn(self, number: int, arguments: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
         region = ["--region", self.lab.description.regions[number]]
@@ -40,7 +46,8 @@ class LabSwarm(LocalSwarm):
 
     def contact(self, started: Line) -> str:
         """The first peer's address in the lab: it also listens on loopback."""
-        return next(str(address) for address in started["addresses"] if str(address).startswith(OUTSIDE))
+        self.address = next(str(address) for address in started["addresses"] if str(address).startswith(OUTSIDE))
+        return self.address
 
 
 def train(lab: Lab, flags: argparse.Namespace, folder: Path, schedule: str, console: Console) -> Line:
@@ -53,37 +60,62 @@ def train(lab: Lab, flags: argparse.Namespace, folder: Path, schedule: str, cons
             lab.change(schedule)
         swarm.wait(console)
         traffic = lab.traffic() - before
+        ended = time.time()
+        believed = _believed(swarm)
         swarm.stop()
     finally:
         swarm.kill()
     result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds)
-    return report(swarm, result, traffic)
-
-
-def report(swarm: LabSwarm, result: summary.Summary, traffic: Traffic) -> Line:
-    """The summary of `decentral.local`, with what each peer's links carried and how its pulls went."""
-    asked = swarm.lab.description
     for number, peer in enumerate(result["peers"]):
-        lines = [line for line in read(swarm.folders()[number] / "journal.jsonl") if line["t"] >= swarm.joined_at]
-        peer |= {
-            "name": asked.names[number],
-            "asked": _asked(swarm.lab, number),
-            "link": {
-                "sent_bytes_per_s": traffic.rate(source=number),
-                "received_bytes_per_s": traffic.rate(target=number),
-                "dropped": _drops(traffic, number),
-                "longest_wait_s": float(traffic.counts[number, :, Count.LONGEST_WAIT_NS].max()) / 1e9,
-            },
-            "pulls": _pulls(lines),
-            "failures": Counter(line["reason"] for line in lines if _is(line, "failed")),
-        }
-    result["router"] = {
+        journal = read(swarm.folders()[number] / "journal.jsonl")
+        lines = [line for line in journal if swarm.joined_at <= line["t"] <= ended]
+        peer |= of_peer(lab, number, lines, traffic)
+        peer["believed"] = believed.get(peer["peer"])
+    result["router"] = of_router(traffic)
+    return result
+
+
+def of_peer(lab: Lab, number: int, lines: Sequence[Line], traffic: Traffic) -> Line:
+    """What a peer did by its journal's `lines`, and what its links carried, from when all had joined."""
+    spent = sum((TimeSpent(training=line["seconds"], **line["aside"]) for line in lines if line["event"] == "step"), TimeSpent())
+    return {
+        "name": lab.description.names[number],
+        "asked": _asked(lab, number),
+        "tokens": sum(line["tokens"] for line in lines if line["event"] == "step"),
+        "training_share": spent.shares()["training"] if spent.total else 0.0,
+        "exchanges": {outcome: sum(_is(line, outcome) for line in lines) for outcome in ("done", "solo", "failed")},
+        "failures": Counter(line["reason"] for line in lines if _is(line, "failed")),
+        "pulls": _pulls(lines),
+        "link": {
+            "sent_bytes_per_s": traffic.rate(source=number),
+            "received_bytes_per_s": traffic.rate(target=number),
+            "dropped": _drops(traffic, number),
+            "longest_wait_s": float(traffic.counts[number, :, Count.LONGEST_WAIT_NS].max()) / 1e9,
+        },
+    }
+
+
+def of_router(traffic: Traffic) -> Line:
+    return {
+        "seconds": traffic.seconds,
         "cores": traffic.router_cores,
         "late_ms_p99": traffic.late_ms(0.99),
         "tally": traffic.tally,
         "bytes": traffic.counts[..., Count.DELIVERED_BYTES].tolist(),
     }
-    return result
+
+
+def _believed(swarm: LabSwarm) -> dict[str, Line]:
+    """What each peer publishes of its links at the end, by its id; nothing if the first peer does not answer."""
+    looking = swarm.lab.popen(
+        0, [sys.executable, "-m", "benchmarks.wan.look", swarm.address], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        text, _ = looking.communicate(timeout=LOOK_S)
+    except subprocess.TimeoutExpired:
+        looking.kill()
+        return {}
+    return dict(json.loads(text)) if looking.returncode == 0 else {}
 
 
 def _asked(lab: Lab, number: int) -> Line:
@@ -120,26 +152,40 @@ def _drops(traffic: Traffic, number: int) -> dict[str, int]:
     return {kind.name.lower(): traffic.of(kind, source=number) for kind in kinds}
 
 
+COLUMNS = {  # heading: width
+    **{"peer": 14, "tokens": 9, "training": 8, "done/solo/failed": 16, "sent": 6, "of up": 6, "received": 8},
+    **{"of down": 7, "a pull: kB": 10, "s": 6, "its rate": 8, "believed up": 11, "down": 6, "latency, ms": 11},
+    **{"asked": 6, "drops": 6},
+}
+
+
 def table(result: Line) -> str:
-    """A line for each peer, and one for the router."""
-    lines = [
-        f"{'peer':14} {'tokens':>9} {'training':>9} {'done/solo/failed':>17} {'sent':>6} {'of up':>6} "
-        f"{'received':>9} {'of down':>8} {'a pull':>17} {'its rate':>9} {'round trip':>11} {'drops':>6}"
-    ]
-    for peer in result["peers"]:
-        exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in ("done", "solo", "failed"))
-        link, asked, pulls = peer["link"], peer["asked"], peer["pulls"]
-        sent, received = link["sent_bytes_per_s"], link["received_bytes_per_s"]
-        pull = f"{pulls['received_bytes_median'] / 1e3:.0f} kB, {pulls['seconds_median']:.2f} s"
-        lines.append(
-            f"{peer['name']:14} {peer['tokens']:9,} {peer['busy_fraction']:9.3f} {exchanges:>17} {sent * 8e-6:6.2f} "
-            f"{sent / asked['up']:6.1%} {received * 8e-6:9.2f} {received / asked['down']:8.1%} {pull:>17} "
-            f"{pulls['bytes_per_s_median'] * 8e-6:9.2f} {asked['round_trip_s_median'] * 1e3:8.0f} ms "
-            f"{sum(link['dropped'].values()):6}"
-        )
+    """A line for each peer, and one for the router. Rates in Mb/s."""
+    lines = [_aligned(list(COLUMNS)), *(_aligned(_cells(peer)) for peer in result["peers"])]
     router = result["router"]
     lines.append(
         f"rates in Mb/s; router: {router['cores']:.3f} of a core, 99% of the packets late by less than "
         f"{router['late_ms_p99']:.2f} ms"
     )
     return "\n".join(lines)
+
+
+def _cells(peer: Line) -> list[str]:
+    link, asked, pulls, believed = peer["link"], peer["asked"], peer["pulls"], peer["believed"] or {}
+    sent, received = link["sent_bytes_per_s"], link["received_bytes_per_s"]
+    cells = [peer["name"], f"{peer['tokens']:,}", f"{peer['training_share']:.3f}"]
+    cells.append("/".join(str(peer["exchanges"][outcome]) for outcome in ("done", "solo", "failed")))
+    cells += [f"{sent * 8e-6:.2f}", f"{sent / asked['up']:.1%}", f"{received * 8e-6:.2f}"]
+    cells += [f"{received / asked['down']:.1%}", f"{pulls['received_bytes_median'] / 1e3:.0f}"]
+    cells += [f"{pulls['seconds_median']:.2f}", f"{pulls['bytes_per_s_median'] * 8e-6:.2f}"]
+    cells += [_believes(believed, "up", 8e-6), _believes(believed, "down", 8e-6), _believes(believed, "latency_s", 1e3)]
+    cells += [f"{asked['round_trip_s_median'] * 1e3:.0f}", f"{sum(link['dropped'].values())}"]
+    return cells
+
+
+def _believes(believed: Line, name: str, unit: float) -> str:
+    return f"{believed[name] * unit:.1f}" if believed.get(name) else "-"
+
+
+def _aligned(cells: Sequence[str]) -> str:
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, COLUMNS.values(), strict=True))

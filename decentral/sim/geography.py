@@ -43,10 +43,10 @@ class SwarmGeography:
         self._own[peer] = half, up, down
 
     def up(self, peer: PeerId) -> float:
-        return self._own[peer][1] if self.topology is None else float("inf")
+        return self._own[peer][1] if self.topology is None else float(self.topology.up[self._at(peer)])
 
     def down(self, peer: PeerId) -> float:
-        return self._own[peer][2] if self.topology is None else float("inf")
+        return self._own[peer][2] if self.topology is None else float(self.topology.down[self._at(peer)])
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
         if self.topology is None:

@@ -45,10 +45,30 @@ def test_ten_cities_lend_their_links() -> None:
     assert read.bandwidth[0, 1] == pytest.approx(0.761e9 / 8)
 
 
+def test_uplinks_and_downlinks_bound_each_pair_and_are_kept() -> None:
+    peers = [{"id": "home", "region": "x", "up_gbps": 0.02, "down_gbps": 0.1}, {"id": "rack", "region": "x"}]
+    read = topology.parse({"peers": peers, "inside": {"delay_ms": 10, "bandwidth_gbps": 1, "loss": 0.001}})
+    assert read.up.tolist() == [pytest.approx(2.5e6), np.inf]
+    assert read.down.tolist() == [pytest.approx(12.5e6), np.inf]
+    assert read.bandwidth[0, 1] == pytest.approx(2.5e6)
+    assert read.bandwidth[1, 0] == pytest.approx(12.5e6)
+    assert read.loss.tolist() == [[0, 0.001], [0.001, 0]]
+
+
+def test_links_may_lose_packets_and_matrices_too() -> None:
+    link = {"between": ["x", "y"], "delay_ms": 1, "bandwidth_gbps": 1, "loss": 0.01}
+    assert topology.parse({"peers": PEERS, "links": [link]}).loss[0, 1] == pytest.approx(0.01)
+    assert topology.parse({**FULL, "loss": [[0, 0.1], [0.2, 0]]}).loss.tolist() == [[0, 0.1], [0.2, 0]]
+    assert not topology.parse(FULL).loss.any()
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**FULL, "delay_ms": [[0, 1]]}, "delay_ms of 2 x 2 numbers"),
     ({**FULL, "bandwidth_gbps": [[0, 0], [1, 0]]}, "bandwidth_gbps above 0"),
     ({**FULL, "bandwidth_gbps": None}, "belong together"),
+    ({**FULL, "loss": [[0, 1], [0, 0]]}, "loss at least 0 and below 1"),
+    ({"peers": PEERS, "loss": [[0, 0], [0, 0]]}, "a matrix of loss needs delay_ms"),
+    ({"peers": [{"id": "a", "up_gbps": 0}, {"id": "b"}]}, "greater than 0"),
     ({"peers": PEERS, "links": [{"between": ["x", "z"], "delay_ms": 1, "bandwidth_gbps": 1}]}, "unknown region z"),
     ({"peers": PEERS, "links": [{"between": ["x", "y"], "delay_ms": 1, "bandwidth_gbps": 0}]}, "greater than 0"),
     ({"peers": PEERS}, "no link between x and y"),
