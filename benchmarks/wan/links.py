@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decentral.core.machine_code import compiled, inner
+from decentral.core.machine_code import compiled, inlined
 from decentral.scheduler.shared.arrays import Flags, Floats, Ints
 
 QUEUE_NS = 250_000_000  # the longest that a packet may wait before a link
@@ -122,7 +122,7 @@ def receive(links: Links, source: int, target: int, now: int, size: int) -> int:
     return through
 
 
-@inner
+@inlined
 def _draw(states: NDArray[np.uint64], index: int) -> float:
     """A number from 0 to 1 (xorshift64*, Vigna, arXiv 1402.6246)."""
     word = states[index]

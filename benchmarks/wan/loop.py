@@ -1,7 +1,7 @@
 """The packet loop: reads packets from the peers' devices, and writes each when it is due. Compiled; calls libc itself.
 
-One thread carries everything. It sleeps at least TICK_NS after it has moved packets, so that under load it handles what
-came meanwhile at once, and delays are late by up to that. How late packets are is counted (`Tally`): a loop that did
+One thread carries everything. It sleeps for a tick after it has moved packets, so that under load it handles what came
+meanwhile at once: a packet is late by up to a tick when it comes, and again when it is due. How late packets are is counted (`Tally`): a loop that did
 not get its core in time shows there, and a figure taken meanwhile is one of this machine and not of the links.
 """
 
@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from benchmarks.wan.links import Count, Links, receive, send
 from benchmarks.wan.nat import Nat, address_at, inbound, outbound
 from benchmarks.wan.packets import Packets, Stage, give_slot, next_due, pop, push, take_slot
-from decentral.core.machine_code import compiled, inner
+from decentral.core.machine_code import compiled, inlined
 from decentral.scheduler.shared.arrays import Ints
 
-TICK_NS = 200_000
+SHORTEST_TICK_NS, LONGEST_TICK_NS = 200_000, 1_000_000
+TICKS = 20  # in the shortest delay
+ALONE = 1  # so few packets in a round are handled as they come: a question and its answer are not late
 BATCH = 64  # packets of one device, before the others have their turn
 NETWORK = 11 << 8  # peers' addresses are 11.0.x.y: public ones for libp2p, and nothing leaves these namespaces
 LATE_BINS = 24  # bin b counts packets that were late by less than 2^b microseconds, and not by half of that
@@ -48,6 +50,7 @@ class Devices(NamedTuple):
     outside_N: Ints  # each peer's address as others see it
     owner_A: Ints  # by the last 16 bits of an address: the peer that has it, or -1
     tally: Ints
+    tick: Ints  # one number, ns
     times: Ints  # two of `struct timespec`: now, and how long to sleep
     scratch: NDArray[np.uint8]
 
@@ -58,7 +61,13 @@ def devices(fds: list[int], control: int, width: int) -> Devices:
     tally = np.zeros(len(Tally) + LATE_BINS, np.int64)
     owner, outside = np.full(1 << 16, -1, np.int64), np.zeros(len(fds), np.int64)
     scratch = np.zeros(width, np.uint8)
-    return Devices(np.array(fds, np.int32), polls.ravel(), outside, owner, tally, np.zeros(4, np.int64), scratch)
+    tick, times = np.array([SHORTEST_TICK_NS]), np.zeros(4, np.int64)
+    return Devices(np.array(fds, np.int32), polls.ravel(), outside, owner, tally, tick, times, scratch)
+
+
+def tick_of(shortest_delay_ns: int) -> int:
+    """How long the loop may sleep where this is the shortest delay of any pair."""
+    return min(max(shortest_delay_ns // TICKS, SHORTEST_TICK_NS), LONGEST_TICK_NS)
 
 
 _FULL, _REFUSED, _FOREIGN, _LATEST = int(Tally.FULL), int(Tally.REFUSED), int(Tally.FOREIGN), int(Tally.LATEST_NS)
@@ -78,11 +87,11 @@ def carry(devices: Devices, links: Links, packets: Packets, nat: Nat, until: int
         if now >= until:
             return
         wait = min(next_due(packets), until) - now
-        if moved:
-            _pause(devices.times, TICK_NS)
+        if moved > ALONE:
+            _pause(devices.times, devices.tick[0])
             wait = 0
         else:
-            wait = max(wait, TICK_NS)
+            wait = max(wait, devices.tick[0] if moved else 0)
         devices.times[2], devices.times[3] = wait // 1_000_000_000, wait % 1_000_000_000
         moved = 0
         if _poll(devices.polls.ctypes.data, count + 1, devices.times[2:].ctypes.data, 0) <= 0:
@@ -95,7 +104,7 @@ def carry(devices: Devices, links: Links, packets: Packets, nat: Nat, until: int
                 moved += _take_in(devices, links, packets, nat, peer, now)
 
 
-@inner
+@inlined
 def _take_in(devices: Devices, links: Links, packets: Packets, nat: Nat, peer: int, now: int) -> int:
     """Reads a device's packets and sends each on its way. Returns how many it read."""
     for number in range(BATCH):
@@ -120,7 +129,7 @@ def _take_in(devices: Devices, links: Links, packets: Packets, nat: Nat, peer: i
     return BATCH
 
 
-@inner
+@inlined
 def _route(devices: Devices, nat: Nat, peer: int, packet: NDArray[np.uint8], now: int) -> int:
     """The receiver of this packet, whose sender's address becomes the outside one; -1 for one that goes nowhere."""
     if len(packet) < 20 or packet[0] >> 4 != 4:
@@ -139,7 +148,7 @@ def _route(devices: Devices, nat: Nat, peer: int, packet: NDArray[np.uint8], now
     return int(target)
 
 
-@inner
+@inlined
 def _hand_over(devices: Devices, links: Links, packets: Packets, nat: Nat, now: int) -> int:
     """Does what is due. Returns for how many packets."""
     done = 0
@@ -169,7 +178,7 @@ def _hand_over(devices: Devices, links: Links, packets: Packets, nat: Nat, now: 
     return done
 
 
-@inner
+@inlined
 def _note_late(tally: Ints, late: int) -> None:
     tally[_LATEST] = max(tally[_LATEST], late)
     microseconds, bin_ = late // 1000, 0
@@ -179,13 +188,13 @@ def _note_late(tally: Ints, late: int) -> None:
     tally[_BINS + bin_] += 1
 
 
-@inner
+@inlined
 def _now(times: Ints) -> int:
     _clock(MONOTONIC, times.ctypes.data)
     return int(times[0] * 1_000_000_000 + times[1])
 
 
-@inner
+@inlined
 def _pause(times: Ints, duration: int) -> None:
     times[2], times[3] = 0, duration
     _sleep(times[2:].ctypes.data, 0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decentral.core.machine_code import compiled, inner
+from decentral.core.machine_code import compiled, inlined
 from decentral.scheduler.shared.arrays import Flags, Ints
 
 KINDS = ("home", "symmetric")
@@ -104,7 +104,7 @@ def inbound(nat: Nat, peer: int, packet: NDArray[np.uint8], now: int) -> bool:
     return False
 
 
-@inner
+@inlined
 def _translatable(packet: NDArray[np.uint8], header: int) -> bool:
     """A whole TCP or UDP packet: of a fragment only the first has the ports, and kernels find the path's MTU anyway."""
     room = 20 if packet[9] == TCP else 8
@@ -112,7 +112,7 @@ def _translatable(packet: NDArray[np.uint8], header: int) -> bool:
     return bool(whole and (packet[9] == TCP or packet[9] == UDP) and len(packet) >= header + room)
 
 
-@inner
+@inlined
 def _prolong(nat: Nat, peer: int, session: int, packet: NDArray[np.uint8], header: int, now: int) -> None:
     """A session lasts from its last packet on: long for an established TCP connection, short for one that ends."""
     if packet[9] == UDP:
@@ -126,7 +126,7 @@ def _prolong(nat: Nat, peer: int, session: int, packet: NDArray[np.uint8], heade
     nat.expires_NR[peer, session] = now + (TCP_OPENING_NS if short else TCP_NS)
 
 
-@inner
+@inlined
 def _free_session(nat: Nat, peer: int, now: int) -> int:
     """A session that is not in use, or else the one that expires first."""
     first = 0
@@ -141,7 +141,7 @@ def _free_session(nat: Nat, peer: int, now: int) -> int:
     return first
 
 
-@inner
+@inlined
 def _free_port(nat: Nat, peer: int, protocol: int, now: int) -> int:
     """The next port that no session has. There are more ports than sessions."""
     while True:
@@ -155,7 +155,7 @@ def _free_port(nat: Nat, peer: int, protocol: int, now: int) -> int:
             return int(port)
 
 
-@inner
+@inlined
 def _rewrite(packet: NDArray[np.uint8], header: int, at: int, address: int, port_at: int, port: int) -> None:
     """Puts an address and a port into a packet, and adjusts both checksums for the difference (RFC 1624)."""
     old = word_at(packet, at) + word_at(packet, at + 2)
@@ -171,7 +171,7 @@ def _rewrite(packet: NDArray[np.uint8], header: int, at: int, address: int, port
     _put(packet, port_at, port)
 
 
-@inner
+@inlined
 def _adjust(packet: NDArray[np.uint8], at: int, old: int, new: int) -> None:
     """HC' = ~(~HC + ~m + m'), equation 3 of RFC 1624, for sums of up to three words."""
     total = (~word_at(packet, at) & 0xFFFF) + 3 * 0xFFFF - old + new
@@ -180,18 +180,18 @@ def _adjust(packet: NDArray[np.uint8], at: int, old: int, new: int) -> None:
     _put(packet, at, ~total & 0xFFFF)
 
 
-@inner
+@inlined
 def word_at(packet: NDArray[np.uint8], at: int) -> int:
     """Two bytes of a packet as a number."""
     return int(np.int64(packet[at]) << 8 | packet[at + 1])
 
 
-@inner
+@inlined
 def address_at(packet: NDArray[np.uint8], at: int) -> int:
     """Four bytes of a packet as a number."""
     return int(word_at(packet, at) << 16 | word_at(packet, at + 2))
 
 
-@inner
+@inlined
 def _put(packet: NDArray[np.uint8], at: int, value: int) -> None:
     packet[at], packet[at + 1] = value >> 8, value & 0xFF

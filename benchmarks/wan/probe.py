@@ -2,11 +2,12 @@
 
     serve PORT                          answers UDP packets, and counts what comes over TCP
     round-trip ADDRESS PORT COUNT       prints the least round trip of so many, in seconds
-    push ADDRESS PORT STREAMS WARM_UP_S SECONDS    prints the payload that arrived per second, in bytes/s
+    push ADDRESS PORT STREAMS SECONDS   prints the payload that arrived, in bytes/s
 
 `push` sends over several connections at once, as a single one cannot fill a long fat link with the buffers that a
-machine has. The receiver takes the rate over the last SECONDS, so that the slow start before is not in it. A script of
-its own, without imports of the project, so that it starts in a moment.
+machine has. The rate is that of the best WINDOW_S: a slow start is not in it, nor the time that TCP takes to come back
+from the losses at its end, and no link carries more in any window than it can. A script of its own, without imports of
+the project, so that it starts in a moment.
 """
 
 import socket
@@ -16,6 +17,7 @@ import threading
 import time
 
 TIMEOUT_S = 30.0
+WINDOW_S, SAMPLE_S = 2.0, 0.1
 PACE_S = 0.02  # between two packets of `round-trip`
 BLOCK = bytes(1 << 16)
 RESULT = struct.Struct("!d")
@@ -42,21 +44,33 @@ def _echo(echo: socket.socket) -> None:
 
 
 def _count(server: socket.socket, control: socket.socket) -> None:
-    """One `push`: how much of its streams arrives after the warm-up."""
+    """One `push`: how much of its streams arrives."""
     try:
-        streams, warm_up_s, seconds = struct.unpack("!idd", control.recv(20, socket.MSG_WAITALL))
+        streams, seconds = struct.unpack("!id", control.recv(12, socket.MSG_WAITALL))
         inputs = [server.accept()[0] for _ in range(streams)]
     finally:
         _taken.release()
     received = [0] * streams
     for number, one in enumerate(inputs):
         threading.Thread(target=_drain, args=(one, received, number), daemon=True).start()
-    time.sleep(warm_up_s)
-    began, before = time.monotonic(), sum(received)
-    time.sleep(seconds)
-    rate = (sum(received) - before) / (time.monotonic() - began)
-    control.sendall(RESULT.pack(rate))
+    marks = [(time.monotonic(), 0)]
+    while marks[-1][0] < marks[0][0] + seconds:
+        time.sleep(SAMPLE_S)
+        marks.append((time.monotonic(), sum(received)))
+    control.sendall(RESULT.pack(best_rate(marks)))
     control.close()
+
+
+def best_rate(marks: list[tuple[float, int]]) -> float:
+    """Of (time, bytes so far): the most bytes/s over any stretch of at least WINDOW_S, or over all of a shorter time."""
+    best, first = 0.0, 0
+    for now, count in marks:
+        while first + 1 < len(marks) and marks[first + 1][0] <= now - WINDOW_S:
+            first += 1
+        began, before = marks[first]
+        if now - began >= WINDOW_S:
+            best = max(best, (count - before) / (now - began))
+    return best or marks[-1][1] / (marks[-1][0] - marks[0][0])
 
 
 def _drain(one: socket.socket, received: list[int], number: int) -> None:
@@ -81,13 +95,13 @@ def round_trip(address: str, port: int, count: int) -> float:
     return least
 
 
-def push(address: str, port: int, streams: int, warm_up_s: float, seconds: float) -> float:
+def push(address: str, port: int, streams: int, seconds: float) -> float:
     with socket.create_connection((address, port), TIMEOUT_S) as control:
-        control.sendall(struct.pack("!idd", streams, warm_up_s, seconds))
+        control.sendall(struct.pack("!id", streams, seconds))
         outputs = [socket.create_connection((address, port), TIMEOUT_S) for _ in range(streams)]
         for one in outputs:
             threading.Thread(target=_fill, args=(one,), daemon=True).start()
-        control.settimeout(TIMEOUT_S + warm_up_s + seconds)
+        control.settimeout(TIMEOUT_S + seconds)
         rate: float = RESULT.unpack(control.recv(RESULT.size, socket.MSG_WAITALL))[0]
         return rate
 
@@ -106,8 +120,8 @@ def main() -> None:
             serve(int(port))
         case ["round-trip", address, port, count]:
             print(round_trip(address, int(port), int(count)))
-        case ["push", address, port, streams, warm_up_s, seconds]:
-            print(push(address, int(port), int(streams), float(warm_up_s), float(seconds)))
+        case ["push", address, port, streams, seconds]:
+            print(push(address, int(port), int(streams), float(seconds)))
         case other:
             sys.exit(f"unknown arguments {other}; the head of this file has the forms")
 

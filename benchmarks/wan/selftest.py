@@ -1,7 +1,6 @@
 """Does the lab do what it was asked? Measures each pair's round trip and rates from inside, one pair after the other.
 
-The round trip is that of small UDP packets, the rate the payload of several TCP connections past their slow start, in
-both directions at once. Headers take 3.5% of what a link carries, so a perfect link shows a ratio of 0.965.
+The round trip is that of small UDP packets, the rate the payload of several TCP connections, in both directions at once. Headers take 3.5% of what a link carries, so a perfect link shows a ratio of 0.965.
 """
 
 import subprocess
@@ -20,11 +19,10 @@ PROBE = [sys.executable, "-I", "-S", str(Path(__file__).parent / "probe.py")]
 PORT = 5001
 ROUND_TRIPS = 10
 STREAMS = 8
-SECONDS = 4.0  # over which a rate is taken
-WARM_UP_S, WARM_UP_ROUND_TRIPS = 2.0, 10.0
+LOADED_S, LOADED_ROUND_TRIPS = 6.0, 10.0  # how long a pair is loaded; probe.py takes the best 2 s
 DELAY_TOLERANCE, RATE_TOLERANCE = 0.10, 0.15
 LATE_MS = 5.0  # a router that is later than this for one in a hundred packets was itself the bottleneck
-PAIR_S = 60.0  # the longest that one pair may take, beside its warm-up
+PAIR_S = 60.0  # the longest that one pair may take, beside the load
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +59,29 @@ class PairResult:
         return said
 
 
-def run(description: Description, mean_seconds: float = SECONDS) -> list[PairResult]:
+def run(description: Description) -> list[PairResult]:
     """Measures all pairs in turn, and prints a line for each."""
     pairs = list(combinations(range(len(description)), 2))
-    warm_ups = [WARM_UP_S + WARM_UP_ROUND_TRIPS * description.round_trip_s(*pair) for pair in pairs]
-    longest = sum(warm_up + mean_seconds + PAIR_S for warm_up in warm_ups)
+    seconds = [LOADED_S + LOADED_ROUND_TRIPS * description.round_trip_s(*pair) for pair in pairs]
     results = []
-    with Lab(description, longest) as lab:
+    with Lab(description, sum(seconds) + PAIR_S * len(pairs)) as lab:
         print(f"{len(description)} peers, {len(pairs)} pairs in turn; TCP {lab.congestion_control}, {STREAMS} streams")
         print(HEAD, flush=True)
         for peer in range(len(description)):
             serve(lab, peer)
-        for pair, warm_up_s in zip(pairs, warm_ups, strict=True):
-            results.append(measure(lab, pair, warm_up_s, mean_seconds))
+        for pair, loaded_s in zip(pairs, seconds, strict=True):
+            results.append(measure(lab, pair, loaded_s))
             print(line(results[-1]), flush=True)
     return results
 
 
-def measure(lab: Lab, pair: tuple[int, int], warm_up_s: float, seconds: float) -> PairResult:
+def measure(lab: Lab, pair: tuple[int, int], seconds: float) -> PairResult:
     """One pair, while nobody else sends anything. Both peers serve. Raises UserError if a probe fails."""
     there, back, asked = pair, pair[::-1], lab.description
     round_trip_s = _output(lab.popen(there[0], _round_trip(lab, there[1]), **PIPES), PAIR_S)
     before = lab.traffic()
-    pushes = [lab.popen(source, _push(lab, target, warm_up_s, seconds), **PIPES) for source, target in (there, back)]
-    rates = [_output(push, PAIR_S + warm_up_s + seconds) for push in pushes]
+    pushes = [lab.popen(source, _push(lab, target, seconds), **PIPES) for source, target in (there, back)]
+    rates = [_output(push, PAIR_S + seconds) for push in pushes]
     traffic = lab.traffic() - before
     return PairResult(
         first=asked.names[there[0]],
@@ -114,8 +111,8 @@ def _round_trip(lab: Lab, target: int) -> list[str]:
     return [*PROBE, "round-trip", lab.address(target), str(PORT), str(ROUND_TRIPS)]
 
 
-def _push(lab: Lab, target: int, warm_up_s: float, seconds: float) -> list[str]:
-    return [*PROBE, "push", lab.address(target), str(PORT), str(STREAMS), str(warm_up_s), str(seconds)]
+def _push(lab: Lab, target: int, seconds: float) -> list[str]:
+    return [*PROBE, "push", lab.address(target), str(PORT), str(STREAMS), str(seconds)]
 
 
 def _output(process: "subprocess.Popen[str]", timeout_s: float) -> float:

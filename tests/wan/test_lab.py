@@ -28,7 +28,7 @@ with Lab(description.from_topology(topology.parse(tree)), 60) as lab:
     sleeper = lab.popen(0, ["sleep", "60"])
     for peer in (0, 1):
         selftest.serve(lab, peer)
-    found = selftest.measure(lab, (0, 1), warm_up_s=0.2, seconds=0.5)
+    found = selftest.measure(lab, (0, 1), seconds=0.5)
     print(lab.router_pid, sleeper.pid, found.round_trip_s, min(found.rate), flush=True)
     time.sleep(60)
 """
