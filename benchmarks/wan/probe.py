@@ -2,12 +2,12 @@
 
     serve PORT                          answers UDP packets, and counts what comes over TCP
     round-trip ADDRESS PORT COUNT       prints the least round trip of so many, in seconds
-    push ADDRESS PORT STREAMS SECONDS   prints the payload that arrived, in bytes/s
+    push ADDRESS PORT STREAMS WARM_UP_S SECONDS    prints two rates at the receiver, in bytes/s
 
-`push` sends over several connections at once, as a single one cannot fill a long fat link with the buffers that a
-machine has. The rate is that of the best WINDOW_S: a slow start is not in it, nor the time that TCP takes to come back
-from the losses at its end, and no link carries more in any window than it can. A script of its own, without imports of
-the project, so that it starts in a moment.
+`push` sends over several TCP connections at once, as a single one cannot fill a long fat link with the buffers that a
+machine has, and the receiver takes rates over the last SECONDS, past the slow start. The first rate is that of IP
+packets which arrived, by the counter of the receiver's device; the second is that of the payload. A script of its own,
+without imports of the project, so that it starts in a moment.
 """
 
 import socket
@@ -15,27 +15,25 @@ import struct
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 TIMEOUT_S = 30.0
-WINDOW_S, SAMPLE_S = 2.0, 0.1
 PACE_S = 0.02  # between two packets of `round-trip`
 BLOCK = bytes(1 << 16)
-RESULT = struct.Struct("!d")
+DEVICE = "wan0"
+ASKED, RESULT = struct.Struct("!idd"), struct.Struct("!dd")
 
 
 def serve(port: int) -> None:
+    """Answers until it is killed; one `push` at a time."""
     echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     echo.bind(("0.0.0.0", port))
-    server = socket.create_server(("0.0.0.0", port), backlog=64)
     threading.Thread(target=_echo, args=(echo,), daemon=True).start()
-    print("serving", flush=True)
-    while True:
-        control = server.accept()[0]
-        threading.Thread(target=_count, args=(server, control), daemon=True).start()
-        _taken.acquire()  # one measurement at a time takes connections
-
-
-_taken = threading.Semaphore(0)
+    with socket.create_server(("0.0.0.0", port), backlog=64) as server:
+        print("serving", flush=True)
+        while True:
+            with server.accept()[0] as control:
+                _count(server, control)
 
 
 def _echo(echo: socket.socket) -> None:
@@ -44,40 +42,30 @@ def _echo(echo: socket.socket) -> None:
 
 
 def _count(server: socket.socket, control: socket.socket) -> None:
-    """One `push`: how much of its streams arrives."""
-    try:
-        streams, seconds = struct.unpack("!id", control.recv(12, socket.MSG_WAITALL))
-        inputs = [server.accept()[0] for _ in range(streams)]
-    finally:
-        _taken.release()
-    received = [0] * streams
+    streams, warm_up_s, seconds = ASKED.unpack(control.recv(ASKED.size, socket.MSG_WAITALL))
+    inputs = [server.accept()[0] for _ in range(streams)]
+    payload = [0] * streams
     for number, one in enumerate(inputs):
-        threading.Thread(target=_drain, args=(one, received, number), daemon=True).start()
-    marks = [(time.monotonic(), 0)]
-    while marks[-1][0] < marks[0][0] + seconds:
-        time.sleep(SAMPLE_S)
-        marks.append((time.monotonic(), sum(received)))
-    control.sendall(RESULT.pack(best_rate(marks)))
-    control.close()
+        threading.Thread(target=_drain, args=(one, payload, number), daemon=True).start()
+    time.sleep(warm_up_s)
+    began, before = time.monotonic(), (arrived_bytes(), sum(payload))
+    time.sleep(seconds)
+    now, after = time.monotonic(), (arrived_bytes(), sum(payload))
+    control.sendall(RESULT.pack(*((end - begin) / (now - began) for begin, end in zip(before, after, strict=True))))
 
 
-def best_rate(marks: list[tuple[float, int]]) -> float:
-    """Of (time, bytes so far): the most bytes/s over any stretch of at least WINDOW_S, or over all of a shorter time."""
-    best, first = 0.0, 0
-    for now, count in marks:
-        while first + 1 < len(marks) and marks[first + 1][0] <= now - WINDOW_S:
-            first += 1
-        began, before = marks[first]
-        if now - began >= WINDOW_S:
-            best = max(best, (count - before) / (now - began))
-    return best or marks[-1][1] / (marks[-1][0] - marks[0][0])
+def arrived_bytes() -> int:
+    """What the device of this network namespace has received."""
+    with open("/proc/net/dev") as file:
+        (figures,) = (line.partition(":")[2].split() for line in file if line.strip().startswith(DEVICE))
+    return int(figures[0])
 
 
-def _drain(one: socket.socket, received: list[int], number: int) -> None:
+def _drain(one: socket.socket, payload: list[int], number: int) -> None:
     buffer = bytearray(1 << 18)
     with one:
         while size := one.recv_into(buffer):
-            received[number] += size
+            payload[number] += size
 
 
 def round_trip(address: str, port: int, count: int) -> float:
@@ -95,15 +83,19 @@ def round_trip(address: str, port: int, count: int) -> float:
     return least
 
 
-def push(address: str, port: int, streams: int, seconds: float) -> float:
-    with socket.create_connection((address, port), TIMEOUT_S) as control:
-        control.sendall(struct.pack("!id", streams, seconds))
-        outputs = [socket.create_connection((address, port), TIMEOUT_S) for _ in range(streams)]
+def push(address: str, port: int, streams: int, warm_up_s: float, seconds: float) -> tuple[float, float]:
+    """The rates of packets and of payload, as the receiver counts them."""
+    with socket.create_connection((address, port), TIMEOUT_S) as control, ThreadPoolExecutor(streams) as pool:
+        control.sendall(ASKED.pack(streams, warm_up_s, seconds))
+        outputs = list(pool.map(lambda _: socket.create_connection((address, port), TIMEOUT_S), range(streams)))
+        sending = [pool.submit(_fill, one) for one in outputs]
+        control.settimeout(TIMEOUT_S + warm_up_s + seconds)
+        packets, payload = RESULT.unpack(control.recv(RESULT.size, socket.MSG_WAITALL))
         for one in outputs:
-            threading.Thread(target=_fill, args=(one,), daemon=True).start()
-        control.settimeout(TIMEOUT_S + seconds)
-        rate: float = RESULT.unpack(control.recv(RESULT.size, socket.MSG_WAITALL))[0]
-        return rate
+            one.shutdown(socket.SHUT_RDWR)
+        for one in sending:
+            one.result()
+        return packets, payload
 
 
 def _fill(one: socket.socket) -> None:
@@ -120,8 +112,8 @@ def main() -> None:
             serve(int(port))
         case ["round-trip", address, port, count]:
             print(round_trip(address, int(port), int(count)))
-        case ["push", address, port, streams, seconds]:
-            print(push(address, int(port), int(streams), float(seconds)))
+        case ["push", address, port, streams, warm_up_s, seconds]:
+            print(*push(address, int(port), int(streams), float(warm_up_s), float(seconds)))
         case other:
             sys.exit(f"unknown arguments {other}; the head of this file has the forms")
 
