@@ -62,7 +62,12 @@ def from_json(text: str) -> Description:
     arrays = {name: np.array(tree[name], np.float64) for name in ("up", "down", "path", "delay_s", "loss")}
     nat = {int(peer): kind for peer, kind in tree["nat"].items()}
     return Description(
-        names=tuple(tree["names"]), regions=tuple(tree["regions"]), nat=nat, mtu=tree["mtu"], seed=tree["seed"], **arrays
+        names=tuple(tree["names"]),
+        regions=tuple(tree["regions"]),
+        nat=nat,
+        mtu=tree["mtu"],
+        seed=tree["seed"],
+        **arrays,
     )
 
 
@@ -100,9 +105,7 @@ def parse_nat(text: str, peers: int) -> dict[int, str]:
     for part in filter(None, text.split(",")):
         number, _, kind = part.partition(":")
         if not number.isdecimal() or int(number) >= peers or (kind or "home") not in KINDS:
-            raise UserError(
-                f"--nat expects numbers below {peers}, each with one of {', '.join(KINDS)}, such as 2:home,3:symmetric; "
-                f"got {part!r}"
-            )
+            kinds = " or ".join(KINDS)
+            raise UserError(f"--nat expects numbers below {peers}, with {kinds}: 2:home,3:symmetric; got {part!r}")
         found[int(number)] = kind or "home"
     return found

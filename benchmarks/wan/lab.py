@@ -102,7 +102,7 @@ class Lab:
             os.close(pids)
 
     def change(self, text: str) -> None:
-        """Changes the network, in the words of schedule.py; a whole schedule, if its parts say `at`. Raises UserError."""
+        """Changes the network, in the words of schedule.py: now, or later where a part says `at`. Raises UserError."""
         self.addresses = self._ask({"play": text})["addresses"]
 
     def heal(self) -> None:

@@ -1,12 +1,13 @@
 """The packet loop: reads packets from the peers' devices, and writes each when it is due. Compiled; calls libc itself.
 
 One thread carries everything. It sleeps for a tick after it has moved packets, so that under load it handles what came
-meanwhile at once: a packet is late by up to a tick when it comes, and again when it is due. How late packets are is counted (`Tally`): a loop that did
-not get its core in time shows there, and a figure taken meanwhile is one of this machine and not of the links.
+meanwhile at once: a packet is late by up to a tick when it comes, and again when it is due. How late packets are is
+counted (`Tally`): a loop that did not get its core in time shows there, and a figure taken meanwhile is one of this
+machine and not of the links.
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
@@ -26,11 +27,14 @@ NETWORK = 11 << 8  # peers' addresses are 11.0.x.y: public ones for libp2p, and 
 LATE_BINS = 24  # bin b counts packets that were late by less than 2^b microseconds, and not by half of that
 MONOTONIC = 1
 
-_read = types.ExternalFunction("read", types.intp(types.int32, types.uintp, types.uintp))
-_write = types.ExternalFunction("write", types.intp(types.int32, types.uintp, types.uintp))
-_poll = types.ExternalFunction("ppoll", types.int32(types.uintp, types.uintp, types.uintp, types.uintp))
-_sleep = types.ExternalFunction("nanosleep", types.int32(types.uintp, types.uintp))
-_clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.uintp))
+# Functions of libc, as compiled code calls them: name(result, arguments). An address is a `uintp`.
+_SIZE, _ADDRESS, _INT = types.intp, types.uintp, types.int32
+_libc: Any = types.ExternalFunction  # numba has no stubs for what such a function returns
+_read: Any = _libc("read", _SIZE(_INT, _ADDRESS, _ADDRESS))
+_write: Any = _libc("write", _SIZE(_INT, _ADDRESS, _ADDRESS))
+_poll: Any = _libc("ppoll", _INT(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS))
+_sleep: Any = _libc("nanosleep", _INT(_ADDRESS, _ADDRESS))
+_clock: Any = _libc("clock_gettime", _INT(_INT, _ADDRESS))
 
 
 class Tally(IntEnum):

@@ -59,7 +59,7 @@ def outbound(nat: Nat, peer: int, packet: NDArray[np.uint8], outside: int, now: 
     header = 4 * (packet[0] & 15)
     if not _translatable(packet, header) or address_at(packet, 12) != nat.inside_N[peer]:
         return False
-    protocol, inside_port = np.int64(packet[9]), word_at(packet, header)
+    protocol, inside_port = int(packet[9]), word_at(packet, header)
     remote = address_at(packet, 16) << 16 | word_at(packet, header + 2)
     session, mapped = -1, -1
     for one in range(nat.used_N[peer]):
@@ -89,7 +89,7 @@ def inbound(nat: Nat, peer: int, packet: NDArray[np.uint8], now: int) -> bool:
     header = 4 * (packet[0] & 15)
     if not _translatable(packet, header):
         return False
-    protocol, port = np.int64(packet[9]), word_at(packet, header + 2)
+    protocol, port = int(packet[9]), word_at(packet, header + 2)
     remote = address_at(packet, 12) << 16 | word_at(packet, header)
     for session in range(nat.used_N[peer]):
         if (

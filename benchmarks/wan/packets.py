@@ -44,10 +44,10 @@ _FREE, _HEAP, _ORDER = 0, 1, 2
 
 def packets(width: int, slots: int = PACKETS) -> Packets:
     """Room for so many packets of up to `width` bytes."""
-    columns = (np.zeros(slots, np.int64) for _ in range(4))
-    heap = (np.zeros(slots, np.int64) for _ in range(3))
+    size, source, target, stage, due, order, slot = (np.zeros(slots, np.int64) for _ in range(7))
     free = np.arange(slots)[::-1].copy()
-    return Packets(np.empty((slots, width), np.uint8), *columns, free, *heap, np.array([slots, 0, 0]))
+    state = np.array([slots, 0, 0])
+    return Packets(np.empty((slots, width), np.uint8), size, source, target, stage, free, due, order, slot, state)
 
 
 @compiled

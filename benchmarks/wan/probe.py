@@ -93,8 +93,8 @@ def push(address: str, port: int, streams: int, warm_up_s: float, seconds: float
         packets, payload = RESULT.unpack(control.recv(RESULT.size, socket.MSG_WAITALL))
         for one in outputs:
             one.shutdown(socket.SHUT_RDWR)
-        for one in sending:
-            one.result()
+        for ending in sending:
+            ending.result()
         return packets, payload
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,13 +44,15 @@ def main() -> None:
         namespaces.own_proc()
         namespaces.wake_exactly()
         with namespaces.congestion_control_allowed():
-            router = Router(base, control.fileno(), time.monotonic_ns() + int(seconds * SECOND_NS))
+            router = Router(base, control.fileno(), seconds)
     except (UserError, OSError) as error:
         control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
         return
     with suppress(PermissionError):  # a container may lack that right; then the router may be late, and says so
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(PRIORITY))
-    control.sendall(json.dumps({"networks": router.networks, "congestion_control": router.congestion_control}).encode() + b"\n")
+    control.sendall(
+        json.dumps({"networks": router.networks, "congestion_control": router.congestion_control}).encode() + b"\n"
+    )
     while router.run():
         request = lines.readline()
         if not request:
@@ -66,45 +68,39 @@ class Active:
     ends_ns: int | None
 
 
-@dataclass(slots=True)
 class Router:
     """The network, and what is going to change in it."""
 
-    base: Description
-    control: int
-    deadline_ns: int
-    networks: list[int] = field(default_factory=list)  # descriptors of the peers' network namespaces
-    active: list[Active] = field(default_factory=list)
-    coming: list[tuple[int, schedule.Change]] = field(default_factory=list)  # by time
-    congestion_control: str = ""  # of TCP in the namespaces
-    moves: int = 0
-    began_ns: int = field(default_factory=time.monotonic_ns)
-    devices: Any = None
-    links: Any = None
-    packets: Any = None
-    nat: Any = None
-
-    def __post_init__(self) -> None:
-        count, base = len(self.base), self.base
+    def __init__(self, base: Description, control: int, seconds: float) -> None:
+        """Makes the peers' networks, and compiles the loop. Raises UserError and OSError where that is not possible."""
+        count = len(base)
+        self.base = base
+        self.active: list[Active] = []
+        self.coming: list[tuple[int, schedule.Change]] = []  # by time
+        self.moves = 0
         self.nat = no_nat(count, base.seed)
-        fds = []
-        for peer in range(count):
-            network, device = namespaces.open_network()
-            if peer in base.nat:
-                self.nat.inside_N[peer] = PRIVATE_ADDRESS
-                self.nat.symmetric_N[peer] = base.nat[peer] == "symmetric"
-            namespaces.set_up(PRIVATE_ADDRESS if peer in base.nat else address_of(peer), base.mtu, peer in base.nat)
-            self.networks.append(network)
-            fds.append(device)
-        self.congestion_control = namespaces.congestion_control()
+        for peer, kind in base.nat.items():
+            self.nat.inside_N[peer] = PRIVATE_ADDRESS
+            self.nat.symmetric_N[peer] = kind == "symmetric"
+        opened = [self._open(peer) for peer in range(count)]
+        self.networks = [network for network, _ in opened]  # descriptors
+        self.congestion_control = namespaces.congestion_control()  # of TCP in the namespaces
         namespaces.unshare(namespaces.NEW_NETWORK)  # we stay in an empty one, without any device
         self.links = unlimited(count, base.seed)
         self.packets = packets(base.mtu)
-        self.devices = devices(fds, self.control, base.mtu)
+        self.devices = devices([device for _, device in opened], control, base.mtu)
         for peer in range(count):
             self._own(peer, address_of(peer))
         self._apply()
-        carry(self.devices, self.links, self.packets, self.nat, 0)  # compiles it, or loads what was compiled before
+        carry(self.devices, self.links, self.packets, self.nat, 0)
+        self.began_ns = time.monotonic_ns()
+        self.deadline_ns = self.began_ns + int(seconds * SECOND_NS)
+
+    def _open(self, peer: int) -> tuple[int, int]:
+        network, device = namespaces.open_network()
+        private = peer in self.base.nat
+        namespaces.set_up(PRIVATE_ADDRESS if private else address_of(peer), self.base.mtu, private)
+        return network, device
 
     def run(self) -> bool:
         """Carries packets until there is a request; False at the deadline."""
@@ -120,8 +116,12 @@ class Router:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """What a request is answered with: {"error": ...} for one that cannot be done."""
-        asked: dict[str, Callable[[Any], dict[str, Any]]] = {"play": self._play, "heal": self._heal, "traffic": self._traffic}
-        (name, value), = request.items()
+        asked: dict[str, Callable[[Any], dict[str, Any]]] = {
+            "play": self._play,
+            "heal": self._heal,
+            "traffic": self._traffic,
+        }
+        ((name, value),) = request.items()
         try:
             return asked[name](value)
         except UserError as error:

@@ -65,10 +65,8 @@ def parse(text: str, peers: int) -> list[Change]:
 def _one(text: str, peers: int) -> Change:
     found = _FORM.fullmatch(text)
     if found is None or found["kind"] not in KINDS_OF_CHANGE:
-        raise UserError(
-            f"{text!r} is no change of the network; expected such as 'part 0,1 at 30 for 15' or 'degrade 0-1 x0.1 at 5' "
-            f"(known: {', '.join(KINDS_OF_CHANGE)})"
-        )
+        example, known = "'part 0,1 at 30 for 15' or 'degrade 0-1 x0.1 at 5'", ", ".join(KINDS_OF_CHANGE)
+        raise UserError(f"{text!r} is no change of the network; expected such as {example} (known: {known})")
     at, lasts = float(found["at"] or 0), float(found["lasts"]) if found["lasts"] else None
     try:
         change = _built(found["kind"], found["target"].strip(), found["value"], peers)
@@ -141,7 +139,7 @@ def conditions(base: Description, active: Sequence[Change]) -> Conditions:
 
 
 def _apply(now: Conditions, change: Change, base: Description) -> None:
-    both = [change.peers, change.peers[::-1]] if len(change.peers) == 2 else []
+    both: list[tuple[int, ...]] = [change.peers, change.peers[::-1]] if len(change.peers) == 2 else []
     match change.kind:
         case "part":
             side = np.full(len(base), -1)
@@ -161,5 +159,5 @@ def _apply(now: Conditions, change: Change, base: Description) -> None:
             for pair in both:
                 now.delay_s[pair] *= change.value
         case "loss":
-            for pair in both or [...]:
+            for pair in both or np.ndindex(now.loss.shape):
                 now.loss[pair] = 1 - (1 - now.loss[pair]) * (1 - change.value)

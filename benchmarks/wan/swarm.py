@@ -31,7 +31,7 @@ Line = dict[str, Any]
 
 
 class LabSwarm(LocalSwarm):
-    """`decentral.local`'s swarm, its processes started in the lab's namespaces: peer n of the one is peer n of the other."""
+    """The swarm of `decentral.local`, with peer n started in the namespaces of the lab's peer n."""
 
     listen = LISTEN
 
@@ -77,7 +77,9 @@ def train(lab: Lab, flags: argparse.Namespace, folder: Path, schedule: str, cons
 
 def of_peer(lab: Lab, number: int, lines: Sequence[Line], traffic: Traffic) -> Line:
     """What a peer did by its journal's `lines`, and what its links carried, from when all had joined."""
-    spent = sum((TimeSpent(training=line["seconds"], **line["aside"]) for line in lines if line["event"] == "step"), TimeSpent())
+    spent = sum(
+        (TimeSpent(training=line["seconds"], **line["aside"]) for line in lines if line["event"] == "step"), TimeSpent()
+    )
     return {
         "name": lab.description.names[number],
         "asked": _asked(lab, number),
@@ -108,7 +110,11 @@ def of_router(traffic: Traffic) -> Line:
 def _believed(swarm: LabSwarm) -> dict[str, Line]:
     """What each peer publishes of its links at the end, by its id; nothing if the first peer does not answer."""
     looking = swarm.lab.popen(
-        0, [sys.executable, "-m", "benchmarks.wan.look", swarm.address], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        0,
+        [sys.executable, "-m", "benchmarks.wan.look", swarm.address],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     try:
         text, _ = looking.communicate(timeout=LOOK_S)
@@ -143,7 +149,7 @@ def _pulls(lines: Sequence[Line]) -> Line:
 
 
 def _is(line: Line, outcome: str) -> bool:
-    return line["event"] == "exchange" and line["outcome"] == outcome
+    return bool(line["event"] == "exchange" and line["outcome"] == outcome)
 
 
 def _drops(traffic: Traffic, number: int) -> dict[str, int]:

@@ -72,7 +72,11 @@ class Topology:
 
     def __post_init__(self) -> None:
         count = len(self.ids)
-        for name, usual in (("up", np.full(count, np.inf)), ("down", np.full(count, np.inf)), ("loss", np.zeros((count, count)))):
+        for name, usual in (
+            ("up", np.full(count, np.inf)),
+            ("down", np.full(count, np.inf)),
+            ("loss", np.zeros((count, count))),
+        ):
             if not getattr(self, name).size:
                 object.__setattr__(self, name, usual)
 
@@ -310,9 +314,7 @@ def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, F
     return np.nan_to_num(delay)[grid] / 1e3, np.nan_to_num(rate, nan=1.0)[grid] * GBIT, loss[grid]
 
 
-def _topology(
-    peers: Sequence[_Peer], matrices: tuple[Floats, Floats, Floats], workload: Workload | None
-) -> Topology:
+def _topology(peers: Sequence[_Peer], matrices: tuple[Floats, Floats, Floats], workload: Workload | None) -> Topology:
     """`matrices`: delay, bandwidth and loss. A pair's bandwidth is also bounded by the peers' uplink and downlink."""
     delay, bandwidth, loss = matrices
     up = np.array([peer.up_gbps * GBIT for peer in peers])

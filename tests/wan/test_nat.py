@@ -26,7 +26,7 @@ def router(kind: str = "home") -> Nat:
 
 
 def checksum(data: bytes) -> int:
-    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
     return ~total & 0xFFFF
@@ -57,7 +57,9 @@ def ends_of(one: NDArray[np.uint8]) -> tuple[Endpoint, Endpoint]:
     return (source, int.from_bytes(data[20:22], "big")), (target, int.from_bytes(data[22:24], "big"))
 
 
-def leave(nat: Nat, target: Endpoint, port: int = 5000, now: int = 0, protocol: int = UDP, flags: int = ACK) -> Endpoint:
+def leave(
+    nat: Nat, target: Endpoint, port: int = 5000, now: int = 0, protocol: int = UDP, flags: int = ACK
+) -> Endpoint:
     """Sends a packet from inside; gives the sender that the world sees."""
     one = packet((INSIDE, port), target, protocol, flags)
     assert outbound(nat, 0, one, number(OUTSIDE), now)
