@@ -48,6 +48,7 @@ class Lab:
         self.congestion_control = ""  # of TCP in the namespaces, from the start on
         self._lock = threading.Lock()
         self._networks: list[int] = []
+        self._processes: list[subprocess.Popen[Any]] = []  # those that may still run
         self._router: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lines: Any = None
@@ -73,9 +74,14 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Ends the router, and with it every process in the lab."""
+        """Ends the router, and with it every process in the lab.
+
+        The kernel lets go of the first process of a PID namespace only when all others have been waited for.
+        """
         if self._router is not None:
             self._router.kill()
+            for process in self._processes:
+                process.wait()
             self._router.wait()
         if self._control is not None:
             self._lines.close()
@@ -97,9 +103,12 @@ class Lab:
         pids = os.open(f"/proc/{self.router_pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         try:
             with namespaces.children_in(pids):
-                return subprocess.Popen([*enter, *command], **options)
+                process = subprocess.Popen([*enter, *command], **options)
         finally:
             os.close(pids)
+        with self._lock:
+            self._processes = [one for one in self._processes if one.poll() is None] + [process]
+        return process
 
     def change(self, text: str) -> None:
         """Changes the network, in the words of schedule.py: now, or later where a part says `at`. Raises UserError."""

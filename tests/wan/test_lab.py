@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.wan import __main__ as command
-from benchmarks.wan import namespaces
+from benchmarks.wan import description, namespaces, selftest
+from benchmarks.wan.lab import Lab
+from benchmarks.wan.links import Count
 from decentral.core.errors import UserError
+from decentral.scheduler.shared import topology
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -70,22 +74,55 @@ def test_a_mistake_in_the_flags_is_one_line(
     assert what in capsys.readouterr().err
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+needs_root = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@needs_root
 def test_packets_travel_and_a_killed_lab_leaves_nothing_behind() -> None:
-    lab = subprocess.Popen([sys.executable, "-c", STARTS], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert lab.stdout is not None
-    router, sleeper, round_trip_s, rate = lab.stdout.readline().split()
-    assert float(round_trip_s) >= 0.04
-    assert 0 < float(rate) < 2 * 2.5e6, "20 Mb/s were asked"
-    inside = os.readlink(f"/proc/{sleeper}/ns/net")
-    assert inside != os.readlink("/proc/self/ns/net")
-    ends = [os.pidfd_open(int(pid)) for pid in (router, sleeper)]
-    lab.send_signal(signal.SIGKILL)
-    lab.wait()
+    with subprocess.Popen([sys.executable, "-c", STARTS], cwd=ROOT, stdout=subprocess.PIPE, text=True) as lab:
+        try:
+            assert lab.stdout is not None
+            router, sleeper, round_trip_s, rate = lab.stdout.readline().split()
+            inside = os.readlink(f"/proc/{sleeper}/ns/net")
+            ends = [os.pidfd_open(int(pid)) for pid in (router, sleeper)]
+        finally:
+            lab.send_signal(signal.SIGKILL)
     for end in ends:  # the kernel kills the router with the lab, and all others with the router
         assert select.select([end], [], [], 30)[0]
         os.close(end)
     assert inside not in networks()
+    assert float(round_trip_s) >= 0.04
+    assert 0 < float(rate) < 2 * 2.5e6, "20 Mb/s were asked"
+
+
+@needs_root
+def test_routers_and_changes_do_to_real_packets_what_they_say() -> None:
+    tree = {"regions": {"x": {"count": 3}}, "inside": {"delay_ms": 5, "bandwidth_gbps": 0.1}}
+    homes = replace(description.from_topology(topology.parse(tree)), nat={1: "home"})
+    with Lab(homes, 60) as lab:
+        for peer in range(2):
+            selftest.serve(lab, peer)
+        assert answers(lab, 1, 0), "a peer behind a router reaches others"
+        assert not answers(lab, 0, 1), "and they cannot reach it"
+        lab.change("part 1,2 | 0")
+        assert not answers(lab, 1, 0)
+        assert lab.traffic().of(Count.CUT, 1, 0)
+        lab.heal()
+        assert answers(lab, 1, 0)
+        before = lab.address(0)
+        lab.change("move 0")
+        assert lab.address(0) != before
+        assert answers(lab, 1, 0)
+        with pytest.raises(UserError, match="names peer 3"):
+            lab.change("move 3")
+
+
+def answers(lab: Lab, source: int, target: int) -> bool:
+    """Whether a packet from one peer to another is answered."""
+    asks = "import socket, sys; s = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(0.3)"
+    asks += "; s.sendto(b'?', (sys.argv[1], int(sys.argv[2]))); s.recv(9)"
+    command = [sys.executable, "-I", "-S", "-c", asks, lab.address(target), str(selftest.PORT)]
+    return lab.popen(source, command, stderr=subprocess.DEVNULL).wait() == 0
 
 
 def networks() -> set[str]:
