@@ -35,6 +35,8 @@ from decentral.scheduler.shared.arrays import Ints
 ROOT = Path(__file__).parent.parent.parent
 START_S = 120.0  # the loop is compiled at the first start after a change
 ANSWER_S = 30.0
+LATE_SHARE = 0.05  # of a round trip: a router that is later for one in a hundred packets was itself the bottleneck,
+LATE_MS = 5.0  # unless it is no later than this, which is what a process waits for its core on a busy machine
 
 
 class Lab:
@@ -182,6 +184,15 @@ class Traffic:
         if not total:
             return 0.0
         return float(2.0 ** int(np.searchsorted(np.cumsum(self.late), share * total)) / 1e3)
+
+    def complaints(self, round_trip_s: float) -> list[str]:
+        """Why the figures of this time are those of the router, where this is the round trip of the links."""
+        said = []
+        if self.late_ms(0.99) > max(LATE_MS, LATE_SHARE * round_trip_s * 1e3):
+            said.append("router late")
+        if self.tally["full"] or self.tally["refused"]:
+            said.append("router full")
+        return said
 
     @property
     def router_cores(self) -> float:

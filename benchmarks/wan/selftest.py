@@ -22,8 +22,6 @@ ROUND_TRIPS = 10
 STREAMS = 8
 WARM_UP_S, WARM_UP_ROUND_TRIPS, MEASURED_S = 1.5, 10.0, 3.0
 DELAY_TOLERANCE, RATE_TOLERANCE = 0.10, 0.15
-LATE_SHARE = 0.05  # of a round trip: a router that is later for one in a hundred packets was itself the bottleneck
-LATE_MS = 5.0  # ... unless it is no later than this: what a process waits for its core on a busy machine
 PROBE_S = 60.0  # the longest that a probe may take beside its load
 
 
@@ -40,7 +38,7 @@ class PairResult:
     payload: tuple[float, float]
     late_ms: float  # by how much 99% of the packets were late at most
     router_cores: float
-    router_drops: int  # for want of room, or because a kernel refused a packet
+    router_complaints: list[str]
 
     @property
     def delay_ratio(self) -> float:
@@ -57,11 +55,7 @@ class PairResult:
             said.append("delay")
         if any(abs(ratio - 1) > RATE_TOLERANCE for ratio in self.rate_ratios):
             said.append("rate")
-        if self.late_ms > max(LATE_MS, LATE_SHARE * self.round_trip_asked_s * 1e3):
-            said.append("router late")
-        if self.router_drops:
-            said.append("router full")
-        return said
+        return said + self.router_complaints
 
 
 def run(description: Description) -> list[PairResult]:
@@ -109,7 +103,7 @@ def measure(lab: Lab, pair: tuple[int, int], warm_up_s: float, seconds: float) -
         payload=(payload_there, payload_back),
         late_ms=traffic.late_ms(0.99),
         router_cores=traffic.router_cores,
-        router_drops=traffic.tally["full"] + traffic.tally["refused"],
+        router_complaints=traffic.complaints(asked.round_trip_s(first, second)),
     )
 
 
