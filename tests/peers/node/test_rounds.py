@@ -29,6 +29,7 @@ def make_of(setup_of: MakeSetup) -> Callable[[int], Make]:
             setup = setup_of(peer, algorithm="synchronous")
             run = setup.config
             train = {"clip_norm": 1e9, "accumulate": micro_batches, "micro_batch": 2, "learning_rate": 3e-3}
+            train |= {"optimizer": "adamw"}  # whose first moment shows the gradient
             changed = {
                 "model": run.model.model_copy(update={"depth": 3}),
                 "routes": config.RoutesConfig(wire="fp32"),
