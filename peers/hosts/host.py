@@ -178,7 +178,7 @@ class Host:
         except wire.AskError as error:
             self._deliver(wire.AskFailed(ask.tag, ask.to, error.reason, self.now() - began))
             return
-        moved = (answer.seconds, answer.sent_bytes, answer.received_bytes)
+        moved = (answer.seconds, answer.first_byte_s, answer.sent_bytes, answer.received_bytes)
         self._deliver(wire.Answered(ask.tag, ask.to, answer.envelope, *moved))
 
     async def _evaluate(self, asked: EvaluatePlans) -> None:
