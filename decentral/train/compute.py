@@ -75,8 +75,8 @@ class Compute(JobRunner):
     def training_s(self) -> Seconds:
         """Processor time that training has had so far: of the threads that multiply matrices, as if none was throttled.
 
-        Where a GPU trains, the machine's cores have nothing else to do: then it is their time. A device that is emulated
-        would train all the time.
+        Where a GPU trains, the machine's cores have nothing else to do: then it is their time. An emulated device would
+        train all the time.
         """
         device = self.setup.device
         if device.device.type != "cpu":

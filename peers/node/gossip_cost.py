@@ -6,7 +6,7 @@ others. Both are averaged over the last windows. What gossip may cost is a share
 IDLE_SHARE of those that nobody uses: it takes nothing from training there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decentral.core.units import Seconds
 
@@ -30,12 +30,30 @@ class CoresUsed:
 
 
 @dataclass(slots=True)
+class Stretch:
+    """Windows are so many times as long as the config has them: a power of two.
+
+    Then the ends of a longer window are also ends of a shorter one, at whatever peer.
+    """
+
+    times: int = 1
+
+    def fit(self, needed: float) -> int:
+        """Follows what is needed, but not to and fro with each measurement."""
+        while needed > LONGER * self.times:
+            self.times *= 2
+        while self.times > 1 and needed < SHORTER * self.times / 2:
+            self.times //= 2
+        return self.times
+
+
+@dataclass(slots=True)
 class GossipCost:
     compute_s: Seconds = 0.0  # of one window of one fragment, on average: its jobs
     network_s: Seconds = 0.0  # likewise: its transfers
     cores: float = 0.0  # that train
     idle: float = 0.0  # cores that nobody uses
-    stretch: int = 1  # windows are so many times as long as the config has them: a power of two
+    stretch: Stretch = field(default_factory=Stretch)
     _jobs_s: Seconds = 0.0  # since the averages were brought up to date
     _transfers_s: Seconds = 0.0  # likewise
     _windows: int = 0  # closed since then
@@ -71,15 +89,9 @@ class GossipCost:
     def windows(self, window_s: Seconds, fragments: int, share: float) -> int:
         """How many windows of the config's length make one of ours, so that all fragments cost this share of the cores
         that train, and IDLE_SHARE of those that nobody uses.
-
-        They are powers of two: then the ends of a longer window are also ends of a shorter one, at whatever peer.
         """
         if not self.window_cost_s or not self.cores:
-            return self.stretch
+            return self.stretch.times
         left = max(share / 2, share - FIXED_CORES)  # what stays for windows
         needed = self.window_cost_s * fragments / ((left * self.cores + IDLE_SHARE * self.idle) * window_s)
-        while needed > LONGER * self.stretch:
-            self.stretch *= 2
-        while self.stretch > 1 and needed < SHORTER * self.stretch / 2:
-            self.stretch //= 2
-        return self.stretch
+        return self.stretch.fit(needed)

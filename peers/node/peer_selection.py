@@ -5,7 +5,6 @@ GossipView), rounds (comm/rounds/round.py, RoundView), moves and newcomers see n
 have their own view of it, peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -16,7 +15,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
-from decentral.peers.node.gossip_cost import GossipCost
+from decentral.peers.node.gossip_cost import GossipCost, Stretch
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 
@@ -34,6 +33,7 @@ class PeerSelection:
     progress: TrainingProgress
     chance: Random
     cost: GossipCost = field(default_factory=GossipCost)
+    link_stretch: Stretch = field(default_factory=Stretch)
 
     # GossipView
 
@@ -81,7 +81,7 @@ class PeerSelection:
         parameters = [fragment.parameters for fragment in setup.fragments]
         round_bytes = size / max(parameters) * sum(parameters)
         busy_s = max(round_bytes / down if down else 0.0, gossip.partners * round_bytes / up if up else 0.0)
-        return max(1, math.ceil(busy_s / (gossip.link_share * window_s)))
+        return self.link_stretch.fit(busy_s / (gossip.link_share * window_s))
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
         """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""
