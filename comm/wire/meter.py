@@ -6,7 +6,6 @@ what a transfer gets while others run beside it. The newest measurement counts f
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -41,19 +40,19 @@ class Link:
 @dataclass(slots=True)
 class Meter:
     links: dict[PeerId, Link] = field(default_factory=dict)
-    _typical: tuple[float | None, float | None] | None = None  # medians down and up; None: to be computed anew
+    _known: tuple[float | None, float | None] | None = None  # what `_of_all` gives; None: to be computed anew
 
     def saw(self, peer: PeerId, seconds: Seconds, first_byte_s: Seconds, sent: int, received: int) -> None:
         """Records that a question took `seconds`, and `first_byte_s` until its answer began; with so many bytes."""
         link = self.links[peer] = self.links.pop(peer, Link())  # the latest comes last
         while len(self.links) > MOST_LINKS:
             del self.links[next(iter(self.links))]
-            self._typical = None
+            self._known = None
         if sent < LARGE:
             link.latencies.append(first_byte_s)
         if max(sent, received) < LARGE:
             return
-        self._typical = None
+        self._known = None
         latency_s = link.latency_s or 0.0
         if received >= sent:
             link.down = _mixed(link.down, rate_of(received, max(LEAST_S, seconds - first_byte_s), latency_s))
@@ -70,16 +69,19 @@ class Meter:
 
     def typical_down(self) -> float | None:
         """The median over all peers, in bytes/s."""
-        return self._medians()[0]
+        return self._of_all()[0]
 
-    def typical_up(self) -> float | None:
-        return self._medians()[1]
+    def best_up(self) -> float | None:
+        """The highest rate to any peer: what our uplink carries. To others their downlinks, or our other transfers at
+        that moment, were the limit."""
+        return self._of_all()[1]
 
-    def _medians(self) -> tuple[float | None, float | None]:
-        if self._typical is None:
-            links = self.links.values()
-            self._typical = _median(link.down for link in links), _median(link.up for link in links)
-        return self._typical
+    def _of_all(self) -> tuple[float | None, float | None]:
+        if self._known is None:
+            downs = [link.down for link in self.links.values() if link.down is not None]
+            ups = [link.up for link in self.links.values() if link.up is not None]
+            self._known = median(downs) if downs else None, max(ups, default=None)
+        return self._known
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""
@@ -91,8 +93,3 @@ class Meter:
 def _mixed(old: float | None, new: float) -> float:
     """The mean of the times that a byte takes, as a rate."""
     return new if old is None else 1 / ((1 - NEWEST) / old + NEWEST / new)
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None

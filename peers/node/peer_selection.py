@@ -76,7 +76,7 @@ class PeerSelection:
         for longer. What is measured of transfers towards us is what each gets beside the others; a probe alone measures
         what we can send.
         """
-        setup, down, up = self.setup(), self.meter.typical_down(), self.meter.typical_up()
+        setup, down, up = self.setup(), self.meter.typical_down(), self.meter.best_up()
         gossip = setup.config.gossip
         parameters = [fragment.parameters for fragment in setup.fragments]
         round_bytes = size / max(parameters) * sum(parameters)

@@ -89,7 +89,14 @@ def test_what_is_typical_is_the_median_of_what_is_known() -> None:
         meter.saw(peer, 1.0, 0.0, 0, received * MiB)
     meter.saw(PeerId("D"), 0.1, 0.0, 10, 10)
     assert meter.typical_down() == 2 * MiB
-    assert meter.typical_up() is None
+    assert meter.best_up() is None
+
+
+def test_an_uplink_carries_what_its_best_transfer_had() -> None:
+    meter = Meter()
+    for peer, sent in ((A, 1), (B, 3), (C, 2)):
+        meter.saw(peer, 1.0, 1.0, sent * MiB, 0)
+    assert meter.best_up() == 3 * MiB
 
 
 def test_an_instant_transfer_divides_by_nothing() -> None:
