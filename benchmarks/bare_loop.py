@@ -3,9 +3,10 @@
     python -m benchmarks.bare_loop [CONFIG] [--set key=value]... [--device cpu] [--warm-up 5] [--seconds 20] [--wait]
 
 It has the config's model, data, micro-batch, dtype, optimizer, clipping and learning rate, as a careful user would
-write them (fused AdamW, gradients set to None, no value read back from the device in a step), and nothing else: no
-peers, no checkpoints, no evaluation. It prints `training` after its first step, and at the end one line of JSON. With
-`--wait` the interval begins at the Unix time that comes on stdin, so that loops are measured side by side.
+write them (fused AdamW, Muon's products in fp32 on a CPU, gradients set to None, no value read back from the device in
+a step), and nothing else: no peers, no checkpoints, no evaluation. It prints `training` after its first step, and at
+the end one line of JSON. With `--wait` the interval begins at the Unix time that comes on stdin, so that loops are
+measured side by side.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from benchmarks.processes import resident_bytes
 from decentral.core import config, rng
 from decentral.train import data, gpt, measure
+from decentral.train.muon import products_in_fp32
 
 UNKNOWN_S = 1e9  # from now: while nobody has said when the interval begins
 SYNC_S = 1.0  # between two waits for a GPU's queue of work to run dry, as only then it is known which step has ended
@@ -69,7 +71,8 @@ def train(
             (loss / run.train.accumulate).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), run.train.clip_norm)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
+            with products_in_fp32(device):
+                optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
         steps += 1

@@ -75,6 +75,7 @@ class PullExchange(Exchange):
     seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
     _published_at: Seconds = 0.0
     _resting: bool = False
+    _largest: int = 0  # bytes of an answer with all sections; `size` is that of the mean answer
     _windows: int = 0
     _goal: int = 0  # the round before the one that a partner was in
     _window: PullWindow = field(default_factory=PullWindow)
@@ -130,7 +131,9 @@ class PullExchange(Exchange):
         return [CloseWindow(self.context.fragment, self.seq, hold=True)]
 
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
-        window, self.size = self._window, len(closed.blob) + sum(section.size for section in closed.on_request)
+        window, on_request = self._window, sum(section.size for section in closed.on_request)
+        self._largest = len(closed.blob) + on_request
+        self.size = len(closed.blob) + on_request // (self.whole_every * max(1, len(window.partners)))
         period_s = self.context.view.period_s(self.size)
         behind = now - self._published_at > BEHIND_PERIODS * period_s
         self._published_at, window.layout, window.on_request = now, closed.layout, closed.on_request
@@ -166,8 +169,8 @@ class PullExchange(Exchange):
         since = max(0.0, now - period_s / 2)
         sections = self._window.sections[partner]
         pull = Pull(self.context.run, self.context.fragment, after, since, patience_s, self.blocking, sections)
-        deadline_s = patience_s + self.context.view.deadline_s(partner, self.size)
-        return Ask(tag, partner, Envelope(pull), deadline_s, self.size)
+        deadline_s = patience_s + self.context.view.deadline_s(partner, self._largest)
+        return Ask(tag, partner, Envelope(pull), deadline_s, self._largest)
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """Takes the answer of a partner, and merges after the last one."""

@@ -49,7 +49,7 @@ class Exchange:
     close_at: Seconds
     state: ExchangePhase = ExchangePhase.OPEN
     seq: int = 0
-    size: int = 0  # of our last snapshot, bytes
+    size: int = 0  # bytes that a partner sends us in a window, by our last snapshot
     _began: Seconds = 0.0  # when the exchange began
     snapshots_moved: ClassVar[int] = 1  # by an exchange with one partner
 

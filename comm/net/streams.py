@@ -130,6 +130,7 @@ async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope,
     try:
         sent = await blobs.write(writer, envelope)
         length = await blobs.read_length(reader)
+        first_byte_s = time.monotonic() - began
     except ProtocolError as error:
         raise AskError(error.reason, str(error)) from None
     except (EOFError, ConnectionError, OSError) as error:
@@ -140,7 +141,7 @@ async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope,
         raise AskError(error.reason, str(error)) from None
     except (EOFError, ConnectionError, OSError) as error:
         raise AskError(Reason.CUT, type(error).__name__) from None
-    return Answer(answer, time.monotonic() - began, sent, received)
+    return Answer(answer, time.monotonic() - began, first_byte_s, sent, received)
 
 
 @dataclass(slots=True)

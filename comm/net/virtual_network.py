@@ -60,6 +60,7 @@ class Question:
     done: Callable[[Outcome], None] | None
     sent_bytes: int = 0
     writing: Seconds | None = None  # since when the answer is on its way
+    first_byte_s: Seconds = 0.0  # from the question's beginning until the answer's
     timers: list[Timer] = field(default_factory=list)  # of the asker
     transfer: Transfer | None = None
 
@@ -202,8 +203,8 @@ class Network:
         elif len(answer.blob) > question.max_blob_bytes:
             self._fail(question, Reason.OVERSIZE)
         else:
-            seconds = self.agenda.now - question.began
-            self._finish(question, Answer(answer, seconds, question.sent_bytes, self._size(answer)))
+            times = self.agenda.now - question.began, question.first_byte_s
+            self._finish(question, Answer(answer, *times, question.sent_bytes, self._size(answer)))
 
     # Ends
 
@@ -282,6 +283,8 @@ class Network:
             arrived = self._answered if back else self._arrive
             self.agenda.after(delay_s, lambda: arrived(question, arriving))
 
+        if back:
+            question.first_byte_s = self.agenda.now + delay_s - question.began
         size = self._size(envelope)
         if size <= SMALL_MESSAGE_BYTES:
             landed()

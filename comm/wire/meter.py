@@ -1,18 +1,22 @@
-"""Measured latency and bandwidth of the link to each peer, from probes at first and from every exchange after.
+"""Measured latency and rate of the link to each peer, from probes at first and from every exchange after.
 
-A question's time is modelled as `latency + bytes / bandwidth`, with the bandwidth in bytes per second. Both are
-running averages in which the newest measurement counts for a fifth.
+Latency and rate are told apart (comm/wire/slow_start.py): the latency is the least of the last answers' times to their
+first byte, and the rate is what the time from the first byte to the last says beside the sender's slow start. It is
+what a transfer gets while others run beside it. The newest measurement counts for a fifth.
 """
 
-from collections.abc import Iterable
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
+from decentral.comm.wire.slow_start import rate_of, transfer_s
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
 NEWEST = 0.2
-LARGE = 64 * KiB  # smaller transfers say more about latency than about bandwidth
+LARGE = 64 * KiB  # smaller transfers say nothing about the rate
+LATENCIES = 16  # answers of which the first to come tells the latency: others have waited for their peer
+LEAST_S = 1e-4  # a transfer takes at least so long, whatever the clock says
 UNKNOWN_LATENCY_S = 0.2
 UNKNOWN_BANDWIDTH = 1 * MiB  # bytes/s of a weak home uplink: the guess errs on the patient side
 SLACK = 4.0  # a deadline is so many times the expected duration, within the two limits below
@@ -23,32 +27,37 @@ MOST_LINKS = 4096  # beyond them, the peers that we have not heard from for long
 
 @dataclass(slots=True)
 class Link:
-    latency_s: float | None = None
     down: float | None = None  # bytes/s towards us
     up: float | None = None  # bytes/s towards the peer
+    latencies: deque[Seconds] = field(default_factory=lambda: deque(maxlen=LATENCIES))
+
+    @property
+    def latency_s(self) -> Seconds | None:
+        """The time of a round trip; None if nothing was measured."""
+        return min(self.latencies, default=None)
 
 
 @dataclass(slots=True)
 class Meter:
     links: dict[PeerId, Link] = field(default_factory=dict)
-    _typical: tuple[float | None, float | None] | None = None  # medians down and up; None: to be computed anew
+    _known: tuple[float | None, float | None] | None = None  # what `_of_all` gives; None: to be computed anew
 
-    def saw(self, peer: PeerId, seconds: Seconds, sent: int, received: int) -> None:
-        """Records that a question took `seconds`, with so many bytes each way."""
+    def saw(self, peer: PeerId, seconds: Seconds, first_byte_s: Seconds, sent: int, received: int) -> None:
+        """Records that a question took `seconds`, and `first_byte_s` until its answer began; with so many bytes."""
         link = self.links[peer] = self.links.pop(peer, Link())  # the latest comes last
         while len(self.links) > MOST_LINKS:
             del self.links[next(iter(self.links))]
-            self._typical = None
-        large = max(sent, received)
-        if large < LARGE:
-            link.latency_s = _mixed(link.latency_s, seconds)
+            self._known = None
+        if sent < LARGE:
+            link.latencies.append(first_byte_s)
+        if max(sent, received) < LARGE:
             return
-        self._typical = None
-        rate = large / max(1e-4, seconds - min(link.latency_s or 0.0, seconds / 2))
+        self._known = None
+        latency_s = link.latency_s or 0.0
         if received >= sent:
-            link.down = _mixed(link.down, rate)
+            link.down = _mixed(link.down, rate_of(received, max(LEAST_S, seconds - first_byte_s), latency_s))
         else:
-            link.up = _mixed(link.up, rate)
+            link.up = _mixed(link.up, rate_of(sent, max(LEAST_S, seconds - latency_s), latency_s))
 
     def latency_s(self, peer: PeerId) -> float:
         known = self.links.get(peer, Link()).latency_s
@@ -60,27 +69,27 @@ class Meter:
 
     def typical_down(self) -> float | None:
         """The median over all peers, in bytes/s."""
-        return self._medians()[0]
+        return self._of_all()[0]
 
-    def typical_up(self) -> float | None:
-        return self._medians()[1]
+    def best_up(self) -> float | None:
+        """The highest rate to any peer: what our uplink carries. To others their downlinks, or our other transfers at
+        that moment, were the limit."""
+        return self._of_all()[1]
 
-    def _medians(self) -> tuple[float | None, float | None]:
-        if self._typical is None:
-            links = self.links.values()
-            self._typical = _median(link.down for link in links), _median(link.up for link in links)
-        return self._typical
+    def _of_all(self) -> tuple[float | None, float | None]:
+        if self._known is None:
+            downs = [link.down for link in self.links.values() if link.down is not None]
+            ups = [link.up for link in self.links.values() if link.up is not None]
+            self._known = median(downs) if downs else None, max(ups, default=None)
+        return self._known
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""
-        expected = self.latency_s(peer) + size / (self.bandwidth(peer) or UNKNOWN_BANDWIDTH)
+        latency_s, rate = self.latency_s(peer), self.bandwidth(peer) or UNKNOWN_BANDWIDTH
+        expected = latency_s + transfer_s(size, rate, latency_s)
         return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * expected))
 
 
 def _mixed(old: float | None, new: float) -> float:
-    return new if old is None else (1 - NEWEST) * old + NEWEST * new
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    """The mean of the times that a byte takes, as a rate."""
+    return new if old is None else 1 / ((1 - NEWEST) / old + NEWEST / new)

@@ -83,6 +83,7 @@ class Answered:
     peer: PeerId
     envelope: Envelope
     seconds: Seconds
+    first_byte_s: Seconds  # from the question until the answer began to arrive
     sent_bytes: int
     received_bytes: int
 
@@ -112,6 +113,7 @@ class Found:
 class Answer:
     envelope: Envelope
     seconds: Seconds
+    first_byte_s: Seconds  # from the question until the answer began to arrive
     sent_bytes: int
     received_bytes: int
 

@@ -33,6 +33,7 @@ from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRul
 PSEUDO_GRADIENT = "pseudo_gradient"  # the section's name on the wire
 CLIP_TO_MEDIAN = 2.0  # a partner's pseudo-gradient is no longer than this many times the median of recent ones
 RECENT_LENGTHS = 16
+ROUNDING = 1e-6  # a shorter correction, relative to the slow weights, is only what additions have rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,10 @@ class PullRule(UpdateRule):
         return most / distance if 0 < most < distance else 1.0
 
     def fold(self, theta: Tensor) -> Correction | None:
-        """A solo step with all that is owed, without quantisation: nobody reads it."""
+        """A solo step with all that is owed, without quantisation: nobody reads it.
+
+        A correction is due once, when the fragment begins to rest apart from the slow weights.
+        """
         if theta is self.baseline:  # a change of span that failed has folded since the copy, into the same vector
             return None
         self._end_unmerged()
@@ -140,6 +144,8 @@ class PullRule(UpdateRule):
         self._take_alone(self.phi, self.momentum, owed)
         self.residual.zero_()
         torch.sub(self.phi, self.baseline, out=self.spare)
+        if float(torch.linalg.vector_norm(self.spare)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi)):
+            return None  # theta is where the slow weights are; what it lacks by rounding stays owed
         self.baseline += self.spare
         return Correction(self.spare)
 

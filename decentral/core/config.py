@@ -126,7 +126,7 @@ class TrainConfig(TrainMemory):
     micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest number that fits the device
     accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
     # Muon trains the matrices between the first and the last layer, AdamW all else: docs/CONVERGENCE.md
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"] = "muon"  # of the matrices between the first and last layer: AdamW has the rest
     learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: the optimizer's own, of LEARNING_RATES
     warmup_steps: Annotated[int, Field(ge=0)] = 50
     total_steps: Positive | None = None  # the learning rate's decay ends here; None: it is constant after the warm-up

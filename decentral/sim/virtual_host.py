@@ -338,7 +338,7 @@ class VirtualHost:
             if isinstance(outcome, AskError):
                 self.deliver(AskFailed(ask.tag, ask.to, outcome.reason, self.agenda.now - began))
             else:
-                moved = (outcome.seconds, outcome.sent_bytes, outcome.received_bytes)
+                moved = (outcome.seconds, outcome.first_byte_s, outcome.sent_bytes, outcome.received_bytes)
                 self.deliver(Answered(ask.tag, ask.to, outcome.envelope, *moved))
 
         self.connection.network.ask(self.port, ask, hear)

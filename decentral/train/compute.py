@@ -75,11 +75,14 @@ class Compute(JobRunner):
     def training_s(self) -> Seconds:
         """Processor time that training has had so far: of the threads that multiply matrices, as if none was throttled.
 
-        Where a GPU trains, the machine's cores have nothing else to do: then it is their time.
+        Where a GPU trains, the machine's cores have nothing else to do: then it is their time. An emulated device would
+        train all the time.
         """
         device = self.setup.device
         if device.device.type != "cpu":
             return time.monotonic() * (os.cpu_count() or 1)
+        if device.emulated_s:
+            return time.monotonic() * torch.get_num_threads()
         return self._clock() * torch.get_num_threads() * device.throttle
 
     def run(self, report: Callable[[jobs.Outcome], None]) -> None:

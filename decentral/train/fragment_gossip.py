@@ -91,15 +91,14 @@ class GossipedFragment:
         for name, tensor in self.rule.state(live["theta"].cpu().float()).items():
             yield f"{self.index}.rule.{name}", tensor
 
-    def fold(self) -> Steps:
-        """Takes what was trained while it rested into the slow weights. It ends at an edge."""
+    def fold(self) -> Generator[Phase, None, bool]:
+        """Takes what was trained while it rested into the slow weights. Returns whether it ended at an edge."""
         yield Phase.EDGE
         self.end_window()
         theta = yield from self.copied()
         correction = self.rule.fold(theta)
-        if correction is None:
-            yield Phase.EDGE
         yield from self.correct(correction)
+        return correction is not None
 
     def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
         """What can be merged, and the partners that we refused, with the reason."""
@@ -182,7 +181,9 @@ class FragmentGossip:
         if job.hold:
             self.holding.add(job.fragment)
         if gossiped.resting:
-            yield from gossiped.fold()
+            at_edge = yield from gossiped.fold()
+            if not at_edge:
+                yield Phase.EDGE
             gossiped.resting = False
         window = gossiped.end_window()
         theta = yield from gossiped.copied()
@@ -231,8 +232,9 @@ class FragmentGossip:
         yield Phase.BESIDE
         gossiped = self._by_index[fragment]
         if gossiped.resting:
-            yield from gossiped.fold()
-            yield Phase.BESIDE
+            at_edge = yield from gossiped.fold()
+            if at_edge:
+                yield Phase.BESIDE
         if gossiped.rule.donates_live:
             yield Phase.EDGE
         packer = Packer(self.tools.codecs)

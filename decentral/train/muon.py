@@ -30,11 +30,12 @@ def muon_step(
     for matrix, gradient, momentum in zip(matrices, gradients, momenta, strict=True):
         matrix.grad = gradient
         torchs.state[matrix]["momentum_buffer"] = momentum
-    with _products_in_fp32(matrices[0].device):
+    with products_in_fp32(matrices[0].device):
         torchs.step()  # type: ignore[no-untyped-call]
 
 
-def _products_in_fp32(device: torch.device) -> AbstractContextManager[Any]:
+def products_in_fp32(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it torch.optim.Muon multiplies in fp32 where the device is a CPU."""
     return _Fp32() if device.type == "cpu" else nullcontext()
 
 

@@ -6,11 +6,13 @@ node returns is carried out here. The threads that compute get jobs by `submit`,
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from decentral.comm.wire import transport as wire
@@ -178,7 +180,7 @@ class Host:
         except wire.AskError as error:
             self._deliver(wire.AskFailed(ask.tag, ask.to, error.reason, self.now() - began))
             return
-        moved = (answer.seconds, answer.sent_bytes, answer.received_bytes)
+        moved = (answer.seconds, answer.first_byte_s, answer.sent_bytes, answer.received_bytes)
         self._deliver(wire.Answered(ask.tag, ask.to, answer.envelope, *moved))
 
     async def _evaluate(self, asked: EvaluatePlans) -> None:
@@ -207,9 +209,10 @@ class Host:
             self._deliver(CoresUsed(*(new - old for new, old in zip(now, known, strict=True))))
             known = now
 
-    def _processor(self) -> tuple[Seconds, Seconds, Seconds]:
-        """The clock, the processor time of training, and that of this thread and of the network."""
-        return time.monotonic(), self.compute.training_s(), time.thread_time() + self.transport.processor_s()
+    def _processor(self) -> tuple[Seconds, Seconds, Seconds, Seconds]:
+        """The clock, the processor time of training, that of this thread and of the network, and that of nobody."""
+        network_s = time.thread_time() + self.transport.processor_s()
+        return time.monotonic(), self.compute.training_s(), network_s, _idle_s()
 
     # Leaving
 
@@ -225,3 +228,12 @@ class Host:
         for task in list(self._tasks):
             task.cancel()
         self.journal.write("stopped", reason=reason)
+
+
+def _idle_s() -> Seconds:
+    """Processor time that no process has used since the machine started, over all cores. Only Linux says so."""
+    try:
+        fields = Path("/proc/stat").read_text().split(maxsplit=5)  # cpu user nice system idle
+        return int(fields[4]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0

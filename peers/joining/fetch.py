@@ -25,9 +25,7 @@ from decentral.core.units import MiB, Seconds
 PIECE_BYTES = 1 * MiB
 DONORS = 4  # number of donors at a time
 IN_FLIGHT = 2  # pieces asked of one donor at a time
-FRAGMENTS_AHEAD = (
-    6  # fragments more of which one donor is asked for the first piece: it has to encode them at its step edges
-)
+FRAGMENTS_AHEAD = 12  # so many more of which a donor is asked for the first piece: to encode them takes a step edge
 FAILURES = 2  # failed requests until a donor is left out
 PIECE_DEADLINE_S = 30.0
 

@@ -2,17 +2,20 @@
 
 A window costs the copy and the correction on the training thread, its kernels on the worker, and what the event loop
 and the network daemon spend on its transfers. The host measures the last two together (CoresUsed), jobs report the
-others. Both are averaged over the last windows.
+others. Both are averaged over the last windows. What gossip may cost is a share of the cores that train, and
+IDLE_SHARE of those that nobody uses: it takes nothing from training there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decentral.core.units import Seconds
 
+IDLE_SHARE = 0.1
 FIXED_CORES = 0.005  # what the event loop and the network take without gossip
 REMEMBERED_WINDOWS = 16
 MOST_TIMES = 2  # the average cost: what a new measurement counts at most
 FEWER_CORES = 0.1  # what a measurement with fewer cores than before counts: a pause is no slower device
+NEWEST_IDLE = 0.3  # what the latest measurement of idle cores counts
 LONGER, SHORTER = 1.1, 0.8  # windows change when they are this far from what is needed: peers must not flap
 
 
@@ -23,6 +26,25 @@ class CoresUsed:
     seconds: Seconds
     training_s: Seconds  # of the cores that train; on a GPU, of all cores that are there for it
     network_s: Seconds  # of the event loop and the network
+    idle_s: Seconds = 0.0  # of cores that no process used; 0 where that is not known
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Windows are so many times as long as the config has them: a power of two.
+
+    Then the ends of a longer window are also ends of a shorter one, at whatever peer.
+    """
+
+    times: int = 1
+
+    def fit(self, needed: float) -> int:
+        """Follows what is needed, but not to and fro with each measurement."""
+        while needed > LONGER * self.times:
+            self.times *= 2
+        while self.times > 1 and needed < SHORTER * self.times / 2:
+            self.times //= 2
+        return self.times
 
 
 @dataclass(slots=True)
@@ -30,7 +52,8 @@ class GossipCost:
     compute_s: Seconds = 0.0  # of one window of one fragment, on average: its jobs
     network_s: Seconds = 0.0  # likewise: its transfers
     cores: float = 0.0  # that train
-    stretch: int = 1  # windows are so many times as long as the config has them: a power of two
+    idle: float = 0.0  # cores that nobody uses
+    stretch: Stretch = field(default_factory=Stretch)
     _jobs_s: Seconds = 0.0  # since the averages were brought up to date
     _transfers_s: Seconds = 0.0  # likewise
     _windows: int = 0  # closed since then
@@ -48,6 +71,7 @@ class GossipCost:
         """`gossip_alone`: the network had little else to do, such as the state of a newcomer to send."""
         cores = used.training_s / used.seconds
         self.cores = max(cores, self.cores + FEWER_CORES * (cores - self.cores))
+        self.idle += NEWEST_IDLE * (used.idle_s / used.seconds - self.idle)
         if gossip_alone:
             self._transfers_s += max(0.0, used.network_s - FIXED_CORES * used.seconds)
         if self._windows:  # else the next measurement may have windows to share this one's cost
@@ -63,16 +87,11 @@ class GossipCost:
         return known + min(1.0, self._windows / REMEMBERED_WINDOWS) * (min(new, MOST_TIMES * known) - known)
 
     def windows(self, window_s: Seconds, fragments: int, share: float) -> int:
-        """How many windows of the config's length make one of ours, so that all fragments cost this share of the cores.
-
-        They are powers of two: then the ends of a longer window are also ends of a shorter one, at whatever peer.
+        """How many windows of the config's length make one of ours, so that all fragments cost this share of the cores
+        that train, and IDLE_SHARE of those that nobody uses.
         """
         if not self.window_cost_s or not self.cores:
-            return self.stretch
+            return self.stretch.times
         left = max(share / 2, share - FIXED_CORES)  # what stays for windows
-        needed = self.window_cost_s * fragments / (left * self.cores * window_s)
-        while needed > LONGER * self.stretch:
-            self.stretch *= 2
-        while self.stretch > 1 and needed < SHORTER * self.stretch / 2:
-            self.stretch //= 2
-        return self.stretch
+        needed = self.window_cost_s * fragments / ((left * self.cores + IDLE_SHARE * self.idle) * window_s)
+        return self.stretch.fit(needed)

@@ -225,7 +225,7 @@ class Node:
         if isinstance(event, Answered):
             self.traffic.received(event)
             if event.tag.measures_link:
-                self.meter.saw(event.peer, event.seconds, event.sent_bytes, event.received_bytes)
+                self.meter.saw(event.peer, event.seconds, event.first_byte_s, event.sent_bytes, event.received_bytes)
         return effects + self.handlers.handle(event.tag, event, now)
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:

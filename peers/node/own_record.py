@@ -59,7 +59,7 @@ class OwnRecord:
         return replace(
             setup.profile,
             down=self.meter.typical_down() or 0.0,
-            up=self.meter.typical_up() or 0.0,
+            up=self.meter.best_up() or 0.0,
             latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
             tokens_per_s=measured or setup.profile.tokens_per_s,
         )

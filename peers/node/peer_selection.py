@@ -15,7 +15,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
-from decentral.peers.node.gossip_cost import GossipCost
+from decentral.peers.node.gossip_cost import GossipCost, Stretch
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 
@@ -33,6 +33,7 @@ class PeerSelection:
     progress: TrainingProgress
     chance: Random
     cost: GossipCost = field(default_factory=GossipCost)
+    link_stretch: Stretch = field(default_factory=Stretch)
 
     # GossipView
 
@@ -71,14 +72,16 @@ class PeerSelection:
         return self.progress.lr_step < self.setup().config.gossip.start_steps
 
     def _link_windows(self, size: int, window_s: Seconds) -> int:
-        setup = self.setup()
+        """So many that a transfer from one partner is under way for no more than our share of the time, nor we send
+        for longer. What is measured of transfers towards us is what each gets beside the others; a probe alone measures
+        what we can send.
+        """
+        setup, down, up = self.setup(), self.meter.typical_down(), self.meter.best_up()
         gossip = setup.config.gossip
-        rates = [rate for rate in (self.meter.typical_down(), self.meter.typical_up()) if rate]
-        if not rates or not size:
-            return 1
         parameters = [fragment.parameters for fragment in setup.fragments]
-        round_bytes = size / max(parameters) * sum(parameters) * gossip.partners
-        return int(-(-round_bytes // (gossip.link_share * min(rates) * window_s)))
+        round_bytes = size / max(parameters) * sum(parameters)
+        busy_s = max(round_bytes / down if down else 0.0, gossip.partners * round_bytes / up if up else 0.0)
+        return self.link_stretch.fit(busy_s / (gossip.link_share * window_s))
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
         """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""

@@ -106,7 +106,7 @@ class Serving:
         assert isinstance(exported, jobs.StateExported)
         (reply,) = donor.exported(exported, 0, 0.0)
         assert isinstance(reply, Reply)
-        return Answer(reply.envelope, 0.1, 0, 0)
+        return Answer(reply.envelope, 0.1, 0.1, 0, 0)
 
 
 @pytest.mark.parametrize("dead", ["", "B"])

@@ -17,7 +17,7 @@ from decentral.core import config, jobs
 from decentral.core.ids import PeerId
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.inner import Live
-from decentral.train.job_phases import JobThreads, Program, finish
+from decentral.train.job_phases import JobThreads, Phase, Program, finish
 from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer, unpack
 from decentral.train.update_rules import RuleTools
@@ -197,6 +197,24 @@ def test_what_was_trained_alone_is_in_the_slow_weights_that_a_newcomer_gets() ->
     exported = peer.do(jobs.ExportState(0))
     assert isinstance(exported, jobs.StateExported)
     assert torch.equal(unpack(Exact(), exported.layout, exported.blob)["phi"], peer.live.theta)
+
+
+def test_a_newcomer_waits_for_one_step_edge_of_a_peer_that_trained_alone() -> None:
+    peer = Peer()
+    peer.do(jobs.Rest(0))
+    peer.step()
+    assert list(peer.gossip.program(jobs.ExportState(0))) == [Phase.BESIDE, Phase.EDGE, Phase.BESIDE]
+
+
+def test_a_peer_that_rests_apart_from_its_slow_weights_is_corrected_once() -> None:
+    peer = Peer()
+    peer.pull.residual.fill_(3.0)  # of windows that were closed before
+    peer.do(jobs.Rest(0))
+    peer.step()
+    phases = [list(peer.gossip.program(jobs.ExportState(0))) for _ in range(2)]
+    assert phases[0] == [Phase.BESIDE, Phase.EDGE, Phase.BESIDE, Phase.EDGE, Phase.BESIDE]
+    assert phases[1] == [Phase.BESIDE, Phase.EDGE, Phase.BESIDE]
+    assert torch.equal(peer.live.theta, whole_numbers(0) + peer.trained - 3.0)
 
 
 def test_the_first_window_after_a_rest_does_not_count_what_was_trained_alone() -> None:

@@ -15,7 +15,7 @@ from decentral.train.inner import Inner, Live, fragments, rate_at
 from decentral.train.step import Chain, Device, train_step
 
 MODEL = config.ModelConfig(depth=1, width=32, context=16)
-TRAIN = config.TrainConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
+TRAIN = config.TrainConfig(optimizer="adamw", learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
 CPU = Device(torch.device("cpu"), torch.float32)
 
 

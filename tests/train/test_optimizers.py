@@ -141,7 +141,7 @@ def test_a_checkpoint_of_the_other_optimizer_is_a_user_error(setup_of: MakeSetup
     setup = setup_of()
     Compute(setup).do(jobs.Save())
     with pytest.raises(UserError, match="holds a checkpoint of another run"):
-        Compute(with_train(setup, optimizer="muon")).resume()
+        Compute(with_train(setup, optimizer="adamw")).resume()
 
 
 def test_a_torch_without_muon_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:

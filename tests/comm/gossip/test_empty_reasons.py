@@ -54,7 +54,7 @@ def question(machine: SwapExchange | PushExchange, now: Seconds) -> Ask:
 
 
 def answered(ask: Ask, message: Message, blob: bytes = b"") -> Answered:
-    return Answered(ask.tag, PARTNER, Envelope(message, blob), 0.1, 1, 1)
+    return Answered(ask.tag, PARTNER, Envelope(message, blob), 0.1, 0.1, 1, 1)
 
 
 def merges(effects: Sequence[Effect]) -> list[int]:

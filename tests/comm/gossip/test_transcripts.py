@@ -125,7 +125,7 @@ def event_of(text: str, now: float, swarm: Swarm) -> object:
     if found := re.fullmatch(r"(\w): failed (\w+)", text):
         return AskFailed(swarm.asked[found[1]].tag, PeerId(found[1]), found[2], 1.0)
     if found := re.fullmatch(r"(\w): (.*)", text):
-        return Answered(swarm.asked[found[1]].tag, PeerId(found[1]), said(found[1], found[2], now), 1.0, 10, 20)
+        return Answered(swarm.asked[found[1]].tag, PeerId(found[1]), said(found[1], found[2], now), 1.0, 1.0, 10, 20)
     match text.split():
         case ["closed", seq]:
             layout, later = (LIGHT, PHI) if swarm.on_request else (LAYOUT, ())

@@ -26,7 +26,7 @@ def asked(found: Collection, now: float) -> list[Ask]:
 
 
 def answered(ask: Ask, message: Message, seconds: float = 0.1) -> Answered:
-    return Answered(ask.tag, ask.to, Envelope(message), seconds, 0, 0)
+    return Answered(ask.tag, ask.to, Envelope(message), seconds, seconds, 0, 0)
 
 
 def gone(found: Collection) -> list[Ask]:
@@ -113,7 +113,7 @@ def test_an_origin_that_answers_nonsense_counts_as_gone() -> None:
     (ask,) = asked(found, 0.0)
     found.handle(answered(ask, Refused("nothing-newer", "x")), 0.1)
     (ask,) = asked(found, 1.0)
-    found.handle(Answered(ask.tag, X, Envelope(CollectRequest("run", 7, "X", None, 1.0, True)), 0.1, 0, 0), 1.1)
+    found.handle(Answered(ask.tag, X, Envelope(CollectRequest("run", 7, "X", None, 1.0, True)), 0.1, 0.1, 0, 0), 1.1)
     assert found.wanted[X, None].reason == "unexpected"
 
 

@@ -155,7 +155,7 @@ class World:
             return AskFailed(self.asked[found[1], found[2]].tag, PeerId(found[1]), found[3], 1.0)
         if found := re.fullmatch(r"(\w) on ([^:]*): (.*)", text):
             ask = self.asked[found[1], found[2]]
-            return Answered(ask.tag, PeerId(found[1]), self._said(ask.envelope.message, found[3]), 0.1, 10, 20)
+            return Answered(ask.tag, PeerId(found[1]), self._said(ask.envelope.message, found[3]), 0.1, 0.1, 10, 20)
         match text.split():
             case ["closed", number, "with", executions, *sums]:
                 tokens = tuple(int(token) for token in executions.split(",") if token != "-")

@@ -192,7 +192,9 @@ class World:
                 if asked is not None:
                     asker, _, ask = asked
                     seconds = self.now + self.delay_s - self._asked_at.pop(request)
-                    self._at(self.now + self.delay_s, asker, Answered(ask.tag, peer.name, envelope, seconds, 0, 0))
+                    self._at(
+                        self.now + self.delay_s, asker, Answered(ask.tag, peer.name, envelope, seconds, seconds, 0, 0)
+                    )
             case Log(event, fields):
                 peer.lines.append({"event": event, **fields})
             case _:

@@ -98,7 +98,7 @@ def test_a_backward_pass_out_of_turn_stops_the_router_with_the_micro_batchs_stor
     middle.handle(Asked(1, PeerId("A"), Envelope(request, bytes(20))), 1.0)
     effects = middle.handle(jobs.ForwardDone(1, 0, 1, 8, layout(1, 1), bytes(20)), 1.1)
     (ask,) = (effect for effect in effects if isinstance(effect, Ask))
-    middle.handle(Answered(ask.tag, ask.to, Envelope(Refused("busy")), 0.1, 0, 0), 1.2)
+    middle.handle(Answered(ask.tag, ask.to, Envelope(Refused("busy")), 0.1, 0.1, 0, 0), 1.2)
     story = "forward pass done: AWAY; sent to C; refused by C; another peer is asked: AWAY; sent to D"
     with pytest.raises(InvalidTransition, match=story):
         middle.handle(jobs.BackwardDone(1, 8, 1.0, layout(1, 1)[:1], bytes(16)), 1.3)

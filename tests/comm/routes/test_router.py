@@ -347,7 +347,7 @@ def test_a_backward_pass_goes_before_forward_passes() -> None:
     )
     assert [type(effect) for number in (2, 3, 4) for effect in asked(number)] == [jobs.Forward, jobs.Forward]
     returned = Envelope(BackwardResponse(RUN, 1.0, 8, (Hop("C", 3, 4),), layout(3, 1)[:1]), bytes(16))
-    assert middle.routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0, 0), 1.2) == []
+    assert middle.routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0.1, 0, 0), 1.2) == []
     done = middle.device.do(jobs.Forward(2, 1, 3, 1, (), b""))
     effects = middle.routes.handle(done, 1.3)
     assert [type(effect) for effect in effects if not isinstance(effect, Ask)] == [jobs.Backward]
@@ -376,7 +376,7 @@ def test_while_a_step_waits_only_micro_batches_older_than_one_under_way_here_beg
     assert begun(2, drawn=40.0) == [2]
     ask = sent_on(2)
     returned = Envelope(BackwardResponse(RUN, 1.0, 8, (Hop("C", 3, 4),), layout(3, 1)[:1]), bytes(16))
-    middle.routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0, 0), 1.2)
+    middle.routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0.1, 0, 0), 1.2)
     middle.routes.handle(middle.device.do(jobs.Backward(2, (), b"")), 1.3)
     assert middle.routes.ledger.waiting  # for the first one to come back, and then for a step
     assert begun(3, drawn=60.0) == []
@@ -403,7 +403,7 @@ def test_a_route_with_a_gap_is_no_answer(hops: tuple[Hop, ...]) -> None:
     execution = next(iter(routes.executions.values()))
     (ask,) = (e for e in routes.handle(origin.device.do(jobs.Draw(execution.token, 2)), 0.1) if isinstance(e, Ask))
     returned = Envelope(BackwardResponse(RUN, 1.0, 8, hops, layout(2, 1)[:1]), bytes(16))
-    effects = routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0, 0), 0.2)
+    effects = routes.handle(Answered(ask.tag, ask.to, returned, 0.1, 0.1, 0, 0), 0.2)
     assert not [effect for effect in effects if isinstance(effect, jobs.Backward)]
     tags = [effect.tag for effect in effects if isinstance(effect, Ask)]
     assert [tag.token for tag in tags if isinstance(tag, ForwardTag)] == [execution.token]

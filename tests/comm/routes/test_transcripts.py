@@ -145,7 +145,7 @@ def event_of(text: str, scene: Scene) -> object:
         return AskFailed(ask.tag, ask.to, found[2], SECONDS)
     if found := re.fullmatch(r"(\w+ (?:\w+(?: \S+)?)): (.*)", text):
         ask = scene.asked[found[1]]
-        return Answered(ask.tag, ask.to, message_of(found[2]), SECONDS, 0, 0)
+        return Answered(ask.tag, ask.to, message_of(found[2]), SECONDS, SECONDS, 0, 0)
     match text.split():
         case ["drawn", token, "as", number]:
             return jobs.ForwardDone(int(token), int(number), 1, 8, layout(0, 1), bytes(20))

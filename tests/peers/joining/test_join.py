@@ -76,11 +76,11 @@ class Newcomer:
         if not flaw:
             self.fetched.append(ask.tag)
         self.carry(
-            self.join.handle(Answered(ask.tag, ask.to, Envelope(chunk, piece), 1.0, 10, 10), self.now, self.live)
+            self.join.handle(Answered(ask.tag, ask.to, Envelope(chunk, piece), 1.0, 1.0, 10, 10), self.now, self.live)
         )
 
     def refuse(self, ask: Ask, reason: str) -> None:
-        answer = Answered(ask.tag, ask.to, Envelope(Refused(reason)), 0.1, 10, 10)
+        answer = Answered(ask.tag, ask.to, Envelope(Refused(reason)), 0.1, 0.1, 10, 10)
         self.carry(self.join.handle(answer, self.now, self.live))
 
     def fail(self, ask: Ask, reason: str = "unreachable") -> None:
@@ -401,7 +401,7 @@ def test_a_donor_may_encode_the_next_fragments_while_the_first_ones_are_on_their
 def test_a_piece_that_was_asked_for_ahead_leaves_room_for_another() -> None:
     fetch, asked = ahead(count=20)
     chunk = StateChunk(RUN, asked[-1], 0, SIZE, 50, LAYOUT, blobs.digest(bytes(PIECE_BYTES)))
-    answered = Answered(JoinTag(asked[-1], 0), A, Envelope(chunk, bytes(PIECE_BYTES)), 1.0, 10, 10)
+    answered = Answered(JoinTag(asked[-1], 0), A, Envelope(chunk, bytes(PIECE_BYTES)), 1.0, 1.0, 10, 10)
     assert [of_fragment(ask) for ask in fetch.handle(answered, 101.0) if isinstance(ask, Ask)] == [len(asked)]
 
 

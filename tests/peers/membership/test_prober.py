@@ -24,7 +24,7 @@ def only_ask(effects: list[Effect]) -> Ask:
 
 
 def answered(probing: Prober, ask: Ask) -> list[Effect]:
-    return probing.handle(Answered(ask.tag, ask.to, Envelope(Pong(0)), 0.1, 10, 10), 11.0, [A])
+    return probing.handle(Answered(ask.tag, ask.to, Envelope(Pong(0)), 0.1, 0.1, 10, 10), 11.0, [A])
 
 
 def test_a_peer_is_asked_for_delay_twice_then_download_then_upload() -> None:
@@ -40,7 +40,7 @@ def test_a_peer_is_asked_for_delay_twice_then_download_then_upload() -> None:
 
 def test_what_a_donor_has_sent_us_is_not_measured_again() -> None:
     probing = prober()
-    probing.meter.saw(A, 1.0, 10, 1 << 20)
+    probing.meter.saw(A, 1.0, 0.0, 10, 1 << 20)
     effects, asks = probing.handle(Woke(), 10.0, [A]), []
     while effects:
         asks.append(only_ask(effects))
@@ -67,7 +67,7 @@ def test_only_a_few_are_probed() -> None:
 
 def test_a_link_that_was_measured_is_not_probed_again() -> None:
     probing = prober()
-    probing.meter.saw(A, 1.0, 1 << 20, 10)
+    probing.meter.saw(A, 1.0, 0.0, 1 << 20, 10)
     assert probing.handle(Woke(), 10.0, [A]) == []
 
 

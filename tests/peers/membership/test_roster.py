@@ -112,7 +112,7 @@ def test_two_unanswered_questions_in_a_row_and_it_is_gone(roster: Roster, reason
 def test_an_answer_between_two_silences_forgives_the_first(roster: Roster) -> None:
     find(roster, sealed())
     unanswered(roster)
-    roster.handle(Answered(ProbeTag("ping"), other(), Envelope(Pong(1)), 0.1, 1, 1), NOW)
+    roster.handle(Answered(ProbeTag("ping"), other(), Envelope(Pong(1)), 0.1, 0.1, 1, 1), NOW)
     unanswered(roster)
     assert other() in roster.live
 

@@ -58,6 +58,17 @@ def test_all_fragments_together_cost_their_share_of_the_cores(
     assert cost_of(window_cost_s, cores).windows(WINDOW_S, fragments, SHARE) == stretch
 
 
+def test_cores_that_nobody_uses_may_be_used_more_freely() -> None:
+    cost = cost_of(0.1)
+    assert cost.windows(WINDOW_S, 1, SHARE) == 16  # 10 are needed, of 2% of a core
+    for _ in range(20):
+        cost.measured(CoresUsed(5.0, 5.0, 0.0, idle_s=5.0), gossip_alone=True)
+    assert cost.windows(WINDOW_S, 1, SHARE) == 4  # 12% of a core are there, and 4 are not yet too many
+    for _ in range(20):
+        cost.measured(CoresUsed(5.0, 5.0, 0.0, idle_s=0.0), gossip_alone=True)
+    assert cost.windows(WINDOW_S, 1, SHARE) == 16
+
+
 def test_what_is_just_above_a_bound_changes_nothing_either_way() -> None:
     cost = cost_of(0.0001)
     seen = set()

@@ -106,7 +106,7 @@ class Played:
                 sorted([RoundMember(self.known.peer, 0, 3), RoundMember(self.node.setup.own.peer, 0, 3)], key=str)
             )
             status = Envelope(messages.RoundStatus(RUN, 0, both))
-            self.deliver(Answered(FollowTag(), self.known.peer, status, 0.1, 10, 20))
+            self.deliver(Answered(FollowTag(), self.known.peer, status, 0.1, 0.1, 10, 20))
         assert self.node.phase is NodePhase.TRAINING
 
     def meet(self, peer: Identity) -> None:
@@ -274,7 +274,7 @@ def test_no_answer_to_our_own_questions_breaks_us(algorithm: Algorithm, answers:
     for message, blob in answers:
         played.pass_time(1.0)
         for ask in [played.asks.pop() for _ in range(len(played.asks))]:
-            played.deliver(Answered(ask.tag, ask.to, Envelope(message, blob), 0.1, 10, len(blob)))
+            played.deliver(Answered(ask.tag, ask.to, Envelope(message, blob), 0.1, 0.1, 10, len(blob)))
     assert played.node.phase is NodePhase.TRAINING
 
 
@@ -288,7 +288,7 @@ def test_no_answer_of_a_donor_breaks_a_newcomer(algorithm: Algorithm, answers: l
     for message, blob in answers:
         played.pass_time(4.0)
         for ask in [played.asks.pop() for _ in range(len(played.asks))]:
-            played.deliver(Answered(ask.tag, ask.to, Envelope(message, blob), 0.1, 10, len(blob)))
+            played.deliver(Answered(ask.tag, ask.to, Envelope(message, blob), 0.1, 0.1, 10, len(blob)))
     assert played.node.phase is NodePhase.JOINING
 
 
@@ -470,7 +470,7 @@ def test_a_peer_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm,
 def test_the_period_grows_where_the_link_is_too_slow_for_a_window() -> None:
     played = Played("pull", "training")
     assert played.node.selection.period_s(1000) == 1.0
-    played.node.meter.saw("slow", 10.0, 0, 70_000)  # type: ignore[arg-type]
+    played.node.meter.saw("slow", 10.0, 0.0, 0, 70_000)  # type: ignore[arg-type]
     assert played.node.selection.period_s(200_000) > 10.0
 
 

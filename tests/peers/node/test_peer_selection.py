@@ -66,8 +66,8 @@ def test_partners_are_different_holders_and_as_many_as_the_run_wants(own: Identi
 
 def test_a_slow_link_is_drawn_seldom_but_not_never(own: Identity) -> None:
     swarm = Swarm(own, "symmetric").meet(A).meet(B)
-    swarm.meter.saw(A, 1.0, 0, 100 * MiB)
-    swarm.meter.saw(B, 100.0, 0, 1 * MiB)
+    swarm.meter.saw(A, 1.0, 0.0, 0, 100 * MiB)
+    swarm.meter.saw(B, 100.0, 0.0, 0, 1 * MiB)
     drawn = Counter(swarm.asks.partners(0, 0.0)[0] for _ in range(500))
     assert 0 < drawn[B] < drawn[A] / 5
 
@@ -111,7 +111,7 @@ def grown(swarm: Swarm) -> Swarm:
 
 def test_a_slow_link_stretches_windows_and_is_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
-    swarm.meter.saw(A, 100.0, 0, 100_000)  # 1000 bytes/s
+    swarm.meter.saw(A, 100.0, 0.0, 0, 100_000)  # 1000 bytes/s
     windows, bound = swarm.asks.windows(10_000)
     assert bound == "link"
     assert windows > 10
@@ -127,7 +127,7 @@ def test_gossip_that_costs_much_stretches_windows_and_the_cores_are_named(own: I
 def test_the_tighter_of_two_bounds_is_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.01, 1.0
-    swarm.meter.saw(A, 100.0, 0, 100_000)
+    swarm.meter.saw(A, 100.0, 0.0, 0, 100_000)
     assert swarm.asks.windows(10_000)[1] == "link"
     swarm.asks.cost.compute_s = 100.0
     assert swarm.asks.windows(10_000)[1] == "cores"
@@ -145,7 +145,7 @@ def test_in_the_swarm_s_first_steps_gossip_may_cost_more_and_windows_are_shorter
 def test_no_measurement_stretches_windows_without_limit(own: Identity) -> None:
     """A partner that trickles its answer chooses what the link seems to carry."""
     swarm = grown(Swarm(own).meet(A))
-    swarm.meter.saw(A, 1e6, 0, 100_000)
+    swarm.meter.saw(A, 1e6, 0.0, 0, 100_000)
     assert swarm.asks.windows(1_000_000) == (1024, "link")
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 1e9, 1.0
     assert swarm.asks.windows(1_000_000) == (1024, "cores")

@@ -28,7 +28,8 @@ def make_of(setup_of: MakeSetup) -> Callable[[int], Make]:
         def make(peer: PeerId) -> ComputeSetup:
             setup = setup_of(peer, algorithm="synchronous")
             run = setup.config
-            train = {"clip_norm": 1e9, "accumulate": micro_batches, "micro_batch": 2, "learning_rate": 3e-3}
+            train: dict[str, object] = {"clip_norm": 1e9, "accumulate": micro_batches, "micro_batch": 2}
+            train |= {"optimizer": "adamw", "learning_rate": 3e-3}  # AdamW, as its first moment shows the gradient
             changed = {
                 "model": run.model.model_copy(update={"depth": 3}),
                 "routes": config.RoutesConfig(wire="fp32"),

@@ -14,7 +14,7 @@ A = PeerId("A")
 def test_blobs_of_questions_and_replies_and_all_bytes_of_answers_count() -> None:
     traffic = TrafficCounter()
     traffic.received(Asked(1, A, Envelope(Ping(0), bytes(5))))
-    traffic.received(Answered(PullTag(0, 1), A, Envelope(Pong(0)), 0.1, 10, 20))
+    traffic.received(Answered(PullTag(0, 1), A, Envelope(Pong(0)), 0.1, 0.1, 10, 20))
     traffic.emitted(Reply(1, Envelope(Pong(0), bytes(7))))
     assert (traffic.sent_bytes, traffic.received_bytes) == (17, 25)
 

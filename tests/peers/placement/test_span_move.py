@@ -75,7 +75,7 @@ class Swarm:
             reply = self.effects[ask.to].pop()
             assert isinstance(reply, Reply)
             answer = reply.envelope
-        self.tell(asker, Answered(ask.tag, ask.to, answer, 0.1, 10, 10))
+        self.tell(asker, Answered(ask.tag, ask.to, answer, 0.1, 0.1, 10, 10))
 
     def deliver_all(self) -> None:
         while self.asks:

@@ -1,0 +1,43 @@
+"""How long a transfer takes whose sender begins slowly, as TCP's do, and what its duration says of the link's rate.
+
+A sender may have INITIAL_BYTES under way at first (RFC 6928), and twice as many after each round trip, until as many
+as the link carries in a round trip are under way (Cardwell, Savage & Anderson, "Modeling TCP latency", 2000, without
+losses). After k round trips it has sent INITIAL_BYTES (2^k - 1), and what is left takes its bytes over the rate:
+
+    duration = max over k of (k round trips + what is left then / rate)
+
+So a short transfer over a long way takes its round trips, whatever the link could carry. Durations are from the arrival
+of the first byte to that of the last.
+"""
+
+from collections.abc import Iterator
+
+from decentral.core.units import Seconds
+
+INITIAL_BYTES = 10 * 1448
+
+
+def transfer_s(size: int, rate: float, round_trip_s: Seconds) -> Seconds:
+    """The duration of a transfer of `size` bytes over a link of `rate` bytes/s."""
+    return max((waited_s + left / rate for left, waited_s in _rounds(size, round_trip_s)), default=0.0)
+
+
+def rate_of(size: int, seconds: Seconds, round_trip_s: Seconds) -> float:
+    """The rate, in bytes/s, of a link that has carried `size` > 0 bytes in this time.
+
+    The most that can be said of a link that did not slow the transfer down is that it carries what would have been
+    under way in the next round trip.
+    """
+    rounds = list(_rounds(size, round_trip_s))
+    most = INITIAL_BYTES * 2.0 ** len(rounds) / round_trip_s if round_trip_s > 0 else float("inf")
+    if seconds <= rounds[-1][1]:
+        return most
+    return min(most, max(left / (seconds - waited_s) for left, waited_s in rounds))
+
+
+def _rounds(size: int, round_trip_s: Seconds) -> Iterator[tuple[int, Seconds]]:
+    """At the beginning of each round trip in which something is left: how many bytes, and the time until then."""
+    left, flight, waited_s = size, INITIAL_BYTES, 0.0
+    while left > 0:
+        yield left, waited_s
+        left, flight, waited_s = left - flight, 2 * flight, waited_s + round_trip_s
