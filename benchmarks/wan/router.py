@@ -43,16 +43,14 @@ def main() -> None:
         base, seconds = description.from_json(lines.readline()), float(lines.readline())
         namespaces.own_proc()
         namespaces.wake_exactly()
-        with namespaces.congestion_control_allowed():
-            router = Router(base, control.fileno(), seconds)
+        router = Router(base, control.fileno(), seconds)
     except (UserError, OSError) as error:
         control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
         return
     with suppress(PermissionError):  # a container may lack that right; then the router may be late, and says so
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(PRIORITY))
-    control.sendall(
-        json.dumps({"networks": router.networks, "congestion_control": router.congestion_control}).encode() + b"\n"
-    )
+    ready = {"networks": router.networks, "congestion_control": router.congestion_control}
+    control.sendall(json.dumps(ready).encode() + b"\n")
     while router.run():
         request = lines.readline()
         if not request:
@@ -82,7 +80,8 @@ class Router:
         for peer, kind in base.nat.items():
             self.nat.inside_N[peer] = PRIVATE_ADDRESS
             self.nat.symmetric_N[peer] = kind == "symmetric"
-        opened = [self._open(peer) for peer in range(count)]
+        with namespaces.congestion_control_allowed():
+            opened = [self._open(peer) for peer in range(count)]
         self.networks = [network for network, _ in opened]  # descriptors
         self.congestion_control = namespaces.congestion_control()  # of TCP in the namespaces
         namespaces.unshare(namespaces.NEW_NETWORK)  # we stay in an empty one, without any device
