@@ -38,9 +38,9 @@ from benchmarks.processes import CpuSeconds
 from benchmarks.straggler import Child
 from decentral.core import config
 from decentral.core.journal import read
-from decentral.core.time_spent import TimeSpent
 from decentral.local import LocalSwarm
 from decentral.local import parse as parse_local
+from decentral.summary import time_spent
 from decentral.train import gpt
 
 Line = dict[str, Any]
@@ -145,7 +145,7 @@ def _peers(case: Case, seconds: float) -> Measured:
     within = [[line for line in lines if begins <= line["t"] <= ends] for lines in steps]
     written = [(line["t"], lines) for lines in journals for line in lines if line["event"] == "checkpoint"]
     stalls = [stall_s(lines, at) for at, lines in written if begins <= at <= ends]
-    spent = sum((_time_spent(line) for lines in within for line in lines), TimeSpent())
+    spent = time_spent(line for lines in within for line in lines)
     known = [
         line["seconds"] for lines in journals for line in lines if line["event"] == "checkpoint" and "seconds" in line
     ]
@@ -201,10 +201,6 @@ def newcomer_s(journal: Sequence[Line], process_began: float) -> tuple[float, fl
     first = next(line for line in journal if line["event"] == "step")["t"]
     started = next(line for line in journal if line["event"] == "started")["t"]
     return first - process_began, first - started
-
-
-def _time_spent(line: Line) -> TimeSpent:
-    return TimeSpent(training=line["seconds"], **line["aside"])
 
 
 def _mean_cpu(peers: Sequence[CpuSeconds]) -> CpuSeconds:

@@ -1,7 +1,7 @@
 """The summary of a local swarm, from its peers' journals and checkpoints: docs/PROTOCOL.md has its contract."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,14 @@ def _time_shares(steps: Sequence[Line]) -> dict[str, float]:
     `busy_fraction` is that of training: forward, backward, optimizer and throttling. `beside` is no part of the
     thread's time: the worker's processor time, in the same unit.
     """
-    spent = TimeSpent()
-    for line in steps:
-        spent += TimeSpent(training=line["seconds"], **line["aside"])
+    spent = time_spent(steps)
     shares = {**spent.shares(), "beside": spent.beside / spent.total if spent.total else 0.0}
     return {name: round(share, 4) for name, share in shares.items()}
+
+
+def time_spent(steps: Iterable[Line]) -> TimeSpent:
+    """What a peer's training thread did in the time of these `step` lines of its journal."""
+    return sum((TimeSpent(training=line["seconds"], **line["aside"]) for line in steps), TimeSpent())
 
 
 def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:

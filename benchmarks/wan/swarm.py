@@ -22,7 +22,6 @@ from benchmarks.wan.lab import ROOT, Lab, Traffic
 from benchmarks.wan.links import Count
 from decentral import summary
 from decentral.core.journal import read
-from decentral.core.time_spent import TimeSpent
 from decentral.local import LocalSwarm
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"  # every interface of its namespace, as a peer does without a flag
@@ -78,9 +77,7 @@ def train(lab: Lab, flags: argparse.Namespace, folder: Path, schedule: str, cons
 
 def of_peer(lab: Lab, number: int, lines: Sequence[Line], traffic: Traffic) -> Line:
     """What a peer did by its journal's `lines`, and what its links carried, from when all had joined."""
-    spent = sum(
-        (TimeSpent(training=line["seconds"], **line["aside"]) for line in lines if line["event"] == "step"), TimeSpent()
-    )
+    spent = summary.time_spent(line for line in lines if line["event"] == "step")
     return {
         "name": lab.description.names[number],
         "asked": _asked(lab, number),
