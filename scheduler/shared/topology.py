@@ -19,7 +19,7 @@ all of them together; `bandwidth` is that of a pair while nobody else sends.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,10 +50,6 @@ class Workload:
     activation_gbytes: float = 0.47124928  # 62,500 tokens x 2,024 channels x 4 bytes, over 2**30
 
 
-def _unknown() -> Floats:
-    return np.empty(0)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
     """N peers and the links between them. A peer has no delay and unlimited bandwidth to itself."""
@@ -65,20 +61,10 @@ class Topology:
     flops: Floats  # N, FLOP/s
     delay_s: Floats  # N x N, one way, from the row's peer to the column's
     bandwidth: Floats  # N x N, bytes/s in the same direction
+    up: Floats  # N, bytes/s of all that a peer sends; inf: unlimited
+    down: Floats  # N
+    loss: Floats  # N x N, the share of packets that are lost
     workload: Workload | None = None
-    up: Floats = field(default_factory=_unknown)  # N, bytes/s of all that a peer sends; default: unlimited
-    down: Floats = field(default_factory=_unknown)  # N
-    loss: Floats = field(default_factory=_unknown)  # N x N, the share of packets that are lost; default: none
-
-    def __post_init__(self) -> None:
-        count = len(self.ids)
-        for name, usual in (
-            ("up", np.full(count, np.inf)),
-            ("down", np.full(count, np.inf)),
-            ("loss", np.zeros((count, count))),
-        ):
-            if not getattr(self, name).size:
-                object.__setattr__(self, name, usual)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -331,10 +317,10 @@ def _topology(peers: Sequence[_Peer], matrices: tuple[Floats, Floats, Floats], w
         flops=np.array([peer.tflops * 1e12 for peer in peers]),
         delay_s=delay,
         bandwidth=bandwidth,
-        workload=workload,
         up=up,
         down=down,
         loss=loss,
+        workload=workload,
     )
 
 

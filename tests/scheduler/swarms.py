@@ -13,4 +13,5 @@ def subset(swarm: Topology, keep: Sequence[int]) -> Topology:
     grid = np.ix_(index, index)
     names = [tuple(field[i] for i in keep) for field in (swarm.ids, swarm.regions, swarm.devices)]
     numbers = (swarm.memory_bytes[index], swarm.flops[index], swarm.delay_s[grid], swarm.bandwidth[grid])
-    return Topology(names[0], names[1], names[2], *numbers, swarm.workload)
+    limits = (swarm.up[index], swarm.down[index], swarm.loss[grid])
+    return Topology(names[0], names[1], names[2], *numbers, *limits, swarm.workload)

@@ -52,7 +52,8 @@ def swarm(rate: Floats) -> Topology:
     same = np.ones(count)
     np.fill_diagonal(rate, np.inf)
     delay = np.zeros((count, count))
-    return Topology(ids, ("here",) * count, ("gpu",) * count, same, same, delay, rate, Workload(3, 2))
+    limits = (np.inf * same, np.inf * same, np.zeros_like(rate))
+    return Topology(ids, ("here",) * count, ("gpu",) * count, same, same, delay, rate, *limits, Workload(3, 2))
 
 
 @pytest.mark.parametrize("case", OPTIMA)
