@@ -117,6 +117,7 @@ class Engine:
     began: Seconds | None = None  # when the present steps began; None: it is idle
     stretched: float = 1.0  # how much slower than its pace it is at present
     frozen: bool = False
+    beside_until: Seconds = 0.0  # when the worker is through with what it has to do
     last_computed: Seconds | None = None  # when it last took a step or computed a part of a micro-batch
     slowest: float = 1.0  # the largest `stretched` so far
     _step_s: Seconds = 0.0  # how long each of the present steps takes
@@ -124,6 +125,9 @@ class Engine:
     _timer: Timer | None = None
 
     def put(self, job: jobs.Job) -> None:
+        if isinstance(job, jobs.EncodeSections) and not self.frozen:
+            self._do_beside(job)
+            return
         self.inbox.append(job)
         if len(self.inbox) > 1 or self.frozen or self._doing:
             return
@@ -178,6 +182,14 @@ class Engine:
         self.began, self._doing = None, True
         self._cancel()
         self.agenda.after(job_s, lambda: self._done(job, outcome))
+
+    def _do_beside(self, job: jobs.Job) -> None:
+        """A job that needs no step edge: the worker does it while training goes on (train/job_phases.py)."""
+        outcome = self.training.do(job)
+        job_s = self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
+        self.spent += TimeSpent(beside=job_s)
+        self.beside_until = max(self.agenda.now, self.beside_until) + job_s
+        self.agenda.at(self.beside_until, lambda: self.report(job, outcome))
 
     def _done(self, job: jobs.Job, outcome: jobs.Outcome) -> None:
         self.report(job, outcome)
@@ -376,7 +388,7 @@ def _handled_bytes(job: jobs.Job, outcome: jobs.Outcome) -> int:
             return len(part.blob)
         case jobs.ImportState(blobs=blobs) | jobs.ChangeSpan(blobs=blobs), _:
             return sum(len(blob) for _, _, blob in blobs)
-        case _, jobs.WindowClosed(blob=blob) | jobs.StateExported(blob=blob):
+        case _, jobs.WindowClosed(blob=blob) | jobs.SectionsEncoded(blob=blob) | jobs.StateExported(blob=blob):
             return len(blob)
         case _, jobs.Saved(bytes=size):
             return size
