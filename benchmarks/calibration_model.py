@@ -19,7 +19,7 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.sim.geography import PROCESSING_S, SwarmGeography, TypicalLink
+from decentral.sim.geography import SwarmGeography, TypicalLink
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 from decentral.sim.virtual_host import Pace
 
@@ -243,8 +243,8 @@ def _bytes_per_step(lines: Sequence[Line]) -> float:
 def simulate(setting: Setting, device: DevicePace, step_s: Sequence[Seconds], seconds: Seconds) -> list[list[Line]]:
     """The journals of a run of `seconds` after everybody has joined, on peers whose steps take so long."""
     settings = settings_of(setting, device, step_s)
-    delay_s = max(0.0, device.latency_s - 2 * PROCESSING_S) / 2
-    geography = SwarmGeography(0, TypicalLink(delay_s, device.rate, device.rate, spread=0.0))
+    link = TypicalLink(0.0, device.rate, device.rate, spread=0.0)  # loopback: what a question takes, processes take
+    geography = SwarmGeography(0, link, processing_s=device.latency_s / 2)
     return play(SimulatedSwarm(settings, 0, geography), len(step_s), device.start_s, seconds)
 
 

@@ -68,10 +68,12 @@ class Sender:
     acknowledged_at: Seconds = 0.0  # when the first bytes of this window are
     resent_at: Seconds = 0.0  # when what was lost has been sent again
 
+    at_once: bool = True  # the window goes out at once; later ones bit by bit, as acknowledgements come
+
     @property
     def burst(self) -> float:
-        """Bytes that a round adds to the link's queue: all at first; later ones leave as acknowledgements come."""
-        return min(self.window, self.left) / (1 if self.acknowledged_at == 0.0 else 2)
+        """Bytes by which this round makes the link's queue longer."""
+        return min(self.window, self.left) / (1 if self.at_once else 2)
 
     def begin_round(self, now: Seconds, queue_s: Seconds) -> None:
         """It may send its window from now on; acknowledgements wait in a queue for so long."""
@@ -100,7 +102,7 @@ class Sender:
 
     def acknowledge(self) -> None:
         """What was sent of the window is acknowledged. A window that was not half used does not grow."""
-        used = self.window - self.sendable
+        used, self.at_once = self.window - self.sendable, False
         if 2 * used > self.window:
             self._grow(used)
 
@@ -115,7 +117,7 @@ class Sender:
         under_way = min(self.left, self.window)
         if self.sendable == IN_TIME:
             return max(0.0, under_way - rate * self.round_trip_s)
-        return min(self.sendable, under_way) / 2
+        return min(self.sendable, under_way) / (1 if self.at_once else 2)
 
     def _grow(self, acknowledged: float) -> None:
         if self.window < self.ceiling:

@@ -25,13 +25,18 @@ MOST_WINDOWS = 100_000  # connections whose windows are remembered
 
 
 class Geography(Protocol):
-    """A peer's uplink and downlink and the limit of a pair's link, in bytes per second; and the delay one way."""
+    """A peer's uplink and downlink and the limit of a pair's link, in bytes per second.
+
+    `delay_s` is a message's way from one process to the other, `round_trip_s` a packet's way there and back.
+    """
 
     def up(self, peer: PeerId) -> float: ...
 
     def down(self, peer: PeerId) -> float: ...
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds: ...
+
+    def round_trip_s(self, source: PeerId, target: PeerId) -> Seconds: ...
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float: ...
 
@@ -61,7 +66,7 @@ class SharedLinks:
         self._sharing[source, target] += 1
         geography, window = self.geography, self._window(source, target)
         path_rate = min(geography.up(source), geography.down(target), geography.bandwidth(source, target))
-        round_trip_s = self._round_trip_s(source, target)
+        round_trip_s = geography.round_trip_s(source, target)
         window.use(self.agenda.now, round_trip_s)
         sender = window.sender(size, path_rate, round_trip_s, self._sharing[source, target])
         transfer = Transfer(source, target, sender, done)
@@ -85,7 +90,7 @@ class SharedLinks:
         """A small message is sent, so that the connection is not idle."""
         window = self.windows.get((source, target))
         if window is not None:
-            window.use(self.agenda.now, self._round_trip_s(source, target))
+            window.use(self.agenda.now, self.geography.round_trip_s(source, target))
 
     def queue_s(self, source: PeerId, target: PeerId) -> Seconds:
         """How long a packet from one peer to the other waits before the links now, the receiver's downlink left out."""
@@ -93,6 +98,8 @@ class SharedLinks:
         if not sending:
             return 0.0
         up, path, waits_s = self.geography.up(source), self.geography.bandwidth(source, target), 0.0
+        if up <= 0 or path <= 0:
+            return QUEUE_S
         for transfer in sending:
             transfer.sender.send(transfer.rate, self.agenda.now)
             waits_s += transfer.sender.queued(transfer.rate) / (min(up, path) if transfer.target == target else up)
@@ -104,9 +111,6 @@ class SharedLinks:
         if len(self.windows) > MOST_WINDOWS:
             del self.windows[next(iter(self.windows))]
         return window
-
-    def _round_trip_s(self, source: PeerId, target: PeerId) -> Seconds:
-        return self.geography.delay_s(source, target) + self.geography.delay_s(target, source)
 
     # Rounds
 
@@ -120,9 +124,9 @@ class SharedLinks:
 
     def _drop(self, transfer: Transfer) -> None:
         """Drops what the uplink's queue has no room for."""
-        room_s = QUEUE_S - self.queue_s(transfer.source, transfer.target)
-        dropped = transfer.sender.burst - room_s * self.geography.up(transfer.source)
-        if dropped > 0:
+        up = self.geography.up(transfer.source)
+        dropped = transfer.sender.burst - (QUEUE_S - self.queue_s(transfer.source, transfer.target)) * up
+        if dropped > 0 and up > 0:
             transfer.sender.at = self.agenda.now
             transfer.sender.lose(dropped, QUEUE_S)
 
@@ -175,4 +179,6 @@ class SharedLinks:
         if transfer.timer is not None:
             transfer.timer.cancel()
         stops_at = transfer.sender.take_share(rate) if rate > 0 else None
-        transfer.timer = self.agenda.at(stops_at, lambda: self._stopped_sending(transfer)) if stops_at is not None else None
+        transfer.timer = (
+            self.agenda.at(stops_at, lambda: self._stopped_sending(transfer)) if stops_at is not None else None
+        )
