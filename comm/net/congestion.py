@@ -17,10 +17,10 @@ from decentral.comm.wire.slow_start import INITIAL_BYTES
 from decentral.core.units import MiB, Seconds
 
 PACKET_BYTES = 1500
-WIRE_BYTES = PACKET_BYTES / 1448  # on the link, for each byte of a message
-FIRST_WINDOW = INITIAL_BYTES * WIRE_BYTES
+WITH_HEADERS = PACKET_BYTES / 1448  # bytes on the link, for each byte of a message
+FIRST_WINDOW = INITIAL_BYTES * WITH_HEADERS
 MOST_BYTES = 4.0 * MiB  # under way: the buffers of a stock Linux (tcp_wmem)
-SLOW_START_PATHS = 1.5  # slow start ends where this many times what the path holds is under way: HyStart finds it there
+SLOW_START_PATHS = 1.5  # HyStart ends slow start where one to two times what the path holds is under way
 AFTER_LOSS = 0.7  # of the window is left (CUBIC, RFC 9438)
 LEAST_TIMEOUT_S = 0.2  # a retransmission time-out is so much longer than the round trip (RFC 6298, as Linux has it)
 IN_TIME = float("inf")
@@ -66,8 +66,7 @@ class Sender:
     at: Seconds = 0.0
     sendable: float = 0.0  # bytes of the window that were not sent yet; IN_TIME: acknowledgements come before it ends
     acknowledged_at: Seconds = 0.0  # when the first bytes of this window are
-    resent_at: Seconds = 0.0  # when what was lost has been sent again
-
+    resent_at: Seconds = 0.0  # when what was lost has been sent again; 0: nothing was lost
     at_once: bool = True  # the window goes out at once; later ones bit by bit, as acknowledgements come
 
     @property

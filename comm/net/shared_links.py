@@ -1,12 +1,13 @@
 """How long transfers take that share links: a fluid model, event by event.
 
-A transfer runs from one peer to another at the least of three equal shares: of the sender's uplink among all that it
-sends, of the receiver's downlink among all that it receives, and of the link between the two among all transfers on it.
-What a transfer cannot use of its share is not given to others, so the model errs on the slow side (max-min fairness
-would give it away); in return a change touches only the transfers at its two ends.
+A transfer sends at the least of three equal shares: of the sender's uplink among all that it sends, of the receiver's
+downlink among all that it receives, and of the link between the two among all transfers on it. Those that wait for
+acknowledgements (comm/net/congestion.py) have no share meanwhile. What a transfer cannot use of its share is not given
+to others, so the model errs on the slow side; in return a change touches only the transfers at its two ends.
 
-Beside its share a transfer has a window (comm/net/congestion.py), which it shares with the others of its connection. A
-window that is larger than the path needs stands in the uplink's queue, where other messages wait behind it.
+What is under way beyond what the path holds stands in the queue before the sender's uplink, or before the link of the
+pair where that is slower. Small messages and acknowledgements wait behind it. Where a transfer begins to send more than
+the uplink's queue has room for, the rest of it is dropped.
 """
 
 from collections import Counter

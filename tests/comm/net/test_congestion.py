@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decentral.comm.net.congestion import FIRST_WINDOW, MOST_BYTES, WIRE_BYTES, CongestionWindow
+from decentral.comm.net.congestion import FIRST_WINDOW, MOST_BYTES, WITH_HEADERS, CongestionWindow
 from decentral.comm.net.shared_links import QUEUE_S, SharedLinks
 from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.agenda import Agenda
@@ -72,8 +72,8 @@ def world() -> World:
 @pytest.mark.parametrize("size", [5e3, 30e3, 100e3, 1e6])
 def test_a_transfer_on_a_new_connection_takes_what_the_meter_expects(world: World, size: float) -> None:
     """The meter reads rates off transfers by comm/wire/slow_start.py: both must mean the same slow start."""
-    expected_s = transfer_s(int(size), RATE / WIRE_BYTES, ROUND_TRIP_S)
-    assert world.alone("one", size * WIRE_BYTES) == pytest.approx(expected_s, rel=0.02)
+    expected_s = transfer_s(int(size), RATE / WITH_HEADERS, ROUND_TRIP_S)
+    assert world.alone("one", size * WITH_HEADERS) == pytest.approx(expected_s, rel=0.02)
 
 
 def test_a_connection_that_was_just_used_does_not_begin_slowly_again(world: World) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decentral.comm.net.congestion import WIRE_BYTES
+from decentral.comm.net.congestion import WITH_HEADERS
 from decentral.comm.net.streams import STREAM_ANSWER_S, WRITE_S
 from decentral.comm.net.virtual_network import Network, Outcome, Port, Respond
 from decentral.comm.wire.codec import Envelope
@@ -120,14 +120,14 @@ def test_a_blob_takes_its_time_on_the_wire(world: World) -> None:
     world.ask()
     ((at, what),) = world.play()
     assert what == "probed"
-    assert at == pytest.approx(1.0 + 50 * WIRE_BYTES, abs=0.2)
+    assert at == pytest.approx(1.0 + 50 * WITH_HEADERS, abs=0.2)
 
 
 def test_a_synthetic_blob_takes_the_time_of_its_length(world: World) -> None:
     world.answers = lambda respond: respond(Envelope(Probed(0), SyntheticBlob([(5_000_000, b"few")])))
     world.ask()
     ((at, _),) = world.play()
-    assert at == pytest.approx(1.0 + 50 * WIRE_BYTES, abs=0.2)
+    assert at == pytest.approx(1.0 + 50 * WITH_HEADERS, abs=0.2)
 
 
 # Silence
