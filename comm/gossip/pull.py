@@ -134,7 +134,7 @@ class PullExchange(Exchange):
         window, on_request = self._window, sum(section.size for section in closed.on_request)
         self._largest = len(closed.blob) + on_request
         self.size = len(closed.blob) + on_request // (self.whole_every * max(1, len(window.partners)))
-        period_s = self.context.view.period_s(self.size)
+        period_s = self.context.period_s(self.size)
         behind = now - self._published_at > BEHIND_PERIODS * period_s
         self._published_at, window.layout, window.on_request = now, closed.layout, closed.on_request
         window.enough_at = now + ENOUGH_PERIODS * period_s
@@ -163,7 +163,7 @@ class PullExchange(Exchange):
     def _ask(self, partner: PeerId, now: Seconds) -> Ask:
         kind = BlockingPullTag if self.blocking else PullTag
         tag = kind(self.context.fragment, self.seq)
-        period_s = self.context.view.period_s(self.size)
+        period_s = self.context.period_s(self.size)
         after = self.seq - 1 if self.blocking else self.seen.get(partner, 0)
         patience_s = MAX_PATIENCE_S if self.blocking else min(PATIENCE_PERIODS * period_s, MAX_PATIENCE_S)
         since = max(0.0, now - period_s / 2)

@@ -15,6 +15,7 @@ from decentral.core.units import KiB, MiB, Seconds
 
 NEWEST = 0.2
 LARGE = 64 * KiB  # smaller transfers say nothing about the rate
+ROUND_TRIP = 0.8  # of a latency: what answers' first bytes take has their peer's work in it, a round trip has not
 LATENCIES = 16  # answers of which the first to come tells the latency: others have waited for their peer
 LEAST_S = 1e-4  # a transfer takes at least so long, whatever the clock says
 UNKNOWN_LATENCY_S = 0.2
@@ -54,10 +55,11 @@ class Meter:
             return
         self._known = None
         latency_s = link.latency_s or 0.0
+        round_trip_s = ROUND_TRIP * latency_s
         if received >= sent:
-            link.down = _mixed(link.down, rate_of(received, max(LEAST_S, seconds - first_byte_s), latency_s))
+            link.down = _mixed(link.down, rate_of(received, max(LEAST_S, seconds - first_byte_s), round_trip_s))
         else:
-            link.up = _mixed(link.up, rate_of(sent, max(LEAST_S, seconds - latency_s), latency_s))
+            link.up = _mixed(link.up, rate_of(sent, max(LEAST_S, seconds - latency_s), round_trip_s))
 
     def latency_s(self, peer: PeerId) -> float:
         known = self.links.get(peer, Link()).latency_s

@@ -154,7 +154,7 @@ class GossipConfig(Strict):
     # (docs/ROUTES.md): of the settings below it uses fragment_parameters alone.
     algorithm: AlgorithmName = "pull"
     window_s: PositiveFloat = 0.5
-    start_window_s: PositiveFloat = 0.1  # in the first start_steps of the swarm, when replicas drift apart fastest
+    start_window_s: PositiveFloat = 0.125  # in the first start_steps of the swarm, when replicas drift apart fastest
     start_steps: Annotated[int, Field(ge=0)] = 100
     partners: Positive = 3  # pulled from in each window
     consensus_every: Positive = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each

@@ -99,8 +99,8 @@ def test_a_round_may_have_begun_with_peers_that_no_record_tells_of(own: Identity
 
 def test_windows_are_as_long_as_the_config_says_while_nothing_is_known_to_cost_much(own: Identity) -> None:
     asks = grown(Swarm(own)).asks
-    assert asks.windows(1000) == (1, "")
-    assert asks.period_s(1000) == asks.window_s() == 0.5
+    assert asks.windows(1, 1000) == (1, "")
+    assert asks.period_s(1, 1000) == asks.window_s() == 0.5
 
 
 def grown(swarm: Swarm) -> Swarm:
@@ -112,41 +112,41 @@ def grown(swarm: Swarm) -> Swarm:
 def test_a_slow_link_stretches_windows_and_is_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
     swarm.meter.saw(A, 100.0, 0.0, 0, 100_000)  # 1000 bytes/s
-    windows, bound = swarm.asks.windows(10_000)
+    windows, bound = swarm.asks.windows(1, 10_000)
     assert bound == "link"
     assert windows > 10
-    assert swarm.asks.period_s(10_000) == windows * 0.5
+    assert swarm.asks.period_s(1, 10_000) == windows * 0.5
 
 
 def test_gossip_that_costs_much_stretches_windows_and_the_cores_are_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.007, 1.0
-    assert swarm.asks.windows(10) == (2, "cores")  # two fragments, 1.5% of a core
+    assert swarm.asks.windows(1, 10) == (2, "cores")  # two fragments, 1.5% of a core
 
 
 def test_the_tighter_of_two_bounds_is_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.01, 1.0
     swarm.meter.saw(A, 100.0, 0.0, 0, 100_000)
-    assert swarm.asks.windows(10_000)[1] == "link"
+    assert swarm.asks.windows(1, 10_000)[1] == "link"
     swarm.asks.cost.compute_s = 100.0
-    assert swarm.asks.windows(10_000)[1] == "cores"
+    assert swarm.asks.windows(1, 10_000)[1] == "cores"
 
 
 def test_in_the_swarm_s_first_steps_gossip_may_cost_more_and_windows_are_shorter(own: Identity) -> None:
     asks = Swarm(own).asks
     asks.cost.compute_s, asks.cost.cores = 0.007, 1.0
-    assert asks.window_s() == 0.1
-    assert asks.windows(10) == (1, "")
+    assert asks.window_s() == 0.125
+    assert asks.windows(1, 10) == (1, "")
     asks.progress.lr_step = 1000
-    assert asks.windows(10) == (2, "cores")
+    assert asks.windows(1, 10) == (2, "cores")
 
 
 def test_no_measurement_stretches_windows_without_limit(own: Identity) -> None:
     """A partner that trickles its answer chooses what the link seems to carry."""
     swarm = grown(Swarm(own).meet(A))
     swarm.meter.saw(A, 1e6, 0.0, 0, 100_000)
-    assert swarm.asks.windows(1_000_000) == (1024, "link")
+    assert swarm.asks.windows(1, 1_000_000) == (1024, "link")
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 1e9, 1.0
-    assert swarm.asks.windows(1_000_000) == (1024, "cores")
-    assert LONGEST_WINDOW_S / 2 < swarm.asks.period_s(1_000_000) <= LONGEST_WINDOW_S
+    assert swarm.asks.windows(1, 1_000_000) == (1024, "cores")
+    assert LONGEST_WINDOW_S / 2 < swarm.asks.period_s(1, 1_000_000) <= LONGEST_WINDOW_S
