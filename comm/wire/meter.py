@@ -2,7 +2,7 @@
 
 Latency and rate are told apart (comm/wire/slow_start.py): the latency is the least of the last answers' times to their
 first byte, and the rate is what the time from the first byte to the last says beside the sender's slow start. It is
-what a transfer gets while others run beside it. The newest measurement counts for a fifth.
+what a transfer gets while others run beside it: the mean over the last bytes, of about five transfers.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from decentral.comm.wire.slow_start import rate_of, transfer_s
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
-NEWEST = 0.2
+REMEMBERED = 4  # transfers of the newest one's size that count beside it
 LARGE = 64 * KiB  # smaller transfers say nothing about the rate
 ROUND_TRIP = 0.8  # of a latency: what answers' first bytes take has their peer's work in it, a round trip has not
 LATENCIES = 16  # answers of which the first to come tells the latency: others have waited for their peer
@@ -27,9 +27,22 @@ MOST_LINKS = 4096  # beyond them, the peers that we have not heard from for long
 
 
 @dataclass(slots=True)
+class Rate:
+    """The mean of the times that the last bytes took, as bytes/s."""
+
+    known: float | None = None  # None: nothing was measured
+    _bytes: int = 0  # that it was measured by
+
+    def saw(self, rate: float, size: int) -> None:
+        newest = size / (self._bytes + size)
+        self.known = 1 / ((1 - newest) / self.known + newest / rate) if self.known else rate
+        self._bytes = min(self._bytes + size, REMEMBERED * size)
+
+
+@dataclass(slots=True)
 class Link:
-    down: float | None = None  # bytes/s towards us
-    up: float | None = None  # bytes/s towards the peer
+    down: Rate = field(default_factory=Rate)  # towards us
+    up: Rate = field(default_factory=Rate)  # towards the peer
     latencies: deque[Seconds] = field(default_factory=lambda: deque(maxlen=LATENCIES))
 
     @property
@@ -57,9 +70,9 @@ class Meter:
         latency_s = link.latency_s or 0.0
         round_trip_s = ROUND_TRIP * latency_s
         if received >= sent:
-            link.down = _mixed(link.down, rate_of(received, max(LEAST_S, seconds - first_byte_s), round_trip_s))
+            link.down.saw(rate_of(received, max(LEAST_S, seconds - first_byte_s), round_trip_s), received)
         else:
-            link.up = _mixed(link.up, rate_of(sent, max(LEAST_S, seconds - latency_s), round_trip_s))
+            link.up.saw(rate_of(sent, max(LEAST_S, seconds - latency_s), round_trip_s), sent)
 
     def latency_s(self, peer: PeerId) -> float:
         known = self.links.get(peer, Link()).latency_s
@@ -67,7 +80,7 @@ class Meter:
 
     def bandwidth(self, peer: PeerId) -> float | None:
         """Bytes/s towards us; None if nothing was measured."""
-        return self.links.get(peer, Link()).down
+        return self.links.get(peer, Link()).down.known
 
     def typical_down(self) -> float | None:
         """The median over all peers, in bytes/s."""
@@ -80,8 +93,8 @@ class Meter:
 
     def _of_all(self) -> tuple[float | None, float | None]:
         if self._known is None:
-            downs = [link.down for link in self.links.values() if link.down is not None]
-            ups = [link.up for link in self.links.values() if link.up is not None]
+            downs = [link.down.known for link in self.links.values() if link.down.known is not None]
+            ups = [link.up.known for link in self.links.values() if link.up.known is not None]
             self._known = median(downs) if downs else None, max(ups, default=None)
         return self._known
 
@@ -90,8 +103,3 @@ class Meter:
         latency_s, rate = self.latency_s(peer), self.bandwidth(peer) or UNKNOWN_BANDWIDTH
         expected = latency_s + transfer_s(size, rate, latency_s)
         return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * expected))
-
-
-def _mixed(old: float | None, new: float) -> float:
-    """The mean of the times that a byte takes, as a rate."""
-    return new if old is None else 1 / ((1 - NEWEST) / old + NEWEST / new)

@@ -106,7 +106,8 @@ class PeerSelection:
         setup, down, up = self.setup(), self.meter.typical_down(), self.meter.best_up()
         gossip = setup.config.gossip
         parameters = {one.index: one.parameters for one in setup.fragments}
-        round_bytes = size / parameters[fragment] * sum(parameters.values())
+        of_this = parameters.get(fragment) or max(parameters.values())  # one that we have just given up has no entry
+        round_bytes = size / of_this * sum(parameters.values())
         pulls = min(gossip.partners, max(1, len(self.roster.live)))  # of ours and from us
         busy_s = max(round_bytes / down if down else 0.0, pulls * round_bytes / up if up else 0.0)
         return self.link_stretch.fit(busy_s / (gossip.link_share * window_s))

@@ -42,7 +42,7 @@ def test_up_and_down_are_measured_apart() -> None:
     meter = Meter()
     meter.saw(A, 1.0, 0.0, 8 * MiB, 100)
     meter.saw(A, 2.0, 0.0, 100, 8 * MiB)
-    assert (meter.links[A].up, meter.links[A].down) == (8 * MiB, 4 * MiB)
+    assert (meter.links[A].up.known, meter.links[A].down.known) == (8 * MiB, 4 * MiB)
 
 
 def test_small_messages_say_nothing_about_bandwidth() -> None:
@@ -59,11 +59,24 @@ def test_a_large_question_says_nothing_about_latency() -> None:
     assert meter.latency_s(A) == 0.05
 
 
-def test_the_newest_counts_for_a_fifth() -> None:
+def test_a_rate_is_that_of_the_last_five_transfers_byte_by_byte() -> None:
     meter = Meter()
     meter.saw(A, 1.0, 0.0, 0, 10 * MiB)
+    meter.saw(A, 1.0, 0.0, 0, 30 * MiB)
+    assert meter.bandwidth(A) == pytest.approx(20 * MiB)  # 40 MiB in two seconds
+    for _ in range(20):
+        meter.saw(A, 1.0, 0.0, 0, 10 * MiB)
+    assert meter.bandwidth(A) == pytest.approx(10 * MiB, rel=0.02)
     meter.saw(A, 1.0, 0.0, 0, 20 * MiB)
-    assert meter.bandwidth(A) == pytest.approx(10 * MiB / (0.8 + 0.2 / 2))  # the mean of the seconds, not of the rates
+    assert meter.bandwidth(A) == pytest.approx(60 * MiB / 5.0, rel=0.02)
+
+
+def test_processing_in_a_latency_does_not_make_an_uplink_fast() -> None:
+    """20 Mb/s and 100 ms, where a ping takes 117 ms: 118 to 143 Mb/s were believed."""
+    meter = Meter()
+    meter.saw(A, 0.117, 0.117, 100, 100)
+    meter.saw(A, 0.117 + transfer_s(MiB, 2.5e6, 0.1), 0.117, MiB, 100)
+    assert meter.best_up() == pytest.approx(2.5e6, rel=0.25)
 
 
 def test_an_unknown_link_has_no_bandwidth_and_a_patient_deadline() -> None:
