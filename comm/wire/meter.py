@@ -13,6 +13,7 @@ from decentral.comm.wire.slow_start import rate_of, transfer_s
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
+UPLOADS = 8  # that tell what our uplink carries
 REMEMBERED = 4  # transfers of the newest one's size that count beside it
 LARGE = 64 * KiB  # smaller transfers say nothing about the rate
 ROUND_TRIP = 0.8  # of a latency: what answers' first bytes take has their peer's work in it, a round trip has not
@@ -42,7 +43,7 @@ class Rate:
 @dataclass(slots=True)
 class Link:
     down: Rate = field(default_factory=Rate)  # towards us
-    up: Rate = field(default_factory=Rate)  # towards the peer
+    up: float | None = None  # bytes/s towards the peer, when it was measured last
     latencies: deque[Seconds] = field(default_factory=lambda: deque(maxlen=LATENCIES))
 
     @property
@@ -54,25 +55,27 @@ class Link:
 @dataclass(slots=True)
 class Meter:
     links: dict[PeerId, Link] = field(default_factory=dict)
-    _known: tuple[float | None, float | None] | None = None  # what `_of_all` gives; None: to be computed anew
+    uploads: deque[float] = field(default_factory=lambda: deque(maxlen=UPLOADS))  # bytes/s of the last ones
+    _typical_down: float | None = None  # 0: nothing was measured; None: to be computed anew
 
     def saw(self, peer: PeerId, seconds: Seconds, first_byte_s: Seconds, sent: int, received: int) -> None:
         """Records that a question took `seconds`, and `first_byte_s` until its answer began; with so many bytes."""
         link = self.links[peer] = self.links.pop(peer, Link())  # the latest comes last
         while len(self.links) > MOST_LINKS:
             del self.links[next(iter(self.links))]
-            self._known = None
+            self._typical_down = None
         if sent < LARGE:
             link.latencies.append(first_byte_s)
         if max(sent, received) < LARGE:
             return
-        self._known = None
+        self._typical_down = None
         latency_s = link.latency_s or 0.0
         round_trip_s = ROUND_TRIP * latency_s
         if received >= sent:
             link.down.saw(rate_of(received, max(LEAST_S, seconds - first_byte_s), round_trip_s), received)
         else:
-            link.up.saw(rate_of(sent, max(LEAST_S, seconds - latency_s), round_trip_s), sent)
+            link.up = rate_of(sent, max(LEAST_S, seconds - latency_s), round_trip_s)
+            self.uploads.append(link.up)
 
     def latency_s(self, peer: PeerId) -> float:
         known = self.links.get(peer, Link()).latency_s
@@ -84,19 +87,15 @@ class Meter:
 
     def typical_down(self) -> float | None:
         """The median over all peers, in bytes/s."""
-        return self._of_all()[0]
+        if self._typical_down is None:
+            downs = [link.down.known for link in self.links.values() if link.down.known is not None]
+            self._typical_down = median(downs) if downs else 0.0
+        return self._typical_down or None
 
     def best_up(self) -> float | None:
-        """The highest rate to any peer: what our uplink carries. To others their downlinks, or our other transfers at
-        that moment, were the limit."""
-        return self._of_all()[1]
-
-    def _of_all(self) -> tuple[float | None, float | None]:
-        if self._known is None:
-            downs = [link.down.known for link in self.links.values() if link.down.known is not None]
-            ups = [link.up.known for link in self.links.values() if link.up.known is not None]
-            self._known = median(downs) if downs else None, max(ups, default=None)
-        return self._known
+        """The highest rate of the last uploads, in bytes/s: what our uplink carries. In others the peer's downlink, or
+        our other transfers at that moment, were the limit, and no upload is measured faster than it was."""
+        return max(self.uploads, default=None)
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""

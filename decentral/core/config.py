@@ -161,7 +161,7 @@ class GossipConfig(Strict):
     momentum: Fraction = 0.0  # alpha
     step: PositiveFloat = 1.0  # beta
     consensus: Fraction = 1.0  # gamma
-    link_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of the bandwidth that gossip may use
+    link_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the bandwidth that gossip may use
     core_share: Annotated[float, Field(gt=0, le=1)] = (
         0.02  # of the cores that train, likewise; start_steps may use more
     )

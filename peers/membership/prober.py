@@ -22,7 +22,7 @@ PROBED_PEERS = 3
 PROBE_BYTES = 1 * MiB
 FEW_ROUND_TRIPS = 10
 LONG_PROBE_BYTES = MAX_PROBE_BYTES
-PROBE_EVERY_S = 300.0
+PROBE_EVERY_S = 120.0
 PROBE_DEADLINE_S = 20.0
 
 
@@ -69,7 +69,7 @@ class Prober:
     def _choose(self, peers: Sequence[PeerId]) -> None:
         """Queues probes until PROBED_PEERS links have a known uplink, which is enough to know ours."""
         links = self.meter.links
-        ups = {peer: links[peer].up.known or 0.0 for peer in sorted(peers) if peer in links and links[peer].up.known}
+        ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}
         new = [peer for peer in sorted(peers) if peer not in ups]
         chosen = self.rng.sample(new, max(0, min(PROBED_PEERS - len(ups), len(new))))
         self._queue = [] if chosen or not ups else [(max(ups, key=lambda peer: ups[peer]), "up")]

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from statistics import median_low
 
 from decentral.comm.wire.meter import Meter
 from decentral.core.algorithms import algorithm
@@ -17,14 +16,15 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
-from decentral.peers.node.gossip_cost import GossipCost, Stretch
+from decentral.peers.node.gossip_cost import GossipCost, Stretch, steps_up
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 
 NEVER = -1  # the step of a state that nobody has
 LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
 EARLY_TIMES = 10  # gossip's share of the cores, in the swarm's first steps, over what it is later
-ROUNDING = 0.01  # of a doubling, by which a window of the swarm may be shorter than what it needs
+ROUNDING = 1e-6  # of a shortest window: needs were multiplied by its length
+THIN_PARTNERS = 2  # as many pulls in a window, where all of them make a link stretch it (docs/CONVERGENCE.md)
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 
 
@@ -37,7 +37,8 @@ class PeerSelection:
     chance: Random
     cost: GossipCost = field(default_factory=GossipCost)
     link_stretch: Stretch = field(default_factory=Stretch)
-    _others: tuple[int, Seconds] = (-1, 0.0)  # what the others need, and the state of the roster that it was read from
+    thin_stretch: Stretch = field(default_factory=Stretch)  # how long the link would need windows with all partners
+    _others: tuple[int, list[Seconds]] = (-1, [])  # what the others need, by the roster after so many changes
 
     # GossipView
 
@@ -45,7 +46,11 @@ class PeerSelection:
         """The peers to exchange with: drawn by the bandwidth of their links, so that each has a chance."""
         gossip = self.setup().config.gossip
         holders, count = self.holders(fragment), algorithm(gossip.algorithm).partners(gossip)
-        return holders if count is None else self._draw(holders, min(count, len(holders)))
+        return holders if count is None else self._draw(holders, min(self._pulls(count), len(holders)))
+
+    def _pulls(self, partners: int) -> int:
+        """Of so many pulls in a window, those that are made: fewer where the link is thin, for shorter windows."""
+        return min(THIN_PARTNERS, partners) if self.thin_stretch.times > 1 else partners
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return self.meter.deadline_s(peer, size)
@@ -64,9 +69,11 @@ class PeerSelection:
         windows that end together make fresh partners, and pulls from them without slow weights.
         """
         own, bound = self._own_windows(fragment, size)
-        others, window_s = self._typical_need_s(), self.window_s()
-        swarm = 1 << max(0, math.ceil(math.log2(others / window_s) - ROUNDING)) if others else 1
-        return (own, bound) if own >= swarm else (min(swarm, _most(window_s)), "swarm")
+        common = steps_up(self._common_need_s(own * self.window_s()) / self.window_s() - ROUNDING)
+        if own <= common:
+            return min(common, _most(self.window_s())), "swarm" if own < common else bound
+        doublings = math.ceil(math.log2(own / common))  # so that each of our windows ends together with one of theirs
+        return min(common << doublings, _most(self.window_s())), bound
 
     def needed_s(self, fragment: int, size: int) -> Seconds:
         """How long our own links and cores need windows to be."""
@@ -83,14 +90,16 @@ class PeerSelection:
         windows = max(1, min(_most(window_s), max(cores, link)))
         return windows, "link" if link > cores else "cores" if cores > 1 else ""
 
-    def _typical_need_s(self) -> Seconds:
-        """The median of what those who hold layers of ours say of their need, or 0; a liar moves it by one place."""
+    def _common_need_s(self, own_s: Seconds) -> Seconds:
+        """The upper median of what we and those who hold layers of ours need; a liar moves it by one place."""
         if self._others[0] != self.roster.changes:
             first, last = self.setup().fragments[0].first, self.setup().fragments[-1].last
             records = [entry.record for entry in self.roster.live.values()]
             needs = [one.window_s for one in records if one.window_s and one.overlaps(first, last)]
-            self._others = self.roster.changes, median_low(needs) if needs else 0.0
-        return self._others[1]
+            self._others = self.roster.changes, sorted(needs)
+        others = self._others[1]
+        below, above = others[: (len(others) + 1) // 2][-1:], others[(len(others) + 1) // 2 :][:1]
+        return sorted([own_s, *below, *above])[len(below)]
 
     @property
     def _early(self) -> bool:
@@ -108,9 +117,14 @@ class PeerSelection:
         parameters = {one.index: one.parameters for one in setup.fragments}
         of_this = parameters.get(fragment) or max(parameters.values())  # one that we have just given up has no entry
         round_bytes = size / of_this * sum(parameters.values())
-        pulls = min(gossip.partners, max(1, len(self.roster.live)))  # of ours and from us
-        busy_s = max(round_bytes / down if down else 0.0, pulls * round_bytes / up if up else 0.0)
-        return self.link_stretch.fit(busy_s / (gossip.link_share * window_s))
+        served = max(1, min(gossip.partners, len(self.roster.live)))
+
+        def needed(pulls: int) -> float:
+            busy_s = max(round_bytes / down if down else 0.0, pulls * round_bytes / up if up else 0.0)
+            return busy_s / (gossip.link_share * window_s)
+
+        self.thin_stretch.fit(needed(served))
+        return self.link_stretch.fit(needed(self._pulls(served)))
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
         """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""
@@ -163,5 +177,5 @@ class PeerSelection:
 
 
 def _most(window_s: Seconds) -> int:
-    """The largest power of two of windows that lasts no longer than LONGEST_WINDOW_S."""
+    """So many windows that they last no longer than LONGEST_WINDOW_S."""
     return int(1 << int(max(1.0, LONGEST_WINDOW_S / window_s)).bit_length() - 1)

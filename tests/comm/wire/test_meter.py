@@ -18,9 +18,9 @@ def measured(latency_s: float, seconds: float, received: int) -> Meter:
 
 
 def test_a_large_transfer_measures_the_rate_without_latency_and_slow_start() -> None:
-    seconds = 0.5 + transfer_s(10 * MiB, 5 * MiB, 0.5)
-    assert seconds > 3.0
-    assert measured(0.5, seconds, 10 * MiB).bandwidth(A) == pytest.approx(5 * MiB, rel=0.15)
+    seconds = 0.5 + transfer_s(40 * MiB, 5 * MiB, 0.5)
+    assert seconds > 9.0
+    assert measured(0.5, seconds, 40 * MiB).bandwidth(A) == pytest.approx(5 * MiB, rel=0.1)
 
 
 def test_a_partner_that_waits_for_its_device_makes_no_link_slow() -> None:
@@ -42,7 +42,7 @@ def test_up_and_down_are_measured_apart() -> None:
     meter = Meter()
     meter.saw(A, 1.0, 0.0, 8 * MiB, 100)
     meter.saw(A, 2.0, 0.0, 100, 8 * MiB)
-    assert (meter.links[A].up.known, meter.links[A].down.known) == (8 * MiB, 4 * MiB)
+    assert (meter.links[A].up, meter.links[A].down.known) == (8 * MiB, 4 * MiB)
 
 
 def test_small_messages_say_nothing_about_bandwidth() -> None:

@@ -1,10 +1,13 @@
 """Which peers of the swarm each machine asks."""
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Literal
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.meter import Meter
@@ -33,8 +36,12 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Identity:
 class Swarm:
     """A peer selection and its roster; `meet` adds a peer that holds layers [first, last)."""
 
-    def __init__(self, own: Identity, algorithm: Literal["pull", "symmetric", "allreduce"] = "pull") -> None:
-        config = Config(gossip=GossipConfig(algorithm=algorithm, partners=2, core_share=0.02 + FIXED_CORES))
+    def __init__(
+        self, own: Identity, algorithm: Literal["pull", "symmetric", "allreduce"] = "pull", partners: int = 2
+    ) -> None:
+        config = Config(
+            gossip=GossipConfig(algorithm=algorithm, partners=partners, link_share=0.8, core_share=0.02 + FIXED_CORES)
+        )
         setup = NodeSetup(config, RUN, own, FRAGMENTS, [(), ()], 3, PROFILE, (), contacts=(D,))
         self.live: dict[PeerId, RosterEntry] = {}
         roster = Roster(RUN, own, config.swarm, self.never, Random(0), Holders(own.peer, 3), self.live)
@@ -150,3 +157,74 @@ def test_no_measurement_stretches_windows_without_limit(own: Identity) -> None:
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 1e9, 1.0
     assert swarm.asks.windows(1, 1_000_000) == (1024, "cores")
     assert LONGEST_WINDOW_S / 2 < swarm.asks.period_s(1, 1_000_000) <= LONGEST_WINDOW_S
+
+
+# Windows of the swarm
+
+
+def needing(swarm: Swarm, **needs: float) -> Swarm:
+    """Others need windows of so many seconds."""
+    for name, window_s in needs.items():
+        swarm.meet(PeerId(name))
+        record = replace(swarm.live[PeerId(name)].record, window_s=window_s)
+        swarm.live[PeerId(name)] = RosterEntry(record, 60.0)
+    swarm.asks.roster.changes += 1
+    return swarm
+
+
+def test_where_half_of_the_peers_need_longer_windows_all_have_them(own: Identity) -> None:
+    assert needing(grown(Swarm(own)), A=2.0, B=2.0, C=0.5).asks.windows(1, 10) == (4, "swarm")
+    assert needing(grown(Swarm(own)), A=2.0).asks.windows(1, 10) == (4, "swarm")
+
+
+def test_one_slow_peer_or_liar_makes_nobody_s_windows_longer(own: Identity) -> None:
+    assert needing(grown(Swarm(own)), A=1e17, B=0.5, C=0.5).asks.windows(1, 10) == (1, "")
+
+
+def test_a_need_that_the_swarm_invents_is_limited_as_ours_is(own: Identity) -> None:
+    assert needing(grown(Swarm(own)), A=1e17, B=1e17).asks.windows(1, 10)[0] * 0.5 <= LONGEST_WINDOW_S
+
+
+def test_peers_with_other_layers_do_not_count(own: Identity) -> None:
+    swarm = needing(grown(Swarm(own)), A=2.0)
+    swarm.live[A] = RosterEntry(replace(swarm.live[A].record, first=3, last=9), 60.0)
+    swarm.asks.roster.changes += 1
+    assert swarm.asks.windows(1, 10) == (1, "")
+
+
+def test_where_we_need_more_than_the_others_our_windows_end_with_theirs(own: Identity) -> None:
+    swarm = needing(grown(Swarm(own)), A=1.5, B=1.5, C=1.5)
+    swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.0175, 1.0  # four windows, and the swarm has three
+    assert swarm.asks.needed_s(1, 10) == 2.0
+    assert swarm.asks.windows(1, 10) == (6, "cores")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.0]), min_size=1, max_size=7))
+def test_all_peers_come_to_windows_that_end_together_whoever_looks(own: Identity, needs: list[float]) -> None:
+    """Each by the others' records: those of at least half of them are the same, the others' are doublings."""
+    found = []
+    for number, window_s in enumerate(needs):
+        others = {f"Q{place}": need for place, need in enumerate(needs) if place != number}
+        swarm = needing(grown(Swarm(own)), **others)
+        swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.02 * window_s / 2 * 0.99, 1.0
+        assert swarm.asks.needed_s(1, 10) == window_s
+        found.append(swarm.asks.windows(1, 10)[0])
+    common = min(found)
+    assert 2 * found.count(common) > len(found) or 2 * found.count(common) == len(found)
+    assert all((times // common).bit_count() == 1 and times % common == 0 for times in found)
+
+
+# Thin links
+
+
+def test_over_a_thin_link_fewer_are_pulled_from_and_windows_are_shorter_for_it(own: Identity) -> None:
+    swarm = grown(Swarm(own, partners=3).meet(A).meet(B).meet(C))
+    swarm.meter.uploads.append(40_000.0)  # bytes/s
+    assert len(swarm.asks.partners(1, 0.0)) == 3  # until a window's bytes are known
+    windows, bound = swarm.asks.windows(1, 10_000)
+    assert (windows, bound) == (2, "link")  # 30 kB for each of two, 0.8 of the time
+    assert len(swarm.asks.partners(1, 0.0)) == 2
+    swarm.meter.uploads.append(4_000_000.0)
+    assert swarm.asks.windows(1, 10_000) == (1, "")
+    assert len(swarm.asks.partners(1, 0.0)) == 3
