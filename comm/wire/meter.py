@@ -2,7 +2,7 @@
 
 Latency and rate are told apart (comm/wire/slow_start.py): the latency is the least of the last answers' times to their
 first byte, and the rate is what the time from the first byte to the last says beside the sender's slow start. It is
-what a transfer gets while others run beside it: the mean over the last bytes, of about five transfers.
+what a transfer gets while others run beside it: the mean over the last bytes, of about nine transfers.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
 UPLOADS = 8  # that tell what our uplink carries
-REMEMBERED = 4  # transfers of the newest one's size that count beside it
+REMEMBERED = 8  # transfers of the newest one's size that count beside it
 LARGE = 64 * KiB  # smaller transfers say nothing about the rate
 ROUND_TRIP = 0.8  # of a latency: what answers' first bytes take has their peer's work in it, a round trip has not
 LATENCIES = 16  # answers of which the first to come tells the latency: others have waited for their peer

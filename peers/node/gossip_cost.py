@@ -31,9 +31,11 @@ class CoresUsed:
 
 @dataclass(slots=True)
 class Stretch:
-    """Windows are so many times as long as the config has them: 1, 2, 3, 4, 6, 8, 12, 16 and so on.
+    """Windows are so many times as long as the config has them: a power of two.
 
-    The steps are coarse, so that peers whose measurements differ a little come to the same.
+    Then the ends of a longer window are also ends of a shorter one, at whatever peer. Finer steps would fill a link
+    better, but peers whose measurements differ a little came to windows that seldom end together
+    (docs/results/wan.md).
     """
 
     times: int = 1
@@ -41,28 +43,10 @@ class Stretch:
     def fit(self, needed: float) -> int:
         """Follows what is needed, but not to and fro with each measurement."""
         while needed > LONGER * self.times:
-            self.times = longer(self.times)
-        while self.times > 1 and needed < SHORTER * shorter(self.times):
-            self.times = shorter(self.times)
+            self.times *= 2
+        while self.times > 1 and needed < SHORTER * self.times / 2:
+            self.times //= 2
         return self.times
-
-
-def longer(times: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12 and so on."""
-    return times + 1 if times < 3 else times * 3 // 2 if times.bit_count() == 1 else times * 4 // 3
-
-
-def shorter(times: int) -> int:
-    """The one before, of 2, 3, 4, 6, 8, 12 and so on."""
-    return times - 1 if times <= 3 else times * 3 // 4 if times.bit_count() == 1 else times * 2 // 3
-
-
-def steps_up(needed: float) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12 and so on that is not less."""
-    times = 1
-    while times < needed:
-        times = longer(times)
-    return times
 
 
 @dataclass(slots=True)

@@ -16,14 +16,14 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
-from decentral.peers.node.gossip_cost import GossipCost, Stretch, steps_up
+from decentral.peers.node.gossip_cost import GossipCost, Stretch
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 
 NEVER = -1  # the step of a state that nobody has
 LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
 EARLY_TIMES = 10  # gossip's share of the cores, in the swarm's first steps, over what it is later
-ROUNDING = 1e-6  # of a shortest window: needs were multiplied by its length
+ROUNDING = 0.01  # of a doubling, by which the swarm's windows may be shorter than what is needed
 THIN_PARTNERS = 2  # as many pulls in a window, where all of them make a link stretch it (docs/CONVERGENCE.md)
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 
@@ -69,11 +69,9 @@ class PeerSelection:
         windows that end together make fresh partners, and pulls from them without slow weights.
         """
         own, bound = self._own_windows(fragment, size)
-        common = steps_up(self._common_need_s(own * self.window_s()) / self.window_s() - ROUNDING)
-        if own <= common:
-            return min(common, _most(self.window_s())), "swarm" if own < common else bound
-        doublings = math.ceil(math.log2(own / common))  # so that each of our windows ends together with one of theirs
-        return min(common << doublings, _most(self.window_s())), bound
+        common = self._common_need_s(own * self.window_s()) / self.window_s()
+        times = 1 << math.ceil(math.log2(max(1.0, common)) - ROUNDING)
+        return (own, bound) if own >= times else (min(times, _most(self.window_s())), "swarm")
 
     def needed_s(self, fragment: int, size: int) -> Seconds:
         """How long our own links and cores need windows to be."""
@@ -177,5 +175,5 @@ class PeerSelection:
 
 
 def _most(window_s: Seconds) -> int:
-    """So many windows that they last no longer than LONGEST_WINDOW_S."""
+    """The largest power of two of windows that lasts no longer than LONGEST_WINDOW_S."""
     return int(1 << int(max(1.0, LONGEST_WINDOW_S / window_s)).bit_length() - 1)

@@ -47,9 +47,9 @@ def test_an_interval_without_windows_is_shared_by_those_of_the_next() -> None:
     [
         (0.001, 3, 1.0, 1),  # 0.3 windows would do
         (0.01, 1, 1.0, 1),  # exactly the share
-        (0.01, 5, 1.0, 6),  # 5 windows are needed, and the next step is 6
+        (0.01, 3, 1.0, 4),  # 3 windows are needed, and the next power of two is 4
         (0.01, 3, 3.0, 1),  # three times as many cores
-        (0.1, 8, 1.0, 96),
+        (0.1, 8, 1.0, 128),
     ],
 )
 def test_all_fragments_together_cost_their_share_of_the_cores(
@@ -60,13 +60,13 @@ def test_all_fragments_together_cost_their_share_of_the_cores(
 
 def test_cores_that_nobody_uses_may_be_used_more_freely() -> None:
     cost = cost_of(0.1)
-    assert cost.windows(WINDOW_S, 1, SHARE) == 12  # 10 are needed, of 2% of a core
+    assert cost.windows(WINDOW_S, 1, SHARE) == 16  # 10 are needed, of 2% of a core
     for _ in range(20):
         cost.measured(CoresUsed(5.0, 5.0, 0.0, idle_s=5.0), gossip_alone=True)
-    assert cost.windows(WINDOW_S, 1, SHARE) == 3  # 12% of a core are there
+    assert cost.windows(WINDOW_S, 1, SHARE) == 4  # 12% of a core are there, and 4 are not yet too many
     for _ in range(20):
         cost.measured(CoresUsed(5.0, 5.0, 0.0, idle_s=0.0), gossip_alone=True)
-    assert cost.windows(WINDOW_S, 1, SHARE) == 12
+    assert cost.windows(WINDOW_S, 1, SHARE) == 16
 
 
 def test_what_is_just_above_a_bound_changes_nothing_either_way() -> None:
@@ -83,7 +83,7 @@ def test_windows_grow_and_shrink_with_what_they_cost() -> None:
     for window_cost_s in (0.001, 0.04, 0.2, 0.2, 0.04, 0.001, 0.001):
         cost.compute_s, cost.cores = window_cost_s, 1.0
         stretches.append(cost.windows(WINDOW_S, 1, SHARE))
-    assert stretches == [1, 4, 24, 24, 6, 1, 1]  # 4 windows are needed of 6: not yet so few that 4 will do
+    assert stretches == [1, 4, 32, 32, 8, 1, 1]  # 4 windows are needed of 8: not yet so few that 4 will do
 
 
 def test_a_cost_that_changes_is_believed_little_by_little() -> None:
