@@ -5,6 +5,7 @@ first byte, and the rate is what the time from the first byte to the last says b
 what a transfer gets while others run beside it: the mean over the last bytes, of about nine transfers.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -13,10 +14,13 @@ from decentral.comm.wire.slow_start import rate_of, transfer_s
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
-UPLOADS = 8  # that tell what our uplink carries
+UPLOADS = 6  # the last ones, that tell what our uplink carries
+LIMITED = 1.5  # times what slow start takes: an upload that lasted longer had a link for its limit
+FAST = 25e6  # bytes/s: whoever has so much need not share it out
+ALIKE = 1.5  # rates of an uplink to different peers differ by less
 REMEMBERED = 8  # transfers of the newest one's size that count beside it
 LARGE = 64 * KiB  # smaller transfers say nothing about the rate
-ROUND_TRIP = 0.8  # of a latency: what answers' first bytes take has their peer's work in it, a round trip has not
+ROUND_TRIP = 0.7  # of a latency: what answers' first bytes take has their peer's work in it, a round trip has not
 LATENCIES = 16  # answers of which the first to come tells the latency: others have waited for their peer
 LEAST_S = 1e-4  # a transfer takes at least so long, whatever the clock says
 UNKNOWN_LATENCY_S = 0.2
@@ -40,6 +44,13 @@ class Rate:
         self._bytes = min(self._bytes + size, REMEMBERED * size)
 
 
+@dataclass(frozen=True, slots=True)
+class Upload:
+    peer: PeerId
+    rate: float  # bytes/s
+    limited: bool  # by a link, and not by slow start
+
+
 @dataclass(slots=True)
 class Link:
     down: Rate = field(default_factory=Rate)  # towards us
@@ -55,7 +66,7 @@ class Link:
 @dataclass(slots=True)
 class Meter:
     links: dict[PeerId, Link] = field(default_factory=dict)
-    uploads: deque[float] = field(default_factory=lambda: deque(maxlen=UPLOADS))  # bytes/s of the last ones
+    uploads: deque[Upload] = field(default_factory=lambda: deque(maxlen=UPLOADS))
     _typical_down: float | None = None  # 0: nothing was measured; None: to be computed anew
 
     def saw(self, peer: PeerId, seconds: Seconds, first_byte_s: Seconds, sent: int, received: int) -> None:
@@ -74,8 +85,10 @@ class Meter:
         if received >= sent:
             link.down.saw(rate_of(received, max(LEAST_S, seconds - first_byte_s), round_trip_s), received)
         else:
-            link.up = rate_of(sent, max(LEAST_S, seconds - latency_s), round_trip_s)
-            self.uploads.append(link.up)
+            lasted_s = max(LEAST_S, seconds - latency_s)
+            link.up = rate_of(sent, lasted_s, round_trip_s)
+            limited = lasted_s > LIMITED * transfer_s(sent, math.inf, round_trip_s)
+            self.uploads.append(Upload(peer, link.up, limited))
 
     def latency_s(self, peer: PeerId) -> float:
         known = self.links.get(peer, Link()).latency_s
@@ -95,7 +108,18 @@ class Meter:
     def best_up(self) -> float | None:
         """The highest rate of the last uploads, in bytes/s: what our uplink carries. In others the peer's downlink, or
         our other transfers at that moment, were the limit, and no upload is measured faster than it was."""
-        return max(self.uploads, default=None)
+        return max((one.rate for one in self.uploads), default=None)
+
+    def pace(self) -> float | None:
+        """The rate of our uplink, in bytes/s, where that is what has limited our uploads; else None.
+
+        Two peers to whom we send equally fast have told of our uplink, one alone perhaps of its own downlink.
+        """
+        best = max(self.uploads, key=lambda one: one.rate, default=None)
+        if best is None or not best.limited or best.rate > FAST:
+            return None
+        alike = {one.peer for one in self.uploads if one.limited and one.rate > best.rate / ALIKE}
+        return best.rate if len(alike) > 1 or len({one.peer for one in self.uploads}) == 1 else None
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""
