@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.meter import UNKNOWN_BANDWIDTH, Meter
 from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
@@ -104,25 +104,19 @@ class PeerSelection:
         return self.progress.lr_step < self.setup().config.gossip.start_steps
 
     def _link_windows(self, fragment: int, size: int, window_s: Seconds) -> int:
-        """So many that a transfer from one partner is under way for no more than our share of the time, nor we send
-        for longer. What is measured of transfers towards us is what each gets beside the others; a probe alone measures
-        what we can send.
+        """So many that we send for no more than our share of the time. As many pull from us as we pull from, and no
+        home's downlink is slower than its uplink. How slowly partners send is their need, and they tell it.
         """
         if not size:
             return self.link_stretch.times  # no window was closed yet
-        setup, down, up = self.setup(), self.meter.typical_down(), self.meter.best_up()
+        setup, up = self.setup(), self.meter.best_up() or UNKNOWN_BANDWIDTH
         gossip = setup.config.gossip
         parameters = {one.index: one.parameters for one in setup.fragments}
         of_this = parameters.get(fragment) or max(parameters.values())  # one that we have just given up has no entry
-        round_bytes = size / of_this * sum(parameters.values())
+        pull_s = size / of_this * sum(parameters.values()) / up
         served = max(1, min(gossip.partners, len(self.roster.live)))
-
-        def needed(pulls: int) -> float:
-            busy_s = max(round_bytes / down if down else 0.0, pulls * round_bytes / up if up else 0.0)
-            return busy_s / (gossip.link_share * window_s)
-
-        self.thin_stretch.fit(needed(served))
-        return self.link_stretch.fit(needed(self._pulls(served)))
+        self.thin_stretch.fit(served * pull_s / (gossip.link_share * window_s))
+        return self.link_stretch.fit(self._pulls(served) * pull_s / (gossip.link_share * window_s))
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
         """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""

@@ -118,7 +118,7 @@ def grown(swarm: Swarm) -> Swarm:
 
 def test_a_slow_link_stretches_windows_and_is_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
-    swarm.meter.saw(A, 100.0, 0.0, 0, 100_000)  # 1000 bytes/s
+    swarm.meter.saw(A, 100.0, 0.0, 100_000, 0)  # 1000 bytes/s
     windows, bound = swarm.asks.windows(1, 10_000)
     assert bound == "link"
     assert windows > 10
@@ -134,7 +134,7 @@ def test_gossip_that_costs_much_stretches_windows_and_the_cores_are_named(own: I
 def test_the_tighter_of_two_bounds_is_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.01, 1.0
-    swarm.meter.saw(A, 100.0, 0.0, 0, 100_000)
+    swarm.meter.saw(A, 100.0, 0.0, 100_000, 0)
     assert swarm.asks.windows(1, 10_000)[1] == "link"
     swarm.asks.cost.compute_s = 100.0
     assert swarm.asks.windows(1, 10_000)[1] == "cores"
@@ -150,9 +150,9 @@ def test_in_the_swarm_s_first_steps_gossip_may_cost_more_and_windows_are_shorter
 
 
 def test_no_measurement_stretches_windows_without_limit(own: Identity) -> None:
-    """A partner that trickles its answer chooses what the link seems to carry."""
+    """A partner that reads a probe slowly chooses what the link seems to carry."""
     swarm = grown(Swarm(own).meet(A))
-    swarm.meter.saw(A, 1e6, 0.0, 0, 100_000)
+    swarm.meter.saw(A, 1e6, 0.0, 100_000, 0)
     assert swarm.asks.windows(1, 1_000_000) == (1024, "link")
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 1e9, 1.0
     assert swarm.asks.windows(1, 1_000_000) == (1024, "cores")
