@@ -20,8 +20,8 @@ from decentral.comm.wire.blobs import Writer
 from decentral.comm.wire.codec import Envelope
 from decentral.core.units import KiB, Seconds
 
-PIECE_BYTES = 16 * KiB
-SMALL_BYTES = 4 * KiB  # messages with a smaller blob wait for nothing
+TURN_BYTES = 16 * KiB
+UNPACED_BYTES = 4 * KiB  # messages with a smaller blob wait for nothing
 BURST_S = 0.02  # what a late timer may catch up
 PROBE_HOLD_S = 4.0  # everything else waits for a probe at most so long
 
@@ -69,7 +69,7 @@ class Uplink:
 
     def paced(self, writer: Writer, envelope: Envelope) -> Writer:
         """A writer for this message: what is written to it leaves in its turn."""
-        if isinstance(envelope.message, messages.Probe | messages.Probed) or len(envelope.blob) < SMALL_BYTES:
+        if isinstance(envelope.message, messages.Probe | messages.Probed) or len(envelope.blob) < UNPACED_BYTES:
             return writer
         return PacedWriter(self, writer, kind_of(envelope.message))
 
@@ -135,8 +135,8 @@ class PacedWriter:
             self.writer.write(b"".join(written) if len(written) > 1 else written[0])
             return await self.writer.drain()
         for view in [memoryview(data) for data in written]:
-            for start in range(0, len(view), PIECE_BYTES):
-                piece = view[start : start + PIECE_BYTES]
+            for start in range(0, len(view), TURN_BYTES):
+                piece = view[start : start + TURN_BYTES]
                 await self.uplink.turn(self.kind, len(piece))
                 self.writer.write(piece)  # type: ignore[arg-type]  # asyncio's writers take any buffer
                 await self.writer.drain()

@@ -23,7 +23,7 @@ from decentral.peers.node.setup import NodeSetup
 NEVER = -1  # the step of a state that nobody has
 LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
 EARLY_TIMES = 10  # gossip's share of the cores, in the swarm's first steps, over what it is later
-ROUNDING = 0.01  # of a doubling, by which the swarm's windows may be shorter than what is needed
+NEED_ROUNDING = 0.01  # of a doubling, by which the swarm's windows may be shorter than what is needed
 THIN_PARTNERS = 2  # as many pulls in a window, where all of them make a link stretch it (docs/CONVERGENCE.md)
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 
@@ -70,7 +70,7 @@ class PeerSelection:
         """
         own, bound = self._own_windows(fragment, size)
         common = self._common_need_s(own * self.window_s()) / self.window_s()
-        times = 1 << math.ceil(math.log2(max(1.0, common)) - ROUNDING)
+        times = 1 << math.ceil(math.log2(max(1.0, common)) - NEED_ROUNDING)
         return (own, bound) if own >= times else (min(times, _most(self.window_s())), "swarm")
 
     def needed_s(self, fragment: int, size: int) -> Seconds:

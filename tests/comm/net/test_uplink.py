@@ -9,9 +9,9 @@ import pytest
 
 from decentral.comm.net.uplink import (
     BURST_S,
-    PIECE_BYTES,
+    TURN_BYTES,
     PROBE_HOLD_S,
-    SMALL_BYTES,
+    UNPACED_BYTES,
     Kind,
     PacedWriter,
     Uplink,
@@ -20,7 +20,7 @@ from decentral.comm.net.uplink import (
 from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
 
-RATE = float(PIECE_BYTES)  # a piece a second
+RATE = float(TURN_BYTES)  # a piece a second
 
 
 class TimelessLoop(asyncio.SelectorEventLoop):
@@ -57,7 +57,7 @@ def play(story: Coroutine[Any, Any, None]) -> None:
 
 async def send(uplink: Uplink, wire: Wire, kind: Kind, pieces: int) -> None:
     writer = PacedWriter(uplink, wire, kind)
-    writer.write(bytes(pieces * PIECE_BYTES))
+    writer.write(bytes(pieces * TURN_BYTES))
     await writer.drain()
 
 
@@ -84,7 +84,7 @@ def test_where_no_rate_is_known_a_message_leaves_whole_and_at_once() -> None:
     async def story() -> None:
         wire = Wire()
         await send(Uplink(), wire, Kind.DOWNLOAD, 50)
-        assert wire.left == [(0.0, 50 * PIECE_BYTES)]
+        assert wire.left == [(0.0, 50 * TURN_BYTES)]
 
     play(story())
 
@@ -161,7 +161,7 @@ def test_small_messages_and_probes_wait_for_nothing() -> None:
     uplink, wire = Uplink(lambda: RATE), Wire()
     assert uplink.paced(wire, Envelope(messages.Ping(0))) is wire
     assert uplink.paced(wire, Envelope(messages.Probe(0), bytes(1 << 20))) is wire
-    assert uplink.paced(wire, Envelope(messages.Refused("busy", ""), bytes(SMALL_BYTES))) is not wire
+    assert uplink.paced(wire, Envelope(messages.Refused("busy", ""), bytes(UNPACED_BYTES))) is not wire
 
 
 def test_activations_come_before_snapshots_and_these_before_downloads() -> None:
