@@ -9,8 +9,8 @@ import pytest
 
 from decentral.comm.net.uplink import (
     BURST_S,
-    TURN_BYTES,
     PROBE_HOLD_S,
+    TURN_BYTES,
     UNPACED_BYTES,
     Kind,
     PacedWriter,
