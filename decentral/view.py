@@ -103,7 +103,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
 
 def _windows(node: Node) -> str:
     """How long windows are now, and which bound stretches them."""
-    count, bound = node.selection.windows(max((one.size for one in node.gossip.running.values()), default=0))
+    count, bound = node.gossip.windows
     return f"{node.selection.window_s() * count:g} s" + (f" ({bound})" if bound else "")
 
 

@@ -267,6 +267,8 @@ class Node:
         routed = routes is not None and (not self.setup.whole or bool(routes.executions))
         self.selection.cost.measured(event, gossip_alone=not (self.donor.exports or fetched or routed))
         self.gossip.replan(now)
+        if self.own_record.windows_outdated:
+            self.roster.renew_soon(now)
         return []
 
     def _to_join(self, event: object, now: Seconds) -> list[Effect]:
@@ -295,7 +297,7 @@ class Node:
         if self.phase is not NodePhase.TRAINING:
             return []
         if route_planner.is_due(now):
-            if self.own_record.outdated:
+            if self.own_record.speed_outdated:
                 self.roster.renew_soon(now)
             route_planner.refresh(now)
         return self.span_manager.review(now) if self.span_manager and now >= self.span_manager.wake_at else []

@@ -26,9 +26,15 @@ class OwnRecord:
     gossip: FragmentExchanges
     routes: Router | None
     published: Profile | None = None  # in our last record; None: there was none yet
+    window_s: Seconds = 0.0  # likewise
 
     @property
-    def outdated(self) -> bool:
+    def windows_outdated(self) -> bool:
+        """Whether we need windows of another length than our last record says."""
+        return self.gossip.needed_s != self.window_s
+
+    @property
+    def speed_outdated(self) -> bool:
         """Whether the speed that our routes have measured differs much from the one in our last record."""
         speed = self.routes.load.speed if self.routes else 0.0
         published = self.published.tokens_per_s if self.published else 0.0
@@ -36,7 +42,7 @@ class OwnRecord:
 
     def compose(self, phase: PeerPhase, now: Seconds) -> PeerRecord:
         setup, progress, profile = self.setup(), self.progress, self.profile()
-        self.published = profile
+        self.published, self.window_s = profile, self.gossip.needed_s
         return PeerRecord(
             run=setup.run,
             time=now,
@@ -49,6 +55,7 @@ class OwnRecord:
             tokens=progress.tokens,
             round=self.gossip.round,
             phase=phase,
+            window_s=self.window_s,
             kept=self.donor.retained,
         )
 

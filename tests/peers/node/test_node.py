@@ -469,9 +469,9 @@ def test_a_peer_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm,
 
 def test_the_period_grows_where_the_link_is_too_slow_for_a_window() -> None:
     played = Played("pull", "training")
-    assert played.node.selection.period_s(1000) == 1.0
-    played.node.meter.saw("slow", 10.0, 0.0, 0, 70_000)  # type: ignore[arg-type]
-    assert played.node.selection.period_s(200_000) > 10.0
+    assert played.node.selection.period_s(0, 1000) == 1.0
+    played.node.meter.saw("slow", 10.0, 0.0, 70_000, 0)  # type: ignore[arg-type]
+    assert played.node.selection.period_s(0, 200_000) > 10.0
 
 
 def test_the_network_s_work_for_our_own_state_and_for_routes_is_no_cost_of_gossip() -> None:
