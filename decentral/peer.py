@@ -226,7 +226,9 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
     ranks = f" {device.ranks.size} ranks" if device.ranks.size > 1 else ""
     key = f"{__version__} {device} {compute.setup.config.digest()}{part}{ranks}"
     measured = folder.read_profile(key)
-    if measured is None:
+    if measured is None and compute.awaits_state:
+        measured = measure.without_speed(device)  # its first steps tell its speed, and need not wait for a measurement
+    elif measured is None:
         model = compute.setup.config.model
         forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
         measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)

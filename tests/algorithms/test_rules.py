@@ -336,15 +336,16 @@ def test_a_newcomer_has_made_no_progress_yet(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_adopting_does_not_tie_a_newcomer_to_the_donors_tensors(algorithm: str) -> None:
-    donor, newcomer = replicas(algorithm, 2)
-    donated = unpack(compress, *donor.donate())
-    newcomer.rule.adopt(newcomer.live, donated)
-    state = {name: tensor.clone() for name, tensor in newcomer.state().items()}
-    state["owed"] = torch.zeros(SIZE)
-    for blob in donated.values():
-        blob.fill_(7.0)
-    for name, tensor in newcomer.state().items():
+def test_two_newcomers_of_the_same_blob_do_not_change_each_other(algorithm: str) -> None:
+    donor, newcomer, other = replicas(algorithm, 3)
+    donated = donor.donate()
+    for one in (newcomer, other):
+        one.rule.adopt(one.live, unpack(compress, *donated))
+    state = {name: tensor.clone() for name, tensor in other.state().items()}
+    newcomer.train(seed=5)
+    newcomer.close()
+    newcomer.merge([])
+    for name, tensor in other.state().items():
         assert torch.equal(tensor, state[name])
 
 
