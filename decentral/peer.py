@@ -83,6 +83,8 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
         if flags.restarted:
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
+        device = measure.choose(flags.device, "auto", 1.0, 0.0).device
+        flags.proving = asyncio.create_task(asyncio.to_thread(best_kernels, device, compress))  # while libp2p starts
         transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
         try:
             access = await reach_swarm(flags, folder, transport)
@@ -185,8 +187,7 @@ async def prepare(
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
-    kernels, reason = best_kernels(device.device, compress)
-    flags.kernels = reason
+    kernels, flags.kernels = await flags.proving
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
     restored = compute.resume()
     if flags.island:
