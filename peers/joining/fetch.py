@@ -1,8 +1,8 @@
 """Fetches fragments' state from several peers at once, piece by piece, for a newcomer or for a peer that moves.
 
-A piece's bytes travel with their digests, as all blobs do (comm/wire/blobs.py). A donor that fails twice is left out; its pieces are asked of the others, and those that
-are here already stay. Pieces of one fragment may come from several donors, since replicas differ by little and a piece
-can be decoded by itself (no block of a codec crosses a piece).
+A piece's bytes travel with their digests, as all blobs do (comm/wire/blobs.py). A donor that fails twice is left out;
+its pieces are asked of the others, and those that are here already stay. Pieces of one fragment may come from several
+donors, since replicas differ by little and a piece can be decoded by itself (no block of a codec crosses a piece).
 """
 
 from collections import Counter

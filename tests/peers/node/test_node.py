@@ -209,9 +209,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     messages.Push: st.builds(messages.Push, snapshots),
     messages.Done: st.just(messages.Done()),
     messages.StateRequest: st.builds(messages.StateRequest, runs(), fragments, numbers(), lengths, st.booleans()),
-    messages.StateChunk: st.builds(
-        messages.StateChunk, runs(), fragments, numbers(), numbers(), numbers(), layouts
-    ),
+    messages.StateChunk: st.builds(messages.StateChunk, runs(), fragments, numbers(), numbers(), numbers(), layouts),
     messages.ForwardRequest: st.builds(
         messages.ForwardRequest, runs(), words(64), numbers(), fragments, st.integers(1, 12), patience, holds, layouts
     ),
