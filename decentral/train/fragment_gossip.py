@@ -238,6 +238,8 @@ class FragmentGossip:
         yield Phase.BESIDE
         gossiped = self._by_index[fragment]
         if gossiped.resting:
+            if not gossiped.rule.ready:
+                gossiped.rule.make_ready()
             at_edge = yield from gossiped.fold()
             if at_edge:
                 yield Phase.BESIDE

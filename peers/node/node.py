@@ -260,14 +260,10 @@ class Node:
         routed = self.routes.handle(event, now) if self.routes else []
         routed += self.rounds.handle(event, now) if self.rounds else []
         effects = self.progress.handle(event, now) + routed
-        if not self.setup.profile.tokens_per_s and self.progress.tokens_per_s:
-            self._tell_speed(self.progress.tokens_per_s, now)
+        if not self.setup.profile.tokens_per_s and (speed := self.progress.tokens_per_s):  # it was not measured before
+            self.setup = replace(self.setup, profile=replace(self.setup.profile, tokens_per_s=speed))
+            self.roster.renew_soon(now)
         return effects
-
-    def _tell_speed(self, tokens_per_s: float, now: Seconds) -> None:
-        """The first steps have told a speed that was not measured before."""
-        self.setup = replace(self.setup, profile=replace(self.setup.profile, tokens_per_s=tokens_per_s))
-        self.roster.renew_soon(now)
 
     def _cores_used(self, event: CoresUsed, now: Seconds) -> list[Effect]:
         joined_at, routes = self.progress.joined_at, self.routes
