@@ -1,7 +1,8 @@
 """What a peer tells of itself: its record in the DHT, with the profile as it is measured by now.
 
-The profile is first measured before a peer joins. From then on its links are known from what they carried, and its
-speed from what it trained. Others plan and route by both, so the record is renewed when the speed has changed much.
+The profile is first measured before a peer joins, but for the speed of a newcomer that gets the whole model. From then
+on its links are known from what they carried, and its speed from what it trained. Others plan and route by both, so the
+record is renewed when the speed has changed much.
 """
 
 from collections.abc import Callable
