@@ -73,12 +73,12 @@ def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory(prefix="calibration-") as folder:
         place = args.journals or Path(folder)
-        device = device_of(REFERENCE, _measure(REFERENCE, place))
+        device = device_of(REFERENCE, measure(REFERENCE, place))
         print(device)
         chosen = [one for one in SETTINGS if not args.only or one.name in args.only]
-        compared = [_compare(one, device, _measure(one, place)) for one in chosen]
+        compared = [_compare(one, device, measure(one, place)) for one in chosen]
         raw_s = _raw_micro_batch_s(device, place) if not args.only else 0.0
-        raw = [_compare(one, device, _measure(one, place), raw_s) for one in RAW if raw_s]
+        raw = [_compare(one, device, measure(one, place), raw_s) for one in RAW if raw_s]
     print(_table(compared))
     print(_verdict(compared))
     print(_table(raw) if raw else "")
@@ -86,7 +86,7 @@ def main() -> None:
         args.json.write_text(json.dumps(_json(device, compared, raw), indent=1) + "\n")
 
 
-def _measure(setting: Setting, place: Path) -> Journals:
+def measure(setting: Setting, place: Path) -> Journals:
     """The journals of a real run. Raises RuntimeError, with the end of what it printed, if it fails."""
     folder, done = place / setting.name, place / setting.name / "done"
     if not done.exists():
@@ -116,7 +116,7 @@ def _compare(setting: Setting, device: DevicePace, journals: Journals, micro_bat
 
 def _raw_micro_batch_s(device: DevicePace, place: Path) -> float:
     """The seconds of a micro-batch where nothing is emulated and no other peer computes."""
-    (alone,) = figures(_measure(RAW_REFERENCE, place), WARM_UP_S, MEASURED_S)
+    (alone,) = figures(measure(RAW_REFERENCE, place), WARM_UP_S, MEASURED_S)
     return alone.step_s - device.beside_s
 
 

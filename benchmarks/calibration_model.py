@@ -19,7 +19,7 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.sim.geography import PROCESSING_S, SwarmGeography, TypicalLink
+from decentral.sim.geography import SwarmGeography, TypicalLink
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 from decentral.sim.virtual_host import Pace
 
@@ -242,21 +242,34 @@ def _bytes_per_step(lines: Sequence[Line]) -> float:
 
 def simulate(setting: Setting, device: DevicePace, step_s: Sequence[Seconds], seconds: Seconds) -> list[list[Line]]:
     """The journals of a run of `seconds` after everybody has joined, on peers whose steps take so long."""
+    settings = settings_of(setting, device, step_s)
+    link = TypicalLink(0.0, device.rate, device.rate, spread=0.0)  # loopback: what a question takes, processes take
+    geography = SwarmGeography(0, link, processing_s=device.latency_s / 2)
+    return play(SimulatedSwarm(settings, 0, geography), len(step_s), device.start_s, seconds)
+
+
+def settings_of(setting: Setting, device: DevicePace, step_s: Sequence[Seconds]) -> SwarmSettings:
+    """Of a swarm on such devices, without numbers in its blobs: times and sizes are all that is asked for."""
     pace = Pace(step_s[0], device.noise, JOB_S, device.job_bytes, report_s=1.0)
     settings = SwarmSettings.of(setting.config, pace, [own / step_s[0] for own in step_s], setting.tokens_per_step)
-    delay_s = max(0.0, device.latency_s - 2 * PROCESSING_S) / 2
-    geography = SwarmGeography(0, TypicalLink(delay_s, device.rate, device.rate, spread=0.0))
-    swarm = SimulatedSwarm(replace(settings, unquantised=True), 0, geography)  # times and sizes, no numbers
-    journals: dict[PeerId, list[Line]] = {}
+    return replace(settings, unquantised=True)
+
+
+def play(swarm: SimulatedSwarm, peers: int, start_s: Seconds, seconds: Seconds) -> list[list[Line]]:
+    """The journals of a simulated swarm: the first peer starts it, the others join it all at once.
+
+    Their starts take `start_s` for each of them. A journal begins with its peer's name, as a real one does.
+    """
+    members = [swarm.add() for _ in range(peers)]
+    journals = {member.peer: [Line(t=0.0, event="started", peer=member.peer)] for member in members}
 
     def write(peer: PeerId, t: Seconds, line: Log) -> None:
-        journals.setdefault(peer, []).append({"t": t, "event": line.event, **line.fields})
+        journals[peer].append({"t": t, "event": line.event, **line.fields})
 
     swarm.journal = write
-    members = [swarm.add() for _ in step_s]
     swarm.start(members[0])
     for member in members[1:]:
-        swarm.agenda.run(device.start_s * (len(members) - 1) + START_GAP_S * member.number)
+        swarm.agenda.run(start_s * (peers - 1) + START_GAP_S * member.number)
         swarm.start(member)
     swarm.agenda.run(swarm.agenda.now + JOIN_ALLOWANCE_S + seconds)
-    return [journals[member.peer] for member in members]
+    return list(journals.values())

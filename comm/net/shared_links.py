@@ -1,28 +1,43 @@
 """How long transfers take that share links: a fluid model, event by event.
 
-A transfer runs from one peer to another at the least of three equal shares: of the sender's uplink among all that it
-sends, of the receiver's downlink among all that it receives, and of the link between the two among all transfers on it.
-What a transfer cannot use of its share is not given to others, so the model errs on the slow side (max-min fairness
-would give it away); in return a change touches only the transfers at its two ends.
+A transfer sends at the least of three equal shares: of the sender's uplink among all that it sends, of the receiver's
+downlink among all that it receives, and of the link between the two among all transfers on it. Those that wait for
+acknowledgements (comm/net/congestion.py) have no share meanwhile. What a transfer cannot use of its share is not given
+to others, so the model errs on the slow side; in return a change touches only the transfers at its two ends.
+
+What is under way beyond what the path holds stands in the queue before the sender's uplink, or before the link of the
+pair where that is slower. Small messages and acknowledgements wait behind it. Where a transfer begins to send more than
+the uplink's queue has room for, the rest of it is dropped.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from decentral.comm.net.congestion import CongestionWindow, Sender
 from decentral.core.agenda import Agenda, Timer
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
+QUEUE_S = 0.25  # the longest that a packet waits before a link; one that would wait longer is dropped (tail drop)
+LEAST_BYTES = 1e-3  # less is a rounding error
+MOST_WINDOWS = 100_000  # connections whose windows are remembered
+
 
 class Geography(Protocol):
-    """A peer's uplink and downlink and the limit of a pair's link, in bytes per second; and the delay one way."""
+    """A peer's uplink and downlink and the limit of a pair's link, in bytes per second.
+
+    `delay_s` is a message's way from one process to the other, `round_trip_s` a packet's way there and back.
+    """
 
     def up(self, peer: PeerId) -> float: ...
 
     def down(self, peer: PeerId) -> float: ...
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds: ...
+
+    def round_trip_s(self, source: PeerId, target: PeerId) -> Seconds: ...
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float: ...
 
@@ -31,36 +46,122 @@ class Geography(Protocol):
 class Transfer:
     source: PeerId
     target: PeerId
-    left: float  # bytes, at time `since`
+    sender: Sender
     done: Callable[[], None]
-    rate: float = 0.0  # bytes/s since then
-    since: Seconds = 0.0
+    rate: float = 0.0  # bytes/s, its share since `sender.at`; 0 while it waits for acknowledgements
     timer: Timer | None = None
+    over: bool = False
 
 
 @dataclass(slots=True)
 class SharedLinks:
     agenda: Agenda
     geography: Geography
-    sending: dict[PeerId, dict[Transfer, None]] = field(default_factory=dict)
+    sending: dict[PeerId, dict[Transfer, None]] = field(default_factory=dict)  # without those that wait
     receiving: dict[PeerId, dict[Transfer, None]] = field(default_factory=dict)
+    windows: dict[tuple[PeerId, PeerId], CongestionWindow] = field(default_factory=dict)
+    _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # transfers on a connection
 
     def start(self, source: PeerId, target: PeerId, size: float, done: Callable[[], None]) -> Transfer:
         """Begins to send `size` bytes; `done` is called when the last one has left."""
-        transfer = Transfer(source, target, size, done, since=self.agenda.now)
-        self.sending.setdefault(source, {})[transfer] = None
-        self.receiving.setdefault(target, {})[transfer] = None
-        self._share(source, target)
+        self._sharing[source, target] += 1
+        geography, window = self.geography, self._window(source, target)
+        path_rate = min(geography.up(source), geography.down(target), geography.bandwidth(source, target))
+        round_trip_s = geography.round_trip_s(source, target)
+        window.use(self.agenda.now, round_trip_s)
+        sender = window.sender(size, path_rate, round_trip_s, self._sharing[source, target])
+        transfer = Transfer(source, target, sender, done)
+        self._begin_round(transfer)
         return transfer
 
     def stop(self, transfer: Transfer) -> None:
         """Ends the transfer, finished or not; the others get its share."""
-        if transfer not in self.sending.get(transfer.source, ()):
+        if transfer.over:
             return
-        del self.sending[transfer.source][transfer], self.receiving[transfer.target][transfer]
+        self._pause(transfer)
+        transfer.over, connection = True, (transfer.source, transfer.target)
+        if (window := self.windows.get(connection)) is not None:
+            window.leave(transfer.sender, self.agenda.now, self._sharing[connection])
+        self._sharing[connection] -= 1
+        if not self._sharing[connection]:
+            del self._sharing[connection]
+        self.use(transfer.target, transfer.source)  # it has acknowledged what came
+
+    def use(self, source: PeerId, target: PeerId) -> None:
+        """A small message is sent, so that the connection is not idle."""
+        window = self.windows.get((source, target))
+        if window is not None:
+            window.use(self.agenda.now, self.geography.round_trip_s(source, target))
+
+    def queue_s(self, source: PeerId, target: PeerId) -> Seconds:
+        """How long a packet from one peer to the other waits before the links now, the receiver's downlink left out."""
+        sending = self.sending.get(source)
+        if not sending:
+            return 0.0
+        up, path, waits_s = self.geography.up(source), self.geography.bandwidth(source, target), 0.0
+        if up <= 0 or path <= 0:
+            return QUEUE_S
+        for transfer in sending:
+            transfer.sender.send(transfer.rate, self.agenda.now)
+            waits_s += transfer.sender.queued(transfer.rate) / (min(up, path) if transfer.target == target else up)
+        return min(QUEUE_S, waits_s)
+
+    def _window(self, source: PeerId, target: PeerId) -> CongestionWindow:
+        window = self.windows.pop((source, target), None) or CongestionWindow(used_at=self.agenda.now)
+        self.windows[source, target] = window  # the latest comes last
+        if len(self.windows) > MOST_WINDOWS:
+            del self.windows[next(iter(self.windows))]
+        return window
+
+    # Rounds
+
+    def _begin_round(self, transfer: Transfer) -> None:
+        source, target, sender = transfer.source, transfer.target, transfer.sender
+        self._drop(transfer)
+        sender.begin_round(self.agenda.now, self.queue_s(target, source))
+        self.sending.setdefault(source, {})[transfer] = None
+        self.receiving.setdefault(target, {})[transfer] = None
+        self._share(source, target)
+
+    def _drop(self, transfer: Transfer) -> None:
+        """Drops what the uplink's queue has no room for."""
+        up = self.geography.up(transfer.source)
+        dropped = transfer.sender.burst - (QUEUE_S - self.queue_s(transfer.source, transfer.target)) * up
+        if dropped > 0 and up > 0:
+            transfer.sender.at = self.agenda.now
+            transfer.sender.lose(dropped, QUEUE_S)
+
+    def _stopped_sending(self, transfer: Transfer) -> None:
+        """It has sent all, or all that it may until acknowledgements come."""
+        self._pause(transfer)
+        sender, agenda = transfer.sender, self.agenda
+        if sender.left > LEAST_BYTES:
+            transfer.timer = agenda.at(sender.acknowledged_at, lambda: self._next_round(transfer))
+        elif sender.resent_at > agenda.now:
+            transfer.timer = agenda.at(sender.resent_at, lambda: self._finish(transfer))
+        else:
+            self._finish(transfer)
+
+    def _pause(self, transfer: Transfer) -> None:
+        """It sends nothing for now: the others have its share."""
+        source, target = transfer.source, transfer.target
         if transfer.timer is not None:
             transfer.timer.cancel()
-        self._share(transfer.source, transfer.target)
+        if transfer in self.sending.get(source, ()):
+            del self.sending[source][transfer], self.receiving[target][transfer]
+            transfer.sender.send(transfer.rate, self.agenda.now)
+            transfer.rate = 0.0
+            self._share(source, target)
+
+    def _next_round(self, transfer: Transfer) -> None:
+        transfer.sender.acknowledge()
+        self._begin_round(transfer)
+
+    def _finish(self, transfer: Transfer) -> None:
+        self.stop(transfer)
+        transfer.done()
+
+    # Shares
 
     def _share(self, source: PeerId, target: PeerId) -> None:
         for transfer in {**self.sending.get(source, {}), **self.receiving.get(target, {})}:
@@ -74,15 +175,11 @@ class SharedLinks:
             rate = min(rate, link / sum(1 for other in sent if other.target == transfer.target))
         if rate == transfer.rate:
             return
-        now = self.agenda.now
-        transfer.left -= transfer.rate * (now - transfer.since)
-        transfer.rate, transfer.since = rate, now
+        transfer.sender.send(transfer.rate, self.agenda.now)
+        transfer.rate = rate
         if transfer.timer is not None:
             transfer.timer.cancel()
+        stops_at = transfer.sender.take_share(rate) if rate > 0 else None
         transfer.timer = (
-            self.agenda.at(now + max(0.0, transfer.left) / rate, lambda: self._finish(transfer)) if rate > 0 else None
+            self.agenda.at(stops_at, lambda: self._stopped_sending(transfer)) if stops_at is not None else None
         )
-
-    def _finish(self, transfer: Transfer) -> None:
-        self.stop(transfer)
-        transfer.done()

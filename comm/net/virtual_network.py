@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from decentral.comm.net.congestion import WITH_HEADERS
 from decentral.comm.net.fault_model import NetworkFaultModel, read, written
 from decentral.comm.net.shared_links import Geography, SharedLinks, Transfer
 from decentral.comm.net.streams import MAX_STREAMS, STREAM_ANSWER_S, WRITE_S
@@ -287,9 +288,11 @@ class Network:
             question.first_byte_s = self.agenda.now + delay_s - question.began
         size = self._size(envelope)
         if size <= SMALL_MESSAGE_BYTES:
+            delay_s += self.links.queue_s(source, target)
+            self.links.use(source, target)
             landed()
         else:
-            question.transfer = self.links.start(source, target, size, landed)
+            question.transfer = self.links.start(source, target, size * WITH_HEADERS, landed)
 
     def _size(self, envelope: Envelope) -> int:
         """Bytes on the wire. Headers of one kind of message differ by a few bytes; the first one stands for all."""

@@ -19,7 +19,7 @@ from decentral.sim.surrogate_model import STEP_NOISE
 from decentral.sim.swarm import SimulatedPeer
 from decentral.sim.virtual_host import VirtualHost
 
-MAX_DRIFT = 2.0  # initial distances from the optimum; 1.7 was the most in 300 seeds, where two of six peers lie at once
+MAX_DRIFT = 3.0  # initial distances from the optimum; 2.1 was the most in 300 seeds, where one of four peers lies early
 MAX_APART = 30.0  # windows' noise: replicas further apart than this have lost each other
 
 

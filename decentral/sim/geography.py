@@ -9,7 +9,7 @@ from decentral.scheduler.shared.topology import Topology
 
 RELAY_DELAYS = 2.0  # a path through a relay is about this much longer
 RELAY_RATE = 1.25e6  # bytes/s: what a volunteer's relay gives away
-PROCESSING_S = 1e-4  # on each way, beside the delay of the link
+PROCESSING_S = 1e-4  # by the processes at both ends, of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class SwarmGeography:
     seed: int
     link: TypicalLink = field(default_factory=TypicalLink)
     topology: Topology | None = None
+    processing_s: Seconds = PROCESSING_S
     relayed: set[PeerId] = field(default_factory=set)  # behind a NAT: others reach them through a relay
     degraded: dict[frozenset[PeerId], float] = field(default_factory=dict)  # share of a link's rate that is left
     _places: dict[PeerId, int] = field(default_factory=dict)
@@ -49,11 +50,18 @@ class SwarmGeography:
         return self._own[peer][2] if self.topology is None else float(self.topology.down[self._at(peer)])
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
+        return self._path_s(source, target) + self.processing_s
+
+    def round_trip_s(self, source: PeerId, target: PeerId) -> Seconds:
+        return self._path_s(source, target) + self._path_s(target, source)
+
+    def _path_s(self, source: PeerId, target: PeerId) -> Seconds:
         if self.topology is None:
             delay_s = self._own[source][0] + self._own[target][0]
         else:
             delay_s = float(self.topology.delay_s[self._at(source), self._at(target)])
-        return delay_s * (RELAY_DELAYS if target in self.relayed or source in self.relayed else 1.0) + PROCESSING_S
+        relayed = self.relayed and (target in self.relayed or source in self.relayed)
+        return delay_s * RELAY_DELAYS if relayed else delay_s
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
         """The rate of the pair's own link in bytes/s, beside the two access links."""

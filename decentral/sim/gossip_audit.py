@@ -30,6 +30,7 @@ from decentral.sim.virtual_host import VirtualHost
 
 PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
 MASS_ERROR = 1e-3  # the relative error of a push-sum weight that rounding explains
+LEAST_WEIGHT_ERROR = 1e-6  # and that of one which was near one before: fp32 has 6e-8 there
 
 Window = tuple[int, int]
 """The life of the peer that published the window, and the window's number."""
@@ -176,7 +177,7 @@ class GossipAudit:
             history, wrong = self.histories[member.peer], dict[int, float]()
             for fragment, weight in _weights(member.host).items():
                 due = history.weights.get(fragment, 1.0)
-                if weight <= 0 or abs(weight - due) > MASS_ERROR * max(weight, due):
+                if weight <= 0 or abs(weight - due) > MASS_ERROR * max(weight, due) + LEAST_WEIGHT_ERROR:
                     wrong[fragment] = due
                     if history.wrong.get(fragment) == due:
                         detail = f"{member.peer} weighs {weight:g} instead of {due:g}"

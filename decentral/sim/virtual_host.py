@@ -121,9 +121,14 @@ class Engine:
     slowest: float = 1.0  # the largest `stretched` so far
     _step_s: Seconds = 0.0  # how long each of the present steps takes
     _doing: bool = False  # whether a job is being done
+    _beside_until: Seconds = 0.0  # when the worker has done what it has to do
+    _encoded_at: dict[int, Seconds] = field(default_factory=dict)  # when it is through with a fragment
     _timer: Timer | None = None
 
     def put(self, job: jobs.Job) -> None:
+        if isinstance(job, jobs.EncodeSections) and not self.frozen:
+            self._encode(job)
+            return
         self.inbox.append(job)
         if len(self.inbox) > 1 or self.frozen or self._doing:
             return
@@ -162,6 +167,10 @@ class Engine:
         if not self.inbox:
             self._go_on()
             return
+        encoded_at = self._encoded_at.get(getattr(self.inbox[0], "fragment", -1), 0.0)
+        if encoded_at > self.agenda.now:  # jobs of a fragment are done one after another
+            self._at(encoded_at, self._work)
+            return
         job = self.inbox.popleft()
         if isinstance(job, jobs.Finish):
             self.halt()
@@ -178,6 +187,14 @@ class Engine:
         self.began, self._doing = None, True
         self._cancel()
         self.agenda.after(job_s, lambda: self._done(job, outcome))
+
+    def _encode(self, job: jobs.EncodeSections) -> None:
+        """The worker does this while training goes on: it needs no step edge (train/job_phases.py)."""
+        outcome = self.training.do(job)
+        job_s = self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
+        self.spent += TimeSpent(beside=job_s)
+        self._beside_until = self._encoded_at[job.fragment] = max(self.agenda.now, self._beside_until) + job_s
+        self.agenda.at(self._beside_until, lambda: self.report(job, outcome))
 
     def _done(self, job: jobs.Job, outcome: jobs.Outcome) -> None:
         self.report(job, outcome)
@@ -287,6 +304,8 @@ class VirtualHost:
         self.deliver(Asked(self._last_request, sender, envelope))
 
     def _report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
+        if self.ended is not None:  # what the worker was encoding died with it
+            return
         if job is not None and self.observer is not None:
             self.observer.done(self, job, outcome)
         self.deliver(outcome)
@@ -376,7 +395,7 @@ def _handled_bytes(job: jobs.Job, outcome: jobs.Outcome) -> int:
             return len(part.blob)
         case jobs.ImportState(blobs=blobs) | jobs.ChangeSpan(blobs=blobs), _:
             return sum(len(blob) for _, _, blob in blobs)
-        case _, jobs.WindowClosed(blob=blob) | jobs.StateExported(blob=blob):
+        case _, jobs.WindowClosed(blob=blob) | jobs.SectionsEncoded(blob=blob) | jobs.StateExported(blob=blob):
             return len(blob)
         case _, jobs.Saved(bytes=size):
             return size

@@ -188,6 +188,9 @@ class Near:
     def delay_s(self, source: PeerId, target: PeerId) -> float:
         return 0.01
 
+    def round_trip_s(self, source: PeerId, target: PeerId) -> float:
+        return 0.02
+
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
         return float("inf")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from decentral.comm.net.congestion import WITH_HEADERS
 from decentral.comm.net.streams import STREAM_ANSWER_S, WRITE_S
 from decentral.comm.net.virtual_network import Network, Outcome, Port, Respond
 from decentral.comm.wire.codec import Envelope
@@ -17,7 +18,7 @@ from decentral.core.units import Seconds
 
 A, B = PeerId("A"), PeerId("B")
 DELAY_S = 0.5
-RATE = 1000.0  # bytes/s
+RATE = 100_000.0  # bytes/s
 LONG_S = 1000.0
 
 
@@ -30,6 +31,9 @@ class Wires:
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
         return DELAY_S
+
+    def round_trip_s(self, source: PeerId, target: PeerId) -> Seconds:
+        return 0.0
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
         return float("inf")
@@ -74,7 +78,7 @@ class World:
         self.asked.append(self.agenda.now)
         self.answers(respond)
 
-    def ask(self, envelope: Envelope | None = None, deadline_s: Seconds = LONG_S, bytes_back: int = 10**6) -> None:
+    def ask(self, envelope: Envelope | None = None, deadline_s: Seconds = LONG_S, bytes_back: int = 10**8) -> None:
         ask = Ask(Tag(), B, envelope or Envelope(Ping(1)), deadline_s, bytes_back)
         self.network.ask(self.a, ask, self._note)
 
@@ -112,18 +116,18 @@ def test_a_question_and_its_answer_take_a_delay_each(world: World) -> None:
 
 
 def test_a_blob_takes_its_time_on_the_wire(world: World) -> None:
-    world.answers = lambda respond: respond(Envelope(Probed(0), bytes(50_000)))
+    world.answers = lambda respond: respond(Envelope(Probed(0), bytes(5_000_000)))
     world.ask()
     ((at, what),) = world.play()
     assert what == "probed"
-    assert at == pytest.approx(1.0 + 50, abs=0.2)
+    assert at == pytest.approx(1.0 + 50 * WITH_HEADERS, abs=0.2)
 
 
 def test_a_synthetic_blob_takes_the_time_of_its_length(world: World) -> None:
-    world.answers = lambda respond: respond(Envelope(Probed(0), SyntheticBlob([(50_000, b"few")])))
+    world.answers = lambda respond: respond(Envelope(Probed(0), SyntheticBlob([(5_000_000, b"few")])))
     world.ask()
     ((at, _),) = world.play()
-    assert at == pytest.approx(1.0 + 50, abs=0.2)
+    assert at == pytest.approx(1.0 + 50 * WITH_HEADERS, abs=0.2)
 
 
 # Silence
@@ -158,7 +162,7 @@ def test_an_answer_that_cannot_leave_ends_at_the_write_deadline(world: World) ->
 
 
 def test_a_slow_reader_holds_its_answerer_for_write_s_and_no_longer(world: World) -> None:
-    world.answers = lambda respond: respond(Envelope(Probed(0), bytes(900_000)))
+    world.answers = lambda respond: respond(Envelope(Probed(0), SyntheticBlob([(90_000_000, b"few")])))
     world.ask()
     world.play(WRITE_S)
     assert world.b.open
@@ -270,7 +274,7 @@ def test_a_flipped_bit_in_a_blob_is_a_wrong_digest(world: World) -> None:
 
 
 def test_a_synthetic_blob_that_was_damaged_is_as_bad_as_a_real_one(world: World) -> None:
-    world.answers = lambda respond: respond(Envelope(Probed(0), SyntheticBlob([(50_000, b"few")])))
+    world.answers = lambda respond: respond(Envelope(Probed(0), SyntheticBlob([(5_000_000, b"few")])))
     world.ask()
     world.play(0.4)
     world.faults.change = lambda wire: wire[:-1] + bytes([wire[-1] ^ 1])
