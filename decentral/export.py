@@ -20,6 +20,7 @@ from decentral.core import config
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout
+from decentral.core.synthetic import Blob
 from decentral.peers.joining.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
@@ -120,7 +121,7 @@ async def _weights_of(
     return weights
 
 
-async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Incoming) -> bytes:
+async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Incoming) -> Blob:
     """Fetches one fragment's state piece by piece, as a newcomer does. Raises AskError or ProtocolError."""
     while not incoming.complete():
         offset = incoming.next_offset()
@@ -131,7 +132,7 @@ async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Inc
         if not isinstance(message, StateChunk) or message.offset != offset:
             raise ProtocolError(message.reason if isinstance(message, Refused) else "unexpected", "no piece of state")
         incoming.take(message, answer.envelope.blob)
-    return incoming.blob()
+    return incoming.hand_over()
 
 
 def donated_layouts(settings: config.Config) -> list[tuple[Fragment, Layout]]:

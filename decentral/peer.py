@@ -1,51 +1,29 @@
 """python -m decentral.peer: one peer, which starts a swarm, joins one, or goes on where its state folder stopped.
 
-reach_swarm   say hello to the swarm, and learn the run and its config
-claim_layers  choose the layers to hold, if the memory does not take the whole model (decentral/claim_span.py)
-prepare       load data and model, resume the checkpoint, measure the device
-train         until Ctrl-C or --stop-after; then save and leave
+decentral/reach_swarm.py   says hello to the swarm, and learns the run and its config
+decentral/prepare.py       chooses layers, loads data and model, trains
+
+Imports are few here, so that libp2p starts early: what computes is loaded meanwhile.
 """
 
 import argparse
 import asyncio
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 
 if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
 
-from decentral import __version__, command, launch, state, view
-from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
-from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral import command, launch, state
+from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
-from decentral.comm.wire.transport import AskError
-from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId, RunId
-from decentral.core.journal import Journal
 from decentral.core.units import Amount
-from decentral.peers.hosts.host import Host, clock
-from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
-from decentral.peers.membership.records import Profile
-from decentral.peers.node.node import Node
-from decentral.peers.node.setup import NodeSetup
-from decentral.peers.placement.span_move import MemoryBudget
-from decentral.peers.planning import swarm_plans
-from decentral.train import checkpoint, compress, data, measure, memory
-from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.island import Assignment, Island
-from decentral.train.kernel_choice import best_kernels
-from decentral.train.step import ALONE
-from decentral.visit import say_hello
-
-STEPS_REPORTED_S = 0.2  # how often, at most
-RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
+from decentral.reach_swarm import reach_swarm
+from decentral.train.island import Island
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,14 +61,25 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
         if flags.restarted:
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
+        loading = asyncio.create_task(asyncio.to_thread(_load, flags))
         transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
         try:
             access = await reach_swarm(flags, folder, transport)
-            request, claimed = await claim_layers(flags, folder, own, access)
-            host = await prepare(flags, folder, transport, access, request, claimed)
-            await train(flags, folder, host)
+            await loading
+            from decentral import prepare
+
+            request, claimed = await prepare.claim_layers(flags, folder, own, access)
+            host = await prepare.prepare(flags, folder, transport, access, request, claimed)
+            await prepare.train(flags, folder, host)
         finally:
             await transport.close()
+
+
+def _load(flags: argparse.Namespace) -> None:
+    """Loads the rest of the program, and proves the kernels of gossip."""
+    from decentral import prepare
+
+    flags.proven = prepare.prove_kernels(flags.device)
 
 
 def _forget_start(flags: argparse.Namespace, folder: state.StateFolder) -> None:
@@ -99,187 +88,6 @@ def _forget_start(flags: argparse.Namespace, folder: state.StateFolder) -> None:
         flags.config, flags.set = None, []
     if AddressBook.load(folder.path / "peers.json").known:
         flags.join = []  # that peer may be gone by now
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmAccess:
-    """The run that this peer is in, and how it reaches the other peers."""
-
-    run: RunId
-    config: config.Config
-    contacts: tuple[PeerId, ...]
-    directory: HivemindDirectory
-    addresses: tuple[str, ...]
-
-
-async def reach_swarm(flags: argparse.Namespace, folder: state.StateFolder, transport: Libp2p) -> SwarmAccess:
-    """The run is the folder's, else the swarm's at --join, else a new one. Raises UserError."""
-    kept = folder.read_run()
-    if kept and (flags.config or flags.set):
-        raise UserError(f"{folder.path} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
-    if flags.join and (flags.config or flags.set):
-        raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
-    contacts, welcome = await say_hello(flags.join, transport, kept[0] if kept else RunId(""))
-    if kept:
-        run, settings = kept
-        contacts += await _reconnect(folder, transport)
-    elif welcome:
-        run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
-    else:
-        settings = config.load(flags.config, flags.set)
-        run = RunId(f"{settings.name}-{secrets.token_hex(3)}")
-    folder.write_run(run, settings)
-    addresses = await transport.addresses()
-    folder.write_listen(addresses)
-    keys = [*records.keys(run, settings.swarm.shards), swarm_plans.key_of(run)]
-    directory = await transport.directory(keys, contacts)
-    return SwarmAccess(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
-
-
-async def _reconnect(folder: state.StateFolder, transport: Libp2p) -> list[PeerId]:
-    """Connects to the peers that are where they were before this peer restarted."""
-    known = AddressBook.load(folder.path / "peers.json").known
-    reached = await asyncio.gather(*(_connect(transport, addresses) for addresses in known.values()))
-    return [peer for peer in reached if peer is not None]
-
-
-async def _connect(transport: Libp2p, addresses: Sequence[str]) -> PeerId | None:
-    """The peer at the first of these addresses that answers."""
-    for address in addresses:
-        with suppress(AskError, UserError):
-            return await transport.connect(address)
-    return None
-
-
-async def claim_layers(
-    flags: argparse.Namespace, folder: state.StateFolder, own: Identity, access: SwarmAccess
-) -> tuple[SpanRequest, ClaimedSpan]:
-    """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
-    device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
-    kept = checkpoint.span(folder.path)
-    if flags.island:
-        memory_bytes = launch.model_bytes(flags.memory, access.config, kept, flags.island)
-    else:
-        memory_bytes = flags.memory or measure.memory_bytes(device.device)
-    request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
-    needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
-    return request, await claim(request, needs, access.directory, WallClock())
-
-
-async def prepare(
-    flags: argparse.Namespace,
-    folder: state.StateFolder,
-    transport: Libp2p,
-    access: SwarmAccess,
-    request: SpanRequest,
-    claimed: ClaimedSpan,
-) -> Host:
-    """Builds the node and its host. Raises UserError if the device, the data or the checkpoint cannot be used."""
-    run, own = access.config, request.own
-    device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
-    device = replace(device, ranks=flags.island or ALONE)
-    if claimed.span is not None:
-        memory.give_back_what_is_freed()
-    else:
-        memory.keep_what_is_freed()
-    corpus = data.load(run.data, run.model)
-    expected = bool(access.contacts) or request.kept is not None
-    computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
-    kernels, reason = best_kernels(device.device, compress)
-    flags.kernels = reason
-    compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
-    restored = compute.resume()
-    if flags.island:
-        flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)
-    setup = NodeSetup(
-        config=run,
-        run=access.run,
-        own=own,
-        fragments=compute.fragments,
-        state_layouts=compute.gossip.state_layouts(),
-        layers=compute.span.model_layers,
-        profile=_profile(flags, folder, compute, claimed.memory_bytes),
-        addresses=access.addresses,
-        contacts=access.contacts,
-        restored_step=compute.lr_step if restored else None,
-        stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
-        routes=stage_config(request, _model(compute), compute.fragments, claimed.capacity),
-        memory_budget=MemoryBudget(memory.needs(run), claimed.memory_bytes, compute.span.all_state_layouts()),
-        retained=compute.retained_states(),
-        versions=compute.counters.versions,
-    )
-    now = clock()
-    journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
-    return Host(Node(setup), transport, access.directory, compute, journal, book, now)
-
-
-def _model(compute: Compute) -> RoutedModel:
-    size = compute.setup.config.train.micro_batch
-    most = size if isinstance(size, int) else measure.LARGEST
-    return RoutedModel(compute.span.cuts, most, memory.needs(compute.setup.config).activations, compute.span.layout)
-
-
-def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
-    """The device's profile: measured once for this device, model and version, then read from the state folder."""
-    device = compute.setup.device
-    part = f" {compute.span.share}" if compute.span.share < 1 else ""
-    ranks = f" {device.ranks.size} ranks" if device.ranks.size > 1 else ""
-    key = f"{__version__} {device} {compute.setup.config.digest()}{part}{ranks}"
-    measured = folder.read_profile(key)
-    if measured is None:
-        model = compute.setup.config.model
-        forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
-        measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)
-        folder.write_profile(key, measured)
-    found = Profile(**asdict(measured), region=flags.region, software=f"decentral {__version__}")
-    return replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
-
-
-async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
-    """Runs the host until it stops, and shows what it does. Exits with 1 if it stopped with an error."""
-    node, setup = host.node, host.node.setup
-    shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
-    print(f"kernels of gossip: {flags.kernels}", flush=True)
-    shown.introduce(node, folder.path)
-    facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
-    host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels)
-    if flags.island:
-        host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
-    loop = asyncio.get_running_loop()
-    ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
-    for name in ending:
-        loop.add_signal_handler(name, host.stop, "interrupted")
-    tasks = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_reconnect_when_alone(host))]
-    try:
-        reason = await host.run()
-    finally:
-        for task in tasks:
-            task.cancel()
-        shown.close()
-        host.journal.close()
-    view.farewell(node, folder.path, reason)
-    if reason.startswith("error"):
-        raise SystemExit(1)
-
-
-async def _show(host: Host, shown: view.Display) -> None:
-    while True:
-        await asyncio.sleep(shown.interval_s)
-        shown.update(host.node, host.now())
-
-
-async def _reconnect_when_alone(host: Host) -> None:
-    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were."""
-    transport, directory = host.transport, host.directory
-    assert isinstance(transport, Libp2p)
-    assert isinstance(directory, HivemindDirectory)
-    while True:
-        await asyncio.sleep(RECONNECT_S)
-        if host.node.roster.live:
-            continue
-        for addresses in list(host.book.known.values()):
-            if peer := await _connect(transport, addresses):
-                await directory.meet(peer)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from decentral.core import config
+from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
-from decentral.train.checkpoint import write_atomically
 from decentral.train.measure import Measured
 
 ANYWHERE = "/ip4/0.0.0.0/tcp/0"

@@ -69,9 +69,10 @@ def introduction(node: Node, folder: Path) -> str:
     """What the user reads first: the run, the device, and how others join."""
     setup, profile = node.setup, node.setup.profile
     parameters = sum(fragment.parameters for fragment in setup.fragments)
+    speed = f"{profile.tokens_per_s:,.0f}" if profile.tokens_per_s else "its first steps will tell its"
     return (
         f"run {setup.run}: {parameters / 1e6:.2f} M parameters in {len(setup.fragments)} fragments\n"
-        f"peer {setup.own.peer} on {profile.device}: {profile.tokens_per_s:,.0f} tokens/s\n"
+        f"peer {setup.own.peer} on {profile.device}: {speed} tokens/s\n"
         f"state in {folder}; go on later with: python -m decentral.peer --state-dir {folder}\n"
         f"others join with:\n    python -m decentral.peer --join {setup.addresses[0]}"
     )
@@ -103,7 +104,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
 
 def _windows(node: Node) -> str:
     """How long windows are now, and which bound stretches them."""
-    count, bound = node.selection.windows(max((one.size for one in node.gossip.running.values()), default=0))
+    count, bound = node.gossip.windows
     return f"{node.selection.window_s() * count:g} s" + (f" ({bound})" if bound else "")
 
 

@@ -3,9 +3,11 @@
     python -m benchmarks.wan --self-test eight-cities [--peers-per-region 1] [--rates 0.1] [--json FILE]
     python -m benchmarks.wan --swarm four-homes --seconds 60 [--schedule "part 0,1 at 20 for 15"] [--nat 2,3:symmetric]
                              [--json FILE] [-- --set model.depth=2 --throttle 1,1,1,4 ...]
+    python -m benchmarks.wan --newcomer four-homes --seconds 30 [--json FILE] [-- --set model.width=448 ...]
 
 The self-test measures each pair's round trip and rates, one pair after the other, and compares them with what was
-asked. A swarm is a `decentral.local` whose peers are in the lab; behind `--` stand flags of that. TOPOLOGY is a file of
+asked. A swarm is a `decentral.local` whose peers are in the lab; behind `--` stand flags of that. With --newcomer the
+last peer joins when the others have trained for --seconds, and its download is what is measured. TOPOLOGY is a file of
 the planner or a shipped one's name; schedule.py has the forms of a schedule. Exit status 0: done, and all pairs as
 asked; 1: a pair is off; 2: one line says what is missing.
 """
@@ -20,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.wan import description, namespaces, schedule, selftest, swarm
+from benchmarks.wan import description, namespaces, newcomer, schedule, selftest, swarm
 from benchmarks.wan.lab import Lab
 from decentral import command
 from decentral.core.errors import UserError
@@ -44,12 +46,14 @@ def _main(flags: argparse.Namespace) -> None:
         _write(flags.json, selftest.to_json(asked, results))
         if any(one.complaints() for one in results):
             raise SystemExit(1)
+    elif flags.newcomer:
+        _newcomer(flags, asked)
     else:
         _swarm(flags, asked)
 
 
 def _description(flags: argparse.Namespace) -> description.Description:
-    found = topology.load(flags.self_test or flags.swarm)
+    found = topology.load(flags.self_test or flags.swarm or flags.newcomer)
     chosen = description.first_of_each_region(found, flags.peers_per_region)
     asked = description.from_topology(found, chosen).scaled(flags.rates)
     return replace(asked, nat=description.parse_nat(flags.nat, len(asked)), mtu=flags.mtu, seed=flags.seed)
@@ -67,6 +71,16 @@ def _swarm(flags: argparse.Namespace, asked: description.Description) -> None:
     _write(flags.json, result)
 
 
+def _newcomer(flags: argparse.Namespace, asked: description.Description) -> None:
+    local = parse_local(["--peers", str(len(asked)), "--stop-after", "1e6s", *flags.local])
+    lasts = flags.seconds + PEER_START_S * (len(asked) + 1)
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="wan-") as folder, Lab(asked, lasts) as lab:
+        result = newcomer.join_late(lab, local, Path(local.state_dir or folder), flags.seconds, console)
+    print(newcomer.report(result))
+    _write(flags.json, result)
+
+
 def _write(path: Path | None, result: object) -> None:
     if path:
         path.write_text(json.dumps(result, indent=1) + "\n")
@@ -81,6 +95,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--self-test", metavar="TOPOLOGY")
     what.add_argument("--swarm", metavar="TOPOLOGY")
+    what.add_argument("--newcomer", metavar="TOPOLOGY")
     parser.add_argument("--peers-per-region", type=int, default=64, metavar="N", help="of the topology; default: all")
     parser.add_argument("--rates", type=float, default=1.0, metavar="F", help="all rates times F")
     parser.add_argument("--nat", default="", metavar="N[:KIND],...", help="peers behind a router: home or symmetric")

@@ -40,7 +40,7 @@ BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we ha
 MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 ENOUGH_PERIODS = 2.0  # periods after which the answers that are here wait for no others
 REST_S = 1.0  # at least so long until a fragment that rests looks for partners again
-PATIENCE_PERIODS = 0.1  # of the period: how long a pull waits for the partner's snapshot of the same window
+PATIENCE_PERIODS = 0.25  # of the period: how long a pull waits for the partner's snapshot of the same window
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class PullExchange(Exchange):
         window, on_request = self._window, sum(section.size for section in closed.on_request)
         self._largest = len(closed.blob) + on_request
         self.size = len(closed.blob) + on_request // (self.whole_every * max(1, len(window.partners)))
-        period_s = self.context.view.period_s(self.size)
+        period_s = self.context.period_s(self.size)
         behind = now - self._published_at > BEHIND_PERIODS * period_s
         self._published_at, window.layout, window.on_request = now, closed.layout, closed.on_request
         window.enough_at = now + ENOUGH_PERIODS * period_s
@@ -150,20 +150,19 @@ class PullExchange(Exchange):
         """The light sections (pseudo-gradients) from all; all sections (slow weights too) from one now and then.
 
         A window that was missed (ours were longer, or the partners were not drawn) leaves its pseudo-gradient out of
-        our slow weights, and only the partners' slow weights can tell us: then all sections are asked of all.
+        our slow weights, and only a partner's slow weights can tell us: then they are due as well. From one: where a
+        link is what made us late, more bytes would keep us so.
         """
         self._windows += 1
-        if behind:
-            return dict.fromkeys(partners, ())
         chosen = dict.fromkeys(partners, self.light)
-        if self._windows % self.whole_every == 0:
+        if behind or self._windows % self.whole_every == 0:
             chosen[partners[0]] = ()
         return chosen
 
     def _ask(self, partner: PeerId, now: Seconds) -> Ask:
         kind = BlockingPullTag if self.blocking else PullTag
         tag = kind(self.context.fragment, self.seq)
-        period_s = self.context.view.period_s(self.size)
+        period_s = self.context.period_s(self.size)
         after = self.seq - 1 if self.blocking else self.seen.get(partner, 0)
         patience_s = MAX_PATIENCE_S if self.blocking else min(PATIENCE_PERIODS * period_s, MAX_PATIENCE_S)
         since = max(0.0, now - period_s / 2)

@@ -55,7 +55,7 @@ class Exchange:
 
     def replan(self, now: Seconds) -> None:
         size = self.snapshots_moved * self.size
-        if self.close_at > now + self.context.view.period_s(size):
+        if self.close_at > now + self.context.period_s(size):
             self.close_at = self.context.next_close(now, size)
 
     def _close_unless_alone(self, now: Seconds) -> list[Effect]:

@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from decentral.comm.net.streams import Asker, Server, Stream
+from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import identity
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
@@ -58,7 +59,8 @@ class Libp2p:
         self._addresses: dict[PeerId, tuple[str, ...]] = {}
         self._connected: set[PeerId] = set()
         self._server: Server | None = None
-        self._asker = Asker(self._open)
+        self._uplink = Uplink()
+        self._asker = Asker(self._open, self._uplink)
 
     @classmethod
     async def start(cls, key: Path, listen: Sequence[str], announce: Sequence[str]) -> "Libp2p":
@@ -96,6 +98,9 @@ class Libp2p:
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         self._addresses[peer] = addresses
 
+    def pace(self, rate: Callable[[], float | None]) -> None:
+        self._uplink.rate = rate
+
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         try:
             async with asyncio.timeout(deadline_s):
@@ -117,7 +122,7 @@ class Libp2p:
         return Stream(reader, writer)
 
     async def serve(self, handler: Handler, bound: BlobBound) -> None:
-        server = self._server = Server(handler, bound)
+        server = self._server = Server(handler, bound, self._uplink)
 
         async def on_stream(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             sender = PeerId(info.peer_id.to_base58())

@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import MAX_ROUTE_S, Refused
+from decentral.comm.wire.messages import MAX_ROUTE_S, Probe, Refused
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -61,6 +62,7 @@ class Asker:
     """Asks questions on streams that it opens and keeps."""
 
     open: Callable[[PeerId], Awaitable[Stream]]
+    uplink: Uplink = field(default_factory=Uplink)
     kept: dict[PeerId, list[Stream]] = field(default_factory=dict)  # no list is empty
 
     async def ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
@@ -68,21 +70,27 @@ class Asker:
 
         The other side may close a kept stream at the moment at which we ask on it: then we ask on a new one.
         """
-        kept = self._take(to)
-        if kept is not None:
-            with suppress(NoAnswer):
-                return await self._ask_on(kept, to, envelope, max_blob_bytes)
-        return await self._ask_on(await self.open(to), to, envelope, max_blob_bytes)
+        if isinstance(envelope.message, Probe) and envelope.blob:
+            async with self.uplink.alone():
+                return await self._ask(to, envelope, max_blob_bytes)
+        return await self._ask(to, envelope, max_blob_bytes)
 
     def close(self) -> None:
         for stream in self._all():
             stream.writer.close()
         self.kept.clear()
 
+    async def _ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
+        kept = self._take(to)
+        if kept is not None:
+            with suppress(NoAnswer):
+                return await self._ask_on(kept, to, envelope, max_blob_bytes)
+        return await self._ask_on(await self.open(to), to, envelope, max_blob_bytes)
+
     async def _ask_on(self, stream: Stream, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
         keep = False
         try:
-            answer = await ask_on(stream.reader, stream.writer, envelope, max_blob_bytes)
+            answer = await ask_on(stream.reader, self.uplink.paced(stream.writer, envelope), envelope, max_blob_bytes)
             keep = not isinstance(answer.envelope.message, Refused)  # after some refusals nothing more is read
             return answer
         finally:
@@ -150,6 +158,7 @@ class Server:
 
     handler: Handler
     bound: BlobBound
+    uplink: Uplink = field(default_factory=Uplink)
     refused: Counter[str] = field(default_factory=Counter)
     open: int = 0  # questions being read or answered
     idle: int = 0  # streams on which a next question may come
@@ -211,7 +220,7 @@ class Server:
             refused, answer = True, Envelope(Refused(error.reason, str(error)[:200]))
         try:
             async with asyncio.timeout(WRITE_S):
-                await blobs.write(writer, answer)
+                await blobs.write(self.uplink.paced(writer, answer), answer)
         except ConnectionError:
             return True
         return refused

@@ -31,7 +31,7 @@ from pydantic import Field, Strict
 from decentral.core.fragments import Layout
 from decentral.core.units import MiB
 
-VERSION = 3
+VERSION = 4
 
 MAX_BLOB_BYTES = 1 << 34  # for any blob; each question has a tighter bound for its answer
 MAX_PROBE_BYTES = 4 * MiB
@@ -159,7 +159,7 @@ class StateRequest:
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """A piece of the fragment's state, from byte `offset` of `total`. `digest` covers the piece.
+    """A piece of the fragment's state, from byte `offset` of `total`.
 
     `step` is the learning-rate step. `version` is the fragment's in a synchronous run, and zero in any other.
     """
@@ -170,7 +170,6 @@ class StateChunk:
     total: Count
     step: Count
     layout: Sections
-    digest: Digest
     version: Digest = bytes(16)
 
 

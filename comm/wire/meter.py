@@ -2,9 +2,10 @@
 
 Latency and rate are told apart (comm/wire/slow_start.py): the latency is the least of the last answers' times to their
 first byte, and the rate is what the time from the first byte to the last says beside the sender's slow start. It is
-what a transfer gets while others run beside it. The newest measurement counts for a fifth.
+what a transfer gets while others run beside it: the mean over the last bytes, of about nine transfers.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -13,8 +14,13 @@ from decentral.comm.wire.slow_start import rate_of, transfer_s
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
-NEWEST = 0.2
+UPLOADS = 6  # the last ones, that tell what our uplink carries
+LIMITED = 1.5  # times what slow start takes: an upload that lasted longer had a link for its limit
+FAST = 25e6  # bytes/s: whoever has so much need not share it out
+ALIKE = 1.5  # rates of an uplink to different peers differ by less
+REMEMBERED = 8  # transfers of the newest one's size that count beside it
 LARGE = 64 * KiB  # smaller transfers say nothing about the rate
+ROUND_TRIP = 0.7  # of a latency: what answers' first bytes take has their peer's work in it, a round trip has not
 LATENCIES = 16  # answers of which the first to come tells the latency: others have waited for their peer
 LEAST_S = 1e-4  # a transfer takes at least so long, whatever the clock says
 UNKNOWN_LATENCY_S = 0.2
@@ -26,9 +32,29 @@ MOST_LINKS = 4096  # beyond them, the peers that we have not heard from for long
 
 
 @dataclass(slots=True)
+class Rate:
+    """The mean of the times that the last bytes took, as bytes/s."""
+
+    known: float | None = None  # None: nothing was measured
+    _bytes: int = 0  # that it was measured by
+
+    def saw(self, rate: float, size: int) -> None:
+        newest = size / (self._bytes + size)
+        self.known = 1 / ((1 - newest) / self.known + newest / rate) if self.known else rate
+        self._bytes = min(self._bytes + size, REMEMBERED * size)
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    peer: PeerId
+    rate: float  # bytes/s
+    limited: bool  # by a link, and not by slow start
+
+
+@dataclass(slots=True)
 class Link:
-    down: float | None = None  # bytes/s towards us
-    up: float | None = None  # bytes/s towards the peer
+    down: Rate = field(default_factory=Rate)  # towards us
+    up: float | None = None  # bytes/s towards the peer, when it was measured last
     latencies: deque[Seconds] = field(default_factory=lambda: deque(maxlen=LATENCIES))
 
     @property
@@ -40,24 +66,29 @@ class Link:
 @dataclass(slots=True)
 class Meter:
     links: dict[PeerId, Link] = field(default_factory=dict)
-    _known: tuple[float | None, float | None] | None = None  # what `_of_all` gives; None: to be computed anew
+    uploads: deque[Upload] = field(default_factory=lambda: deque(maxlen=UPLOADS))
+    _typical_down: float | None = None  # 0: nothing was measured; None: to be computed anew
 
     def saw(self, peer: PeerId, seconds: Seconds, first_byte_s: Seconds, sent: int, received: int) -> None:
         """Records that a question took `seconds`, and `first_byte_s` until its answer began; with so many bytes."""
         link = self.links[peer] = self.links.pop(peer, Link())  # the latest comes last
         while len(self.links) > MOST_LINKS:
             del self.links[next(iter(self.links))]
-            self._known = None
+            self._typical_down = None
         if sent < LARGE:
             link.latencies.append(first_byte_s)
         if max(sent, received) < LARGE:
             return
-        self._known = None
+        self._typical_down = None
         latency_s = link.latency_s or 0.0
+        round_trip_s = ROUND_TRIP * latency_s
         if received >= sent:
-            link.down = _mixed(link.down, rate_of(received, max(LEAST_S, seconds - first_byte_s), latency_s))
+            link.down.saw(rate_of(received, max(LEAST_S, seconds - first_byte_s), round_trip_s), received)
         else:
-            link.up = _mixed(link.up, rate_of(sent, max(LEAST_S, seconds - latency_s), latency_s))
+            lasted_s = max(LEAST_S, seconds - latency_s)
+            link.up = rate_of(sent, lasted_s, round_trip_s)
+            limited = lasted_s > LIMITED * transfer_s(sent, math.inf, round_trip_s)
+            self.uploads.append(Upload(peer, link.up, limited))
 
     def latency_s(self, peer: PeerId) -> float:
         known = self.links.get(peer, Link()).latency_s
@@ -65,31 +96,33 @@ class Meter:
 
     def bandwidth(self, peer: PeerId) -> float | None:
         """Bytes/s towards us; None if nothing was measured."""
-        return self.links.get(peer, Link()).down
+        return self.links.get(peer, Link()).down.known
 
     def typical_down(self) -> float | None:
         """The median over all peers, in bytes/s."""
-        return self._of_all()[0]
+        if self._typical_down is None:
+            downs = [link.down.known for link in self.links.values() if link.down.known is not None]
+            self._typical_down = median(downs) if downs else 0.0
+        return self._typical_down or None
 
     def best_up(self) -> float | None:
-        """The highest rate to any peer: what our uplink carries. To others their downlinks, or our other transfers at
-        that moment, were the limit."""
-        return self._of_all()[1]
+        """The highest rate of the last uploads, in bytes/s: what our uplink carries. In others the peer's downlink, or
+        our other transfers at that moment, were the limit, and no upload is measured faster than it was."""
+        return max((one.rate for one in self.uploads), default=None)
 
-    def _of_all(self) -> tuple[float | None, float | None]:
-        if self._known is None:
-            downs = [link.down for link in self.links.values() if link.down is not None]
-            ups = [link.up for link in self.links.values() if link.up is not None]
-            self._known = median(downs) if downs else None, max(ups, default=None)
-        return self._known
+    def pace(self) -> float | None:
+        """The rate of our uplink, in bytes/s, where that is what has limited our uploads; else None.
+
+        Two peers to whom we send equally fast have told of our uplink, one alone perhaps of its own downlink.
+        """
+        best = max(self.uploads, key=lambda one: one.rate, default=None)
+        if best is None or not best.limited or best.rate > FAST:
+            return None
+        alike = {one.peer for one in self.uploads if one.limited and one.rate > best.rate / ALIKE}
+        return best.rate if len(alike) > 1 or len({one.peer for one in self.uploads}) == 1 else None
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""
         latency_s, rate = self.latency_s(peer), self.bandwidth(peer) or UNKNOWN_BANDWIDTH
         expected = latency_s + transfer_s(size, rate, latency_s)
         return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * expected))
-
-
-def _mixed(old: float | None, new: float) -> float:
-    """The mean of the times that a byte takes, as a rate."""
-    return new if old is None else 1 / ((1 - NEWEST) / old + NEWEST / new)

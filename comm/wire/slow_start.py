@@ -6,8 +6,8 @@ losses). After k round trips it has sent INITIAL_BYTES (2^k - 1), and what is le
 
     duration = max over k of (k round trips + what is left then / rate)
 
-So a short transfer over a long way takes its round trips, whatever the link could carry. Durations are from the arrival
-of the first byte to that of the last.
+So a short transfer over a long way takes its round trips, whatever the link could carry, and says little of it.
+Durations are from the arrival of the first byte to that of the last.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from decentral.core.units import Seconds
 
 INITIAL_BYTES = 10 * 1448
+SLOW_PART = 0.5  # at most so much of a duration is put down to slow start: a latency measured too long excuses no more
 
 
 def transfer_s(size: int, rate: float, round_trip_s: Seconds) -> Seconds:
@@ -23,16 +24,12 @@ def transfer_s(size: int, rate: float, round_trip_s: Seconds) -> Seconds:
 
 
 def rate_of(size: int, seconds: Seconds, round_trip_s: Seconds) -> float:
-    """The rate, in bytes/s, of a link that has carried `size` > 0 bytes in this time.
+    """The rate, in bytes/s, of a link that has carried `size` > 0 bytes in so many `seconds` > 0.
 
-    The most that can be said of a link that did not slow the transfer down is that it carries what would have been
-    under way in the next round trip.
+    It is exact where the sender was through with its slow start in the first SLOW_PART of the duration, else too low.
     """
-    rounds = list(_rounds(size, round_trip_s))
-    most = INITIAL_BYTES * 2.0 ** len(rounds) / round_trip_s if round_trip_s > 0 else float("inf")
-    if seconds <= rounds[-1][1]:
-        return most
-    return min(most, max(left / (seconds - waited_s) for left, waited_s in rounds))
+    rounds = (one for one in _rounds(size, round_trip_s) if one[1] <= SLOW_PART * seconds)
+    return max(left / (seconds - waited_s) for left, waited_s in rounds)
 
 
 def _rounds(size: int, round_trip_s: Seconds) -> Iterator[tuple[int, Seconds]]:

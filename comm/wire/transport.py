@@ -142,6 +142,9 @@ class Transport(Protocol):
     async def serve(self, handler: Handler, bound: BlobBound) -> None:
         """Answers questions from now on. One that breaks the format is counted in `refused` and goes no further."""
 
+    def pace(self, rate: Callable[[], float | None]) -> None:
+        """From now on questions and answers leave no faster than this, in bytes/s; None: as fast as they can."""
+
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Remembers the addresses at which a peer says that it listens."""
 

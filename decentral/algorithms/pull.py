@@ -67,6 +67,9 @@ class PullRule(UpdateRule):
 
     Besides the slow state there is one spare vector: it takes the copy of theta, which the close makes the baseline;
     the old baseline is the spare then, and takes the correction.
+
+    A rule that begins with certain weights owes nothing, and its baseline is phi: neither is written before the first
+    window, so that a newcomer need not wait for their memory before its first step.
     """
 
     sections: Mapping[str, str] = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC}
@@ -77,11 +80,36 @@ class PullRule(UpdateRule):
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
         super().__init__(gossip, theta, peer, tools)
         self.constants = outer.Constants(gossip.momentum, gossip.step, gossip.consensus)
-        self.phi, self.baseline, self.residual, self.spare = (tools.vector(self.elements) for _ in range(4))
+        self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
+        self.ready = False
         self.momentum = tools.vector(self.elements) if self.constants.alpha else None
         self.lengths = Lengths()
         self.closed: tuple[Window, bytes] | None = None  # the window that waits for its merge, and what it published
-        self.load(theta, {})
+        if not theta.is_meta:
+            self.load(theta, {})
+
+    @property
+    def baseline(self) -> Tensor:
+        """The weights at the last window's end, corrections since then included."""
+        self._settle()
+        return self._baseline
+
+    @property
+    def residual(self) -> Tensor:
+        """What quantisation has kept back so far."""
+        self._settle()
+        return self._residual
+
+    def make_ready(self) -> None:
+        self._settle()
+        self.spare.zero_()
+
+    def _settle(self) -> None:
+        """Writes what `_begin` has put off."""
+        if not self.ready:
+            self._baseline.copy_(self.phi)
+            self._residual.zero_()
+            self.ready = True
 
     def buffer(self) -> Tensor:
         return self.spare
@@ -89,7 +117,7 @@ class PullRule(UpdateRule):
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         self._end_unmerged()
         blob, self.lengths.own = self.tools.kernels.close(theta, self.baseline, self.residual)
-        self.baseline, self.spare = theta, self.baseline
+        self._baseline, self.spare = theta, self.baseline
         packer.add_encoded(PSEUDO_GRADIENT, PSEUDO_GRADIENT_CODEC, self.elements, blob)
         self.closed = window, blob
 
@@ -140,13 +168,13 @@ class PullRule(UpdateRule):
             return None
         self._end_unmerged()
         owed = self.residual.add_(self.baseline).sub_(theta)
-        self.baseline, self.spare = theta, self.baseline
+        self._baseline, self.spare = theta, self.baseline
         self._take_alone(self.phi, self.momentum, owed)
         self.residual.zero_()
         torch.sub(self.phi, self.baseline, out=self.spare)
         if float(torch.linalg.vector_norm(self.spare)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi)):
             return None  # theta is where the slow weights are; what it lacks by rounding stays owed
-        self.baseline += self.spare
+        self.baseline.add_(self.spare)
         return Correction(self.spare)
 
     def _end_unmerged(self) -> None:
@@ -181,21 +209,31 @@ class PullRule(UpdateRule):
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         self.closed = None
-        self.baseline.copy_(theta)
-        self.phi.copy_(state.get("phi", theta))
-        if "owed" in state:
+        if "phi" in state:
+            self.phi.copy_(state["phi"])
+            self.baseline.copy_(theta)
             self.residual.copy_(state["owed"])
         else:
-            self.residual.zero_()
+            self._begin(theta)
         if self.momentum is not None:
             self.momentum.copy_(state["momentum"] if "momentum" in state else torch.zeros(()))
+
+    def _begin(self, theta: Tensor) -> None:
+        """With slow weights that are the weights, and nothing owed."""
+        if theta is not self.phi:
+            self.phi.copy_(theta)
+        self.ready = False
 
     def donate(self, live: Live, packer: Packer) -> None:
         packer.add("phi", self.donated["phi"], self.phi)
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
         live.theta.copy_(donated["phi"])
-        self.load(live.theta, {})
+        if live.theta.dtype == self.phi.dtype and not self.tools.pinned:
+            self.phi = donated["phi"]
+            self.load(self.phi, {})
+        else:
+            self.load(live.theta, {})
 
 
 ALGORITHM = Algorithm(

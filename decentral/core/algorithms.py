@@ -39,7 +39,7 @@ class GossipView(Protocol):
     def window_s(self) -> Seconds:
         """The length of the shortest windows."""
 
-    def period_s(self, size: int) -> Seconds:
+    def period_s(self, fragment: int, size: int) -> Seconds:
         """Seconds between two windows of a fragment whose snapshots have `size` bytes: a multiple of `window_s`."""
 
 
@@ -55,6 +55,10 @@ class FragmentContext:
     view: GossipView
     round: int = 0  # the newest round that others have announced, where the algorithm blocks
 
+    def period_s(self, size: int) -> Seconds:
+        """Seconds between two windows of the fragment, where its snapshots have `size` bytes."""
+        return self.view.period_s(self.fragment, size)
+
     def next_close(self, now: Seconds, size: int) -> Seconds:
         """When the fragment's next window ends: at the same instants on every peer that has the same phase.
 
@@ -63,7 +67,7 @@ class FragmentContext:
         windows are stretched, fragments take turns at the ends of the shortest windows; so a peer whose windows are
         twice as long as its partner's ends each of them together with one of the partner's.
         """
-        period_s, window_s = self.view.period_s(size), self.view.window_s()
+        period_s, window_s = self.period_s(size), self.view.window_s()
         turn = self.fragment % max(1, round(period_s / window_s))
         offset = window_s * (turn + self.phase)
         end = ((now - offset) // period_s + 1) * period_s + offset
@@ -74,7 +78,7 @@ class FragmentContext:
 
     def max_age_s(self, size: int) -> Seconds:
         """An older snapshot is not merged. One of a partner whose windows are long may be as old as two of them."""
-        return max(self.gossip.max_age_s, 2 * self.view.period_s(size))
+        return max(self.gossip.max_age_s, 2 * self.period_s(size))
 
     def exchange_line(
         self, partner: PeerId | None, outcome: str, reason: str, seconds: Seconds, moved: tuple[int, int] = (0, 0)

@@ -154,14 +154,14 @@ class GossipConfig(Strict):
     # (docs/ROUTES.md): of the settings below it uses fragment_parameters alone.
     algorithm: AlgorithmName = "pull"
     window_s: PositiveFloat = 0.5
-    start_window_s: PositiveFloat = 0.1  # in the first start_steps of the swarm, when replicas drift apart fastest
+    start_window_s: PositiveFloat = 0.125  # in the first start_steps of the swarm, when replicas drift apart fastest
     start_steps: Annotated[int, Field(ge=0)] = 100
     partners: Positive = 3  # pulled from in each window
     consensus_every: Positive = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each
     momentum: Fraction = 0.0  # alpha
     step: PositiveFloat = 1.0  # beta
     consensus: Fraction = 1.0  # gamma
-    link_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of the bandwidth that gossip may use
+    link_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the bandwidth that gossip may use
     core_share: Annotated[float, Field(gt=0, le=1)] = (
         0.02  # of the cores that train, likewise; start_steps may use more
     )

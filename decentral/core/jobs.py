@@ -43,10 +43,11 @@ from decentral.core.outcomes import StateImported as StateImported
 from decentral.core.outcomes import StateOutcome as StateOutcome
 from decentral.core.outcomes import Stepped as Stepped
 from decentral.core.outcomes import WindowClosed as WindowClosed
+from decentral.core.synthetic import Blob
 
 MOST_UNDER_WAY = 48  # micro-batches at a peer: each is an open question, and comm/net/streams.py answers 64 at once
 
-Donated = tuple[int, Layout, bytes]
+Donated = tuple[int, Layout, Blob]
 """A fragment's state from a donor: the fragment's index, the sections of the blob, and the blob."""
 
 

@@ -5,10 +5,12 @@ billion parameters, by the thousand, in one process. A synthetic blob is a row o
 content; a slice has the contents of the segments that begin inside it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 Segment = tuple[int, bytes]  # length, content
+Blob = bytes | bytearray
+"""Bytes, or bytes in memory that whoever holds them may change."""
 
 
 class SyntheticBlob(bytes):
@@ -48,14 +50,19 @@ class SyntheticBlob(bytes):
         return hash(self.segments)
 
 
-def joined(parts: Iterable[bytes]) -> bytes:
+def gathered(parts: Sequence[Blob]) -> Blob:
+    """`joined(parts)` in memory of its own that can be written, unless it is synthetic."""
+    return joined(parts) if any(isinstance(part, SyntheticBlob) for part in parts) else bytearray().join(parts)
+
+
+def joined(parts: Iterable[Blob]) -> bytes:
     """`b"".join(parts)`, also for synthetic blobs. A part without content continues the segment before it."""
     row = list(parts)
     if not any(isinstance(part, SyntheticBlob) for part in row):
         return b"".join(row)
     segments: list[Segment] = []
     for part in row:
-        for length, content in part.segments if isinstance(part, SyntheticBlob) else [(len(part), part)]:
+        for length, content in part.segments if isinstance(part, SyntheticBlob) else [(len(part), bytes(part))]:
             if segments and not content:
                 segments[-1] = (segments[-1][0] + length, segments[-1][1])
             else:

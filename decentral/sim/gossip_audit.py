@@ -110,7 +110,7 @@ class GossipAudit:
         exchange = node.gossip.running.get(fragment)
         if not isinstance(exchange, PullExchange) or exchange.blocking:
             return
-        period_s = node.selection.period_s(exchange.size)
+        period_s = exchange.context.period_s(exchange.size)
         limit_s = node.setup.config.gossip.max_age_s + ENOUGH_PERIODS * period_s
         limit_s += self.evidence.skew_s() + SLACK_S + slowest_step_s(host)
         for one in contributions:

@@ -47,6 +47,7 @@ class SurrogateDisk:
 
     def write(self, state: jobs.Donated, step: int) -> None:
         fragment, layout, blob = state
+        assert isinstance(blob, bytes), "what a peer has exported itself"
         self.retained[fragment] = step, layout, blob
 
     def read(self, fragment: int) -> RetainedState | None:

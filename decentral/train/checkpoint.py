@@ -5,7 +5,6 @@ So `kill -9` or a full disk at any moment leaves the old checkpoint or the new o
 """
 
 import json
-import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
+from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.core.jobs import Donated, Layout, RetainedStates, Section
 from decentral.train.counters import Counters
@@ -24,7 +24,7 @@ from decentral.train.fragment_gossip import GossipedFragment
 from decentral.train.job_phases import Phase
 from decentral.train.span import Span
 from decentral.train.span_change import RetainedState
-from decentral.train.tensor_file import TensorFile, sync_folder
+from decentral.train.tensor_file import TensorFile
 
 FILE = "checkpoint.safetensors"
 COPY_ALIGNED = 64  # bytes
@@ -220,14 +220,3 @@ class RetainedStateStore:
 
     def _path(self, fragment: int) -> Path:
         return self.folder / f"kept-{fragment}.safetensors"
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file that has the old content or the new one at any moment, also after a power cut. Raises OSError."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)

@@ -62,15 +62,21 @@ def size(codec: str, elements: int) -> int:
 
 
 def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
-    """fp32 [elements] on the CPU. Raises ProtocolError for an unknown codec, a wrong size, or numbers not finite."""
+    """fp32 [elements] on the CPU. Raises ProtocolError for an unknown codec, a wrong size, or numbers not finite.
+
+    Of fp32 in memory that can be written it is that memory: a large state is not copied once more.
+    """
     if codec not in CODECS:
         raise ProtocolError(Reason.CODEC, f"{codec!r} is none of {', '.join(CODECS)}")
     read = as_bytes(codec, blob, elements)
-    if codec in COMPILED:
+    if codec == "fp32" and not memoryview(blob).readonly:
+        values = torch.frombuffer(blob, dtype=torch.float32) if elements else torch.empty(0)
+    elif codec in COMPILED:
         unpacked = np.empty(elements, np.float32)
         refuse(codec, COMPILED[codec].unpack(read, unpacked))
         return torch.from_numpy(unpacked)
-    values = CODECS[codec].unpack(read, elements)
+    else:
+        values = CODECS[codec].unpack(read, elements)
     if block_kernels.largest(values.numpy()) >= block_kernels.INFINITE:
         refuse(codec, block_kernels.NOT_FINITE)
     return values

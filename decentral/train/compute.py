@@ -68,6 +68,12 @@ class Compute(JobRunner):
         size = run.train.micro_batch
         self.micro_batch = size if size != "auto" else measure.micro_batch(span.forward, run.model, setup.device)
 
+    @property
+    def awaits_state(self) -> bool:
+        """Whether donors will give this peer, alone on its device, all of the model; then it has no weights yet."""
+        alone = self.setup.device.ranks.size == 1 and len(self.fragments) == len(self.span.cuts)
+        return alone and self.setup.state_expected and not self.restored
+
     def submit(self, job: jobs.Job) -> None:
         """Gives a job to the threads; Finish is the last one. Any thread may call it."""
         self.threads.submit(job)
@@ -95,6 +101,8 @@ class Compute(JobRunner):
         self.gossip.steps_to_edge = lambda: 0 if self.waits else 1
         worker = threading.Thread(target=threads.work_beside, name="beside", daemon=True)
         worker.start()
+        if self.awaits_state:
+            self.span.touch_memory()
         steps: list[jobs.Stepped] = []  # that are still to be reported
         reported_at = time.monotonic()
         while not threads.done:

@@ -180,6 +180,12 @@ class FragmentGossip:
         gossiped = self._by_index[job.fragment]
         if job.hold:
             self.holding.add(job.fragment)
+        elif not gossiped.live.steps:
+            yield Phase.EDGE  # after the first step, which shall not wait for a window that has nothing to say
+        if not gossiped.rule.ready:
+            yield Phase.BESIDE
+            gossiped.rule.make_ready()
+            yield Phase.EDGE
         if gossiped.resting:
             at_edge = yield from gossiped.fold()
             if not at_edge:
@@ -232,6 +238,8 @@ class FragmentGossip:
         yield Phase.BESIDE
         gossiped = self._by_index[fragment]
         if gossiped.resting:
+            if not gossiped.rule.ready:
+                gossiped.rule.make_ready()
             at_edge = yield from gossiped.fold()
             if at_edge:
                 yield Phase.BESIDE
@@ -286,14 +294,21 @@ class FragmentGossip:
             gossiped.resting = False
             gossiped.live.touch()
 
-    def hold(self, lives: Sequence[Live]) -> None:
-        """Holds these fragments from now on: those that are here as they are, others from their weights."""
+    def hold(self, lives: Sequence[Live], undrawn: Collection[int] = ()) -> None:
+        """Holds these fragments from now on: those that are here as they are, others from their weights.
+
+        Those of the `undrawn` that are new have no weights yet: `start`, `load`, or another `hold` must follow.
+        """
         known = {id(gossiped.live): gossiped for gossiped in self._by_index.values()}
-        self._by_index = {live.fragment.index: known.get(id(live)) or self._new(live) for live in lives}
+        self._by_index = {
+            live.fragment.index: known.get(id(live)) or self._new(live, live.fragment.index not in undrawn)
+            for live in lives
+        }
         self.holding &= {BEFORE_START, EVERY_ROUND, *self._by_index}
 
-    def _new(self, live: Live) -> GossipedFragment:
-        made = update_rules.rule(self.gossip, live.theta, self.peer, self.tools)
+    def _new(self, live: Live, drawn: bool) -> GossipedFragment:
+        theta = live.theta if drawn else live.theta.to("meta")
+        made = update_rules.rule(self.gossip, theta, self.peer, self.tools)
         n, codecs = live.fragment.parameters, self.tools.codecs
         published, on_request = (update_rules.layout_of(one, n, codecs) for one in (made.sections, made.on_request))
         return GossipedFragment(live, made, published, on_request)

@@ -15,9 +15,9 @@ from safetensors.torch import save
 from torch import nn
 
 from decentral.core import config
+from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.train import gpt
-from decentral.train.checkpoint import write_atomically
 
 BYTES = 256
 

@@ -49,19 +49,25 @@ class Live:
         layers: Sequence[nn.Module],
         device: torch.device,
         train: config.TrainConfig,
-        start: int = 0,
-        model_layers: int | None = None,
+        numbers: range | None = None,
+        drawn: bool = True,
     ) -> None:
-        """`layers` begin with the model's layer `start`; without `model_layers` they end with its last one.
+        """`numbers`: of the model's layers, from the first one of `layers` to the model's last; by default `layers` are
+        all there are. Without `drawn`, theta is whatever the memory holds until a checkpoint, donors or `draw` give it.
 
         Raises UserError where an optimizer is missing on this machine.
         """
         self.fragment, self.train = fragment, train
-        self._last = (model_layers or start + len(layers)) - 1
-        groups = self._groups(layers, start)
+        numbers = range(len(layers)) if numbers is None else numbers
+        self._last = numbers[-1]
+        groups = self._groups(layers, numbers.start)
         parameters = [parameter for group in groups for parameter in group]
         shapes = [parameter.shape for parameter in parameters]
-        self.theta = _flat(parameters).to(device, getattr(torch, train.weights))
+        dtype = getattr(torch, train.weights)
+        if drawn:
+            self.theta = _flat(parameters).to(device, dtype)
+        else:
+            self.theta = torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
         self._parameters = parameters
         self._grad: Tensor | None = None
         matrices, gains = (sum(parameter.numel() for parameter in group) for group in groups[1:])
@@ -100,6 +106,17 @@ class Live:
             return
         for parameter in self._parameters:
             parameter.grad = None
+
+    def touch_memory(self) -> None:
+        """Writes to all that the first step will write, where nothing of it is in use yet: new memory is slow at first.
+
+        The gradients' memory is free again when the first step begins, and serves the gradients then.
+        """
+        self.theta.zero_()
+        for tensor in self.state.tensors.values():
+            tensor.zero_()
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
 
     def draw(self, layers: Sequence[nn.Module], start: int) -> None:
         """Takes the weights of other layers of the same kind. They begin with the model's layer `start`."""

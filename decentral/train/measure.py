@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -51,12 +51,18 @@ def measure(
     for the whole model. Those of an island are measured on all ranks at once, gradients averaged as in training; its
     FLOP/s are rank 0's times the ranks, and its memory is one device's.
     """
-    ranks = device.ranks
+    ranks, of_device = device.ranks, without_speed(device)
     trained_s = max(step_s(forward, model, device, micro_batch), device.emulated_s * share) * device.throttle
     tokens_per_s = ranks.size * share * micro_batch * model.context / trained_s
-    name, flops = device_name(device.device), _flops(device) / device.throttle
+    return replace(of_device, tokens_per_s=tokens_per_s)
+
+
+def without_speed(device: Device) -> Measured:
+    """The same but for tokens/s, which are 0: nothing is trained."""
+    ranks, name = device.ranks, device_name(device.device)
     name = name if ranks.size == 1 else f"{ranks.size} x {name}"
-    return Measured(name, memory_bytes(device.device), ranks.size * flops, tokens_per_s)
+    flops = _flops(device) / device.throttle
+    return Measured(name, memory_bytes(device.device), ranks.size * flops, tokens_per_s=0.0)
 
 
 def step_s(forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int) -> float:

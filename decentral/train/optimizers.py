@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
@@ -130,7 +131,7 @@ class OptimizerState:
         in_bytes = train.moments == "int8" and matrices > 0
         wide = [(end, end + gains, 0.0)] if in_bytes else [(cut, end, train.weight_decay), (end, end + gains, 0.0)]
         kept = sum(stop - begin for begin, stop, _ in wide)
-        self.exp_avg, self.exp_avg_sq = torch.zeros(cut + kept, device=device), torch.zeros(kept, device=device)
+        self.exp_avg, self.exp_avg_sq = zeros(cut + kept, device), zeros(kept, device)
         self.tensors = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         self.stretches: list[StretchOptimizer] = []
         if blocks:
@@ -156,6 +157,13 @@ class OptimizerState:
             (self.tensors["exp_avg" + kind], self.tensors["exp_avg_sq" + kind]) for kind in ("_int8", "_scales")
         )
         return AdamW8bit(begin, end, train, train.weight_decay, moments, scales, (tables[0], tables[1]), kernels)
+
+
+def zeros(elements: int, device: torch.device) -> Tensor:
+    """fp32 zeros [elements]. On the CPU the system gives large ones their memory when they are first written."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(elements, np.float32))
+    return torch.zeros(elements, device=device)
 
 
 def views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from decentral.core.jobs import Layout, Section
-from decentral.core.synthetic import SyntheticBlob, joined
+from decentral.core.synthetic import Blob, SyntheticBlob, joined
 
 
 class Codecs(Protocol):
@@ -19,7 +19,10 @@ class Codecs(Protocol):
         """The bytes of fp32 values [n]."""
 
     def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
-        """fp32 [elements] on the CPU. Raises ProtocolError for bytes that `encode` cannot have written."""
+        """fp32 [elements] on the CPU. Raises ProtocolError for bytes that `encode` cannot have written.
+
+        It may be the blob's own memory, where that can be written: whoever holds such a blob has given it away.
+        """
 
     def size(self, codec: str, elements: int) -> int:
         """How many bytes `encode` makes of so many values."""
@@ -49,13 +52,13 @@ class Packer:
         return tuple(self.sections), joined(self.parts)
 
 
-def unpack(codecs: Codecs, layout: Layout, blob: bytes) -> dict[str, Tensor]:
+def unpack(codecs: Codecs, layout: Layout, blob: Blob) -> dict[str, Tensor]:
     """fp32 vectors on the CPU, by name. Raises ProtocolError for what the codecs refuse."""
     parts = split(layout, blob)
     return {one.name: codecs.decode(one.codec, parts[one.name], one.elements) for one in layout}
 
 
-def split(layout: Layout, blob: bytes) -> dict[str, Any]:
+def split(layout: Layout, blob: Blob) -> dict[str, Any]:
     """The encoded sections by name, as memoryviews of the blob: nothing is copied."""
     view, start, parts = blob if isinstance(blob, SyntheticBlob) else memoryview(blob), 0, {}
     for section in layout:

@@ -57,14 +57,14 @@ class Span:
                 new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
             layers |= dict(enumerate(new, begin))
             lives |= {
-                cut: Live(cut, new, device, run.train, begin, self.model_layers)
+                cut: Live(cut, new, device, run.train, range(begin, self.model_layers), drawn)
                 for cut in wanted
                 if begin <= cut.first < end
             }
         self.layers, self.fragments = [layers[at] for at in range(first, last)], wanted
         self._undrawn = set() if drawn else {cut.index for cut in wanted}
         ordered = [lives[fragment] for fragment in wanted]
-        self.gossip.hold(ordered)
+        self.gossip.hold(ordered, undrawn=self._undrawn)
         self.inner = Inner(ordered, run.train)
         self.forward = Chain(self.layers, run.train.compile and device.type == "cuda", run, first)
         if len(wanted) < len(self.cuts) or run.synchronous:
@@ -73,6 +73,16 @@ class Span:
     def given(self, fragments: Iterable[int]) -> None:
         """A checkpoint or donors have given these fragments their weights."""
         self._undrawn.difference_update(fragments)
+
+    def touch_memory(self) -> None:
+        """Writes to the memory of fragments without weights, to be called while these are on their way.
+
+        A step would be the first to write to most of it, and new memory is slow.
+        """
+        if self.device.device.type == "cpu":
+            for live in self.inner.lives:
+                if live.fragment.index in self._undrawn:
+                    live.touch_memory()
 
     def draw(self) -> None:
         """Gives fragments that still have no weights their initial ones. To be called before anything reads them."""

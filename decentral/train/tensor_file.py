@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decentral.core.atomic_file import sync_folder
+
 ALIGNED = 4096  # bytes: what a disk takes at once
 BUFFER_BYTES = 4 << 20
 FACTS_BYTES = 16 * 1024  # room for the facts, and so many bytes more for each tensor: about two hundred for a fragment
@@ -115,12 +117,3 @@ class TensorFile:
                 if error.errno != errno.EINVAL or not flags & DIRECT:
                     raise
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~DIRECT)
-
-
-def sync_folder(folder: Path) -> None:
-    """After this a renamed file has its new name also after a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -83,8 +83,15 @@ class UpdateRule:
     donates_live: bool = True
     """Whether a newcomer's state is read off the live weights, at a step edge."""
 
+    ready: bool = True
+    """Whether all memory that the next window needs is written; else `make_ready` does it, beside training."""
+
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
+        """Of a theta on the meta device only the length is known: `load` or `adopt` must follow."""
         self.tools, self.elements = tools, theta.numel()
+
+    def make_ready(self) -> None:
+        """Writes what a rule that has just begun has put off."""
 
     def buffer(self) -> Tensor:
         """Where the copy of theta for the next `close`, `merge` or `fold` goes."""
@@ -147,7 +154,7 @@ class UpdateRule:
         packer.add("theta", self.donated["theta"], live.theta.float())
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
-        """Starts anew, theta included, from what a donor packed."""
+        """Starts anew, theta included, from what a donor packed. The vectors are the rule's from now on."""
         live.theta.copy_(donated["theta"])
         self.load(live.theta, {})
 

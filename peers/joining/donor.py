@@ -8,7 +8,6 @@ MOST_SERVED newcomers at a time are served; the others are told that the donor i
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Reply
@@ -102,7 +101,7 @@ class Donor:
         if not piece:
             return _refuse(request, Reason.OFFSET)
         place = (self.run, pull.fragment, pull.offset, len(export.blob), export.step)
-        chunk = StateChunk(*place, export.layout, blobs.digest(piece), export.version)
+        chunk = StateChunk(*place, export.layout, export.version)
         return Reply(request, Envelope(chunk, piece))
 
 

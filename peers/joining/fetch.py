@@ -1,8 +1,8 @@
 """Fetches fragments' state from several peers at once, piece by piece, for a newcomer or for a peer that moves.
 
-Each piece carries its digest. A donor that fails twice is left out; its pieces are asked of the others, and those that
-are here already stay. Pieces of one fragment may come from several donors, since replicas differ by little and a piece
-can be decoded by itself (no block of a codec crosses a piece).
+A piece's bytes travel with their digests, as all blobs do (comm/wire/blobs.py). A donor that fails twice is left out;
+its pieces are asked of the others, and those that are here already stay. Pieces of one fragment may come from several
+donors, since replicas differ by little and a piece can be decoded by itself (no block of a codec crosses a piece).
 """
 
 from collections import Counter
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
@@ -19,7 +18,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Donated, Fragment, Layout
 from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
-from decentral.core.synthetic import joined
+from decentral.core.synthetic import Blob, gathered
 from decentral.core.units import MiB, Seconds
 
 PIECE_BYTES = 1 * MiB
@@ -38,7 +37,7 @@ class Incoming:
     layout: Layout  # the sections that a donor's state must have
     retained: bool = False
     total: int | None = None  # bytes; None until the first piece is here
-    pieces: dict[int, bytes] = field(default_factory=dict)  # by offset
+    pieces: dict[int, Blob] = field(default_factory=dict)  # by offset
     here: int = 0  # bytes of the pieces
     requested: set[int] = field(default_factory=set)  # offsets
     had_holder: bool = False  # when donors were last chosen
@@ -70,12 +69,10 @@ class Incoming:
         self.here = self._from = 0
 
     def take(self, chunk: StateChunk, blob: bytes) -> None:
-        """Adds a piece. Raises ProtocolError if it does not fit the fragment or its digest.
+        """Adds a piece. Raises ProtocolError if it does not fit the fragment.
 
         The last one puts all together, so that their memory serves the next fragment's pieces.
         """
-        if blobs.digest(blob) != chunk.digest:
-            raise ProtocolError(Reason.DIGEST, "a piece of state")
         if chunk.layout != self.layout or chunk.total != sum(section.size for section in self.layout):
             raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
         if len(blob) != min(PIECE_BYTES, chunk.total - chunk.offset):
@@ -87,10 +84,12 @@ class Incoming:
         self.pieces[chunk.offset] = blob
         self.step, self.version = max(self.step, chunk.step), chunk.version
         if self.complete():
-            self.pieces = {0: self.blob()}
+            self.pieces = {0: gathered([self.pieces[at] for at in sorted(self.pieces)])}
 
-    def blob(self) -> bytes:
-        return joined(self.pieces[at] for at in sorted(self.pieces)) if len(self.pieces) > 1 else self.pieces[0]
+    def hand_over(self) -> Blob:
+        """The whole state, which is not kept here: whoever gets it may change it."""
+        assert self.complete(), "all pieces are here"
+        return self.pieces.pop(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,8 @@ class Fetch:
         return not self.missing()
 
     def donated(self) -> tuple[Donated, ...]:
-        return tuple((index, one.layout, one.blob()) for index, one in sorted(self.incoming.items()))
+        """The states of all fragments, which are not kept here."""
+        return tuple((index, one.layout, one.hand_over()) for index, one in sorted(self.incoming.items()))
 
     def choose(self, known: Sequence[PeerId]) -> None:
         """Makes some of these peers donors. Those that are donors already stay."""

@@ -1,6 +1,8 @@
 """Measures the links to a few peers: latency with small questions, bandwidth with a megabyte each way.
 
-Later every exchange measures its link (comm/wire/meter.py), so a probe is repeated only while too few are measured.
+A megabyte that was up within FEW_ROUND_TRIPS says more of TCP's slow start than of our uplink, so four follow it. Later
+every exchange measures the link towards us (comm/wire/meter.py). Our uplink is known from probes alone: one is
+repeated now and then, over the link that was the fastest.
 """
 
 from collections.abc import Sequence
@@ -9,7 +11,7 @@ from functools import lru_cache
 from random import Random
 
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Ping, Probe
+from decentral.comm.wire.messages import MAX_PROBE_BYTES, Ping, Probe
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
 from decentral.core.ids import PeerId
@@ -18,7 +20,9 @@ from decentral.core.units import MiB, Seconds
 
 PROBED_PEERS = 3
 PROBE_BYTES = 1 * MiB
-PROBE_EVERY_S = 300.0
+FEW_ROUND_TRIPS = 10
+LONG_PROBE_BYTES = MAX_PROBE_BYTES
+PROBE_EVERY_S = 120.0
 PROBE_DEADLINE_S = 20.0
 
 
@@ -30,7 +34,7 @@ def zeros(size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTag(Tag):
-    """A probe: `ping`, `down` or `up`."""
+    """A probe: `ping`, `down`, `up`, or `long up`."""
 
     what: str
 
@@ -50,29 +54,38 @@ class Prober:
                 self.wake_at = now + PROBE_EVERY_S
                 self._choose(peers)
                 return self._next()
-            case Answered(tag=ProbeTag()) | AskFailed(tag=ProbeTag()):
-                if isinstance(event, AskFailed):
-                    self._queue = [(peer, what) for peer, what in self._queue if peer != event.peer]
+            case Answered(tag=ProbeTag("up"), peer=peer) if event.seconds < FEW_ROUND_TRIPS * self.meter.latency_s(
+                peer
+            ):
+                self._queue.insert(0, (peer, "long up"))
+                return self._next()
+            case Answered(tag=ProbeTag()):
+                return self._next()
+            case AskFailed(tag=ProbeTag()):
+                self._queue = [(peer, what) for peer, what in self._queue if peer != event.peer]
                 return self._next()
         return []
 
     def _choose(self, peers: Sequence[PeerId]) -> None:
         """Queues probes until PROBED_PEERS links have a known uplink, which is enough to know ours."""
         links = self.meter.links
-        new = [peer for peer in sorted(peers) if peer not in links or not links[peer].up]
-        missing = PROBED_PEERS - sum(1 for link in links.values() if link.up)
-        self._queue = []
-        chosen = self.rng.sample(new, max(0, min(missing, len(new))))
+        ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}
+        new = [peer for peer in sorted(peers) if peer not in ups]
+        chosen = self.rng.sample(new, max(0, min(PROBED_PEERS - len(ups), len(new))))
+        self._queue = [] if chosen or not ups else [(max(ups, key=lambda peer: ups[peer]), "up")]
         for peer in chosen:  # no download from a peer whose downlink is known, such as a donor
-            known_down = peer in links and links[peer].down
+            known_down = peer in links and links[peer].down.known
             self._queue += [(peer, what) for what in ("ping", "ping", "down", "up") if what != "down" or not known_down]
 
     def _next(self) -> list[Effect]:
         if not self._queue:
             return []
         peer, what = self._queue.pop(0)
-        if what == "ping":
-            question = Envelope(Ping(self.rng.getrandbits(32)))
-        else:
-            question = Envelope(Probe(PROBE_BYTES)) if what == "down" else Envelope(Probe(0), zeros(PROBE_BYTES))
+        match what:
+            case "ping":
+                question = Envelope(Ping(self.rng.getrandbits(32)))
+            case "down":
+                question = Envelope(Probe(PROBE_BYTES))
+            case _:
+                question = Envelope(Probe(0), zeros(PROBE_BYTES if what == "up" else LONG_PROBE_BYTES))
         return [Ask(ProbeTag(what), peer, question, PROBE_DEADLINE_S, PROBE_BYTES)]

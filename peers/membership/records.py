@@ -57,11 +57,16 @@ class PeerRecord:
     tokens: Count
     round: Count = 0  # number of the all-reduce round
     phase: PeerPhase = "joining"
+    window_s: Positive = 0.0  # how long its links and cores need windows to be; 0: not known
     kept: Annotated[RetainedStates, Field(max_length=256)] = ()  # fragment and step of each state that it retains
 
     def covers(self, fragment: Fragment) -> bool:
         """Whether the peer holds all layers of the fragment."""
         return self.first <= fragment.first and fragment.last <= self.last
+
+    def overlaps(self, first: int, last: int) -> bool:
+        """Whether the peer holds any of the layers [first, last)."""
+        return self.first < last and first < self.last
 
 
 _PEER = TypeAdapter(PeerRecord)

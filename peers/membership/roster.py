@@ -128,6 +128,7 @@ class Roster:
     holders: Holders
     live: dict[PeerId, RosterEntry] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)  # records, by reason
+    changes: int = 0  # how often a record came or went so far
     _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time say nothing of a dropped peer
     _known: dict[PeerId, bytes] = field(default_factory=dict)  # each peer's last record, so that none is read twice
     _expires: Seconds = 0.0  # when our last record does; a directory keeps the record that expires later
@@ -221,6 +222,7 @@ class Roster:
         if known is not None and known.record.time >= record.time:
             return []
         self.live[peer] = RosterEntry(record, expires, known.failures if known else 0)
+        self.changes += 1
         self.holders.put(peer, record)
         self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
         if known is None:
@@ -246,5 +248,6 @@ class Roster:
 
     def _drop(self, peer: PeerId, reason: str, now: Seconds) -> list[Effect]:
         del self.live[peer]
+        self.changes += 1
         self.holders.drop(peer)
         return [log("peer_left", peer=peer, reason=reason)]

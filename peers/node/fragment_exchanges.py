@@ -43,6 +43,23 @@ class FragmentExchanges:
         """The round of the fragment that is furthest, where the algorithm blocks; else 0."""
         return max((one.seq for one in self.running.values()), default=0) if self.algorithm.blocking else 0
 
+    @property
+    def windows(self) -> tuple[int, str]:
+        """How many of the shortest windows make one, and what stretches them."""
+        return self.selection.windows(*self._first) if self.running else (1, "")
+
+    @property
+    def needed_s(self) -> Seconds:
+        """How long our own links and cores need windows to be; 0: not known, as no window was closed yet."""
+        index, size = self._first if self.running else (0, 0)
+        return self.selection.needed_s(index, size) if size else 0.0
+
+    @property
+    def _first(self) -> tuple[int, int]:
+        """A fragment, and the bytes of its snapshots: by its size those of all fragments are known."""
+        index = min(self.running)
+        return index, self.running[index].size
+
     def begin(self, now: Seconds) -> None:
         """Begins the exchanges of those fragments of ours that have none yet."""
         self._wake = None

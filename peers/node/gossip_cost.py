@@ -33,7 +33,9 @@ class CoresUsed:
 class Stretch:
     """Windows are so many times as long as the config has them: a power of two.
 
-    Then the ends of a longer window are also ends of a shorter one, at whatever peer.
+    Then the ends of a longer window are also ends of a shorter one, at whatever peer. Finer steps would fill a link
+    better, but peers whose measurements differ a little came to windows that seldom end together
+    (docs/results/wan.md).
     """
 
     times: int = 1

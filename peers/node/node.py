@@ -11,7 +11,7 @@ peers to ask (peer_selection.py), where routes should run (route_planner.py), wh
 what this peer tells of itself (own_record.py), what it answers others (answers.py).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from random import Random
 from typing import get_args
@@ -259,7 +259,11 @@ class Node:
     def _stepped(self, event: jobs.Stepped, now: Seconds) -> list[Effect]:
         routed = self.routes.handle(event, now) if self.routes else []
         routed += self.rounds.handle(event, now) if self.rounds else []
-        return self.progress.handle(event, now) + routed
+        effects = self.progress.handle(event, now) + routed
+        if not self.setup.profile.tokens_per_s and (speed := self.progress.tokens_per_s):  # it was not measured before
+            self.setup = replace(self.setup, profile=replace(self.setup.profile, tokens_per_s=speed))
+            self.roster.renew_soon(now)
+        return effects
 
     def _cores_used(self, event: CoresUsed, now: Seconds) -> list[Effect]:
         joined_at, routes = self.progress.joined_at, self.routes
@@ -267,6 +271,8 @@ class Node:
         routed = routes is not None and (not self.setup.whole or bool(routes.executions))
         self.selection.cost.measured(event, gossip_alone=not (self.donor.exports or fetched or routed))
         self.gossip.replan(now)
+        if self.own_record.windows_outdated:
+            self.roster.renew_soon(now)
         return []
 
     def _to_join(self, event: object, now: Seconds) -> list[Effect]:
@@ -295,7 +301,7 @@ class Node:
         if self.phase is not NodePhase.TRAINING:
             return []
         if route_planner.is_due(now):
-            if self.own_record.outdated:
+            if self.own_record.speed_outdated:
                 self.roster.renew_soon(now)
             route_planner.refresh(now)
         return self.span_manager.review(now) if self.span_manager and now >= self.span_manager.wake_at else []

@@ -1,7 +1,8 @@
 """What a peer tells of itself: its record in the DHT, with the profile as it is measured by now.
 
-The profile is first measured before a peer joins. From then on its links are known from what they carried, and its
-speed from what it trained. Others plan and route by both, so the record is renewed when the speed has changed much.
+The profile is first measured before a peer joins, but for the speed of a newcomer that gets the whole model. From then
+on its links are known from what they carried, and its speed from what it trained. Others plan and route by both, so the
+record is renewed when the speed has changed much.
 """
 
 from collections.abc import Callable
@@ -26,9 +27,15 @@ class OwnRecord:
     gossip: FragmentExchanges
     routes: Router | None
     published: Profile | None = None  # in our last record; None: there was none yet
+    window_s: Seconds = 0.0  # likewise
 
     @property
-    def outdated(self) -> bool:
+    def windows_outdated(self) -> bool:
+        """Whether we need windows of another length than our last record says."""
+        return self.gossip.needed_s != self.window_s
+
+    @property
+    def speed_outdated(self) -> bool:
         """Whether the speed that our routes have measured differs much from the one in our last record."""
         speed = self.routes.load.speed if self.routes else 0.0
         published = self.published.tokens_per_s if self.published else 0.0
@@ -36,7 +43,7 @@ class OwnRecord:
 
     def compose(self, phase: PeerPhase, now: Seconds) -> PeerRecord:
         setup, progress, profile = self.setup(), self.progress, self.profile()
-        self.published = profile
+        self.published, self.window_s = profile, self.gossip.needed_s
         return PeerRecord(
             run=setup.run,
             time=now,
@@ -49,6 +56,7 @@ class OwnRecord:
             tokens=progress.tokens,
             round=self.gossip.round,
             phase=phase,
+            window_s=self.window_s,
             kept=self.donor.retained,
         )
 

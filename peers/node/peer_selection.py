@@ -5,11 +5,12 @@ GossipView), rounds (comm/rounds/round.py, RoundView), moves and newcomers see n
 have their own view of it, peers/node/route_planner.py. Nothing is kept here: each answer is what is known now.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.meter import UNKNOWN_BANDWIDTH, Meter
 from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
@@ -22,6 +23,8 @@ from decentral.peers.node.setup import NodeSetup
 NEVER = -1  # the step of a state that nobody has
 LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
 EARLY_TIMES = 10  # gossip's share of the cores, in the swarm's first steps, over what it is later
+NEED_ROUNDING = 0.01  # of a doubling, by which the swarm's windows may be shorter than what is needed
+THIN_PARTNERS = 2  # as many pulls in a window, where all of them make a link stretch it (docs/CONVERGENCE.md)
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 
 
@@ -34,6 +37,8 @@ class PeerSelection:
     chance: Random
     cost: GossipCost = field(default_factory=GossipCost)
     link_stretch: Stretch = field(default_factory=Stretch)
+    thin_stretch: Stretch = field(default_factory=Stretch)  # how long the link would need windows with all partners
+    _others: tuple[int, list[Seconds]] = (-1, [])  # what the others need, by the roster after so many changes
 
     # GossipView
 
@@ -41,7 +46,11 @@ class PeerSelection:
         """The peers to exchange with: drawn by the bandwidth of their links, so that each has a chance."""
         gossip = self.setup().config.gossip
         holders, count = self.holders(fragment), algorithm(gossip.algorithm).partners(gossip)
-        return holders if count is None else self._draw(holders, min(count, len(holders)))
+        return holders if count is None else self._draw(holders, min(self._pulls(count), len(holders)))
+
+    def _pulls(self, partners: int) -> int:
+        """Of so many pulls in a window, those that are made: fewer where the link is thin, for shorter windows."""
+        return min(THIN_PARTNERS, partners) if self.thin_stretch.times > 1 else partners
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return self.meter.deadline_s(peer, size)
@@ -51,37 +60,63 @@ class PeerSelection:
         gossip = self.setup().config.gossip
         return min(gossip.window_s, gossip.start_window_s) if self._early else gossip.window_s
 
-    def period_s(self, size: int) -> Seconds:
-        return self.window_s() * self.windows(size)[0]
+    def period_s(self, fragment: int, size: int) -> Seconds:
+        return self.window_s() * self.windows(fragment, size)[0]
 
-    def windows(self, size: int) -> tuple[int, str]:
-        """How many of the shortest windows make one, where snapshots have `size` bytes, and what stretches them.
+    def windows(self, fragment: int, size: int) -> tuple[int, str]:
+        """How many of the shortest windows make one, where this fragment's snapshots have `size` bytes, and what
+        stretches them: our link, our cores, or the swarm, of whose peers half need longer windows than we do. Only
+        windows that end together make fresh partners, and pulls from them without slow weights.
+        """
+        own, bound = self._own_windows(fragment, size)
+        common = self._common_need_s(own * self.window_s()) / self.window_s()
+        times = 1 << math.ceil(math.log2(max(1.0, common)) - NEED_ROUNDING)
+        return (own, bound) if own >= times else (min(times, _most(self.window_s())), "swarm")
 
-        As many as all fragments take at our share of the link (P in Streaming DiLoCo, arXiv 2501.18512), or as many as
-        keep the cost below our share of the cores, whatever is more; but no more than LONGEST_WINDOW_S.
+    def needed_s(self, fragment: int, size: int) -> Seconds:
+        """How long our own links and cores need windows to be."""
+        return self.window_s() * self._own_windows(fragment, size)[0]
+
+    def _own_windows(self, fragment: int, size: int) -> tuple[int, str]:
+        """As many as all fragments take at our share of the link (P in Streaming DiLoCo, arXiv 2501.18512), or as many
+        as keep the cost below our share of the cores, whatever is more; but no more than LONGEST_WINDOW_S.
         """
         gossip, window_s = self.setup().config.gossip, self.window_s()
         core_share = gossip.core_share * (EARLY_TIMES if self._early else 1.0)
         cores = self.cost.windows(window_s, len(self.setup().fragments), min(1.0, core_share))
-        link = self._link_windows(size, window_s)
-        most = 1 << int(max(1.0, LONGEST_WINDOW_S / window_s)).bit_length() - 1  # a power of two as well
-        return max(1, min(most, max(cores, link))), "link" if link > cores else "cores" if cores > 1 else ""
+        link = self._link_windows(fragment, size, window_s)
+        windows = max(1, min(_most(window_s), max(cores, link)))
+        return windows, "link" if link > cores else "cores" if cores > 1 else ""
+
+    def _common_need_s(self, own_s: Seconds) -> Seconds:
+        """The upper median of what we and those who hold layers of ours need; a liar moves it by one place."""
+        if self._others[0] != self.roster.changes:
+            first, last = self.setup().fragments[0].first, self.setup().fragments[-1].last
+            records = [entry.record for entry in self.roster.live.values()]
+            needs = [one.window_s for one in records if one.window_s and one.overlaps(first, last)]
+            self._others = self.roster.changes, sorted(needs)
+        others = self._others[1]
+        below, above = others[: (len(others) + 1) // 2][-1:], others[(len(others) + 1) // 2 :][:1]
+        return sorted([own_s, *below, *above])[len(below)]
 
     @property
     def _early(self) -> bool:
         return self.progress.lr_step < self.setup().config.gossip.start_steps
 
-    def _link_windows(self, size: int, window_s: Seconds) -> int:
-        """So many that a transfer from one partner is under way for no more than our share of the time, nor we send
-        for longer. What is measured of transfers towards us is what each gets beside the others; a probe alone measures
-        what we can send.
+    def _link_windows(self, fragment: int, size: int, window_s: Seconds) -> int:
+        """So many that we send for no more than our share of the time. As many pull from us as we pull from, and no
+        home's downlink is slower than its uplink. How slowly partners send is their need, and they tell it.
         """
-        setup, down, up = self.setup(), self.meter.typical_down(), self.meter.best_up()
+        if not size:
+            return self.link_stretch.times  # no window was closed yet
+        setup, up = self.setup(), self.meter.best_up() or UNKNOWN_BANDWIDTH
         gossip = setup.config.gossip
-        parameters = [fragment.parameters for fragment in setup.fragments]
-        round_bytes = size / max(parameters) * sum(parameters)
-        busy_s = max(round_bytes / down if down else 0.0, gossip.partners * round_bytes / up if up else 0.0)
-        return self.link_stretch.fit(busy_s / (gossip.link_share * window_s))
+        parameters = {one.index: one.parameters for one in setup.fragments}
+        of_this = parameters.get(fragment) or max(parameters.values())  # one that we have just given up has no entry
+        pull_s = size / of_this * sum(parameters.values()) / up
+        served = max(1, min(gossip.partners, len(self.roster.live)))
+        self.thin_stretch.fit(served * pull_s / (gossip.link_share * window_s))
+        return self.link_stretch.fit(self._pulls(served) * pull_s / (gossip.link_share * window_s))
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
         """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""
@@ -131,3 +166,8 @@ class PeerSelection:
 
     def live(self) -> list[PeerId]:
         return sorted(self.roster.live)
+
+
+def _most(window_s: Seconds) -> int:
+    """The largest power of two of windows that lasts no longer than LONGEST_WINDOW_S."""
+    return int(1 << int(max(1.0, LONGEST_WINDOW_S / window_s)).bit_length() - 1)

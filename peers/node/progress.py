@@ -52,12 +52,12 @@ class TrainingProgress:
     _saving_since: Seconds | None = None
 
     def begin(self, now: Seconds, lr_step: int, fetched: bool = False) -> None:
-        """`fetched`: the state came from the swarm, and the disk has none or an older one: it is saved at once."""
+        """`fetched`: the state came from the swarm, and the disk has none or an older one: the first step saves it."""
         self.joined_at = self._line_at = now
         self.lr_step = max(self.lr_step, lr_step)
         first_eval_at = now + self.train.eval_every_s if fetched else now  # donors have evaluated what was fetched
         self._eval_at = first_eval_at if self.evaluates else None
-        self._save_at = now if fetched else now + self.limits.checkpoint_every_s
+        self._save_at = None if fetched else now + self.limits.checkpoint_every_s
 
     def save_soon(self, now: Seconds) -> None:
         """Saves at the next chance: the checkpoint on the disk is of another span than the present one."""
@@ -115,6 +115,8 @@ class TrainingProgress:
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
         self._steps.append(step)
+        if self._save_at is None and self._saving_since is None:
+            self._save_at = now
         self.step, self.lr_step = step.step, step.lr_step
         self.tokens += step.tokens
         self.spent += step.spent

@@ -134,7 +134,7 @@ class Alone:
     def window_s(self) -> float:
         return 10.0
 
-    def period_s(self, size: int) -> float:
+    def period_s(self, fragment: int, size: int) -> float:
         return 10.0
 
 

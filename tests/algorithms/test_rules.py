@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decentral.algorithms.pull import PSEUDO_GRADIENT
+from decentral.algorithms.pull import PSEUDO_GRADIENT, PullRule
 from decentral.algorithms.push_sum import PushSumRule
 from decentral.core import config, rng
 from decentral.core.ids import PeerId
@@ -21,6 +21,7 @@ from decentral.train.update_rules import Correction, RuleTools, UpdateRule
 
 SIDE = 20
 SIZE = SIDE * SIDE
+TOOLS = RuleTools(compress, TorchKernels(compress))
 ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
 
 Blob = tuple[Layout, bytes]
@@ -35,8 +36,7 @@ class Replica:
         self.peer = PeerId(name)
         self.live = Live(Fragment(0, 0, 1, SIZE), [layer], torch.device("cpu"), config.TrainConfig())
         gossip = config.GossipConfig.model_validate({"algorithm": algorithm, **gossip_keys})
-        tools = RuleTools(compress, TorchKernels(compress))
-        self.rule: UpdateRule = update_rules.rule(gossip, self.live.theta, self.peer, tools)
+        self.rule: UpdateRule = update_rules.rule(gossip, self.live.theta, self.peer, TOOLS)
         self.gossiped = GossipedFragment(self.live, self.rule, (), ())
 
     def train(self, seed: int, tokens: int = 1) -> None:
@@ -65,6 +65,11 @@ class Replica:
     def correct(self, correction: Correction | None) -> None:
         for _ in self.gossiped.correct(correction):
             pass
+
+    @property
+    def pull(self) -> PullRule:
+        assert isinstance(self.rule, PullRule)
+        return self.rule
 
     def state(self) -> dict[str, Tensor]:
         return self.rule.state(self.live.theta)
@@ -335,16 +340,38 @@ def test_a_newcomer_has_made_no_progress_yet(algorithm: str) -> None:
     assert float(pseudo_gradient.abs().max()) == 0.0
 
 
+def test_slow_weights_that_come_in_memory_of_their_own_are_not_copied() -> None:
+    donor, newcomer = replicas("pull", 2)
+    layout, blob = donor.donate()
+    given = unpack(compress, layout, bytearray(blob))
+    newcomer.rule.adopt(newcomer.live, given)
+    assert newcomer.pull.phi.data_ptr() == given["phi"].data_ptr()
+    assert not newcomer.pull.ready  # nor is anything else written before the first window
+    newcomer.train(seed=3)
+    newcomer.close()
+    newcomer.merge([])
+    assert torch.equal(newcomer.pull.baseline, newcomer.live.theta)
+
+
+def test_a_rule_of_which_only_the_length_is_known_begins_with_what_it_adopts() -> None:
+    donor, newcomer = replicas("pull", 2)
+    rule = update_rules.rule(config.GossipConfig(), donor.live.theta.to("meta"), PeerId("new"), TOOLS)
+    rule.adopt(newcomer.live, unpack(compress, *donor.donate()))
+    assert isinstance(rule, PullRule)
+    assert torch.equal(rule.phi, donor.pull.phi)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_adopting_does_not_tie_a_newcomer_to_the_donors_tensors(algorithm: str) -> None:
-    donor, newcomer = replicas(algorithm, 2)
-    donated = unpack(compress, *donor.donate())
-    newcomer.rule.adopt(newcomer.live, donated)
-    state = {name: tensor.clone() for name, tensor in newcomer.state().items()}
-    state["owed"] = torch.zeros(SIZE)
-    for blob in donated.values():
-        blob.fill_(7.0)
-    for name, tensor in newcomer.state().items():
+def test_two_newcomers_of_the_same_blob_do_not_change_each_other(algorithm: str) -> None:
+    donor, newcomer, other = replicas(algorithm, 3)
+    donated = donor.donate()
+    for one in (newcomer, other):
+        one.rule.adopt(one.live, unpack(compress, *donated))
+    state = {name: tensor.clone() for name, tensor in other.state().items()}
+    newcomer.train(seed=5)
+    newcomer.close()
+    newcomer.merge([])
+    for name, tensor in other.state().items():
         assert torch.equal(tensor, state[name])
 
 

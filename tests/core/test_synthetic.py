@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentral.core.synthetic import SyntheticBlob, joined
+from decentral.core.synthetic import SyntheticBlob, gathered, joined
 
 Lengths = list[int]
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=6)
@@ -79,3 +79,16 @@ def test_same_contents_at_other_lengths_are_another_blob() -> None:
 
 def test_a_synthetic_blob_equals_no_real_one() -> None:
     assert SyntheticBlob([(1, b"a")]) != b"a"
+
+
+def test_gathered_bytes_can_be_written_without_changing_their_parts() -> None:
+    part = bytes(3)
+    blob = gathered([part])
+    assert isinstance(blob, bytearray)
+    blob[0] = 1
+    assert part == bytes(3)
+
+
+def test_gathered_synthetic_blobs_are_joined() -> None:
+    parts = [SyntheticBlob([(5, b"a")]), SyntheticBlob([(7, b"b")])]
+    assert gathered(parts) == joined(parts)

@@ -27,7 +27,7 @@ class Stretched:
     def window_s(self) -> float:
         return self.shortest_s
 
-    def period_s(self, size: int) -> float:
+    def period_s(self, fragment: int, size: int) -> float:
         return self.shortest_s * self.windows
 
 

@@ -128,7 +128,7 @@ def no_fold(off: Switch) -> None:
     """What a fragment was trained while it rested never gets into its slow weights."""
 
     def forget(own: PullRule, theta: Tensor) -> None:
-        own.baseline, own.spare = theta, own.baseline
+        own._baseline, own.spare = theta, own.baseline
         own.residual.zero_()
 
     off.setattr(PullRule, "fold", forget)

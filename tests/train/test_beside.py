@@ -186,6 +186,15 @@ def test_progress_of_two_counts_once_though_both_threads_are_at_work() -> None:
     assert torch.equal(peer.pull.baseline, peer.phi)
 
 
+def test_the_first_step_waits_for_no_window_and_a_new_rule_is_made_ready_beside_training() -> None:
+    peer = Peer()
+    first = list(peer.gossip.program(jobs.CloseWindow(0, 1)))
+    assert first == [Phase.EDGE, Phase.EDGE, Phase.BESIDE, Phase.EDGE, Phase.BESIDE]
+    peer.do(jobs.Merge(0, 1, ()))
+    peer.live.steps = 1
+    assert list(peer.gossip.program(jobs.CloseWindow(0, 2))) == [Phase.EDGE, Phase.BESIDE]
+
+
 # Rest
 
 

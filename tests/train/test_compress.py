@@ -185,3 +185,18 @@ def refusal(codec: str, blob: bytes, n: int) -> str:
     with pytest.raises(ProtocolError) as caught:
         compress.decode(codec, blob, n)
     return caught.value.reason
+
+
+def test_fp32_in_memory_that_can_be_written_is_not_copied_and_in_any_other_it_is() -> None:
+    blob = compress.encode("fp32", torch.tensor([1.0, 2.0]))
+    own = memoryview(bytearray(blob))
+    compress.decode("fp32", own, 2).fill_(7.0)
+    compress.decode("fp32", blob, 2).fill_(7.0)
+    assert compress.decode("fp32", own, 2).tolist() == [7.0, 7.0]
+    assert compress.decode("fp32", blob, 2).tolist() == [1.0, 2.0]
+
+
+def test_what_is_not_finite_is_refused_in_memory_of_its_own_too() -> None:
+    bad = compress.encode("fp32", torch.tensor([1.0, float("inf")]))
+    with pytest.raises(ProtocolError, match="not finite"):
+        compress.decode("fp32", memoryview(bytearray(bad)), 2)

@@ -69,6 +69,33 @@ def test_a_checkpoint_is_not_drawn_over(setup_of: MakeSetup) -> None:
     assert all(map(torch.equal, weights(again), weights(before)))
 
 
+def test_memory_that_was_touched_while_a_newcomer_waited_changes_nothing(setup_of: MakeSetup) -> None:
+    donor, first, second = Compute(setup_of()), expectant(setup_of()), expectant(setup_of())
+    first.span.touch_memory()
+    for newcomer in (first, second):
+        assert newcomer.do(jobs.ImportState(tuple(states(donor)), 1)) == jobs.StateImported(True)
+        newcomer.do(jobs.Start(True))
+        newcomer.step()
+    assert all(map(torch.equal, weights(first), weights(second)))
+
+
+def test_weights_that_are_there_are_not_touched(setup_of: MakeSetup) -> None:
+    compute = Compute(setup_of())
+    before = weights(compute)
+    compute.span.touch_memory()
+    assert all(map(torch.equal, weights(compute), before))
+
+
+def test_a_peer_with_a_checkpoint_awaits_no_state(setup_of: MakeSetup) -> None:
+    before = expectant(setup_of())
+    assert before.awaits_state
+    before.do(jobs.Start(False))
+    before.do(jobs.Save())
+    again = expectant(before.setup)
+    again.resume()
+    assert not again.awaits_state
+
+
 def test_layers_without_weights_are_built_like_the_others() -> None:
     model = config.ModelConfig(depth=2)
     with gpt.Undrawn():

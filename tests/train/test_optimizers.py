@@ -116,7 +116,7 @@ def test_a_part_of_the_model_has_the_same_stretches_as_the_whole() -> None:
     layers, part = gpt.build(MODEL, 0), gpt.build(MODEL, 0, 2, 4)
     whole = trained_by(layers, MUON, at_least=1)
     for live in whole.lives[2:]:
-        alone = Live(live.fragment, part, CPU.device, MUON, start=2, model_layers=4)
+        alone = Live(live.fragment, part, CPU.device, MUON, range(2, 4))
         assert torch.equal(alone.theta, live.theta)
         assert [type(one) for one in alone.state.stretches] == [type(one) for one in live.state.stretches]
 

@@ -32,7 +32,7 @@ def peer(setup_of: MakeSetup, name: str, span: tuple[int, int]) -> Compute:
     return compute
 
 
-def state_of(compute: Compute, fragment: int) -> jobs.Donated:
+def state_of(compute: Compute, fragment: int) -> tuple[int, jobs.Layout, bytes]:
     exported = compute.do(jobs.ExportState(fragment))
     assert isinstance(exported, jobs.StateExported)
     return exported.fragment, exported.layout, exported.blob

@@ -33,7 +33,7 @@ class View:
     def window_s(self) -> Seconds:
         return 10.0
 
-    def period_s(self, size: int) -> Seconds:
+    def period_s(self, fragment: int, size: int) -> Seconds:
         return 10.0
 
 

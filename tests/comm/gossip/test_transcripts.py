@@ -71,7 +71,7 @@ class Swarm:
     def window_s(self) -> float:
         return 10.0
 
-    def period_s(self, size: int) -> float:
+    def period_s(self, fragment: int, size: int) -> float:
         return 10.0
 
 

@@ -7,7 +7,7 @@ do.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from decentral.comm.net.streams import Server, ask_on
@@ -63,6 +63,9 @@ class LoopbackTransport:
 
     async def serve(self, handler: Handler, bound: BlobBound) -> None:
         self._server = Server(handler, bound)
+
+    def pace(self, rate: Callable[[], float | None]) -> None:
+        """Memory has no uplink."""
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody is in the same process."""

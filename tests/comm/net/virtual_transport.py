@@ -45,6 +45,9 @@ class VirtualTransport:
         except (EOFError, ConnectionError, OSError):
             return None
 
+    def pace(self, rate: Callable[[], float | None]) -> None:
+        """The virtual network divides the links."""
+
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody can find everybody."""
 

@@ -40,7 +40,7 @@ EXAMPLES: list[Message] = [
     messages.Push(SNAPSHOT),
     messages.Done(),
     messages.StateRequest("gpt-3fa2c1", 0, 1 << 20, messages.MAX_CHUNK_BYTES),
-    messages.StateChunk("gpt-3fa2c1", 0, 0, 400, 9, SNAPSHOT.layout, b"d" * 16),
+    messages.StateChunk("gpt-3fa2c1", 0, 0, 400, 9, SNAPSHOT.layout),
     messages.ForwardRequest("gpt-3fa2c1", "QmA", 7, 2, 8, 3.0, 20.0, (Section("hidden", "bf16", 100, 200),)),
     messages.Offer("gpt-3fa2c1", 2, 8),
     messages.Load("gpt-3fa2c1", 0.5, 0.25, 4),

@@ -1,5 +1,6 @@
 """Links are probed one peer at a time, a few at first, and not again while exchanges measure them."""
 
+from dataclasses import replace
 from random import Random
 
 from decentral.comm.wire.codec import Envelope
@@ -8,7 +9,14 @@ from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
-from decentral.peers.membership.prober import PROBE_BYTES, PROBE_EVERY_S, PROBED_PEERS, Prober, ProbeTag
+from decentral.peers.membership.prober import (
+    LONG_PROBE_BYTES,
+    PROBE_BYTES,
+    PROBE_EVERY_S,
+    PROBED_PEERS,
+    Prober,
+    ProbeTag,
+)
 
 A, B = PeerId("A"), PeerId("B")
 
@@ -24,7 +32,7 @@ def only_ask(effects: list[Effect]) -> Ask:
 
 
 def answered(probing: Prober, ask: Ask) -> list[Effect]:
-    return probing.handle(Answered(ask.tag, ask.to, Envelope(Pong(0)), 0.1, 0.1, 10, 10), 11.0, [A])
+    return probing.handle(Answered(ask.tag, ask.to, Envelope(Pong(0)), 2.0, 0.1, 10, 10), 11.0, [A])
 
 
 def test_a_peer_is_asked_for_delay_twice_then_download_then_upload() -> None:
@@ -65,10 +73,30 @@ def test_only_a_few_are_probed() -> None:
     assert len(probed) == PROBED_PEERS
 
 
-def test_a_link_that_was_measured_is_not_probed_again() -> None:
+def test_our_uplink_is_measured_again_over_the_link_that_was_the_fastest() -> None:
+    """It may have become slower, or carry others' traffic, and nothing else tells us."""
     probing = prober()
-    probing.meter.saw(A, 1.0, 0.0, 1 << 20, 10)
-    assert probing.handle(Woke(), 10.0, [A]) == []
+    probing.meter.saw(A, 2.0, 0.0, 1 << 20, 10)
+    probing.meter.saw(B, 1.0, 0.0, 1 << 20, 10)
+    ask = only_ask(probing.handle(Woke(), 10.0, [A, B]))
+    assert (ask.to, ask.tag) == (B, ProbeTag("up"))
+    assert answered(probing, ask) == []
+
+
+def test_a_megabyte_that_was_up_within_few_round_trips_is_followed_by_more() -> None:
+    probing = prober()
+    probing.meter.saw(A, 0.1, 0.1, 10, 10)
+    probing.meter.saw(A, 1.0, 0.1, 10, 1 << 20)
+    probing.handle(Woke(), 10.0, [A])
+    up = Ask(ProbeTag("up"), A, Envelope(Probe(0)), 1.0, 1)
+    within = Answered(up.tag, A, Envelope(Pong(0)), 0.9, 0.9, PROBE_BYTES, 10)
+    longer = only_ask(probing.handle(within, 11.0, [A]))
+    assert (longer.to, len(longer.envelope.blob)) == (A, LONG_PROBE_BYTES)
+    assert not any(ask.tag == ProbeTag("long up") for ask in asked_after(probing, replace(within, seconds=1.1)))
+
+
+def asked_after(probing: Prober, event: Answered) -> list[Ask]:
+    return [ask for ask in probing.handle(event, 12.0, [A]) if isinstance(ask, Ask)]
 
 
 def test_it_waits_until_it_is_time_and_then_for_a_while() -> None:

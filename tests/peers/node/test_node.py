@@ -36,6 +36,7 @@ from decentral.core.config import Config, GossipConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Section
 from decentral.core.machine import Effect, Woke
+from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.node.gossip_cost import CoresUsed
@@ -209,9 +210,7 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     messages.Push: st.builds(messages.Push, snapshots),
     messages.Done: st.just(messages.Done()),
     messages.StateRequest: st.builds(messages.StateRequest, runs(), fragments, numbers(), lengths, st.booleans()),
-    messages.StateChunk: st.builds(
-        messages.StateChunk, runs(), fragments, numbers(), numbers(), numbers(), layouts, digests
-    ),
+    messages.StateChunk: st.builds(messages.StateChunk, runs(), fragments, numbers(), numbers(), numbers(), layouts),
     messages.ForwardRequest: st.builds(
         messages.ForwardRequest, runs(), words(64), numbers(), fragments, st.integers(1, 12), patience, holds, layouts
     ),
@@ -469,9 +468,9 @@ def test_a_peer_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm,
 
 def test_the_period_grows_where_the_link_is_too_slow_for_a_window() -> None:
     played = Played("pull", "training")
-    assert played.node.selection.period_s(1000) == 1.0
-    played.node.meter.saw("slow", 10.0, 0.0, 0, 70_000)  # type: ignore[arg-type]
-    assert played.node.selection.period_s(200_000) > 10.0
+    assert played.node.selection.period_s(0, 1000) == 1.0
+    played.node.meter.saw("slow", 10.0, 0.0, 70_000, 0)  # type: ignore[arg-type]
+    assert played.node.selection.period_s(0, 200_000) > 10.0
 
 
 def test_the_network_s_work_for_our_own_state_and_for_routes_is_no_cost_of_gossip() -> None:
@@ -489,3 +488,15 @@ def test_the_network_s_work_for_our_own_state_and_for_routes_is_no_cost_of_gossi
     assert network_s() == 0  # micro-batches travel through a peer that holds a part of the model
     played.node.setup = dataclasses.replace(played.node.setup, fragments=FRAGMENTS)
     assert network_s() > 0
+
+
+def test_a_speed_that_was_not_measured_is_told_by_the_first_steps_and_published() -> None:
+    played = Played("pull", "training")
+    own = dataclasses.replace(played.node.setup, profile=dataclasses.replace(PROFILE, tokens_per_s=0.0))
+    played.node.setup = own
+    played.pass_time(4.0)
+    played.effects.clear()
+    played.deliver(jobs.Stepped(1, 1, 4000, 2.0, TimeSpent(training=4.0), 1))
+    played.pass_time(0.1)
+    assert played.node.setup.profile.tokens_per_s == pytest.approx(1000.0)
+    assert any(isinstance(effect, Announce) for effect in played.effects)

@@ -1,13 +1,16 @@
 """Which peers of the swarm each machine asks."""
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Literal
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from decentral.comm.wire.identity import Identity
-from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.meter import Meter, Upload
 from decentral.core.config import Config, GossipConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, RetainedStates
@@ -33,8 +36,12 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Identity:
 class Swarm:
     """A peer selection and its roster; `meet` adds a peer that holds layers [first, last)."""
 
-    def __init__(self, own: Identity, algorithm: Literal["pull", "symmetric", "allreduce"] = "pull") -> None:
-        config = Config(gossip=GossipConfig(algorithm=algorithm, partners=2, core_share=0.02 + FIXED_CORES))
+    def __init__(
+        self, own: Identity, algorithm: Literal["pull", "symmetric", "allreduce"] = "pull", partners: int = 2
+    ) -> None:
+        config = Config(
+            gossip=GossipConfig(algorithm=algorithm, partners=partners, link_share=0.8, core_share=0.02 + FIXED_CORES)
+        )
         setup = NodeSetup(config, RUN, own, FRAGMENTS, [(), ()], 3, PROFILE, (), contacts=(D,))
         self.live: dict[PeerId, RosterEntry] = {}
         roster = Roster(RUN, own, config.swarm, self.never, Random(0), Holders(own.peer, 3), self.live)
@@ -99,8 +106,8 @@ def test_a_round_may_have_begun_with_peers_that_no_record_tells_of(own: Identity
 
 def test_windows_are_as_long_as_the_config_says_while_nothing_is_known_to_cost_much(own: Identity) -> None:
     asks = grown(Swarm(own)).asks
-    assert asks.windows(1000) == (1, "")
-    assert asks.period_s(1000) == asks.window_s() == 0.5
+    assert asks.windows(1, 1000) == (1, "")
+    assert asks.period_s(1, 1000) == asks.window_s() == 0.5
 
 
 def grown(swarm: Swarm) -> Swarm:
@@ -111,42 +118,106 @@ def grown(swarm: Swarm) -> Swarm:
 
 def test_a_slow_link_stretches_windows_and_is_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
-    swarm.meter.saw(A, 100.0, 0.0, 0, 100_000)  # 1000 bytes/s
-    windows, bound = swarm.asks.windows(10_000)
+    swarm.meter.saw(A, 100.0, 0.0, 100_000, 0)  # 1000 bytes/s
+    windows, bound = swarm.asks.windows(1, 10_000)
     assert bound == "link"
     assert windows > 10
-    assert swarm.asks.period_s(10_000) == windows * 0.5
+    assert swarm.asks.period_s(1, 10_000) == windows * 0.5
 
 
 def test_gossip_that_costs_much_stretches_windows_and_the_cores_are_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.007, 1.0
-    assert swarm.asks.windows(10) == (2, "cores")  # two fragments, 1.5% of a core
+    assert swarm.asks.windows(1, 10) == (2, "cores")  # two fragments, 1.5% of a core
 
 
 def test_the_tighter_of_two_bounds_is_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.01, 1.0
-    swarm.meter.saw(A, 100.0, 0.0, 0, 100_000)
-    assert swarm.asks.windows(10_000)[1] == "link"
+    swarm.meter.saw(A, 100.0, 0.0, 100_000, 0)
+    assert swarm.asks.windows(1, 10_000)[1] == "link"
     swarm.asks.cost.compute_s = 100.0
-    assert swarm.asks.windows(10_000)[1] == "cores"
+    assert swarm.asks.windows(1, 10_000)[1] == "cores"
 
 
 def test_in_the_swarm_s_first_steps_gossip_may_cost_more_and_windows_are_shorter(own: Identity) -> None:
     asks = Swarm(own).asks
     asks.cost.compute_s, asks.cost.cores = 0.007, 1.0
-    assert asks.window_s() == 0.1
-    assert asks.windows(10) == (1, "")
+    assert asks.window_s() == 0.125
+    assert asks.windows(1, 10) == (1, "")
     asks.progress.lr_step = 1000
-    assert asks.windows(10) == (2, "cores")
+    assert asks.windows(1, 10) == (2, "cores")
 
 
 def test_no_measurement_stretches_windows_without_limit(own: Identity) -> None:
-    """A partner that trickles its answer chooses what the link seems to carry."""
+    """A partner that reads a probe slowly chooses what the link seems to carry."""
     swarm = grown(Swarm(own).meet(A))
-    swarm.meter.saw(A, 1e6, 0.0, 0, 100_000)
-    assert swarm.asks.windows(1_000_000) == (1024, "link")
+    swarm.meter.saw(A, 1e6, 0.0, 100_000, 0)
+    assert swarm.asks.windows(1, 1_000_000) == (1024, "link")
     swarm.asks.cost.compute_s, swarm.asks.cost.cores = 1e9, 1.0
-    assert swarm.asks.windows(1_000_000) == (1024, "cores")
-    assert LONGEST_WINDOW_S / 2 < swarm.asks.period_s(1_000_000) <= LONGEST_WINDOW_S
+    assert swarm.asks.windows(1, 1_000_000) == (1024, "cores")
+    assert LONGEST_WINDOW_S / 2 < swarm.asks.period_s(1, 1_000_000) <= LONGEST_WINDOW_S
+
+
+# Windows of the swarm
+
+
+def needing(swarm: Swarm, **needs: float) -> Swarm:
+    """Others need windows of so many seconds."""
+    for name, window_s in needs.items():
+        swarm.meet(PeerId(name))
+        record = replace(swarm.live[PeerId(name)].record, window_s=window_s)
+        swarm.live[PeerId(name)] = RosterEntry(record, 60.0)
+    swarm.asks.roster.changes += 1
+    return swarm
+
+
+def test_where_half_of_the_peers_need_longer_windows_all_have_them(own: Identity) -> None:
+    assert needing(grown(Swarm(own)), A=2.0, B=2.0, C=0.5).asks.windows(1, 10) == (4, "swarm")
+    assert needing(grown(Swarm(own)), A=2.0).asks.windows(1, 10) == (4, "swarm")
+
+
+def test_one_slow_peer_or_liar_makes_nobody_s_windows_longer(own: Identity) -> None:
+    assert needing(grown(Swarm(own)), A=1e17, B=0.5, C=0.5).asks.windows(1, 10) == (1, "")
+
+
+def test_a_need_that_the_swarm_invents_is_limited_as_ours_is(own: Identity) -> None:
+    assert needing(grown(Swarm(own)), A=1e17, B=1e17).asks.windows(1, 10)[0] * 0.5 <= LONGEST_WINDOW_S
+
+
+def test_peers_with_other_layers_do_not_count(own: Identity) -> None:
+    swarm = needing(grown(Swarm(own)), A=2.0)
+    swarm.live[A] = RosterEntry(replace(swarm.live[A].record, first=3, last=9), 60.0)
+    swarm.asks.roster.changes += 1
+    assert swarm.asks.windows(1, 10) == (1, "")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=1, max_size=7))
+def test_all_peers_come_to_windows_that_end_together_whoever_looks(own: Identity, needs: list[float]) -> None:
+    """Each by the others' records: those of at least half of them are the same, the others' are doublings."""
+    found = []
+    for number, window_s in enumerate(needs):
+        others = {f"Q{place}": need for place, need in enumerate(needs) if place != number}
+        swarm = needing(grown(Swarm(own)), **others)
+        swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.02 * window_s / 2 * 0.99, 1.0
+        assert swarm.asks.needed_s(1, 10) == window_s
+        found.append(swarm.asks.windows(1, 10)[0])
+    common = min(found)
+    assert 2 * found.count(common) >= len(found)
+    assert all((times // common).bit_count() == 1 and times % common == 0 for times in found)
+
+
+# Thin links
+
+
+def test_over_a_thin_link_fewer_are_pulled_from_and_windows_are_shorter_for_it(own: Identity) -> None:
+    swarm = grown(Swarm(own, partners=3).meet(A).meet(B).meet(C))
+    swarm.meter.uploads.append(Upload(A, 40_000.0, limited=True))
+    assert len(swarm.asks.partners(1, 0.0)) == 3  # until a window's bytes are known
+    windows, bound = swarm.asks.windows(1, 10_000)
+    assert (windows, bound) == (2, "link")  # 30 kB for each of two, 0.8 of the time
+    assert len(swarm.asks.partners(1, 0.0)) == 2
+    swarm.meter.uploads.append(Upload(A, 4e6, limited=True))
+    assert swarm.asks.windows(1, 10_000) == (1, "")
+    assert len(swarm.asks.partners(1, 0.0)) == 3

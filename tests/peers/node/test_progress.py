@@ -141,10 +141,13 @@ def test_what_is_not_yet_in_a_line_is_flushed() -> None:
     assert line.fields["tokens"] == 64
 
 
-def test_a_state_that_came_from_the_swarm_is_saved_at_once() -> None:
+def test_a_state_that_came_from_the_swarm_is_saved_after_the_first_step() -> None:
     progress = TrainingProgress(TrainConfig(), SwarmConfig(), None)
     progress.begin(100.0, lr_step=7, fetched=True)
-    assert Save() in progress.handle(Woke(), 100.0)
+    assert Save() not in progress.handle(Woke(), 100.0)
+    progress.handle(step(1), 100.5)
+    assert progress.wake_at == 100.5
+    assert Save() in progress.handle(Woke(), 100.5)
 
 
 def test_a_newcomer_trains_before_it_evaluates() -> None:

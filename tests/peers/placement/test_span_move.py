@@ -5,7 +5,6 @@ from random import Random
 
 import pytest
 
-from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, LeaseRequest, Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
@@ -68,7 +67,7 @@ class Swarm:
         """The question arrives, and so does its answer."""
         message = ask.envelope.message
         if isinstance(message, StateRequest):
-            chunk = StateChunk(RUN, message.fragment, 0, 100, 7, BUDGET.layouts[0], blobs.digest(STATE))
+            chunk = StateChunk(RUN, message.fragment, 0, 100, 7, BUDGET.layouts[0])
             answer = Envelope(chunk, STATE)
         else:
             self.tell(ask.to, Asked(1, asker, ask.envelope))

@@ -1,0 +1,174 @@
+"""From a peer's flags, and what it has learned of its swarm, to a running host.
+
+claim_layers  choose the layers to hold, if the memory does not take the whole model (decentral/claim_span.py)
+prepare       load data and model, resume the checkpoint, measure the device
+train         until Ctrl-C or --stop-after; then save and leave
+
+To load this module takes about a second: decentral/peer.py does it while libp2p starts.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+from dataclasses import asdict, replace
+
+from decentral import __version__, launch, state, view
+from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
+from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.wire.identity import Identity
+from decentral.core.journal import Journal
+from decentral.core.units import Amount
+from decentral.peers.hosts.host import Host, clock
+from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.records import Profile
+from decentral.peers.node.node import Node
+from decentral.peers.node.setup import NodeSetup
+from decentral.peers.placement.span_move import MemoryBudget
+from decentral.reach_swarm import SwarmAccess, connect
+from decentral.train import checkpoint, compress, data, measure, memory
+from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.island import Assignment
+from decentral.train.kernel_choice import best_kernels
+from decentral.train.outer_kernels import OuterKernels
+from decentral.train.step import ALONE
+
+STEPS_REPORTED_S = 0.2  # how often, at most
+RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
+
+
+def prove_kernels(device: str) -> tuple[OuterKernels, str]:
+    """The kernels of gossip for the device that --device names, and the reason. Raises UserError if it is not there."""
+    return best_kernels(measure.choose(device, "auto", 1.0, 0.0).device, compress)
+
+
+async def claim_layers(
+    flags: argparse.Namespace, folder: state.StateFolder, own: Identity, access: SwarmAccess
+) -> tuple[SpanRequest, ClaimedSpan]:
+    """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
+    device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
+    kept = checkpoint.span(folder.path)
+    if flags.island:
+        memory_bytes = launch.model_bytes(flags.memory, access.config, kept, flags.island)
+    else:
+        memory_bytes = flags.memory or measure.memory_bytes(device.device)
+    request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
+    needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
+    return request, await claim(request, needs, access.directory, WallClock())
+
+
+async def prepare(
+    flags: argparse.Namespace,
+    folder: state.StateFolder,
+    transport: Libp2p,
+    access: SwarmAccess,
+    request: SpanRequest,
+    claimed: ClaimedSpan,
+) -> Host:
+    """Builds the node and its host. Raises UserError if the device, the data or the checkpoint cannot be used."""
+    run, own = access.config, request.own
+    device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
+    device = replace(device, ranks=flags.island or ALONE)
+    if claimed.span is not None:
+        memory.give_back_what_is_freed()
+    else:
+        memory.keep_what_is_freed()
+    corpus = data.load(run.data, run.model)
+    expected = bool(access.contacts) or request.kept is not None
+    computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
+    kernels, flags.kernels = flags.proven
+    compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
+    restored = compute.resume()
+    if flags.island:
+        flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)
+    setup = NodeSetup(
+        config=run,
+        run=access.run,
+        own=own,
+        fragments=compute.fragments,
+        state_layouts=compute.gossip.state_layouts(),
+        layers=compute.span.model_layers,
+        profile=_profile(flags, folder, compute, claimed.memory_bytes),
+        addresses=access.addresses,
+        contacts=access.contacts,
+        restored_step=compute.lr_step if restored else None,
+        stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
+        routes=stage_config(request, _model(compute), compute.fragments, claimed.capacity),
+        memory_budget=MemoryBudget(memory.needs(run), claimed.memory_bytes, compute.span.all_state_layouts()),
+        retained=compute.retained_states(),
+        versions=compute.counters.versions,
+    )
+    now = clock()
+    journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
+    return Host(Node(setup), transport, access.directory, compute, journal, book, now)
+
+
+def _model(compute: Compute) -> RoutedModel:
+    size = compute.setup.config.train.micro_batch
+    most = size if isinstance(size, int) else measure.LARGEST
+    return RoutedModel(compute.span.cuts, most, memory.needs(compute.setup.config).activations, compute.span.layout)
+
+
+def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
+    """The device's profile: measured once for this device, model and version, then read from the state folder."""
+    device = compute.setup.device
+    part = f" {compute.span.share}" if compute.span.share < 1 else ""
+    ranks = f" {device.ranks.size} ranks" if device.ranks.size > 1 else ""
+    key = f"{__version__} {device} {compute.setup.config.digest()}{part}{ranks}"
+    measured = folder.read_profile(key)
+    if measured is None and compute.awaits_state:
+        measured = measure.without_speed(device)  # its first steps tell its speed, and need not wait for a measurement
+    elif measured is None:
+        model = compute.setup.config.model
+        forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
+        measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)
+        folder.write_profile(key, measured)
+    found = Profile(**asdict(measured), region=flags.region, software=f"decentral {__version__}")
+    return replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
+
+
+async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
+    """Runs the host until it stops, and shows what it does. Exits with 1 if it stopped with an error."""
+    node, setup = host.node, host.node.setup
+    shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
+    print(f"kernels of gossip: {flags.kernels}", flush=True)
+    shown.introduce(node, folder.path)
+    facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
+    host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels)
+    if flags.island:
+        host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
+    loop = asyncio.get_running_loop()
+    ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
+    for name in ending:
+        loop.add_signal_handler(name, host.stop, "interrupted")
+    tasks = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_reconnect_when_alone(host))]
+    try:
+        reason = await host.run()
+    finally:
+        for task in tasks:
+            task.cancel()
+        shown.close()
+        host.journal.close()
+    view.farewell(node, folder.path, reason)
+    if reason.startswith("error"):
+        raise SystemExit(1)
+
+
+async def _show(host: Host, shown: view.Display) -> None:
+    while True:
+        await asyncio.sleep(shown.interval_s)
+        shown.update(host.node, host.now())
+
+
+async def _reconnect_when_alone(host: Host) -> None:
+    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were."""
+    transport, directory = host.transport, host.directory
+    assert isinstance(transport, Libp2p)
+    assert isinstance(directory, HivemindDirectory)
+    while True:
+        await asyncio.sleep(RECONNECT_S)
+        if host.node.roster.live:
+            continue
+        for addresses in list(host.book.known.values()):
+            if peer := await connect(transport, addresses):
+                await directory.meet(peer)

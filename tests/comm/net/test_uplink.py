@@ -1,0 +1,171 @@
+"""What leaves next, and at which pace: in the event loop's own time, which stands still while nothing waits."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from decentral.comm.net.uplink import (
+    BURST_S,
+    PROBE_HOLD_S,
+    TURN_BYTES,
+    UNPACED_BYTES,
+    Kind,
+    PacedWriter,
+    Uplink,
+    kind_of,
+)
+from decentral.comm.wire import messages
+from decentral.comm.wire.codec import Envelope
+
+RATE = float(TURN_BYTES)  # a piece a second
+
+
+class TimelessLoop(asyncio.SelectorEventLoop):
+    """Goes on to its next timer at once."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self.now = max(self.now, self._scheduled[0].when())  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+class Wire:
+    """What has left, and when."""
+
+    def __init__(self) -> None:
+        self.left: list[tuple[float, int]] = []
+
+    def write(self, data: bytes) -> None:
+        self.left.append((asyncio.get_running_loop().time(), len(data)))
+
+    async def drain(self) -> None:
+        pass
+
+
+def play(story: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+        runner.run(story)
+
+
+async def send(uplink: Uplink, wire: Wire, kind: Kind, pieces: int) -> None:
+    writer = PacedWriter(uplink, wire, kind)
+    writer.write(bytes(pieces * TURN_BYTES))
+    await writer.drain()
+
+
+def test_bytes_leave_at_the_uplink_s_rate() -> None:
+    async def story() -> None:
+        wire = Wire()
+        await send(Uplink(lambda: RATE), wire, Kind.SNAPSHOTS, 5)
+        assert [when for when, _ in wire.left] == pytest.approx([0, 1, 2, 3, 4], abs=BURST_S)
+
+    play(story())
+
+
+def test_several_messages_share_the_rate() -> None:
+    async def story() -> None:
+        uplink, wires = Uplink(lambda: RATE), [Wire(), Wire()]
+        await asyncio.gather(*(send(uplink, wire, Kind.SNAPSHOTS, 3) for wire in wires))
+        assert sorted(when for wire in wires for when, _ in wire.left) == pytest.approx([*range(6)], abs=BURST_S)
+        assert abs(wires[0].left[-1][0] - wires[1].left[-1][0]) < 2.1
+
+    play(story())
+
+
+def test_where_no_rate_is_known_a_message_leaves_whole_and_at_once() -> None:
+    async def story() -> None:
+        wire = Wire()
+        await send(Uplink(), wire, Kind.DOWNLOAD, 50)
+        assert wire.left == [(0.0, 50 * TURN_BYTES)]
+
+    play(story())
+
+
+def test_each_kind_has_its_share_while_all_have_bytes_to_send() -> None:
+    async def story() -> None:
+        uplink, wires = Uplink(lambda: RATE), {kind: Wire() for kind in Kind}
+        sending = [asyncio.create_task(send(uplink, wires[kind], kind, 500)) for kind in Kind]
+        await asyncio.sleep(210)
+        seen = Counter({kind: len(wire.left) for kind, wire in wires.items()})
+        for kind in Kind:
+            assert seen[kind] == pytest.approx(210 * kind / sum(Kind), abs=3)
+        for one in sending:
+            one.cancel()
+
+    play(story())
+
+
+def test_a_kind_that_was_idle_has_saved_nothing_up() -> None:
+    async def story() -> None:
+        uplink, download, snapshots = Uplink(lambda: RATE), Wire(), Wire()
+        sending = asyncio.create_task(send(uplink, download, Kind.DOWNLOAD, 500))
+        await asyncio.sleep(100)
+        before = len(download.left)
+        await send(uplink, snapshots, Kind.SNAPSHOTS, 40)
+        assert len(download.left) - before == pytest.approx(10, abs=2)
+        sending.cancel()
+
+    play(story())
+
+
+def test_a_probe_has_the_uplink_for_itself_but_not_for_ever() -> None:
+    async def story() -> None:
+        uplink, wire = Uplink(), Wire()
+        async with uplink.alone():
+            sending = asyncio.create_task(send(uplink, wire, Kind.SNAPSHOTS, 1))
+            await asyncio.sleep(PROBE_HOLD_S - 0.1)
+            assert not wire.left
+            await asyncio.sleep(1.0)
+            assert wire.left[0][0] == pytest.approx(PROBE_HOLD_S)
+        async with uplink.alone():
+            sending = asyncio.create_task(send(uplink, wire, Kind.SNAPSHOTS, 1))
+            await asyncio.sleep(1.0)
+        await sending
+        assert wire.left[1][0] == pytest.approx(PROBE_HOLD_S + 1.9)
+
+    play(story())
+
+
+def test_a_probe_waits_until_what_has_left_is_through() -> None:
+    async def story() -> None:
+        uplink = Uplink(lambda: RATE)
+        await send(uplink, Wire(), Kind.SNAPSHOTS, 1)
+        async with uplink.alone():
+            assert asyncio.get_running_loop().time() == pytest.approx(1.0, abs=BURST_S)
+
+    play(story())
+
+
+def test_a_message_that_was_given_up_takes_no_time_of_the_uplink() -> None:
+    async def story() -> None:
+        uplink, wire = Uplink(lambda: RATE), Wire()
+        await send(uplink, Wire(), Kind.SNAPSHOTS, 1)
+        given_up = asyncio.create_task(send(uplink, Wire(), Kind.SNAPSHOTS, 9))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await send(uplink, wire, Kind.SNAPSHOTS, 1)
+        assert wire.left[0][0] == pytest.approx(1.0, abs=BURST_S)
+
+    play(story())
+
+
+def test_small_messages_and_probes_wait_for_nothing() -> None:
+    uplink, wire = Uplink(lambda: RATE), Wire()
+    assert uplink.paced(wire, Envelope(messages.Ping(0))) is wire
+    assert uplink.paced(wire, Envelope(messages.Probe(0), bytes(1 << 20))) is wire
+    assert uplink.paced(wire, Envelope(messages.Refused("busy", ""), bytes(UNPACED_BYTES))) is not wire
+
+
+def test_activations_come_before_snapshots_and_these_before_downloads() -> None:
+    state = messages.StateChunk.__new__(messages.StateChunk)
+    activations = messages.ForwardRequest.__new__(messages.ForwardRequest)
+    snapshot = messages.Snapshot.__new__(messages.Snapshot)
+    assert kind_of(activations) > kind_of(snapshot) > kind_of(state)
