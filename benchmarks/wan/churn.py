@@ -136,7 +136,8 @@ def report(result: Line) -> str:
     if joined:
         seconds = sorted(one["seconds"] for one in joined)
         lines.append(
-            f"{len(joined)} newcomers trained, {median(seconds):.1f} s after their start (most {seconds[-1]:.1f}); "
+            f"{len(joined)} of {len(newcomers)} newcomers trained, "
+            f"{median(seconds):.1f} s after their start (most {seconds[-1]:.1f}); "
             f"joined within {median(one['join_s'] for one in joined):.1f} s, where their links need "
             f"{median(one['needed_s'] for one in joined):.1f} s for the state"
         )
