@@ -122,7 +122,6 @@ class Engine:
     _step_s: Seconds = 0.0  # how long each of the present steps takes
     _doing: bool = False  # whether a job is being done
     _beside_until: Seconds = 0.0  # when the worker has done what it has to do
-    _encoded_at: dict[int, Seconds] = field(default_factory=dict)  # when it is through with a fragment
     _timer: Timer | None = None
 
     def put(self, job: jobs.Job) -> None:
@@ -167,9 +166,8 @@ class Engine:
         if not self.inbox:
             self._go_on()
             return
-        encoded_at = self._encoded_at.get(getattr(self.inbox[0], "fragment", -1), 0.0)
-        if encoded_at > self.agenda.now:  # jobs of a fragment are done one after another
-            self._at(encoded_at, self._work)
+        if self._beside_until > self.agenda.now:  # jobs of a fragment are done one after another
+            self._at(self._beside_until, self._work)
             return
         job = self.inbox.popleft()
         if isinstance(job, jobs.Finish):
@@ -193,7 +191,7 @@ class Engine:
         outcome = self.training.do(job)
         job_s = self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
         self.spent += TimeSpent(beside=job_s)
-        self._beside_until = self._encoded_at[job.fragment] = max(self.agenda.now, self._beside_until) + job_s
+        self._beside_until = max(self.agenda.now, self._beside_until) + job_s
         self.agenda.at(self._beside_until, lambda: self.report(job, outcome))
 
     def _done(self, job: jobs.Job, outcome: jobs.Outcome) -> None:

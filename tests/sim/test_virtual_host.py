@@ -65,7 +65,7 @@ def test_a_window_is_closed_at_the_next_step_edge() -> None:
     assert at > STEP_S
 
 
-def test_a_fragment_s_next_job_waits_until_its_slow_weights_are_encoded() -> None:
+def test_the_next_job_waits_until_slow_weights_are_encoded() -> None:
     """The edge is at 11.0, in the middle of the encoding."""
     thread = Thread()
     thread.agenda.run(11.0 - JOB_S / 2)

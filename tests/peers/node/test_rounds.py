@@ -86,7 +86,7 @@ def test_a_rounds_gradients_are_those_of_one_process(make_of: Callable[[int], Ma
 def test_a_run_loses_what_one_process_loses_in_every_round(make_of: Callable[[int], Make]) -> None:
     make = make_of(2)
     world = World(make, UNEQUAL)
-    world.start_all(0.1)
+    world.start_all(0.15)
     world.until_round(104)
     drawn = world.drawn()
     rounds = sorted(drawn)
