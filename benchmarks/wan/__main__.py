@@ -4,10 +4,12 @@
     python -m benchmarks.wan --swarm four-homes --seconds 60 [--schedule "part 0,1 at 20 for 15"] [--nat 2,3:symmetric]
                              [--json FILE] [-- --set model.depth=2 --throttle 1,1,1,4 ...]
     python -m benchmarks.wan --newcomer four-homes --seconds 30 [--json FILE] [-- --set model.width=448 ...]
+    python -m benchmarks.wan --churn 24-in-ten-cities --rates 0.02 --seconds 600 [--quiet 60] [--every 20] [-- ...]
 
 The self-test measures each pair's round trip and rates, one pair after the other, and compares them with what was
 asked. A swarm is a `decentral.local` whose peers are in the lab; behind `--` stand flags of that. With --newcomer the
-last peer joins when the others have trained for --seconds, and its download is what is measured. TOPOLOGY is a file of
+last peer joins when the others have trained for --seconds, and its download is what is measured. With --churn a peer
+is killed and another started every so many seconds. TOPOLOGY is a file of
 the planner or a shipped one's name; schedule.py has the forms of a schedule. Exit status 0: done, and all pairs as
 asked; 1: a pair is off; 2: one line says what is missing.
 """
@@ -22,7 +24,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.wan import description, namespaces, newcomer, schedule, selftest, swarm
+from benchmarks.wan import churn, description, namespaces, newcomer, schedule, selftest, swarm
 from benchmarks.wan.lab import Lab
 from decentral import command
 from decentral.core.errors import UserError
@@ -46,6 +48,8 @@ def _main(flags: argparse.Namespace) -> None:
         _write(flags.json, selftest.to_json(asked, results))
         if any(one.complaints() for one in results):
             raise SystemExit(1)
+    elif flags.churn:
+        _churn(flags, asked)
     elif flags.newcomer:
         _newcomer(flags, asked)
     else:
@@ -53,7 +57,7 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def _description(flags: argparse.Namespace) -> description.Description:
-    found = topology.load(flags.self_test or flags.swarm or flags.newcomer)
+    found = topology.load(flags.self_test or flags.swarm or flags.newcomer or flags.churn)
     chosen = description.first_of_each_region(found, flags.peers_per_region)
     asked = description.from_topology(found, chosen).scaled(flags.rates)
     return replace(asked, nat=description.parse_nat(flags.nat, len(asked)), mtu=flags.mtu, seed=flags.seed)
@@ -81,6 +85,17 @@ def _newcomer(flags: argparse.Namespace, asked: description.Description) -> None
     _write(flags.json, result)
 
 
+def _churn(flags: argparse.Namespace, asked: description.Description) -> None:
+    local = parse_local(["--peers", str(len(asked)), "--stop-after", f"{flags.seconds}s", *flags.local])
+    times = churn.Times(flags.seconds, flags.quiet, flags.every)
+    lasts = flags.seconds + PEER_LEAVE_S + PEER_START_S * len(asked)
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="wan-") as folder, Lab(asked, lasts) as lab:
+        result = churn.run(lab, local, Path(local.state_dir or folder), times, console)
+    print(churn.report(result))
+    _write(flags.json, result)
+
+
 def _write(path: Path | None, result: object) -> None:
     if path:
         path.write_text(json.dumps(result, indent=1) + "\n")
@@ -96,6 +111,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--self-test", metavar="TOPOLOGY")
     what.add_argument("--swarm", metavar="TOPOLOGY")
     what.add_argument("--newcomer", metavar="TOPOLOGY")
+    what.add_argument("--churn", metavar="TOPOLOGY")
     parser.add_argument("--peers-per-region", type=int, default=64, metavar="N", help="of the topology; default: all")
     parser.add_argument("--rates", type=float, default=1.0, metavar="F", help="all rates times F")
     parser.add_argument("--nat", default="", metavar="N[:KIND],...", help="peers behind a router: home or symmetric")
@@ -103,10 +119,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of lost packets and of routers' ports")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a swarm, from when the last peer has joined")
     parser.add_argument("--schedule", default="", metavar="CHANGES", help="counted from when the last peer has joined")
+    parser.add_argument(
+        "--quiet", type=float, default=60.0, metavar="S", help="of --churn: seconds until the first kill"
+    )
+    parser.add_argument("--every", type=float, default=20.0, metavar="S", help="of --churn: from one kill to the next")
     parser.add_argument("--json", type=Path, metavar="FILE")
     flags = parser.parse_args(own)
-    if not 0 < flags.rates <= 100 or not 576 <= flags.mtu <= 65535 or flags.seconds <= 0:
-        raise UserError("--rates expects 0 to 100, --mtu 576 to 65535, --seconds more than 0")
+    if not 0 < flags.rates <= 100 or not 576 <= flags.mtu <= 65535 or min(flags.seconds, flags.quiet, flags.every) <= 0:
+        raise UserError("--rates expects 0 to 100, --mtu 576 to 65535, --seconds, --quiet, --every more than 0")
     if flags.peers_per_region < 1:
         raise UserError(f"--peers-per-region expects 1 or more; got {flags.peers_per_region}")
     flags.local = local

@@ -59,7 +59,7 @@ def test_without_root_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        ([], "one of the arguments --self-test --swarm is required"),
+        ([], "one of the arguments --self-test --swarm --newcomer --churn is required"),
         (["--self-test", "eight-cities", "--peers-per-region", "0"], "--peers-per-region expects"),
         (["--self-test", "ten-cities", "--rates", "0"], "--rates expects"),
         (["--swarm", "four-homes", "--schedule", "cut 1"], "is no change of the network"),
