@@ -116,12 +116,9 @@ class SharedLinks:
     # Rounds
 
     def _begin_round(self, transfer: Transfer) -> None:
-        source, target = transfer.source, transfer.target
+        source, target, sender = transfer.source, transfer.target, transfer.sender
         self._drop(transfer)
-        transfer.sender.begin_round(self.agenda.now, self.queue_s(target, source))
-        if transfer in self.sending.get(source, ()):  # it was alone, and kept its share
-            self._set_rate(transfer)
-            return
+        sender.begin_round(self.agenda.now, self.queue_s(target, source))
         self.sending.setdefault(source, {})[transfer] = None
         self.receiving.setdefault(target, {})[transfer] = None
         self._share(source, target)
@@ -157,8 +154,6 @@ class SharedLinks:
             self._share(source, target)
 
     def _next_round(self, transfer: Transfer) -> None:
-        transfer.sender.send(transfer.rate, self.agenda.now)
-        transfer.rate = 0.0
         transfer.sender.acknowledge()
         self._begin_round(transfer)
 
@@ -180,16 +175,11 @@ class SharedLinks:
             rate = min(rate, link / sum(1 for other in sent if other.target == transfer.target))
         if rate == transfer.rate:
             return
-        sender, agenda = transfer.sender, self.agenda
-        sender.send(transfer.rate, agenda.now)
+        transfer.sender.send(transfer.rate, self.agenda.now)
         transfer.rate = rate
         if transfer.timer is not None:
             transfer.timer.cancel()
-        if rate <= 0:
-            transfer.timer = None
-            return
-        stops_at = sender.take_share(rate)
-        if len(sent) == len(received) == 1 and sender.left > sender.sendable:  # nobody could use its share meanwhile
-            transfer.timer = agenda.at(sender.acknowledged_at, lambda: self._next_round(transfer))
-        else:
-            transfer.timer = agenda.at(stops_at, lambda: self._stopped_sending(transfer))
+        stops_at = transfer.sender.take_share(rate) if rate > 0 else None
+        transfer.timer = (
+            self.agenda.at(stops_at, lambda: self._stopped_sending(transfer)) if stops_at is not None else None
+        )
