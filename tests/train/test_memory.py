@@ -180,7 +180,7 @@ def test_a_freed_tensor_goes_back_to_the_machine() -> None:
         torch.ones(size << 18)
     held = [torch.ones(12 << 18) for _ in range(8)]
     del held
-    assert resident() < before + (4 << 20)
+    assert resident() < before + (12 << 20)  # less than one of the eight: other threads of the process take some
 
 
 def resident() -> int:
