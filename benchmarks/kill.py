@@ -46,26 +46,26 @@ def main() -> None:
             rows = [kill_one(swarm, victim, args.seconds) for victim in range(4)]
             rows.append(kill_all(swarm, args.seconds))
             swarm.stop()
-            trouble = [text for member in swarm.members for text in _trouble(member)]
+            found = trouble(swarm.members)
         finally:
             swarm.kill()
-    print("\n".join(trouble) or "no exception in any output, no error in any journal")
+    print("\n".join(found) or "no exception in any output, no error in any journal")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if trouble:
+    if found:
         raise SystemExit(1)
 
 
 def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> Line:
     others = [number for number in range(4) if number != victim]
-    name = _of(swarm, victim, "started")[-1]["peer"]
+    name = lines_of(swarm, victim, "started")[-1]["peer"]
     time.sleep(seconds)
     killed_at = time.time()
-    _kill(swarm, victim)
+    kill_peer(swarm, victim)
     time.sleep(seconds)
-    dropped = [_first(_of(swarm, number, "peer_left"), killed_at, peer=name) for number in others]
+    dropped = [_first(lines_of(swarm, number, "peer_left"), killed_at, peer=name) for number in others]
     restarted_at = time.time()
-    joined = _restart(swarm, [victim], restarted_at)[0]
+    joined = restart(swarm, [victim], restarted_at)[0]
     first_eval = _await(swarm, victim, "eval", restarted_at)
     row = {
         "victim": victim,
@@ -74,11 +74,11 @@ def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> Line:
         "gap_before_s": max(_gap(swarm, number, killed_at - seconds, killed_at) for number in others),
         "gap_after_s": max(_gap(swarm, number, killed_at, killed_at + seconds) for number in others),
         "dropped_after_s": [round(line["t"] - killed_at, 1) if line else None for line in dropped],
-        "same_identity": _of(swarm, victim, "started")[-1]["peer"] == name,
+        "same_identity": lines_of(swarm, victim, "started")[-1]["peer"] == name,
         "donors": len(joined["donors"]),
         "joined_in_s": joined["seconds"],
         "first_eval": first_eval["loss"],
-        "others_eval": [_of(swarm, number, "eval")[-1]["loss"] for number in others],
+        "others_eval": [lines_of(swarm, number, "eval")[-1]["loss"] for number in others],
     }
     print(json.dumps(row), flush=True)
     return row
@@ -86,14 +86,14 @@ def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> Line:
 
 def kill_all(swarm: LocalSwarm, seconds: float) -> Line:
     time.sleep(seconds)
-    before = [_of(swarm, number, "eval")[-1]["loss"] for number in range(4)]
+    before = [lines_of(swarm, number, "eval")[-1]["loss"] for number in range(4)]
     killed_at = time.time()
     for number in range(4):
-        _kill(swarm, number)
-    _restart(swarm, range(4), killed_at)
+        kill_peer(swarm, number)
+    restart(swarm, range(4), killed_at)
     after = [_await(swarm, number, "eval", killed_at)["loss"] for number in range(4)]
     time.sleep(seconds)
-    later = [_of(swarm, number, "eval")[-1]["loss"] for number in range(4)]
+    later = [lines_of(swarm, number, "eval")[-1]["loss"] for number in range(4)]
     row = {"victim": "all", "eval_before": before, "eval_first_after": after, "eval_later": later}
     print(json.dumps(row), flush=True)
     return row
@@ -103,13 +103,13 @@ def _member(swarm: LocalSwarm, number: int) -> LocalPeer:
     return [member for member in swarm.members if member.number == number][-1]
 
 
-def _kill(swarm: LocalSwarm, number: int) -> None:
+def kill_peer(swarm: LocalSwarm, number: int) -> None:
     process = _member(swarm, number).process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _restart(swarm: LocalSwarm, numbers: Sequence[int], since: float) -> list[Line]:
+def restart(swarm: LocalSwarm, numbers: Sequence[int], since: float) -> list[Line]:
     for number in numbers:
         swarm.launch(number, None)
     return [_await(swarm, number, "joined", since) for number in numbers]
@@ -125,7 +125,7 @@ def _await(swarm: LocalSwarm, number: int, event: str, since: float) -> Line:
     raise SystemExit(f"peer {number} wrote no {event!r} within {REJOIN_S:.0f} s")
 
 
-def _of(swarm: LocalSwarm, number: int, event: str) -> list[Line]:
+def lines_of(swarm: LocalSwarm, number: int, event: str) -> list[Line]:
     return [line for line in read(swarm.folders()[number] / "journal.jsonl") if line["event"] == event]
 
 
@@ -134,7 +134,7 @@ def _first(lines: Sequence[Line], since: float, peer: str) -> Line | None:
 
 
 def _steps(swarm: LocalSwarm, number: int, begins: float, ends: float) -> list[Line]:
-    return [line for line in _of(swarm, number, "step") if begins <= line["t"] <= ends]
+    return [line for line in lines_of(swarm, number, "step") if begins <= line["t"] <= ends]
 
 
 def _busy(swarm: LocalSwarm, number: int, begins: float, ends: float) -> float:
@@ -147,11 +147,15 @@ def _gap(swarm: LocalSwarm, number: int, begins: float, ends: float) -> float:
     return float(round(max(late - early for early, late in pairwise(moments)), 2))
 
 
-def _trouble(member: LocalPeer) -> list[str]:
-    output = (member.folder / "output.txt").read_text(errors="replace")
-    errors = [line for line in read(member.folder / "journal.jsonl") if line["event"] == "error"]
-    found = [f"peer {member.number}: {line['reason']}" for line in errors]
-    return found + [f"peer {member.number}: a traceback in its output"] * ("Traceback" in output)
+def trouble(members: Sequence[LocalPeer]) -> list[str]:
+    """A line for each journal line that tells of an exception, and for each output with a traceback."""
+    found = []
+    for member in members:
+        errors = [line for line in read(member.folder / "journal.jsonl") if line["event"] == "error"]
+        found += [f"peer {member.number}: {line['reason']}" for line in errors]
+        output = (member.folder / "output.txt").read_text(errors="replace")
+        found += [f"peer {member.number}: a traceback in its output"] * ("Traceback" in output)
+    return found
 
 
 def _arguments() -> argparse.Namespace:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.kill import _kill, _of, _restart, _trouble
+from benchmarks.kill import kill_peer, lines_of, restart, trouble
 from decentral.audit import audit
 from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S
 from decentral.core.journal import read
@@ -57,9 +57,9 @@ def main() -> None:
 
 def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> dict[str, Any]:
     killed_at = time.time()
-    _kill(swarm, victim)
+    kill_peer(swarm, victim)
     time.sleep(seconds)
-    back = _restart(swarm, [victim], time.time())[0]["t"]
+    back = restart(swarm, [victim], time.time())[0]["t"]
     time.sleep(seconds)
     moments = [t for t in counted(swarm) if t >= killed_at - 5]
     before = max((t for t in moments if t < killed_at), default=killed_at)
@@ -77,7 +77,7 @@ def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> dict[str, Any]:
 
 def counted(swarm: LocalSwarm) -> list[float]:
     """The Unix times at which micro-batches were counted, at any peer."""
-    return sorted(line["t"] for number in range(PEERS) for line in _of(swarm, number, "counted"))
+    return sorted(line["t"] for number in range(PEERS) for line in lines_of(swarm, number, "counted"))
 
 
 def conclude(swarm: LocalSwarm) -> bool:
@@ -90,9 +90,9 @@ def conclude(swarm: LocalSwarm) -> bool:
     held = [weights for weights in map(replicas.read, swarm.folders()) if weights is not None]
     holders = {index: sum(index in own for own in held) for index in replicas.average(held)}
     print(f"holders of each fragment at the end: {holders}")
-    trouble = [text for member in swarm.members for text in _trouble(member)]
-    print("\n".join(sorted(set(trouble))) or "no exception in any output, no error in any journal")
-    return bool(trouble) or not found.sound
+    wrong = trouble(swarm.members)
+    print("\n".join(sorted(set(wrong))) or "no exception in any output, no error in any journal")
+    return bool(wrong) or not found.sound
 
 
 def _arguments() -> argparse.Namespace:

@@ -111,24 +111,29 @@ class LocalSwarm:
         self.began = time.time()
         self.joined_at = self.began
         self.seconds = 0.0
+        self.address = ""  # of the first peer, once it has started
 
     def folders(self) -> list[Path]:
         return [self.folder / f"peer-{number}" for number in range(len(self.throttles))]
 
     def start(self, console: Console) -> None:
         console.print(f"starting {len(self.throttles)} peers (throttle {', '.join(f'{t:g}' for t in self.throttles)})")
+        self.begin(len(self.throttles))
+        console.print("training; a second terminal can join with:", style="bold")
+        console.print(f"    {Path(sys.executable)} -m decentral.peer --join {self.address}", soft_wrap=True)
+
+    def begin(self, count: int) -> None:
+        """Starts the first `count` peers, and returns when all have joined. Raises UserError if one does not."""
         self.launch(0, None)
         self.await_event(self.members[0], "joined")
         started = self.members[0].happened("started", self.began - 1)
         assert started is not None
-        address = self.contact(started)
-        for number in range(1, len(self.throttles)):
-            self.launch(number, address)
+        self.address = self.contact(started)
+        for number in range(1, count):
+            self.launch(number, self.address)
         for member in self.members[1:]:
             self.await_event(member, "joined")
         self.joined_at = time.time()
-        console.print("training; a second terminal can join with:", style="bold")
-        console.print(f"    {Path(sys.executable)} -m decentral.peer --join {address}", soft_wrap=True)
 
     def wait(self, console: Console) -> None:
         """Waits for --stop-after, counted from the time at which the last peer has joined."""

@@ -18,7 +18,8 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,35 +66,41 @@ def _description(flags: argparse.Namespace) -> description.Description:
 
 def _swarm(flags: argparse.Namespace, asked: description.Description) -> None:
     schedule.parse(flags.schedule, len(asked))  # a mistake in it shows before anything starts
-    local = parse_local(["--peers", str(len(asked)), "--stop-after", f"{flags.seconds}s", *flags.local])
-    lasts = flags.seconds + PEER_LEAVE_S + PEER_START_S * len(asked)
-    console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="wan-") as folder, Lab(asked, lasts) as lab:
-        state = Path(local.state_dir or folder)
-        result = swarm.train(lab, local, state, flags.schedule, console)
+    local = _local(flags, asked, f"{flags.seconds}s")
+    with _lab(asked, local, flags.seconds) as (lab, folder):
+        result = swarm.train(lab, local, folder, flags.schedule, Console(highlight=False))
     print(swarm.table(result))
     _write(flags.json, result)
 
 
 def _newcomer(flags: argparse.Namespace, asked: description.Description) -> None:
-    local = parse_local(["--peers", str(len(asked)), "--stop-after", "1e6s", *flags.local])
-    lasts = flags.seconds + PEER_START_S * (len(asked) + 1)
-    console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="wan-") as folder, Lab(asked, lasts) as lab:
-        result = newcomer.join_late(lab, local, Path(local.state_dir or folder), flags.seconds, console)
+    local = _local(flags, asked, "1e6s")
+    with _lab(asked, local, flags.seconds) as (lab, folder):
+        result = newcomer.join_late(lab, local, folder, flags.seconds, Console(highlight=False))
     print(newcomer.report(result))
     _write(flags.json, result)
 
 
 def _churn(flags: argparse.Namespace, asked: description.Description) -> None:
-    local = parse_local(["--peers", str(len(asked)), "--stop-after", f"{flags.seconds}s", *flags.local])
+    local = _local(flags, asked, "1e6s")
     times = churn.Times(flags.seconds, flags.quiet, flags.every)
-    lasts = flags.seconds + PEER_LEAVE_S + PEER_START_S * len(asked)
-    console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="wan-") as folder, Lab(asked, lasts) as lab:
-        result = churn.run(lab, local, Path(local.state_dir or folder), times, console)
+    with _lab(asked, local, flags.seconds) as (lab, folder):
+        result = churn.run(lab, local, folder, times, Console(highlight=False))
     print(churn.report(result))
     _write(flags.json, result)
+
+
+def _local(flags: argparse.Namespace, asked: description.Description, stop_after: str) -> argparse.Namespace:
+    """The flags of `decentral.local`, one peer for each of the lab."""
+    return parse_local(["--peers", str(len(asked)), "--stop-after", stop_after, *flags.local])
+
+
+@contextmanager
+def _lab(asked: description.Description, local: argparse.Namespace, seconds: float) -> Iterator[tuple[Lab, Path]]:
+    """The lab for a swarm that trains for so long, with time to start and to leave, and the folder of its peers."""
+    lasts = seconds + PEER_LEAVE_S + PEER_START_S * (len(asked) + 1)
+    with tempfile.TemporaryDirectory(prefix="wan-") as folder, Lab(asked, lasts) as lab:
+        yield lab, Path(local.state_dir or folder)
 
 
 def _write(path: Path | None, result: object) -> None:

@@ -15,13 +15,12 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.kill import trouble
 from benchmarks.wan.lab import Lab
 from benchmarks.wan.swarm import LabSwarm, Line, of_router
 from decentral import summary
 from decentral.core.config import load
 from decentral.core.journal import read
-
-TRACEBACK = "Traceback (most recent call last)"
 
 
 class ChurningSwarm(LabSwarm):
@@ -32,11 +31,6 @@ class ChurningSwarm(LabSwarm):
         self.size = len(self.throttles)
         generations = 2 + kills // max(1, self.size - self.size // 2)
         self.throttles = self.throttles * generations
-
-    def start(self, console: Console) -> None:
-        whole, self.throttles = self.throttles, self.throttles[: self.size]
-        super().start(console)
-        self.throttles = whole
 
     def spawn(self, number: int, arguments: Sequence[str], **options: Any) -> Any:
         return super().spawn(number % self.size, arguments, **options)
@@ -56,7 +50,7 @@ def run(lab: Lab, flags: argparse.Namespace, folder: Path, times: Times, console
     seconds, quiet_s, every_s = times.whole_s, times.quiet_s, times.every_s
     swarm = ChurningSwarm(flags, folder, lab, int((seconds - quiet_s) / every_s) + 1)
     try:
-        swarm.start(console)
+        swarm.begin(swarm.size)
         before, began = lab.traffic(), time.time()
         killed = _kill_and_join(swarm, began + quiet_s, began + seconds, every_s, console)
         traffic, ended = lab.traffic() - before, time.time()
@@ -72,8 +66,7 @@ def run(lab: Lab, flags: argparse.Namespace, folder: Path, times: Times, console
         "killed": len(killed),
         "survivors": [of_survivor(journals[one], began, began + quiet_s, ended) for one in survivors],
         "newcomers": [of_newcomer(journals[one], needed[one]) for one in late],
-        "tracebacks": [member.folder.name for member in swarm.members if _output(member.folder).count(TRACEBACK)],
-        "errors": [line for journal in journals.values() for line in journal if line["event"] == "error"],
+        "trouble": trouble(swarm.members),
         "router": of_router(lab, traffic),
     }
 
@@ -141,7 +134,7 @@ def report(result: Line) -> str:
             f"joined within {median(one['join_s'] for one in joined):.1f} s, where their links need "
             f"{median(one['needed_s'] for one in joined):.1f} s for the state"
         )
-    lines.append(f"tracebacks: {', '.join(result['tracebacks']) or 'none'}; errors: {len(result['errors'])}")
+    lines += result["trouble"] or ["no exception in any output, no error in any journal"]
     lines += [f"{complaint}: these figures are not the links'" for complaint in result["router"]["complaints"]]
     return "\n".join(lines)
 
@@ -159,7 +152,3 @@ def _state_s(lab: Lab, swarm: LabSwarm, number: int) -> float:
         * sum(load(swarm.flags.config, swarm.flags.set).model.layer_parameters)
         / min(float(asked.down[place]), median(paths))
     )
-
-
-def _output(folder: Path) -> str:
-    return (folder / "output.txt").read_text(errors="replace")

@@ -26,20 +26,12 @@ def join_late(lab: Lab, flags: argparse.Namespace, folder: Path, seconds: float,
     swarm = LabSwarm(flags, folder, lab)
     newcomer = len(lab.description) - 1
     try:
-        swarm.launch(0, None)
-        swarm.await_event(swarm.members[0], "joined")
-        started = swarm.members[0].happened("started", swarm.began - 1)
-        assert started is not None
-        address = swarm.contact(started)
-        for number in range(1, newcomer):
-            swarm.launch(number, address)
-        for member in swarm.members[1:]:
-            swarm.await_event(member, "joined")
+        swarm.begin(newcomer)
         console.print(f"{newcomer} peers train; the last one joins in {seconds:g} s")
         quiet_from, at_first = time.time(), lab.traffic()
         time.sleep(seconds)
         quiet = lab.traffic() - at_first
-        swarm.launch(newcomer, address)
+        swarm.launch(newcomer, swarm.address)
         swarm.await_event(swarm.members[newcomer], "started")
         asked_at, before = time.time(), lab.traffic()
         swarm.await_event(swarm.members[newcomer], "joined")

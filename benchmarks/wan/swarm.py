@@ -38,7 +38,6 @@ class LabSwarm(LocalSwarm):
     def __init__(self, flags: argparse.Namespace, folder: Path, lab: Lab) -> None:
         super().__init__(flags, folder)
         self.lab = lab
-        self.address = ""  # of the first peer, once it has started
 
     def spawn(self, number: int, arguments: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
         region = ["--region", self.lab.description.regions[number]]
@@ -46,8 +45,7 @@ class LabSwarm(LocalSwarm):
 
     def contact(self, started: Line) -> str:
         """The first peer's address in the lab: it also listens on loopback."""
-        self.address = next(str(address) for address in started["addresses"] if str(address).startswith(OUTSIDE))
-        return self.address
+        return next(str(address) for address in started["addresses"] if str(address).startswith(OUTSIDE))
 
 
 def train(lab: Lab, flags: argparse.Namespace, folder: Path, schedule: str, console: Console) -> Line:

@@ -34,7 +34,7 @@ def test_the_report_names_tracebacks_and_newcomers_that_did_not_train() -> None:
     survivor = {"share_before": 1.0, "share_after": 0.9, "speed": 0.8}
     newcomers = [of_newcomer([], 1.0), {"trained": True, "seconds": 4.0, "join_s": 2.5, "needed_s": 1.0}]
     found = {"seconds": 60.0, "killed": 2, "survivors": [survivor], "newcomers": newcomers}
-    text = report(found | {"tracebacks": ["peer-7"], "errors": [], "router": {"complaints": []}})
+    text = report(found | {"trouble": ["peer 7: a traceback in its output"], "router": {"complaints": []}})
     assert "median 0.900" in text
     assert "1 of 2 newcomers trained" in text
-    assert "peer-7" in text
+    assert "peer 7: a traceback" in text
