@@ -4,8 +4,9 @@
 
 While there is no partner, no window is closed: the fragment rests. The slow weights of a window are encoded when the
 first partner asks for them, as long as the window is not being merged; after that, partners get its pseudo-gradient
-alone. A partner that does not answer must not make the others' answers old: after ENOUGH_PERIODS what is here is
-merged.
+alone. Where pulls take nearly a period, the next window's end may pass before the merge: that window ends right after
+it, while partners still count it as the same one. A partner that does not answer must not make the others' answers old:
+after ENOUGH_PERIODS what is here is merged.
 
 The same machine runs blocking algorithms: there a window has a round number, everyone is asked for exactly that round,
 and the training thread waits for the merge.
@@ -39,6 +40,7 @@ from decentral.core.units import Seconds
 BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
 MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 ENOUGH_PERIODS = 2.0  # periods after which the answers that are here wait for no others
+LATE_PERIODS = 0.5  # a window may end so much later than on other peers, where the last one's merge took until then
 REST_S = 1.0  # at least so long until a fragment that rests looks for partners again
 PATIENCE_PERIODS = 0.25  # of the period: how long a pull waits for the partner's snapshot of the same window
 
@@ -223,7 +225,8 @@ class PullExchange(Exchange):
 
     def _merged(self, merged: Merged, now: Seconds) -> list[Effect]:
         self.state = ExchangePhase.OPEN
-        self.close_at = self.context.next_close(now, self.size)
+        late_s = 0.0 if self.blocking else LATE_PERIODS * self.context.period_s(self.size)
+        self.close_at = self.context.next_close(max(self.close_at, now - late_s), self.size)
         refused = dict(merged.rejected)
         lines: list[Effect] = [one.line for one in self._window.pulled if one.contribution.peer not in refused]
         lines += [self._failed(peer, reason, 0.0) for peer, reason in merged.rejected]

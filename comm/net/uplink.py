@@ -5,15 +5,18 @@ round trips of all connections become several times as long, what is beyond the 
 waits behind a large answer. So where our uplink is known to be thin, pieces of messages leave at its rate, and wait
 here instead, where their order can be chosen: activations before snapshots before downloads (Peng et al.,
 "ByteScheduler", SOSP 2019). Each kind has a share, by start-time fair queueing (Goyal, Vin & Cheng, 1997), so that none
-starves.
+starves. Within a kind the message comes first that would be through first if it had the uplink for itself: with all of
+them at once a small one would be through as late as a large one.
 """
 
 import asyncio
-from collections import deque
+import heapq
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import count
 
 from decentral.comm.wire import messages
 from decentral.comm.wire.blobs import Writer
@@ -43,11 +46,26 @@ def kind_of(message: object) -> Kind:
     return Kind.SNAPSHOTS
 
 
+@dataclass(order=True, frozen=True, slots=True)
+class Turn:
+    """A message's place in its kind's order: the first is the one due first, or that came first."""
+
+    due: Seconds  # when it would be through, alone on the uplink
+    number: int
+
+
+@dataclass(order=True, slots=True)
+class Piece:
+    turn: Turn
+    size: int = field(compare=False)
+    left: "asyncio.Future[None]" = field(compare=False)
+
+
 @dataclass(slots=True)
 class Waiting:
-    """The pieces of one kind that wait, and how far the kind has come in the fair order."""
+    """The pieces of one kind that wait, as a heap, and how far the kind has come in the fair order."""
 
-    pieces: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
+    pieces: list[Piece] = field(default_factory=list)
     served: float = 0.0  # bytes over the share
 
 
@@ -60,6 +78,7 @@ class Uplink:
     _free_at: Seconds = 0.0  # when what has left is through, by the event loop's clock
     _held_until: Seconds = 0.0  # a probe has the uplink for itself
     _virtual: float = 0.0  # `served` of the kind whose piece left last
+    _numbers: "count[int]" = field(default_factory=count)
     _timer: asyncio.TimerHandle | None = None
 
     @property
@@ -71,14 +90,15 @@ class Uplink:
         """A writer for this message: what is written to it leaves in its turn."""
         if isinstance(envelope.message, messages.Probe | messages.Probed) or len(envelope.blob) < UNPACED_BYTES:
             return writer
-        return PacedWriter(self, writer, kind_of(envelope.message))
+        due = asyncio.get_running_loop().time() + len(envelope.blob) / (self.rate() or math.inf)
+        return PacedWriter(self, writer, kind_of(envelope.message), Turn(due, next(self._numbers)))
 
-    async def turn(self, kind: Kind, size: int) -> None:
-        """Returns when a piece of `size` bytes may leave."""
+    async def await_turn(self, kind: Kind, turn: Turn, size: int) -> None:
+        """Returns when a piece of `size` bytes of the message with this turn may leave."""
         future, queue = asyncio.get_running_loop().create_future(), self._waiting[kind]
         if not queue.pieces:  # it was idle, and has saved nothing up
             queue.served = max(queue.served, self._virtual)
-        queue.pieces.append((future, size))
+        heapq.heappush(queue.pieces, Piece(turn, size, future))
         if self._timer is None:
             self._release()
         await future
@@ -108,13 +128,13 @@ class Uplink:
                 return
             kind = min(waiting, key=lambda one: self._waiting[one].served)
             queue = self._waiting[kind]
-            future, size = queue.pieces.popleft()
-            if future.done():
+            piece = heapq.heappop(queue.pieces)
+            if piece.left.done():
                 continue  # its message was given up
             rate, self._virtual = self.rate(), queue.served
-            queue.served += size / kind
-            self._free_at = max(self._free_at, now - BURST_S) + (size / rate if rate else 0.0)
-            future.set_result(None)
+            queue.served += piece.size / kind
+            self._free_at = max(self._free_at, now - BURST_S) + (piece.size / rate if rate else 0.0)
+            piece.left.set_result(None)
 
 
 @dataclass(slots=True)
@@ -124,6 +144,7 @@ class PacedWriter:
     uplink: Uplink
     writer: Writer
     kind: Kind
+    turn: Turn
     _written: list[bytes] = field(default_factory=list)
 
     def write(self, data: bytes) -> None:
@@ -137,6 +158,6 @@ class PacedWriter:
         for view in [memoryview(data) for data in written]:
             for start in range(0, len(view), TURN_BYTES):
                 piece = view[start : start + TURN_BYTES]
-                await self.uplink.turn(self.kind, len(piece))
+                await self.uplink.await_turn(self.kind, self.turn, len(piece))
                 self.writer.write(piece)  # type: ignore[arg-type]  # asyncio's writers take any buffer
                 await self.writer.drain()

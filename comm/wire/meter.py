@@ -17,6 +17,7 @@ from decentral.core.units import KiB, MiB, Seconds
 UPLOADS = 6  # the last ones, that tell what our uplink carries
 LIMITED = 1.5  # times what slow start takes: an upload that lasted longer had a link for its limit
 FAST = 25e6  # bytes/s: whoever has so much need not share it out
+PACED = 0.9  # of our uplink's rate: its queue stays empty, also where we believe a little more than it carries
 ALIKE = 1.5  # rates of an uplink to different peers differ by less
 REMEMBERED = 8  # transfers of the newest one's size that count beside it
 LARGE = 64 * KiB  # smaller transfers say nothing about the rate
@@ -111,7 +112,7 @@ class Meter:
         return max((one.rate for one in self.uploads), default=None)
 
     def pace(self) -> float | None:
-        """The rate of our uplink, in bytes/s, where that is what has limited our uploads; else None.
+        """The rate at which to send, in bytes/s, where our uplink is what has limited our uploads; else None.
 
         Two peers to whom we send equally fast have told of our uplink, one alone perhaps of its own downlink.
         """
@@ -119,7 +120,7 @@ class Meter:
         if best is None or not best.limited or best.rate > FAST:
             return None
         alike = {one.peer for one in self.uploads if one.limited and one.rate > best.rate / ALIKE}
-        return best.rate if len(alike) > 1 or len({one.peer for one in self.uploads}) == 1 else None
+        return PACED * best.rate if len(alike) > 1 or len({one.peer for one in self.uploads}) == 1 else None
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""

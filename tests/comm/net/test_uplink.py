@@ -14,6 +14,7 @@ from decentral.comm.net.uplink import (
     UNPACED_BYTES,
     Kind,
     PacedWriter,
+    Turn,
     Uplink,
     kind_of,
 )
@@ -56,7 +57,7 @@ def play(story: Coroutine[Any, Any, None]) -> None:
 
 
 async def send(uplink: Uplink, wire: Wire, kind: Kind, pieces: int) -> None:
-    writer = PacedWriter(uplink, wire, kind)
+    writer = PacedWriter(uplink, wire, kind, Turn(0.0, 0))
     writer.write(bytes(pieces * TURN_BYTES))
     await writer.drain()
 
@@ -78,6 +79,30 @@ def test_several_messages_share_the_rate() -> None:
         assert abs(wires[0].left[-1][0] - wires[1].left[-1][0]) < 2.1
 
     play(story())
+
+
+def test_a_small_message_does_not_wait_for_a_large_one_but_no_message_waits_for_ever() -> None:
+    async def story() -> None:
+        uplink, large, small, later = Uplink(lambda: RATE), Wire(), [Wire(), Wire()], Wire()
+        sending = [asyncio.create_task(answer(uplink, large, 12))]
+        await asyncio.sleep(2.5)
+        sending += [asyncio.create_task(answer(uplink, wire, 2)) for wire in small]
+        await asyncio.sleep(8)
+        sending.append(asyncio.create_task(answer(uplink, later, 2)))  # due after the large one
+        await asyncio.gather(*sending)
+        assert [wire.left[-1][0] for wire in small] == pytest.approx([4, 6], abs=0.1)
+        assert large.left[-1][0] == pytest.approx(15, abs=0.1)
+        assert later.left[-1][0] == pytest.approx(17, abs=0.1)
+
+    play(story())
+
+
+async def answer(uplink: Uplink, wire: Wire, pieces: int) -> None:
+    """As a server answers: `paced` says when the message is due."""
+    envelope = Envelope(messages.Refused("", ""), bytes(pieces * TURN_BYTES))
+    writer = uplink.paced(wire, envelope)
+    writer.write(envelope.blob)
+    await writer.drain()
 
 
 def test_where_no_rate_is_known_a_message_leaves_whole_and_at_once() -> None:
@@ -158,10 +183,13 @@ def test_a_message_that_was_given_up_takes_no_time_of_the_uplink() -> None:
 
 
 def test_small_messages_and_probes_wait_for_nothing() -> None:
-    uplink, wire = Uplink(lambda: RATE), Wire()
-    assert uplink.paced(wire, Envelope(messages.Ping(0))) is wire
-    assert uplink.paced(wire, Envelope(messages.Probe(0), bytes(1 << 20))) is wire
-    assert uplink.paced(wire, Envelope(messages.Refused("busy", ""), bytes(UNPACED_BYTES))) is not wire
+    async def story() -> None:
+        uplink, wire = Uplink(lambda: RATE), Wire()
+        assert uplink.paced(wire, Envelope(messages.Ping(0))) is wire
+        assert uplink.paced(wire, Envelope(messages.Probe(0), bytes(1 << 20))) is wire
+        assert uplink.paced(wire, Envelope(messages.Refused("busy", ""), bytes(UNPACED_BYTES))) is not wire
+
+    play(story())
 
 
 def test_activations_come_before_snapshots_and_these_before_downloads() -> None:
