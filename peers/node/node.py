@@ -226,6 +226,8 @@ class Node:
             self.traffic.received(event)
             if event.tag.measures_link:
                 self.meter.saw(event.peer, event.seconds, event.first_byte_s, event.sent_bytes, event.received_bytes)
+        elif event.reason == Reason.DEADLINE and event.tag.measures_link and not late:
+            self.meter.missed(event.peer)
         return effects + self.handlers.handle(event.tag, event, now)
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
