@@ -136,7 +136,11 @@ class Meter:
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""
+        late = self.links[peer].late if peer in self.links else 0
+        return min(DEADLINE_TOP_S, BACK_OFF**late * self.first_deadline_s(peer, size))
+
+    def first_deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        """The same, however many answers were late: for those who take a peer that is late for gone."""
         latency_s, rate = self.latency_s(peer), self.bandwidth(peer) or UNKNOWN_BANDWIDTH
         expected = latency_s + transfer_s(size, rate, latency_s)
-        late = self.links[peer].late if peer in self.links else 0
-        return min(DEADLINE_TOP_S, BACK_OFF**late * max(DEADLINE_FLOOR_S, SLACK * expected))
+        return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * expected))
