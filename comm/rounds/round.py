@@ -182,7 +182,7 @@ class Rounds:
     # A round
 
     def _enter(self, number: int, members: tuple[RoundMember, ...], now: Seconds) -> list[Effect]:
-        round = Round(self.routes.stage, number, members, number > self._followed_from, self.view.deadline_s)
+        round = Round(self.routes.stage, number, members, number > self._followed_from, self.view.member_deadline_s)
         self.before, self.now_in = self.now_in, round
         self.newcomers.drop(round.peers)
         round.want_reports(now)

@@ -31,7 +31,7 @@ class RoundView(Protocol):
     def trainers(self) -> Sequence[PeerId]:
         """Peers that train, as far as we know."""
 
-    def deadline_s(self, peer: PeerId, size: int) -> Seconds:
+    def member_deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long `size` bytes from that peer may take."""
 
 

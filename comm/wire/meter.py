@@ -3,6 +3,9 @@
 Latency and rate are told apart (comm/wire/slow_start.py): the latency is the least of the last answers' times to their
 first byte, and the rate is what the time from the first byte to the last says beside the sender's slow start. It is
 what a transfer gets while others run beside it: the mean over the last bytes, of about nine transfers.
+
+An answer that is late is not measured. So a deadline that was too short would be so for ever: the next ones are longer,
+as TCP backs its timer off (RFC 6298, 5.5), until answers come again.
 """
 
 import math
@@ -29,6 +32,8 @@ UNKNOWN_BANDWIDTH = 1 * MiB  # bytes/s of a weak home uplink: the guess errs on 
 SLACK = 4.0  # a deadline is so many times the expected duration, within the two limits below
 DEADLINE_FLOOR_S = 3.0
 DEADLINE_TOP_S = 60.0
+BACK_OFF = 2.0  # times as long after each answer in a row that was late
+MOST_LATE = 3  # answers in a row that lengthen a deadline: a peer that is gone should not be waited for much longer
 MOST_LINKS = 4096  # beyond them, the peers that we have not heard from for longest are forgotten
 
 
@@ -57,6 +62,7 @@ class Link:
     down: Rate = field(default_factory=Rate)  # towards us
     up: float | None = None  # bytes/s towards the peer, when it was measured last
     latencies: deque[Seconds] = field(default_factory=lambda: deque(maxlen=LATENCIES))
+    late: int = 0  # answers in a row that did not come in time; small ones that did take one back each
 
     @property
     def latency_s(self) -> Seconds | None:
@@ -79,7 +85,9 @@ class Meter:
         if sent < LARGE:
             link.latencies.append(first_byte_s)
         if max(sent, received) < LARGE:
+            link.late = max(0, link.late - 1)
             return
+        link.late = 0
         self._typical_down = None
         latency_s = link.latency_s or 0.0
         round_trip_s = ROUND_TRIP * latency_s
@@ -90,6 +98,11 @@ class Meter:
             link.up = rate_of(sent, lasted_s, round_trip_s)
             limited = lasted_s > LIMITED * transfer_s(sent, math.inf, round_trip_s)
             self.uploads.append(Upload(peer, link.up, limited))
+
+    def missed(self, peer: PeerId) -> None:
+        """Records that an answer of this peer did not come in time."""
+        link = self.links.setdefault(peer, Link())
+        link.late = min(MOST_LATE, link.late + 1)
 
     def latency_s(self, peer: PeerId) -> float:
         known = self.links.get(peer, Link()).latency_s
@@ -124,6 +137,11 @@ class Meter:
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""
+        late = self.links[peer].late if peer in self.links else 0
+        return min(DEADLINE_TOP_S, BACK_OFF**late * self.first_deadline_s(peer, size))
+
+    def first_deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        """The same, however many answers were late: for those who take a peer that is late for gone."""
         latency_s, rate = self.latency_s(peer), self.bandwidth(peer) or UNKNOWN_BANDWIDTH
         expected = latency_s + transfer_s(size, rate, latency_s)
         return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * expected))

@@ -12,7 +12,7 @@ from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.train import outer
 from decentral.train.sections import Packer
-from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
+from decentral.train.update_rules import ClosedWeights, Correction, Parts, RuleTools, UpdateRule, Window
 
 
 class AllReduceRule(UpdateRule):
@@ -23,23 +23,23 @@ class AllReduceRule(UpdateRule):
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
         super().__init__(gossip, theta, peer, tools)
         self.peer = peer
-        self.closed: tuple[int, Tensor] | None = None  # tokens and weights of the window that training waits for
+        self.closed: tuple[int, ClosedWeights] | None = None  # tokens and weights of the window that is to be merged
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         packer.add("theta", self.sections["theta"], theta)
-        self.closed = window.tokens, theta
+        self.closed = window.tokens, ClosedWeights(theta, window.steps)
 
     def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
         assert self.closed is not None, "merge without a close"
         (tokens, own), self.closed = self.closed, None
-        everyone = [(self.peer, tokens, own)]
+        everyone = [(self.peer, tokens, own.theta)]
         everyone += [(part.peer, part.tokens, part.vectors["theta"]) for part in parts]
         everyone.sort(key=lambda one: one[0])
         weights = outer.token_weights([tokens for _, tokens, _ in everyone])
-        mean = torch.zeros_like(own)
+        mean = torch.zeros_like(own.theta)
         for weight, (_, _, vector) in zip(weights, everyone, strict=True):
             mean += weight * vector
-        return Correction(mean, replaces=True)
+        return Correction(mean, replaces=own)
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         self.closed = None

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.sim.fault_injector import FaultInjector
+from decentral.sim.fault_injector import FaultInjector, fingerprint
 from decentral.sim.swarm import SimulatedSwarm
 from decentral.sim.virtual_host import VirtualHost
 
@@ -53,9 +53,9 @@ class Evidence:
         """The most by which two clocks of the swarm can differ."""
         return 2 * max(abs(member.skew_s) for member in self.swarm.members)
 
-    def has_forged(self, peer: PeerId) -> bool:
-        """Whether the peer may have sent what it never published, under a digest that is right."""
-        return bool(self.injector.byzantine.get(peer, set()) & {"nan", "scaled"})
+    def has_forged(self, peer: PeerId, blob: bytes) -> bool:
+        """Whether the peer has sent this blob in the place of what it published, under a digest that is right."""
+        return (peer, fingerprint(blob)) in self.injector.forged
 
     def violated(self, rule: str, detail: str, host: VirtualHost | None) -> NoReturn:
         latest = self._latest[host.peer] if host is not None else ()

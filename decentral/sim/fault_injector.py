@@ -1,5 +1,6 @@
 """The fault injector: carries faults (sim/faults.py) out on a simulated swarm, and ends those that end."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +24,7 @@ class FaultInjector:
 
     swarm: SimulatedSwarm
     last_at: Seconds = 0.0  # when the last fault is over
-    byzantine: dict[PeerId, set[str]] = field(default_factory=dict)  # the peers that ever falsified answers, and how
+    forged: set[tuple[PeerId, bytes]] = field(default_factory=set)  # blobs that were sent with a digest that fits them
     _kept: dict[tuple[str, PeerId, int], Envelope] = field(default_factory=dict)  # earlier answers, to be sent again
 
     def plan(self, faults: Sequence[Fault]) -> None:
@@ -77,7 +78,6 @@ class FaultInjector:
             case "lie":
                 for member in self._members(fault):
                     member.byzantine = fault.how
-                    self.byzantine.setdefault(member.peer, set()).add(fault.how)
                 return lambda: self._apply(fault, lambda member: setattr(member, "byzantine", ""))
         return None
 
@@ -126,15 +126,22 @@ class FaultInjector:
             case "stale":
                 return self._kept.setdefault(("stale", member.peer, snapshot.fragment), envelope)
             case "nan":
-                return _with_blob(snapshot, _changed(envelope.blob, lambda content: b"\xff" * len(content)))
+                return self._forge(
+                    member.peer, snapshot, _changed(envelope.blob, lambda content: b"\xff" * len(content))
+                )
             case "scaled":
-                return _with_blob(snapshot, _changed(envelope.blob, _scaled))
+                return self._forge(member.peer, snapshot, _changed(envelope.blob, _scaled))
         return Envelope(snapshot, _changed(envelope.blob, _flipped))
 
+    def _forge(self, peer: PeerId, snapshot: Snapshot, blob: bytes) -> Envelope:
+        """A falsified snapshot with the digest that belongs to it."""
+        self.forged.add((peer, fingerprint(blob)))
+        return Envelope(replace(snapshot, digest=blobs.digest(blob)), blob)
 
-def _with_blob(snapshot: Snapshot, blob: bytes) -> Envelope:
-    """A falsified snapshot with the digest that belongs to it."""
-    return Envelope(replace(snapshot, digest=blobs.digest(blob)), blob)
+
+def fingerprint(blob: bytes) -> bytes:
+    """The audit's own digest: it must not believe the digests that it audits."""
+    return hashlib.sha256(memoryview(blob)).digest()
 
 
 def _changed(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:

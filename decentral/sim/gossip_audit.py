@@ -10,7 +10,6 @@ mass      push-sum: a peer's weight is what it had, less what it gave away, plus
           push comes to two peers (Kempe, Dobra and Gehrke, 2003)
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from decentral.core.ids import PeerId
 from decentral.core.synthetic import joined
 from decentral.core.units import Seconds
 from decentral.sim.evidence import SLACK_S, Evidence, slowest_step_s
+from decentral.sim.fault_injector import fingerprint
 from decentral.sim.virtual_host import VirtualHost
 
 PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
@@ -94,9 +94,9 @@ class GossipAudit:
 
     def _publish(self, host: VirtualHost, fragment: int, seq: int, blob: bytes) -> None:
         held = self.published.setdefault((host.peer, fragment), {})
-        fingerprint = _fingerprint(blob)
-        windows = held.pop(fingerprint, [])[-PUBLISHED:]  # re-inserted below, so the newest blob stands last
-        held[fingerprint] = [*windows, ((self.evidence.life(host.peer), seq), host.agenda.now)]
+        found = fingerprint(blob)
+        windows = held.pop(found, [])[-PUBLISHED:]  # re-inserted below, so the newest blob stands last
+        held[found] = [*windows, ((self.evidence.life(host.peer), seq), host.agenda.now)]
         while len(held) > PUBLISHED:
             del held[next(iter(held))]
 
@@ -186,13 +186,16 @@ class GossipAudit:
 
     def _checked_publications(self, host: VirtualHost, one: jobs.Contribution, fragment: int) -> list[Publication]:
         found = self._publications(one, fragment)
-        if not found and not self.evidence.has_forged(one.peer):
+        if not found and not self.evidence.has_forged(one.peer, one.blob):
             detail = f"{one.peer} never published what was merged of fragment {fragment}"
             self.evidence.violated("whole", detail, host)
         return found
 
     def _publications(self, one: jobs.Contribution, fragment: int) -> list[Publication]:
-        return self.published.get((one.peer, fragment), {}).get(_fingerprint(one.blob), [])
+        """The windows that the contribution may be. A forged blob is none of them, even if one looks like it later."""
+        if self.evidence.has_forged(one.peer, one.blob):
+            return []
+        return self.published.get((one.peer, fragment), {}).get(fingerprint(one.blob), [])
 
 
 def _weights(host: VirtualHost) -> dict[int, float]:
@@ -205,11 +208,6 @@ def _weight_of(layout: jobs.Layout, blob: bytes) -> float:
     """The push-sum weight that a pushed blob carries."""
     content = next(content for name, content in _sections(layout, blob) if name == "weight")
     return float(np.frombuffer(memoryview(content), dtype=np.float32)[0])
-
-
-def _fingerprint(blob: bytes) -> bytes:
-    """The audit's own digest: it must not believe the digests that it audits."""
-    return hashlib.sha256(memoryview(blob)).digest()
 
 
 def _sections(layout: jobs.Layout, blob: bytes) -> Iterator[tuple[str, bytes]]:

@@ -275,6 +275,9 @@ class VirtualHost:
         self._disarm()
 
     def freeze(self) -> None:
+        """Stops the process. What comes to one that is stopped already still waits."""
+        if self._frozen is not None:
+            return
         self._frozen = deque()
         self.engine.freeze()
         self._disarm()

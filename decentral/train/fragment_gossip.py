@@ -71,10 +71,13 @@ class GossipedFragment:
         if correction is not None:
             vector = copy_in(correction.vector, self.live.theta.device)
             yield Phase.EDGE
-            if correction.replaces:
-                self.live.theta.copy_(vector)
-            else:
+            replaced = correction.replaces
+            if replaced is None:
                 self.live.add(vector)
+            elif replaced.steps == self.live.steps:
+                self.live.theta.copy_(vector)  # the very bits that all others have
+            else:
+                self.live.add(vector - replaced.theta.to(vector.device))
             self.live.touch("theta")
 
     def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:

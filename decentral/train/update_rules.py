@@ -48,11 +48,22 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class ClosedWeights:
+    """A fragment's weights [n] at the close of a window, when so many steps had been taken."""
+
+    theta: Tensor
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Correction:
-    """`vector` [n] is added to the live weights, or takes their place where training waits for the merge."""
+    """`vector` [n] is added to the live weights, or takes the place of those of a close.
+
+    Training waits for such a merge, but steps with gradients of routes may come between: they stay.
+    """
 
     vector: Tensor
-    replaces: bool = False
+    replaces: ClosedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 A megabyte that was up within FEW_ROUND_TRIPS says more of TCP's slow start than of our uplink, so four follow it. Later
 every exchange measures the link towards us (comm/wire/meter.py). Our uplink is known from probes alone: one is
-repeated now and then, over the link that was the fastest.
+repeated now and then, over the link that was the fastest. A peer that is alone looks for others more often.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ PROBE_BYTES = 1 * MiB
 FEW_ROUND_TRIPS = 10
 LONG_PROBE_BYTES = MAX_PROBE_BYTES
 PROBE_EVERY_S = 120.0
+PROBE_SOON_S = 5.0  # while nobody is there: the first peer that comes must not find our uplink unknown for long
 PROBE_DEADLINE_S = 20.0
 
 
@@ -51,12 +52,10 @@ class Prober:
     def handle(self, event: object, now: Seconds, peers: Sequence[PeerId]) -> list[Effect]:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
-                self.wake_at = now + PROBE_EVERY_S
+                self.wake_at = now + (PROBE_EVERY_S if peers else PROBE_SOON_S)
                 self._choose(peers)
                 return self._next()
-            case Answered(tag=ProbeTag("up"), peer=peer) if event.seconds < FEW_ROUND_TRIPS * self.meter.latency_s(
-                peer
-            ):
+            case Answered(tag=ProbeTag("up"), peer=peer) if self._was_slow_start(event):
                 self._queue.insert(0, (peer, "long up"))
                 return self._next()
             case Answered(tag=ProbeTag()):
@@ -65,6 +64,10 @@ class Prober:
                 self._queue = [(peer, what) for peer, what in self._queue if peer != event.peer]
                 return self._next()
         return []
+
+    def _was_slow_start(self, upload: Answered) -> bool:
+        """Whether the upload took so few round trips that it says more of TCP's slow start than of our uplink."""
+        return upload.seconds < FEW_ROUND_TRIPS * self.meter.latency_s(upload.peer)
 
     def _choose(self, peers: Sequence[PeerId]) -> None:
         """Queues probes until PROBED_PEERS links have a known uplink, which is enough to know ours."""

@@ -161,6 +161,11 @@ class Roster:
         if self.limits.shards == 1:  # with more nobody knows all peers
             self._refresh_at = min(self._refresh_at, now + REFRESH_SOON_S)
 
+    def look_up(self, now: Seconds) -> list[Effect]:
+        """Looks up records at once."""
+        self._refresh_at = now
+        return self._refresh(now)
+
     def leave(self, now: Seconds) -> list[Effect]:
         return [self._announce(now, leaving=True)]
 

@@ -142,7 +142,8 @@ class Node:
 
     def _new_join(self, step: int, restored: bool, chance: Random) -> Join:
         setup, view = self.setup, (self.selection.donates, self.selection.newest_retained)
-        needed = (setup.run, setup.fragments, setup.state_layouts, setup.contacts)
+        contacts = tuple(sorted({*setup.contacts, *self.selection.live()}))
+        needed = (setup.run, setup.fragments, setup.state_layouts, contacts)
         return Join(*needed, step, restored, chance, *view, exact=setup.config.synchronous)
 
     # What a host calls
@@ -226,6 +227,8 @@ class Node:
             self.traffic.received(event)
             if event.tag.measures_link:
                 self.meter.saw(event.peer, event.seconds, event.first_byte_s, event.sent_bytes, event.received_bytes)
+        elif event.reason == Reason.DEADLINE and event.tag.measures_link and not late:
+            self.meter.missed(event.peer)
         return effects + self.handlers.handle(event.tag, event, now)
 
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
@@ -286,14 +289,17 @@ class Node:
         return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
 
     def _advance_round(self, rounds: Rounds, now: Seconds) -> list[Effect]:
-        """After any event the round may go on. A peer that has fallen behind it fetches the state again."""
+        """After any event the round may go on. A peer that has fallen behind it fetches the state again.
+
+        It looks the others up before: by old records it would miss the holders for whose weights it fell behind.
+        """
         effects = rounds.handle(Woke(), now)
         if rounds.behind and self.phase is NodePhase.TRAINING:
             effects += [log("behind", round=rounds.number, reason=rounds.behind), *rounds.stop()]
             self.phase, self.join = NodePhase.JOINING, self._new_join(0, False, self.join.chance)
             self.join.begin(now)
             self.roster.renew_soon(now)
-            effects += self.join.roster_known(now, self.selection.donors())
+            effects += self.roster.look_up(now)
         return effects
 
     def _review_routes_and_span(self, route_planner: RoutePlanner, now: Seconds) -> list[Effect]:

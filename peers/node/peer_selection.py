@@ -131,6 +131,9 @@ class PeerSelection:
 
     # RoundView
 
+    def member_deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        return self.meter.first_deadline_s(peer, size)
+
     def acquaintances(self) -> Sequence[PeerId]:
         return sorted({*self.roster.live, *self.setup().contacts})
 

@@ -242,6 +242,20 @@ def test_all_reduce_is_the_mean_weighted_by_tokens() -> None:
     assert torch.allclose(swarm[0].live.theta.double(), 0.75 * thetas[0] + 0.25 * thetas[1], atol=1e-6)
 
 
+def test_a_step_between_a_close_and_its_merge_is_not_lost_by_all_reduce() -> None:
+    """Steps with gradients of routes do not wait for merges: their tokens count in the next window."""
+    swarm = replicas("allreduce", 2)
+    closed = [peer.close() for peer in swarm]
+    average, before = mean(swarm), swarm[0].live.theta.clone()
+    swarm[0].train(seed=7)
+    swarm[0].live.steps += 1
+    trained = swarm[0].live.theta - before
+    for peer, other in zip(swarm, closed[::-1], strict=True):
+        peer.merge([other])
+    assert torch.allclose(swarm[0].live.theta.double(), average + trained, atol=1e-6)
+    assert torch.allclose(swarm[1].live.theta.double(), average, atol=1e-6)
+
+
 def test_a_lone_all_reduce_changes_nothing() -> None:
     lone = Replica("allreduce", "A")
     before = lone.live.theta.clone()

@@ -143,6 +143,21 @@ def test_a_stopped_process_does_nothing_until_it_goes_on() -> None:
     faulty.settle()
 
 
+def test_a_peer_that_is_stopped_twice_still_hears_all_that_came_meanwhile() -> None:
+    """What was lost was the end of a job, and the peer's own bookkeeping broke (seed 1019 of the sweep)."""
+    faulty = FaultySwarm("freeze 1 at 40 for 10; freeze 1 at 45 for 10")
+    faulty.play(44.9)
+    host = faulty[1].life
+    assert host is not None
+    waiting = host._frozen
+    assert waiting
+    faulty.play(49.9)
+    assert host._frozen is waiting
+    faulty.play(51)
+    assert host._frozen is None
+    faulty.settle()
+
+
 def test_after_a_freeze_longer_than_all_deadlines_it_is_back_on_everybody_s_roster() -> None:
     faulty = FaultySwarm("freeze 1 at 30 for 75")
     faulty.play(100)

@@ -115,7 +115,7 @@ class World:
     def trainers(self) -> Sequence[PeerId]:
         return self.names
 
-    def deadline_s(self, peer: PeerId, size: int) -> float:
+    def member_deadline_s(self, peer: PeerId, size: int) -> float:
         return 3.0
 
     def play(self, text: str, now: float) -> list[str]:

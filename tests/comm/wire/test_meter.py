@@ -95,6 +95,22 @@ def test_a_deadline_has_a_floor_and_a_top() -> None:
     assert measured(1.0, 11.0, 10 * MiB).deadline_s(A, 1 << 40) == DEADLINE_TOP_S
 
 
+def test_deadlines_that_were_missed_grow_until_an_answer_comes_in_time() -> None:
+    """A link of which nothing is known but that answers are late would else stay unknown for ever (seed 28)."""
+    meter, size = Meter(), MiB
+    first = meter.deadline_s(A, size)
+    deadlines = []
+    for _ in range(5):
+        meter.missed(A)
+        deadlines.append(meter.deadline_s(A, size))
+    assert deadlines == [min(DEADLINE_TOP_S, first * times) for times in (2, 4, 8, 8, 8)]
+    assert meter.deadline_s(B, size) == first
+    meter.saw(A, 0.01, 0.01, 100, 100)
+    assert DEADLINE_FLOOR_S < meter.deadline_s(A, size) < DEADLINE_TOP_S
+    meter.saw(A, 0.02, 0.01, 100, MiB)
+    assert meter.deadline_s(A, size) == DEADLINE_FLOOR_S
+
+
 def test_what_is_typical_is_the_median_of_what_is_known() -> None:
     meter = Meter()
     assert meter.typical_down() is None

@@ -13,6 +13,7 @@ from decentral.peers.membership.prober import (
     LONG_PROBE_BYTES,
     PROBE_BYTES,
     PROBE_EVERY_S,
+    PROBE_SOON_S,
     PROBED_PEERS,
     Prober,
     ProbeTag,
@@ -97,6 +98,13 @@ def test_a_megabyte_that_was_up_within_few_round_trips_is_followed_by_more() -> 
 
 def asked_after(probing: Prober, event: Answered) -> list[Ask]:
     return [ask for ask in probing.handle(event, 12.0, [A]) if isinstance(ask, Ask)]
+
+
+def test_a_peer_that_was_alone_probes_soon_after_another_has_come() -> None:
+    probing = prober()
+    assert probing.handle(Woke(), 10.0, []) == []
+    assert probing.wake_at == 10.0 + PROBE_SOON_S
+    assert only_ask(probing.handle(Woke(), 10.0 + PROBE_SOON_S, [A])).to == A
 
 
 def test_it_waits_until_it_is_time_and_then_for_a_while() -> None:

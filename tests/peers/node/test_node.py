@@ -30,7 +30,7 @@ from decentral.comm.wire.messages import (
     Snapshot,
     Welcome,
 )
-from decentral.comm.wire.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Lookup, Reply
+from decentral.comm.wire.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Lookup, Reply, Tag
 from decentral.core import jobs
 from decentral.core.config import Config, GossipConfig
 from decentral.core.ids import PeerId, RunId
@@ -38,6 +38,7 @@ from decentral.core.jobs import Section
 from decentral.core.machine import Effect, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
+from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.node import Node, NodePhase
@@ -464,6 +465,15 @@ def test_a_peer_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm,
     for _ in range(3):
         played.deliver(AskFailed(tag, played.known.peer, reason, 3.0))
     assert (played.known.peer in played.node.roster.live) == known
+
+
+@pytest.mark.parametrize(("tag", "longer"), [(PullTag(0, 1), True), (SwapTag(0, 1), False), (ProbeTag("up"), True)])
+def test_a_link_whose_answers_are_late_gets_longer_deadlines(tag: Tag, longer: bool) -> None:
+    played = Played("pull", "training")
+    peer = played.known.peer
+    before = played.node.selection.deadline_s(peer, 200_000)
+    played.deliver(AskFailed(tag, peer, "deadline", 3.0))
+    assert (played.node.selection.deadline_s(peer, 200_000) > before) == longer
 
 
 def test_the_period_grows_where_the_link_is_too_slow_for_a_window() -> None:

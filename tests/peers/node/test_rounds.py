@@ -86,8 +86,8 @@ def test_a_rounds_gradients_are_those_of_one_process(make_of: Callable[[int], Ma
 def test_a_run_loses_what_one_process_loses_in_every_round(make_of: Callable[[int], Make]) -> None:
     make = make_of(2)
     world = World(make, UNEQUAL)
-    world.start_all(0.15)
-    world.until_round(104)
+    world.start_all(0.1)
+    world.until_round(106)
     drawn = world.drawn()
     rounds = sorted(drawn)
     losses = dict(zip(rounds, alone(make(PeerId("alone")), [drawn[number] for number in rounds]), strict=True))
@@ -117,6 +117,16 @@ def test_every_holder_takes_part_and_each_round_has_as_many_micro_batches_as_it_
     ]
     assert len(set(active)) == 5
     assert all_equal(world)
+
+
+def test_a_newcomer_that_missed_a_holder_looks_it_up_before_it_fetches_again(make_of: Callable[[int], Make]) -> None:
+    """The second peer trains when the third has read its record, which says that it is joining."""
+    world = World(make_of(2), UNEQUAL)
+    world.start_all(0.1)
+    world.until_round(10)
+    assert len(world.rounds(2).now_in.members) == 3  # type: ignore[union-attr]
+    assert len(world.of(2, "behind")) <= 1
+    assert world.drawn().keys() >= {6, 7, 8}
 
 
 # Peers that die
