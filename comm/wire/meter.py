@@ -25,7 +25,7 @@ ALIKE = 1.5  # rates of an uplink to different peers differ by less
 REMEMBERED = 8  # transfers of the newest one's size that count beside it
 LARGE = 64 * KiB  # smaller transfers say nothing about the rate
 ROUND_TRIP = 0.7  # of a latency: what answers' first bytes take has their peer's work in it, a round trip has not
-LATENCIES = 16  # answers of which the first to come tells the latency: others have waited for their peer
+LATENCIES = 32  # answers of which the first to come tells the latency: others have waited for their peer
 LEAST_S = 1e-4  # a transfer takes at least so long, whatever the clock says
 UNKNOWN_LATENCY_S = 0.2
 UNKNOWN_BANDWIDTH = 1 * MiB  # bytes/s of a weak home uplink: the guess errs on the patient side
@@ -52,9 +52,20 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
+    """Bytes that we have sent, and how long it took until the answer. What that says of our uplink depends on the
+    latency: as it was measured first, beside others' probes, it may be twice as long as it is."""
+
     peer: PeerId
-    rate: float  # bytes/s
-    limited: bool  # by a link, and not by slow start
+    size: int
+    seconds: Seconds
+
+    def rate(self, latency_s: Seconds) -> float:
+        """In bytes/s."""
+        return rate_of(self.size, max(LEAST_S, self.seconds - latency_s), ROUND_TRIP * latency_s)
+
+    def limited(self, latency_s: Seconds) -> bool:
+        """By a link, and not by slow start."""
+        return self.seconds - latency_s > LIMITED * transfer_s(self.size, math.inf, ROUND_TRIP * latency_s)
 
 
 @dataclass(slots=True)
@@ -90,14 +101,12 @@ class Meter:
         link.late = 0
         self._typical_down = None
         latency_s = link.latency_s or 0.0
-        round_trip_s = ROUND_TRIP * latency_s
         if received >= sent:
-            link.down.saw(rate_of(received, max(LEAST_S, seconds - first_byte_s), round_trip_s), received)
+            link.down.saw(rate_of(received, max(LEAST_S, seconds - first_byte_s), ROUND_TRIP * latency_s), received)
         else:
-            lasted_s = max(LEAST_S, seconds - latency_s)
-            link.up = rate_of(sent, lasted_s, round_trip_s)
-            limited = lasted_s > LIMITED * transfer_s(sent, math.inf, round_trip_s)
-            self.uploads.append(Upload(peer, link.up, limited))
+            upload = Upload(peer, sent, seconds)
+            link.up = upload.rate(latency_s)
+            self.uploads.append(upload)
 
     def missed(self, peer: PeerId) -> None:
         """Records that an answer of this peer did not come in time."""
@@ -122,18 +131,26 @@ class Meter:
     def best_up(self) -> float | None:
         """The highest rate of the last uploads, in bytes/s: what our uplink carries. In others the peer's downlink, or
         our other transfers at that moment, were the limit, and no upload is measured faster than it was."""
-        return max((one.rate for one in self.uploads), default=None)
+        return max((one.rate(self._round_trip_s(one)) for one in self.uploads), default=None)
 
     def pace(self) -> float | None:
         """The rate at which to send, in bytes/s, where our uplink is what has limited our uploads; else None.
 
         Two peers to whom we send equally fast have told of our uplink, one alone perhaps of its own downlink.
         """
-        best = max(self.uploads, key=lambda one: one.rate, default=None)
-        if best is None or not best.limited or best.rate > FAST:
+        best = self.best_up()
+        if best is None or best > FAST:
             return None
-        alike = {one.peer for one in self.uploads if one.limited and one.rate > best.rate / ALIKE}
-        return PACED * best.rate if len(alike) > 1 or len({one.peer for one in self.uploads}) == 1 else None
+        limited = {
+            one: one.rate(self._round_trip_s(one)) for one in self.uploads if one.limited(self._round_trip_s(one))
+        }
+        alike = {one.peer for one, rate in limited.items() if rate > best / ALIKE}
+        known = best in limited.values() and (len(alike) > 1 or len({one.peer for one in self.uploads}) == 1)
+        return PACED * best if known else None
+
+    def _round_trip_s(self, upload: Upload) -> Seconds:
+        """The latency of the peer, as far as it is known now."""
+        return self.links.get(upload.peer, Link()).latency_s or 0.0
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""

@@ -75,7 +75,9 @@ class Prober:
         ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}
         new = [peer for peer in sorted(peers) if peer not in ups]
         chosen = self.rng.sample(new, max(0, min(PROBED_PEERS - len(ups), len(new))))
-        self._queue = [] if chosen or not ups else [(max(ups, key=lambda peer: ups[peer]), "up")]
+        fastest = max(ups, key=lambda peer: ups[peer], default=None)
+        again = [] if chosen or fastest is None else [fastest]  # after a ping: pulls wait for their peer's window
+        self._queue = [(peer, what) for peer in again for what in ("ping", "up")]
         for peer in chosen:  # no download from a peer whose downlink is known, such as a donor
             known_down = peer in links and links[peer].down.known
             self._queue += [(peer, what) for what in ("ping", "ping", "down", "up") if what != "down" or not known_down]

@@ -141,6 +141,15 @@ def test_we_pace_what_we_send_where_two_peers_tell_of_the_same_thin_uplink() -> 
     assert uploaded((A, 0.6e6), (B, 0.62e6)).pace() == pytest.approx(PACED * 0.6e6, rel=0.1)
 
 
+def test_an_upload_that_a_latency_measured_too_long_has_excused_is_judged_again_by_a_better_one() -> None:
+    meter = Meter()
+    meter.saw(A, 0.4, 0.4, 100, 100)  # while others' probes filled the links
+    meter.saw(A, 0.1 + transfer_s(MiB, 0.6e6, 0.1), 0.1, MiB, 100)
+    assert (meter.best_up() or 0.0) > 0.8e6
+    meter.saw(A, 0.1, 0.1, 100, 100)
+    assert meter.best_up() == pytest.approx(0.6e6, rel=0.1)
+
+
 def test_where_uploads_differ_the_others_downlinks_were_the_limit() -> None:
     assert uploaded((A, 0.6e6), (B, 1.2e6)).pace() is None
 

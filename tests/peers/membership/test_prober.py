@@ -75,11 +75,14 @@ def test_only_a_few_are_probed() -> None:
 
 
 def test_our_uplink_is_measured_again_over_the_link_that_was_the_fastest() -> None:
-    """It may have become slower, or carry others' traffic, and nothing else tells us."""
+    """It may have become slower, or carry others' traffic, and nothing else tells us. What the upload says depends on
+    the latency, of which pulls say less than a ping: they wait for their peer's window."""
     probing = prober()
     probing.meter.saw(A, 2.0, 0.0, 1 << 20, 10)
     probing.meter.saw(B, 1.0, 0.0, 1 << 20, 10)
-    ask = only_ask(probing.handle(Woke(), 10.0, [A, B]))
+    ping = only_ask(probing.handle(Woke(), 10.0, [A, B]))
+    assert (ping.to, ping.tag) == (B, ProbeTag("ping"))
+    ask = only_ask(answered(probing, ping))
     assert (ask.to, ask.tag) == (B, ProbeTag("up"))
     assert answered(probing, ask) == []
 

@@ -213,11 +213,11 @@ def test_all_peers_come_to_windows_that_end_together_whoever_looks(own: Identity
 
 def test_over_a_thin_link_fewer_are_pulled_from_and_windows_are_shorter_for_it(own: Identity) -> None:
     swarm = grown(Swarm(own, partners=3).meet(A).meet(B).meet(C))
-    swarm.meter.uploads.append(Upload(A, 40_000.0, limited=True))
+    swarm.meter.uploads.append(Upload(A, 400_000, 10.0))
     assert len(swarm.asks.partners(1, 0.0)) == 3  # until a window's bytes are known
     windows, bound = swarm.asks.windows(1, 10_000)
     assert (windows, bound) == (2, "link")  # 30 kB for each of two, 0.8 of the time
     assert len(swarm.asks.partners(1, 0.0)) == 2
-    swarm.meter.uploads.append(Upload(A, 4e6, limited=True))
+    swarm.meter.uploads.append(Upload(A, 40_000_000, 10.0))
     assert swarm.asks.windows(1, 10_000) == (1, "")
     assert len(swarm.asks.partners(1, 0.0)) == 3
