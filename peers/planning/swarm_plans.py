@@ -7,7 +7,8 @@
 There is one figure of merit (scheduler/throughput/replan.py): the tokens that the swarm trains within HORIZON_S, moves
 included, by the measured speeds, memories and links in the records. A plan is adopted only if its figure exceeds that
 of staying by a margin (scheduler/shared/margin.py), and dropped when it does not any more. Of several plans the best is
-adopted. Plans that are equal within the margin have an order that all peers agree on, whichever they heard of first:
+adopted, and where several are known they are judged again when peers have moved: a plan that is better by then than
+staying may be the one that the others follow already. Plans that are equal within the margin have an order that all peers agree on, whichever they heard of first:
 first those proposed in the earlier interval of TIES_S, then the one with the fewest moves, then the lowest digest. An
 evaluation takes all known plans, so that a newcomer finds the one that others follow. It may take seconds in a large
 swarm, so a host does it beside its event loop: effect EvaluatePlans, event PlansEvaluated.
@@ -47,6 +48,7 @@ PLAN_LOOKUP_S = 4.0  # between two lookups of others' plans
 FIRST_MOVE_WAIT_S = 6.0  # before the first move: meanwhile an equal plan may turn up that all adopt instead
 TIES_S = 10.0  # interval of proposal: equal plans of an earlier one go first, as some peers have moved for them
 PLAN_RETRY_S = 3.0  # between two tries to move
+JUDGE_AGAIN_S = 10.0  # between two evaluations of the same plans, where peers have moved meanwhile
 MEASUREMENT_NOISE = 0.03  # relative, on top of the margin of a plan whose figures are exact
 
 PlanReason = Annotated[str, Strict(), Field(max_length=200)]
@@ -112,6 +114,8 @@ class SwarmPlans:
     _lookup_at: Seconds = 0.0
     _known: dict[PeerId, tuple[SwarmPlan, Seconds]] = field(default_factory=dict)  # latest plan and expiry by proposer
     _has_new: bool = False  # whether some known plan has not been evaluated yet
+    _judged: Mapping[PeerId, range] = field(default_factory=dict)  # what each peer held at the last evaluation
+    _judged_at: Seconds = 0.0
     _evaluation: Evaluation | None = None
     _number: int = 0  # number of the last evaluation
     _change: str = ""  # what led to the last search
@@ -135,7 +139,10 @@ class SwarmPlans:
         held = {index for one in members.values() for index in one.held}
         all_held = len(held) == len(self.needs.fragments)  # lost layers come first: peers/placement/layer_recovery.py
         searches = self.search.is_due(now)
-        if self._evaluation is None and all_held and (searches or self._has_new):
+        spans = {peer: one.held for peer, one in members.items()}
+        again = len(self._known) > 1 and spans != self._judged and now >= self._judged_at + JUDGE_AGAIN_S
+        if self._evaluation is None and all_held and (searches or self._has_new or again):
+            self._judged, self._judged_at = spans, now
             effects.append(self._evaluate(members, searches))
         return effects
 
@@ -164,8 +171,8 @@ class SwarmPlans:
     def _evaluate(self, members: Mapping[PeerId, TrainingPeer], searches: bool) -> EvaluatePlans:
         self._number += 1
         proposals = tuple(plan for plan, _ in self._known.values())
-        self._has_new = False
-        if searches or self.search.at is None:
+        has_new, self._has_new = self._has_new, False
+        if searches or (has_new and self.search.at is None):
             self._change = self.search.evaluated(members)
         self._evaluation = Evaluation(self._number, proposals, dict(members), self._change)
         task = PlanTask(self.needs, tuple(sorted(members.items())), self.hidden_bytes, self.holders)

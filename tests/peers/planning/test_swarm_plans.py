@@ -161,11 +161,13 @@ class Judge:
     def __init__(self) -> None:
         self.plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
 
-    def hears(self, proposals: dict[str, SwarmPlan], now: float) -> list[EvaluatePlans]:
+    def hears(
+        self, proposals: dict[str, SwarmPlan], now: float, members: dict[PeerId, TrainingPeer] = EVEN
+    ) -> list[EvaluatePlans]:
         key = key_of(RUN)
         values = {name: VirtualSigner(PeerId(name)).seal(key, pack(one), 2e9) for name, one in proposals.items()}
         self.plans.handle(Found(key, values), now)
-        return [effect for effect in self.plans.review(EVEN, now) if isinstance(effect, EvaluatePlans)]
+        return [effect for effect in self.plans.review(members, now) if isinstance(effect, EvaluatePlans)]
 
     def judges(self, proposals: dict[str, SwarmPlan], figures: dict[str, float], now: float, stay: float = 1.0) -> None:
         """`figures`: tokens by the plans' reasons."""
@@ -199,6 +201,21 @@ def test_a_plan_that_is_no_better_than_staying_any_more_is_let_go() -> None:
     assert judge.plans.adopted == proposals["B"]
     judge.judges(proposals, {"B": 98.0, "C": 101.0}, 110.0, stay=100.0)
     assert judge.plans.adopted is None
+
+
+def test_plans_are_judged_again_when_peers_have_moved() -> None:
+    """The others moved by a plan that was hardly better than staying when we judged it (seed 487 of the sweep)."""
+    judge = Judge()
+    proposals = {"B": plan(time=99.0, moves=3, reason="B"), "C": plan(time=115.0, moves=1, reason="C")}
+    judge.judges(proposals, {"B": 104.0, "C": 106.0}, 116.0, stay=100.0)
+    assert judge.plans.adopted == proposals["C"]
+    moved = {**EVEN, PeerId("B"): replace(EVEN[PeerId("B")], held=range(1, 2))}
+    assert judge.hears(proposals, 120.0, moved) == []
+    assert judge.hears(proposals, 130.0) == []
+    (asked,) = judge.hears(proposals, 130.0, moved)
+    judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 60.0, (104.0, 106.0)), 131.0)
+    assert judge.plans.adopted == proposals["B"]
+    assert judge.hears(proposals, 150.0, moved) == []
 
 
 def test_only_the_latest_plan_of_each_proposer_is_evaluated_and_only_so_many() -> None:
