@@ -1,8 +1,9 @@
-"""Measures the links to a few peers: latency with small questions, bandwidth with a megabyte each way.
+"""Measures the links to a few peers: latency with small questions, bandwidth with a short download and a megabyte up.
 
 A megabyte that was up within FEW_ROUND_TRIPS says more of TCP's slow start than of our uplink, so four follow it. Later
-every exchange measures the link towards us (comm/wire/meter.py). Our uplink is known from probes alone: one is
-repeated now and then, over the link that was the fastest. A peer that is alone looks for others more often.
+every exchange measures the link towards us (comm/wire/meter.py), but our uplink is known from probes alone. One is
+repeated over one of the two links that were the fastest, in turn: soon at first, because peers that have come at the
+same time measured each other's probes as well, and then now and then. A peer that is alone looks for others more often.
 """
 
 from collections.abc import Sequence
@@ -16,12 +17,14 @@ from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
-from decentral.core.units import MiB, Seconds
+from decentral.core.units import KiB, MiB, Seconds
 
 PROBED_PEERS = 3
 PROBE_BYTES = 1 * MiB
+DOWN_PROBE_BYTES = 256 * KiB  # it fills the other's uplink, perhaps beside those of others that have just come
 FEW_ROUND_TRIPS = 10
 LONG_PROBE_BYTES = MAX_PROBE_BYTES
+PROBE_AGAIN_S = 15.0  # at first; twice as long each time, until
 PROBE_EVERY_S = 120.0
 PROBE_SOON_S = 5.0  # while nobody is there: the first peer that comes must not find our uplink unknown for long
 PROBE_DEADLINE_S = 20.0
@@ -47,12 +50,14 @@ class Prober:
     meter: Meter
     rng: Random
     wake_at: Seconds | None
+    _again_s: Seconds = PROBE_AGAIN_S
     _queue: list[tuple[PeerId, str]] = field(default_factory=list)
 
     def handle(self, event: object, now: Seconds, peers: Sequence[PeerId]) -> list[Effect]:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
-                self.wake_at = now + (PROBE_EVERY_S if peers else PROBE_SOON_S)
+                self.wake_at = now + (self._again_s if peers else PROBE_SOON_S)
+                self._again_s = min(2 * self._again_s, PROBE_EVERY_S) if peers else PROBE_AGAIN_S
                 self._choose(peers)
                 return self._next()
             case Answered(tag=ProbeTag("up"), peer=peer) if self._was_slow_start(event):
@@ -75,9 +80,10 @@ class Prober:
         ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}
         new = [peer for peer in sorted(peers) if peer not in ups]
         chosen = self.rng.sample(new, max(0, min(PROBED_PEERS - len(ups), len(new))))
-        fastest = max(ups, key=lambda peer: ups[peer], default=None)
-        again = [] if chosen or fastest is None else [fastest]  # after a ping: pulls wait for their peer's window
-        self._queue = [(peer, what) for peer in again for what in ("ping", "up")]
+        last = self.meter.uploads[-1].peer if self.meter.uploads else None
+        fastest = sorted(ups, key=lambda peer: -ups[peer])[:2]
+        again = [] if chosen else [peer for peer in fastest if peer != last or len(fastest) == 1][:1]
+        self._queue = [(peer, what) for peer in again for what in ("ping", "up")]  # pulls wait for their peer
         for peer in chosen:  # no download from a peer whose downlink is known, such as a donor
             known_down = peer in links and links[peer].down.known
             self._queue += [(peer, what) for what in ("ping", "ping", "down", "up") if what != "down" or not known_down]
@@ -90,7 +96,7 @@ class Prober:
             case "ping":
                 question = Envelope(Ping(self.rng.getrandbits(32)))
             case "down":
-                question = Envelope(Probe(PROBE_BYTES))
+                question = Envelope(Probe(DOWN_PROBE_BYTES))
             case _:
                 question = Envelope(Probe(0), zeros(PROBE_BYTES if what == "up" else LONG_PROBE_BYTES))
         return [Ask(ProbeTag(what), peer, question, PROBE_DEADLINE_S, PROBE_BYTES)]

@@ -10,7 +10,9 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
 from decentral.peers.membership.prober import (
+    DOWN_PROBE_BYTES,
     LONG_PROBE_BYTES,
+    PROBE_AGAIN_S,
     PROBE_BYTES,
     PROBE_EVERY_S,
     PROBE_SOON_S,
@@ -43,7 +45,7 @@ def test_a_peer_is_asked_for_delay_twice_then_download_then_upload() -> None:
         asks.append(only_ask(effects))
         effects = answered(probing, asks[-1])
     assert [type(ask.envelope.message) for ask in asks] == [Ping, Ping, Probe, Probe]
-    assert asks[2].envelope.message == Probe(PROBE_BYTES)
+    assert asks[2].envelope.message == Probe(DOWN_PROBE_BYTES)
     assert len(asks[3].envelope.blob) == PROBE_BYTES
 
 
@@ -74,17 +76,22 @@ def test_only_a_few_are_probed() -> None:
     assert len(probed) == PROBED_PEERS
 
 
-def test_our_uplink_is_measured_again_over_the_link_that_was_the_fastest() -> None:
+def test_our_uplink_is_measured_again_over_the_two_fastest_links_in_turn() -> None:
     """It may have become slower, or carry others' traffic, and nothing else tells us. What the upload says depends on
     the latency, of which pulls say less than a ping: they wait for their peer's window."""
-    probing = prober()
-    probing.meter.saw(A, 2.0, 0.0, 1 << 20, 10)
-    probing.meter.saw(B, 1.0, 0.0, 1 << 20, 10)
-    ping = only_ask(probing.handle(Woke(), 10.0, [A, B]))
-    assert (ping.to, ping.tag) == (B, ProbeTag("ping"))
-    ask = only_ask(answered(probing, ping))
-    assert (ask.to, ask.tag) == (B, ProbeTag("up"))
-    assert answered(probing, ask) == []
+    probing, everyone = prober(), [A, B, PeerId("C")]
+    for peer, seconds in zip(everyone, (2.0, 4.0, 1.0), strict=True):
+        probing.meter.saw(peer, seconds, 0.0, 1 << 20, 10)
+    again = []
+    for _ in range(3):
+        ping = only_ask(probing.handle(Woke(), probing.wake_at or 0.0, everyone))
+        assert ping.tag == ProbeTag("ping")
+        up = only_ask(answered(probing, ping))
+        assert (up.to, up.tag) == (ping.to, ProbeTag("up"))
+        probing.meter.saw(up.to, 1.5, 0.0, 1 << 20, 10)
+        assert answered(probing, up) == []
+        again.append(up.to)
+    assert again == ["A", "C", "A"]
 
 
 def test_a_megabyte_that_was_up_within_few_round_trips_is_followed_by_more() -> None:
@@ -110,8 +117,11 @@ def test_a_peer_that_was_alone_probes_soon_after_another_has_come() -> None:
     assert only_ask(probing.handle(Woke(), 10.0 + PROBE_SOON_S, [A])).to == A
 
 
-def test_it_waits_until_it_is_time_and_then_for_a_while() -> None:
-    probing = prober()
+def test_it_waits_until_it_is_time_and_then_longer_and_longer() -> None:
+    probing, waits_s = prober(), []
     assert probing.handle(Woke(), 9.9, [A]) == []
-    probing.handle(Woke(), 10.0, [A])
-    assert probing.wake_at == 10.0 + PROBE_EVERY_S
+    for _ in range(5):
+        now = probing.wake_at or 0.0
+        probing.handle(Woke(), now, [A])
+        waits_s.append((probing.wake_at or 0.0) - now)
+    assert waits_s == [PROBE_AGAIN_S, 2 * PROBE_AGAIN_S, 4 * PROBE_AGAIN_S, PROBE_EVERY_S, PROBE_EVERY_S]
