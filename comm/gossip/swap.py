@@ -5,7 +5,8 @@
 
 Crossed offers become one exchange: the peer with the lower id keeps asking, and the other answers it with the window
 that it has closed. A Commit may be lost in all its tries: then one side has merged and the other has not, the swarm's
-mean has moved, and the journal says `commit-lost`.
+mean has moved, and the journal says `commit-lost`. An asker that our answer reached too late tells nobody: so a
+responder waits no longer than the answer and all tries of a Commit may take, and others find it busy meanwhile.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from decentral.core.machine import Effect, Woke, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-COMMIT_S = 30.0  # how long a responder waits for the Commit
 COMMIT_TRIES = 3
 
 
@@ -31,6 +31,7 @@ COMMIT_TRIES = 3
 class SwapExchange(Exchange):
     _partner: PeerId | None = None
     _swap: tuple[int, Swap, bytes] | None = None  # the request, its message and its blob, which we close a window for
+    _commit_by: Seconds = 0.0  # until then the Commit may come
     _offered_seq: int = 0  # the window that the Swap which we answered offered us
     _committed_seq: int = 0  # the partner's window that we merged last
     _closed: WindowClosed | None = None
@@ -43,14 +44,14 @@ class SwapExchange(Exchange):
     @property
     def wake_at(self) -> Seconds | None:
         if self.state is ExchangePhase.OFFERED:
-            return self._began + COMMIT_S
+            return self._commit_by
         return self.close_at if self.state is ExchangePhase.OPEN else None
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke() if self.state is ExchangePhase.OPEN and now >= self.close_at:
                 return self._close_unless_alone(now)
-            case Woke() if self.state is ExchangePhase.OFFERED and now >= self._began + COMMIT_S:
+            case Woke() if self.state is ExchangePhase.OFFERED and now >= self._commit_by:
                 return self._merge(Reason.NO_COMMIT)
             case WindowClosed(seq=seq) if self.state is ExchangePhase.CLOSING and seq == self.seq:
                 self._closed, self.size = event, len(event.blob)
@@ -123,9 +124,15 @@ class SwapExchange(Exchange):
         if refused:
             return [Reply(request, Envelope(Refused(refused))), *self._merge(refused)]
         self.state, self._began, self._offered_seq = ExchangePhase.OFFERED, now, swap.offered.seq
+        self._commit_by = now + self._commit_wait_s(self._partner)
         self._bytes = (self.size, len(blob))
         ours = Envelope(snapshots.describe(self.context, self._closed, now), self._closed.blob)
         return [Reply(request, ours)]
+
+    def _commit_wait_s(self, asker: PeerId) -> Seconds:
+        """What the asker may take for our answer, and for all its tries to tell us, by our own measurements."""
+        deadline_s = self.context.view.deadline_s
+        return deadline_s(asker, self.size) + COMMIT_TRIES * deadline_s(asker, 0)
 
     def _committed(self, request: int, sender: PeerId, commit: SwapCommit) -> list[Effect]:
         if sender != self._partner or commit.seq != self._offered_seq:
