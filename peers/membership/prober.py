@@ -1,9 +1,10 @@
 """Measures the links to a few peers: latency with small questions, bandwidth with a short download and a megabyte up.
 
-A megabyte that was up within FEW_ROUND_TRIPS says more of TCP's slow start than of our uplink, so four follow it. Later
-every exchange measures the link towards us (comm/wire/meter.py), but our uplink is known from probes alone. One is
+Later every exchange measures the link towards us (comm/wire/meter.py), but our uplink is known from probes alone. One is
 repeated over one of the two links that were the fastest, in turn: soon at first, because peers that have come at the
-same time measured each other's probes as well, and then now and then. A peer that is alone looks for others more often.
+same time measured each other's probes as well, and then now and then. A megabyte that is up again within
+FEW_ROUND_TRIPS says more of TCP's slow start than of our uplink, so four follow it; not the first time, when latencies
+may have been measured through full queues. A peer that is alone looks for others more often.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def zeros(size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTag(Tag):
-    """A probe: `ping`, `down`, `up`, or `long up`."""
+    """A probe: `ping`, `down`, `up`, `up again`, or `long up`."""
 
     what: str
 
@@ -60,7 +61,7 @@ class Prober:
                 self._again_s = min(2 * self._again_s, PROBE_EVERY_S) if peers else PROBE_AGAIN_S
                 self._choose(peers)
                 return self._next()
-            case Answered(tag=ProbeTag("up"), peer=peer) if self._was_slow_start(event):
+            case Answered(tag=ProbeTag("up again"), peer=peer) if self._was_slow_start(event):
                 self._queue.insert(0, (peer, "long up"))
                 return self._next()
             case Answered(tag=ProbeTag()):
@@ -83,7 +84,7 @@ class Prober:
         last = self.meter.uploads[-1].peer if self.meter.uploads else None
         fastest = sorted(ups, key=lambda peer: -ups[peer])[:2]
         again = [] if chosen else [peer for peer in fastest if peer != last or len(fastest) == 1][:1]
-        self._queue = [(peer, what) for peer in again for what in ("ping", "up")]  # pulls wait for their peer
+        self._queue = [(peer, what) for peer in again for what in ("ping", "up again")]  # pulls wait for their peer
         for peer in chosen:  # no download from a peer whose downlink is known, such as a donor
             known_down = peer in links and links[peer].down.known
             self._queue += [(peer, what) for what in ("ping", "ping", "down", "up") if what != "down" or not known_down]
@@ -98,5 +99,5 @@ class Prober:
             case "down":
                 question = Envelope(Probe(DOWN_PROBE_BYTES))
             case _:
-                question = Envelope(Probe(0), zeros(PROBE_BYTES if what == "up" else LONG_PROBE_BYTES))
+                question = Envelope(Probe(0), zeros(LONG_PROBE_BYTES if what == "long up" else PROBE_BYTES))
         return [Ask(ProbeTag(what), peer, question, PROBE_DEADLINE_S, PROBE_BYTES)]
