@@ -37,6 +37,8 @@ from decentral.core.machine import Effect, Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
+MOST_READ = 0.6  # of the holders: where a window reads so many, slow weights, which tell of the others, are pulled
+RARER = 3  # times more rarely (docs/results/convergence.md)
 BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
 MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 ENOUGH_PERIODS = 2.0  # periods after which the answers that are here wait for no others
@@ -72,13 +74,13 @@ class PullWindow:
 class PullExchange(Exchange):
     blocking: bool = False
     light: tuple[str, ...] = ()  # sections asked of every partner in every window; none: all
-    whole_every: int = 1  # in every so many windows all sections are asked of the first partner
+    whole_every: int = 1  # in every so many windows all sections are asked of the first partner, or more rarely
     published: SnapshotStore = field(default_factory=SnapshotStore)
     seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
     _published_at: Seconds = 0.0
     _resting: bool = False
     _largest: int = 0  # bytes of an answer with all sections; `size` is that of the mean answer
-    _windows: int = 0
+    _light_windows: int = 0  # since all sections were asked of a partner
     _goal: int = 0  # the round before the one that a partner was in
     _window: PullWindow = field(default_factory=PullWindow)
 
@@ -135,7 +137,7 @@ class PullExchange(Exchange):
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         window, on_request = self._window, sum(section.size for section in closed.on_request)
         self._largest = len(closed.blob) + on_request
-        self.size = len(closed.blob) + on_request // (self.whole_every * max(1, len(window.partners)))
+        self.size = len(closed.blob) + on_request // (self._whole_every() * max(1, len(window.partners)))
         period_s = self.context.period_s(self.size)
         behind = now - self._published_at > BEHIND_PERIODS * period_s
         self._published_at, window.layout, window.on_request = now, closed.layout, closed.on_request
@@ -155,11 +157,15 @@ class PullExchange(Exchange):
         our slow weights, and only a partner's slow weights can tell us: then they are due as well. From one: where a
         link is what made us late, more bytes would keep us so.
         """
-        self._windows += 1
+        self._light_windows += 1
         chosen = dict.fromkeys(partners, self.light)
-        if behind or self._windows % self.whole_every == 0:
-            chosen[partners[0]] = ()
+        if behind or self._light_windows >= self._whole_every():
+            chosen[partners[0]], self._light_windows = (), 0
         return chosen
+
+    def _whole_every(self) -> int:
+        holders = len(self.context.view.holders(self.context.fragment))
+        return self.whole_every * (RARER if len(self._window.partners) >= MOST_READ * holders else 1)
 
     def _ask(self, partner: PeerId, now: Seconds) -> Ask:
         kind = BlockingPullTag if self.blocking else PullTag
@@ -201,7 +207,7 @@ class PullExchange(Exchange):
         if refused:
             return refused
         if pick(whole, names) != snapshot.layout:
-            self._windows = self.whole_every - 1  # it had no slow weights any more: they are due in the next window
+            self._light_windows = RARER * self.whole_every  # it had no slow weights any more: they are due next time
         self.seen.pop(event.peer, None)
         self.seen[event.peer] = snapshot.seq
         while len(self.seen) > MOST_SEEN:

@@ -33,6 +33,9 @@ class GossipView(Protocol):
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """The peers to exchange with in this window."""
 
+    def holders(self, fragment: int) -> Sequence[PeerId]:
+        """All other peers that hold the fragment and train."""
+
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long a transfer of `size` bytes from that peer may take."""
 

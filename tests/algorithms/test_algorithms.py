@@ -128,6 +128,9 @@ class Alone:
     def partners(self, fragment: int, now: float) -> list[PeerId]:
         return []
 
+    def holders(self, fragment: int) -> list[PeerId]:
+        return []
+
     def deadline_s(self, peer: PeerId, size: int) -> float:
         return 5.0
 

@@ -21,6 +21,9 @@ class Stretched:
     def partners(self, fragment: int, now: float) -> list[PeerId]:
         return []
 
+    def holders(self, fragment: int) -> list[PeerId]:
+        return []
+
     def deadline_s(self, peer: PeerId, size: int) -> float:
         return 5.0
 

@@ -27,6 +27,9 @@ class View:
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         return [PARTNER]
 
+    def holders(self, fragment: int) -> Sequence[PeerId]:
+        return [PARTNER]
+
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return 5.0
 

@@ -9,6 +9,7 @@
     14  next                        -> at 20          when it wants to wake
     15  partners C                                    from now on the view names C alone; "partners": nobody
 
+`pull partners B,C of 2` says how many holders there are; without it there are twice as many as partners.
 A message may name a flaw (run, fragment, digest, shape) and when it was written (`at 3`). Windows come every 10 s.
 """
 
@@ -59,11 +60,15 @@ class Swarm:
     """The view of a machine: the partners that its scenario names, and windows of ten seconds."""
 
     names: Sequence[PeerId]
+    others: int = 0  # that hold the fragment; 0: twice as many as partners
     on_request: bool = False  # whether slow weights are encoded only when a partner asks for them
     asked: dict[str, Ask] = field(default_factory=dict)  # the last question to each
 
     def partners(self, fragment: int, now: float) -> Sequence[PeerId]:
         return self.names
+
+    def holders(self, fragment: int) -> Sequence[PeerId]:
+        return [PeerId(str(number)) for number in range(self.others or 2 * len(self.names))]
 
     def deadline_s(self, peer: PeerId, size: int) -> float:
         return 5.0
@@ -85,7 +90,8 @@ def scenarios() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize("lines", [pytest.param(lines, id=title) for title, lines in scenarios()])
 def test_the_machine_does_what_the_transcript_says(lines: list[str]) -> None:
     kind, _, names = lines[0].partition(" partners ")
-    swarm = Swarm(peers(names), on_request=kind == "pull")
+    names, _, others = names.partition(" of ")
+    swarm = Swarm(peers(names), int(others or 0), on_request=kind == "pull")
     machine = machine_of(kind, swarm)
     expected = [" ".join(line.split()) for line in lines[1:]]
     played: list[str] = []
