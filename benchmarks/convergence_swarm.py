@@ -40,6 +40,7 @@ class Method:
     constants: outer.Constants = field(default_factory=outer.Constants)
     beside: bool = False  # a merge goes on during the next step, and its correction is added at that step's end
     kappa: float = 0.0  # how far AdamW's first moment follows the merged step
+    missed: float = 0.0  # the chance that a window's end passes, because the last one's pulls are still under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Swarm:
         self.replicas = Replicas(Shape(setting.model), method.peers, setting.seed, setting.optimizer)
         self.draws = [rng.arrays(setting.seed, "data", peer) for peer in range(method.peers)]
         self.chance = rng.stream(setting.seed, "partners")
+        self.misses = rng.stream(setting.seed, "missed windows")
         self.slow = [outer.start(row) for row in self.replicas.theta_PN]
         self.pending: list[Tensor | None] = [None] * method.peers  # corrections until the next step edge
         self.tokens = [0] * method.peers
@@ -129,7 +131,11 @@ class Swarm:
 
     def _close_windows(self, now: int) -> None:
         at_edge = self._steppers(now)
-        ending = [peer for peer in range(at_edge) if now >= self.next_close[peer]]
+        due = [peer for peer in range(at_edge) if now >= self.next_close[peer]]
+        missed = [peer for peer in due if now >= self.method.dense and self.misses.random() < self.method.missed]
+        for peer in missed:
+            self.next_close[peer] = now + self._window(now)
+        ending = [peer for peer in due if peer not in missed]
         closed = {peer: self._close(peer) for peer in ending}
         for peer in ending:
             window = self._window(now)

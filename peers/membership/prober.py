@@ -1,10 +1,10 @@
 """Measures the links to a few peers: latency with small questions, bandwidth with a short download and a megabyte up.
 
-Later every exchange measures the link towards us (comm/wire/meter.py), but our uplink is known from probes alone. One is
-repeated over one of the two links that were the fastest, in turn: soon at first, because peers that have come at the
-same time measured each other's probes as well, and then now and then. A megabyte that is up again within
-FEW_ROUND_TRIPS says more of TCP's slow start than of our uplink, so four follow it; not the first time, when latencies
-may have been measured through full queues. A peer that is alone looks for others more often.
+Later every exchange measures the link towards us (comm/wire/meter.py), but our uplink is known from probes alone. One
+is repeated over one of the two links that were the fastest, in turn: soon at first, because peers that have come at the
+same time measured each other's probes as well, and then now and then. A megabyte that says more of TCP's slow start
+than of our uplink is followed by four; not the first time, when latencies may have been measured through full queues.
+A peer that is alone looks for others more often.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from random import Random
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Ping, Probe
-from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.meter import Meter, Upload
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
@@ -23,7 +23,6 @@ from decentral.core.units import KiB, MiB, Seconds
 PROBED_PEERS = 3
 PROBE_BYTES = 1 * MiB
 DOWN_PROBE_BYTES = 256 * KiB  # it fills the other's uplink, perhaps beside those of others that have just come
-FEW_ROUND_TRIPS = 10
 LONG_PROBE_BYTES = MAX_PROBE_BYTES
 PROBE_AGAIN_S = 15.0  # at first; twice as long each time, until
 PROBE_EVERY_S = 120.0
@@ -72,8 +71,9 @@ class Prober:
         return []
 
     def _was_slow_start(self, upload: Answered) -> bool:
-        """Whether the upload took so few round trips that it says more of TCP's slow start than of our uplink."""
-        return upload.seconds < FEW_ROUND_TRIPS * self.meter.latency_s(upload.peer)
+        """Whether it took no longer than it would have over an uplink without a limit."""
+        measured = Upload(upload.peer, upload.sent_bytes, upload.seconds)
+        return not measured.limited(self.meter.latency_s(upload.peer))
 
     def _choose(self, peers: Sequence[PeerId]) -> None:
         """Queues probes until PROBED_PEERS links have a known uplink, which is enough to know ours."""

@@ -94,15 +94,15 @@ def test_our_uplink_is_measured_again_over_the_two_fastest_links_in_turn() -> No
     assert again == ["A", "C", "A"]
 
 
-def test_a_megabyte_that_is_up_again_within_few_round_trips_is_followed_by_more() -> None:
+def test_a_megabyte_that_is_up_again_as_fast_as_slow_start_allows_is_followed_by_more() -> None:
     probing = prober()
     probing.meter.saw(A, 0.1, 0.1, 10, 10)
     probing.meter.saw(A, 1.0, 0.1, 10, 1 << 20)
     probing.handle(Woke(), 10.0, [A])
-    within = Answered(ProbeTag("up again"), A, Envelope(Pong(0)), 0.9, 0.9, PROBE_BYTES, 10)
-    longer = only_ask(probing.handle(within, 11.0, [A]))
+    soon = Answered(ProbeTag("up again"), A, Envelope(Pong(0)), 0.6, 0.6, PROBE_BYTES, 10)
+    longer = only_ask(probing.handle(soon, 11.0, [A]))
     assert (longer.to, len(longer.envelope.blob)) == (A, LONG_PROBE_BYTES)
-    for other in (replace(within, seconds=1.1), replace(within, tag=ProbeTag("up"))):
+    for other in (replace(soon, seconds=1.1), replace(soon, tag=ProbeTag("up"))):
         assert not any(ask.tag == ProbeTag("long up") for ask in asked_after(probing, other))
 
 
