@@ -1,8 +1,7 @@
 """The model of a device's memory, compared with what torch really keeps."""
 
+import ctypes
 import dataclasses
-import gc
-import resource
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,19 +172,24 @@ def test_room_for_more_micro_batches_is_used_up_to_a_limit() -> None:
 
 def test_a_freed_tensor_goes_back_to_the_machine() -> None:
     memory.give_back_what_is_freed()
-    gc.collect()  # nothing of the tests before is freed, or filled again, between the two measurements
-    torch.ones(1 << 22)
-    before = resident()
-    for size in (4, 8, 12, 16):  # each that is freed would raise glibc's threshold above the next
-        torch.ones(size << 18)
-    held = [torch.ones(12 << 18) for _ in range(8)]
+    for size in (4, 8, 16, 31):  # each that is freed would raise glibc's threshold, to 32 MiB at most, above the next
+        4,
+        8,
+        16,
+        31,
+    ):  # each that is freed would raise glibc's threshold, which ends at 32 MiB, above the next
+        torch.empty(size << 18)
+    ctypes.CDLL(None).malloc_trim(0)  # no tensor finds a place in what the tests before have freed
+    held = [torch.empty(30 << 18) for _ in range(4)]
+    places = [one.data_ptr() for one in held]
     del held
-    assert resident() < before + (12 << 20)  # less than one of the eight: other threads of the process take some
+    assert not any(map(is_mapped, places))
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory there."""
+    areas = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(first, 16) <= address < int(last, 16) for first, last in areas)
 
 
 def test_the_narrower_a_span_the_more_micro_batches_it_needs_memory_for() -> None:
