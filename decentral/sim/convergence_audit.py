@@ -21,7 +21,7 @@ from decentral.sim.virtual_host import VirtualHost
 
 MAX_DRIFT = 1.0  # initial distances from the optimum, and as much more as merges with forged snapshots have moved it
 MAX_APART = 30.0  # windows' noise: replicas further apart than this have lost each other
-MAX_BEHIND = 0.5  # of the mean's distance from the optimum: a slow peer descends more slowly from where a liar threw all
+MAX_BEHIND = 0.5  # of the mean's distance from the optimum: slow peers lag behind where a liar threw all
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class ConvergenceAudit:
     evidence: Evidence
     farthest: float = 0.0  # the largest distance of a replica from the mean at the end, in windows' noise
     drift: dict[int, Tensor] = field(default_factory=dict)  # the sum of all honest corrections, by fragment
-    forged: dict[int, float] = field(default_factory=dict)  # how far corrections with forged snapshots have moved replicas
+    forged: dict[int, float] = field(default_factory=dict)  # how far those with forged snapshots moved replicas
     _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)  # baselines at the last close
 
     def closed(self, host: VirtualHost, fragment: int) -> None:

@@ -8,10 +8,11 @@ There is one figure of merit (scheduler/throughput/replan.py): the tokens that t
 included, by the measured speeds, memories and links in the records. A plan is adopted only if its figure exceeds that
 of staying by a margin (scheduler/shared/margin.py), and dropped when it does not any more. Of several plans the best is
 adopted, and where several are known they are judged again when peers have moved: a plan that is better by then than
-staying may be the one that the others follow already. Plans that are equal within the margin have an order that all peers agree on, whichever they heard of first:
-first those proposed in the earlier interval of TIES_S, then the one with the fewest moves, then the lowest digest. An
-evaluation takes all known plans, so that a newcomer finds the one that others follow. It may take seconds in a large
-swarm, so a host does it beside its event loop: effect EvaluatePlans, event PlansEvaluated.
+staying may be the one that the others follow already. Plans that are equal within the margin have an order that all
+peers agree on, whichever they heard of first: first those proposed in the earlier interval of TIES_S, then the one with
+the fewest moves, then the lowest digest. An evaluation takes all known plans, so that a newcomer finds the one that
+others follow. It may take seconds in a large swarm, so a host does it beside its event loop: effect EvaluatePlans,
+event PlansEvaluated.
 
 Peers that hold the whole model train without routes, and are in no plan.
 """
