@@ -79,7 +79,8 @@ class InvariantAudit:
                 for one in contributions:
                     if one.peer in used:
                         self.gossip.merged(host, fragment, one)
-                self.convergence.corrected(host, fragment)
+                forged = any(self.evidence.has_forged(one.peer, one.blob) for one in contributions if one.peer in used)
+                self.convergence.corrected(host, fragment, forged)
             case jobs.Absorb(fragment, contribution), jobs.Absorbed(accepted=True):
                 self.gossip.absorbed(host, fragment, contribution)
             case jobs.Seal() | jobs.Apply(), jobs.Stepped() if host.ended is None:
