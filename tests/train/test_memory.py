@@ -172,12 +172,7 @@ def test_room_for_more_micro_batches_is_used_up_to_a_limit() -> None:
 
 def test_a_freed_tensor_goes_back_to_the_machine() -> None:
     memory.give_back_what_is_freed()
-    for size in (4, 8, 16, 31):  # each that is freed would raise glibc's threshold, to 32 MiB at most, above the next
-        4,
-        8,
-        16,
-        31,
-    ):  # each that is freed would raise glibc's threshold, which ends at 32 MiB, above the next
+    for size in (4, 8, 16, 31):  # each that is freed would raise glibc's threshold above the next
         torch.empty(size << 18)
     ctypes.CDLL(None).malloc_trim(0)  # no tensor finds a place in what the tests before have freed
     held = [torch.empty(30 << 18) for _ in range(4)]
