@@ -63,6 +63,7 @@ class PullWindow:
     layout: Layout = ()
     on_request: Layout = ()  # more sections of the same window, which a partner may have by now or not
     partners: Sequence[PeerId] = ()
+    whole_every: int = 1  # the exchange's, or more where the partners are most of the holders
     enough_at: Seconds = 0.0
     sections: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # asked of each partner; (): all
     pending: set[PeerId] = field(default_factory=set)
@@ -122,7 +123,8 @@ class PullExchange(Exchange):
     def _close_or_rest(self, now: Seconds) -> list[Effect]:
         partners = self.context.partners(now)
         if partners or self.blocking:
-            self._window, self._resting = PullWindow(partners=partners), False
+            self._window = PullWindow(partners=partners, whole_every=self._whole_every(partners))
+            self._resting = False
             return self._close(now)
         self.close_at = self.context.next_close(now + REST_S, self.size)
         begin, self._resting = not self._resting, True
@@ -137,7 +139,7 @@ class PullExchange(Exchange):
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         window, on_request = self._window, sum(section.size for section in closed.on_request)
         self._largest = len(closed.blob) + on_request
-        self.size = len(closed.blob) + on_request // (self._whole_every() * max(1, len(window.partners)))
+        self.size = len(closed.blob) + on_request // (window.whole_every * max(1, len(window.partners)))
         period_s = self.context.period_s(self.size)
         behind = now - self._published_at > BEHIND_PERIODS * period_s
         self._published_at, window.layout, window.on_request = now, closed.layout, closed.on_request
@@ -159,13 +161,13 @@ class PullExchange(Exchange):
         """
         self._light_windows += 1
         chosen = dict.fromkeys(partners, self.light)
-        if behind or self._light_windows >= self._whole_every():
+        if behind or self._light_windows >= self._window.whole_every:
             chosen[partners[0]], self._light_windows = (), 0
         return chosen
 
-    def _whole_every(self) -> int:
+    def _whole_every(self, partners: Sequence[PeerId]) -> int:
         holders = len(self.context.view.holders(self.context.fragment))
-        return self.whole_every * (RARER if len(self._window.partners) >= MOST_READ * holders else 1)
+        return self.whole_every * (RARER if len(partners) >= MOST_READ * holders else 1)
 
     def _ask(self, partner: PeerId, now: Seconds) -> Ask:
         kind = BlockingPullTag if self.blocking else PullTag

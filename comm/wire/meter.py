@@ -100,7 +100,7 @@ class Meter:
             return
         link.late = 0
         self._typical_down = None
-        latency_s = link.latency_s or 0.0
+        latency_s = self._known_latency_s(peer)
         if received >= sent:
             link.down.saw(rate_of(received, max(LEAST_S, seconds - first_byte_s), ROUND_TRIP * latency_s), received)
         else:
@@ -131,7 +131,7 @@ class Meter:
     def best_up(self) -> float | None:
         """The highest rate of the last uploads, in bytes/s: what our uplink carries. In others the peer's downlink, or
         our other transfers at that moment, were the limit, and no upload is measured faster than it was."""
-        return max((one.rate(self._round_trip_s(one)) for one in self.uploads), default=None)
+        return max((one.rate(self._known_latency_s(one.peer)) for one in self.uploads), default=None)
 
     def pace(self) -> float | None:
         """The rate at which to send, in bytes/s, where our uplink is what has limited our uploads; else None.
@@ -141,16 +141,15 @@ class Meter:
         best = self.best_up()
         if best is None or best > FAST:
             return None
-        limited = {
-            one: one.rate(self._round_trip_s(one)) for one in self.uploads if one.limited(self._round_trip_s(one))
-        }
-        alike = {one.peer for one, rate in limited.items() if rate > best / ALIKE}
-        known = best in limited.values() and (len(alike) > 1 or len({one.peer for one in self.uploads}) == 1)
-        return PACED * best if known else None
+        judged = [(one, self._known_latency_s(one.peer)) for one in self.uploads]
+        rates = [(one.rate(latency_s), one.peer) for one, latency_s in judged if one.limited(latency_s)]
+        alike = {peer for rate, peer in rates if rate > best / ALIKE}
+        is_limited = any(rate == best for rate, _ in rates)
+        return PACED * best if is_limited and (len(alike) > 1 or len({one.peer for one in self.uploads}) == 1) else None
 
-    def _round_trip_s(self, upload: Upload) -> Seconds:
-        """The latency of the peer, as far as it is known now."""
-        return self.links.get(upload.peer, Link()).latency_s or 0.0
+    def _known_latency_s(self, peer: PeerId) -> Seconds:
+        """As far as it is known now; 0 for a peer that answered large questions alone."""
+        return (self.links[peer].latency_s if peer in self.links else None) or 0.0
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""
