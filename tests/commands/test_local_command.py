@@ -1,6 +1,7 @@
 """python -m decentral.local: its errors, a whole swarm's summary and journals, and a peer that is killed."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,7 +130,7 @@ def test_all_peers_trained_and_those_that_met_exchanged(finished: tuple[Path, di
         assert shares["training"] == peer["busy_fraction"]
         assert sum(shares.values()) == pytest.approx(1.0, abs=1e-3)
     assert summary["swarm"]["tokens"] == sum(peer["tokens"] for peer in summary["peers"])
-    assert 0 < summary["swarm"]["heldout_loss"] < 8
+    assert 0 < summary["swarm"]["heldout_loss"] < math.log(256)  # what guessing costs
 
 
 @pytest.mark.swarm
