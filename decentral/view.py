@@ -49,8 +49,8 @@ class LiveDisplay:
 
     interval_s = 0.5
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}")
         )

@@ -34,7 +34,7 @@ class ReceivedConfig:
         data = self._settings.data
         if data.kind == "python-stdlib":
             if own.data or own.data_glob:
-                raise UserError("--data: this swarm trains on Python's standard library, and reads no other; leave the flag out")
+                raise UserError("--data: this swarm trains on Python's standard library; leave the flag out")
             return self._settings
         if own.data is None:
             raise UserError(f"this swarm trains on data of kind {data.kind}, each peer on its own: give --data PATH")

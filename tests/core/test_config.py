@@ -312,7 +312,7 @@ def test_a_flag_for_data_goes_before_the_file() -> None:
 
 
 def test_data_that_the_run_does_not_read_is_refused() -> None:
-    with pytest.raises(UserError, match="--data: data.kind python-stdlib reads none"):
+    with pytest.raises(UserError, match=r"--data: data\.kind python-stdlib reads none"):
         load(None, [], OwnInputs(data="/my/text"))
 
 
