@@ -151,7 +151,7 @@ def test_all_peers_trained_and_those_that_met_exchanged(finished: tuple[Path, di
         assert shares["training"] == peer["busy_fraction"]
         assert sum(shares.values()) == pytest.approx(1.0, abs=1e-3)
     assert summary["swarm"]["tokens"] == sum(peer["tokens"] for peer in summary["peers"])
-    assert 0 < summary["swarm"]["heldout_loss"] < math.log(256)  # what guessing costs
+    assert 0 < summary["swarm"]["heldout_loss"] < math.log(256) - 1  # to guess costs log(256)
 
 
 @pytest.mark.swarm

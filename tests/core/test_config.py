@@ -1,20 +1,16 @@
 """Configs: what is refused is refused with one line that helps; what is accepted has one canonical text."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field
-from pydantic.fields import FieldInfo
 
 from decentral.core import config
 from decentral.core.config import Config, load, shipped_configs
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
+from tests.core.bounds import unbounded
 
 Plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates(),
@@ -233,49 +229,8 @@ def test_any_tree_is_a_config_or_refused_in_one_line(tree: dict[str, object]) ->
 # Bounds
 
 
-def unbounded(annotation: object, limits: Sequence[object] = ()) -> list[str]:
-    """What in a field's type a stranger could make as large as he likes."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [f"{name}.{one}" for name, field in annotation.model_fields.items() for one in in_field(field)]
-    if get_origin(annotation) is Annotated:
-        inner, *more = get_args(annotation)
-        return unbounded(inner, [*limits, *more])
-    if isinstance(annotation, UnionType) or get_origin(annotation) is Union:
-        return [one for part in get_args(annotation) for one in unbounded(part, limits)]
-    known = {name for limit in limits for name in bounds_of(limit)}
-    if annotation in (int, float):
-        return [] if known & {"ge", "gt"} and known & {"le", "lt"} else [str(annotation)]
-    if annotation is str:
-        return [] if "max_length" in known else ["str"]
-    return [] if annotation in (bool, NoneType) or get_origin(annotation) is Literal else [str(annotation)]
-
-
-def in_field(field: FieldInfo) -> list[str]:
-    return unbounded(field.annotation, field.metadata)
-
-
-def bounds_of(limit: object) -> set[str]:
-    """The bounds that a constraint sets, or the constraints within a Field."""
-    if isinstance(limit, FieldInfo):
-        return {name for one in limit.metadata for name in bounds_of(one)}
-    names = ("ge", "gt", "le", "lt", "max_length")
-    return {name for name in names if getattr(limit, name, None) is not None}
-
-
 def test_every_number_and_text_of_a_config_has_bounds() -> None:
     assert unbounded(Config) == []
-
-
-class Unlimited(BaseModel):
-    one: int
-    two: Annotated[int, Field(gt=0)] | None
-    three: str
-    four: list[int]
-    five: Annotated[float, Field(gt=0, le=1)]
-
-
-def test_a_field_without_bounds_would_be_found() -> None:
-    assert [name.partition(".")[0] for name in unbounded(Unlimited)] == ["one", "two", "three", "four"]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ def test_a_changed_byte_is_taken_or_refused(at: int, byte: int) -> None:
 
 @pytest.mark.parametrize("name", ["device", "region", "software"])
 def test_names_that_strangers_chose_are_plain_text(name: str) -> None:
-    profile = dataclasses.replace(RECORD.profile, **{name: "\x1b[2J[red]mine\u202e"})
+    changes: dict[str, Any] = {name: "\x1b[2J[red]mine\u202e"}
+    profile = dataclasses.replace(RECORD.profile, **changes)
     read = records.unpack(records.pack(dataclasses.replace(RECORD, profile=profile)))
     assert getattr(read.profile, name) == "?(2J(red)mine?"
 

@@ -161,11 +161,9 @@ def test_a_newcomer_trains_before_it_evaluates() -> None:
 
 def test_one_step_without_a_finite_loss_is_journaled_and_does_not_stay_in_the_average() -> None:
     progress = training()
-    lines = [
-        line
-        for n, loss in enumerate((2.0, math.nan, 2.0), 1)
-        for line in progress.handle(step(n, loss=loss), 100.0 + n)
-    ]
+    lines: list[Effect] = []
+    for number, loss in enumerate((2.0, math.nan, 2.0), 1):
+        lines += progress.handle(step(number, loss=loss), 100.0 + number)
     journaled = [(line.fields["loss"], line.fields.get("lost", 0)) for line in lines if isinstance(line, Log)]
     assert journaled == [(2.0, 0), (None, 1), (2.0, 0)]
     assert progress.losses.mean == 2.0
