@@ -27,8 +27,9 @@ def unbounded(annotation: Any, limits: Sequence[object] = ()) -> list[str]:
         parts = [part for part in get_args(annotation) if part is not Ellipsis]
         rows = [] if Ellipsis not in get_args(annotation) or "max_length" in known else ["a row"]
         return rows + [path for part in parts for path in unbounded(part)]
-    if isinstance(annotation, type) and kind is None and (fields := _fields(annotation)):
-        return [f"{name}.{path}" for name, (field, more) in fields.items() for path in unbounded(field, more)]
+    if isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or issubclass(annotation, BaseModel)):
+        fields = _fields(annotation).items()
+        return [f"{name}.{path}" for name, (field, more) in fields for path in unbounded(field, more)]
     if annotation in (int, float):
         return [] if known & {"ge", "gt"} and known & {"le", "lt"} else ["a number"]
     if annotation in (str, bytes):
@@ -40,8 +41,7 @@ def _fields(kind: type) -> dict[str, tuple[Any, Sequence[object]]]:
     """The fields of a model or a dataclass, with the constraints around each."""
     if issubclass(kind, BaseModel):
         return {name: (field.annotation, field.metadata) for name, field in kind.model_fields.items()}
-    hints = get_type_hints(kind, include_extras=True) if dataclasses.is_dataclass(kind) else {}
-    return {name: (hint, ()) for name, hint in hints.items()}
+    return {name: (hint, ()) for name, hint in get_type_hints(kind, include_extras=True).items()}
 
 
 def _set_by(limit: object) -> set[str]:
