@@ -37,7 +37,7 @@ from decentral.scheduler.sync.sync_plan import SyncPlan, solver_records, sync_pl
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.throughput.throughput_plan import ThroughputPlan, throughput_plan
 
-REASON_CHARS = 1000
+PLAN_REASON_CHARS = 1000
 ROWS = 32  # of a table on the terminal
 PLAN_LOOKS = 4  # tries to read the swarm's records: distant ones in the DHT may need a second
 LOOK_PAUSE_S = 0.5
@@ -169,7 +169,7 @@ def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console)
         for name, value in sorted(plan.baselines.items(), key=lambda item: item[1]):
             table.add_row(name, f"{value:.5g}")
         console.print(table)
-    console.print(plain_text(plan.reason, REASON_CHARS))
+    console.print(plain_text(plan.reason, PLAN_REASON_CHARS))
 
 
 def _stages(plan: SyncPlan, region: Mapping[str, str]) -> Table:

@@ -24,7 +24,7 @@ from decentral.core.errors import UserError
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs, agreed_code
 from decentral.core.plain_text import printable
 
-MAX_FILE_BYTES = 64 * 1024  # of a user's own YAML
+MAX_YAML_BYTES = 64 * 1024  # of a user's own YAML
 MAX_CONFIG_BYTES = 8 * 1024  # of the canonical form, which travels; the longest valid one has about 2 KiB
 MAX_INTERVAL_S = 1e7  # for any time in a config
 MIN_INTERVAL_S = 0.01  # for whatever a peer does again and again
@@ -296,8 +296,8 @@ def _read(path: str | Path | None) -> str:
     if path is None or (not Path(path).exists() and "/" not in str(path) and shipped.is_file()):
         return shipped.read_text()
     try:
-        if Path(path).stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"config: {path} is larger than {MAX_FILE_BYTES} bytes; is it a config?")
+        if Path(path).stat().st_size > MAX_YAML_BYTES:
+            raise UserError(f"config: {path} is larger than {MAX_YAML_BYTES} bytes; is it a config?")
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         names = sorted(entry.name.removesuffix(".yaml") for entry in shipped_configs())

@@ -159,7 +159,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 
 
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    assert "larger than" in refusal(path=file(tmp_path, "#" * (config.MAX_FILE_BYTES + 1)))
+    assert "larger than" in refusal(path=file(tmp_path, "#" * (config.MAX_YAML_BYTES + 1)))
 
 
 def test_a_missing_file_is_refused_with_the_names_of_the_shipped_ones(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from decentral.comm.net.libp2p import PROTOCOL, HivemindDirectory, Libp2p, Signe
 from decentral.comm.net.streams import MAX_STREAMS
 from decentral.comm.net.virtual_directory import Records, VirtualDirectory
 from decentral.comm.net.virtual_network import Network
-from decentral.comm.wire import blobs, codec, identity
+from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.identity import MAX_PEER_RECORD_BYTES, Identity
 from decentral.comm.wire.messages import VERSION, Message, Ping, Pong, Probe, Probed, Refused
 from decentral.comm.wire.transport import Answer, AskError, Directory, Handler, Transport
 from decentral.core.agenda import Agenda
@@ -558,7 +558,7 @@ def test_a_record_signed_by_its_peer_is_kept(signer: Identity) -> None:
 def test_any_other_record_is_not_kept(signer: Identity, forgery: str) -> None:
     key, expires = KEYS[0], time.time() + 60
     sealed = signer.seal(key, b"profile", expires)
-    old, large = time.time() - 1, bytes(identity.MAX_PEER_RECORD_BYTES)
+    old, large = time.time() - 1, bytes(MAX_PEER_RECORD_BYTES)
     record = {
         "another peer's": dht_record(key, "QmSomebodyElse", sealed, expires),
         "of a key that is not ours": dht_record("other", signer.peer, signer.seal("other", b"x", expires), expires),
