@@ -18,8 +18,9 @@ the residual of Q lives in e alone (q + e_after = e_before + d). A lone peer's p
 beta / (1 - alpha), one by default: g enters with beta (1 + alpha), and its echo in m adds beta alpha^2 / (1 - alpha).
 
 Why rho: where the loss is steep, a deviation of theta has decayed by itself when a late correction arrives, and the
-whole of it would overshoot. Muon's steps are as long in all directions, and no such decay was seen. Why the moment: a window's progress is the sum of rate * m / sqrt(v) over its steps, so
-the merged progress tells the swarm's mean m without a byte on the wire. Both are measured in docs/CONVERGENCE.md.
+whole of it would overshoot. With Muon the whole is better however late it comes. Why the moment: a window's progress is
+the sum of rate * m / sqrt(v) over its steps, so the merged progress tells the swarm's mean m without a byte on the
+wire. All are measured in docs/results/convergence.md.
 
 All vectors are fp32 [n]: one fragment, flattened.
 """
