@@ -4,10 +4,11 @@ Every line is `{"t": unix seconds, "event": ..., ...}`; docs/PROTOCOL.md lists t
 whole and flushed at once, so that after `kill -9` at most the last line is cut; readers skip a cut line.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from decentral.core import strict_json
 
 
 class Journal:
@@ -23,7 +24,7 @@ class Journal:
 
     def write(self, event: str, **fields: Any) -> None:
         line = {"t": round(self._clock(), 3), "event": event, **fields}
-        self._file.write(json.dumps(line, separators=(",", ":"), default=str) + "\n")
+        self._file.write(strict_json.dumps(line) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -63,7 +64,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 def _entry(line: str) -> dict[str, Any] | None:
     try:
-        entry = json.loads(line)
+        entry = strict_json.loads(line)
     except ValueError:
         return None
     return entry if isinstance(entry, dict) and "event" in entry else None

@@ -1,5 +1,6 @@
 """The journal: whole lines, whatever happened to the one before."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,12 @@ def test_a_tail_gives_a_line_when_it_is_at_its_end(path: Path) -> None:
     assert [line["event"] for line in tail.new()] == ["started"]
     path.write_bytes(whole)
     assert [line["event"] for line in tail.new()] == ["step"]
+
+
+def test_every_line_is_strict_json_also_when_a_loss_is_none(path: Path) -> None:
+    journal = Journal(path, clock=lambda: 1.0)
+    journal.write("step", loss=float("nan"), aside={"gossip": float("inf")})
+    journal.close()
+    line = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert line == {"t": 1.0, "event": "step", "loss": None, "aside": {"gossip": None}}
+    assert list(read(path)) == [line]
