@@ -128,7 +128,7 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
 
 
 async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
-    """Runs the host until it stops, and shows what it does. Exits with 1 if it stopped with an error."""
+    """Runs the host until it stops, and shows what it does. Exits with 1 after an error, or where it could not save."""
     node, setup = host.node, host.node.setup
     shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
     print(f"kernels of gossip: {flags.kernels}", flush=True)
@@ -149,15 +149,15 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
             task.cancel()
         shown.close()
         host.journal.close()
-    view.farewell(node, folder.path, reason)
-    if reason.startswith("error"):
+    view.farewell(node, folder.path, reason, host.unsaved)
+    if reason.startswith("error") or host.unsaved:
         raise SystemExit(1)
 
 
 async def _show(host: Host, shown: view.Display) -> None:
     while True:
         await asyncio.sleep(shown.interval_s)
-        shown.update(host.node, host.now())
+        shown.update(host.node, host.now(), host.troubles())
 
 
 async def _reconnect_when_alone(host: Host) -> None:

@@ -1,5 +1,6 @@
 """What a peer shows its user: a live view on a terminal, or a line every few seconds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -7,6 +8,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from decentral.core.ids import short
 from decentral.core.units import Seconds, readable_bytes
@@ -20,7 +22,8 @@ class Display(Protocol):
 
     def introduce(self, node: Node, folder: Path) -> None: ...
 
-    def update(self, node: Node, now: Seconds) -> None: ...
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        """`troubles`: what is wrong with this machine, a line each."""
 
     def close(self) -> None: ...
 
@@ -33,8 +36,10 @@ class LineDisplay:
     def introduce(self, node: Node, folder: Path) -> None:
         print(introduction(node, folder), flush=True)
 
-    def update(self, node: Node, now: Seconds) -> None:
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
         print("  ".join(f"{name} {value}" for name, value in figures(node, now).items()), flush=True)
+        for trouble in troubles:
+            print(f"warning: {trouble}", flush=True)
 
     def close(self) -> None: ...
 
@@ -56,10 +61,11 @@ class LiveDisplay:
         self._console.print(introduction(node, folder), soft_wrap=True)
         self._live.start()
 
-    def update(self, node: Node, now: Seconds) -> None:
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
         done, total, end = _progress(node, now)
         self._bar.update(self._task, description=node.phase.name.lower(), completed=done, total=total, end=end)
-        self._live.update(Group(self._bar, _table(node, now), _peers(node)))
+        warnings = (Text(f"warning: {trouble}", style="yellow") for trouble in troubles)
+        self._live.update(Group(self._bar, _table(node, now), _peers(node), *warnings))
 
     def close(self) -> None:
         self._live.stop()
@@ -78,11 +84,12 @@ def introduction(node: Node, folder: Path) -> str:
     )
 
 
-def farewell(node: Node, folder: Path, reason: str) -> None:
-    """Prints what the user reads last."""
+def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
+    """Prints what the user reads last. `unsaved`: why there is no checkpoint of the end."""
     progress = node.progress
     loss = "-" if progress.loss is None else f"{progress.loss:.3f}"
-    print(f"stopped ({reason}) after {progress.tokens:,} tokens, loss {loss}; saved in {folder}", flush=True)
+    saved = f"NOT saved ({unsaved}): {folder} has the checkpoint before it, if any" if unsaved else f"saved in {folder}"
+    print(f"stopped ({reason}) after {progress.tokens:,} tokens, loss {loss}; {saved}", flush=True)
 
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:

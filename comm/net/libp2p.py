@@ -6,6 +6,7 @@ fast as its unary calls and have no 4 MiB limit (docs/ARCHITECTURE.md, "What was
 """
 
 import asyncio
+import errno
 import logging
 import os
 import random
@@ -46,6 +47,7 @@ FETCH_S = 10.0
 MEET_AGAIN = 3  # peers that are asked back into an empty routing table at once
 MOST_CONNECTED = 256  # peers that are remembered as connected
 _NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what matters of its warnings
 
@@ -91,7 +93,7 @@ class Libp2p:
             async with asyncio.timeout(CONNECT_S):
                 await self._p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(place)])
         except (*_NETWORK_ERRORS, TimeoutError) as error:
-            raise AskError(Reason.UNREACHABLE, _last_line(error)) from None
+            raise _failure(error) from None
         self._connected.add(peer)
         return peer
 
@@ -109,7 +111,7 @@ class Libp2p:
             raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
         except _NETWORK_ERRORS as error:
             self._connected.discard(to)
-            raise AskError(Reason.UNREACHABLE, _last_line(error)) from None
+            raise _failure(error) from None
 
     async def _open(self, to: PeerId) -> Stream:
         """A new stream to this peer. Raises AskError, and _NETWORK_ERRORS."""
@@ -256,6 +258,14 @@ def _plain(found: Any) -> dict[str, bytes]:
         return {}
     values = {key: one.value if isinstance(one, ValueWithExpiration) else one for key, one in found.value.items()}
     return {key: value for key, value in values.items() if isinstance(key, str) and isinstance(value, bytes)}
+
+
+def _failure(error: BaseException) -> AskError:
+    """Why no answer came: the other peer is out of reach, or this machine has nothing left to ask with."""
+    if isinstance(error, OSError) and error.errno in EXHAUSTED:
+        remedy = "; raise the limit (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        return AskError(Reason.RESOURCES, f"{error.strerror}{remedy}")
+    return AskError(Reason.UNREACHABLE, _last_line(error))
 
 
 def _last_line(error: BaseException) -> str:

@@ -17,8 +17,9 @@ from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
 from decentral.core.atomic_file import write_atomically
-from decentral.core.errors import UserError
+from decentral.core.errors import ProtocolError, UserError
 from decentral.core.jobs import Donated, Layout, RetainedStates, Section
+from decentral.core.reasons import Reason
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import GossipedFragment
 from decentral.train.job_phases import Phase
@@ -58,11 +59,19 @@ def _read(folder: Path, what: Callable[[Any, dict[str, Any]], Read]) -> Read | N
         with safe_open(path, framework="pt") as file:
             return what(file, json.loads(file.metadata()["facts"]))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
+        raise UserError(damage(folder, str(error))) from None
+
+
+def damage(folder: Path, why: str) -> str:
+    """What the user reads of a checkpoint that cannot be used."""
+    return f"{folder / FILE} is damaged ({why}); move it away to start from the swarm"
 
 
 def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator[Phase, None, int]:
-    """Replaces the folder's checkpoint, fragment by fragment; gives its size in bytes. Raises OSError.
+    """Replaces the folder's checkpoint, fragment by fragment; gives its size in bytes.
+
+    Raises OSError, and ProtocolError where a number is not finite, and leaves the old one: a replica that has diverged
+    is worth less than what it was before.
 
     At a step edge the training thread copies one fragment (all fragments, if the checkpoint must be `whole`: of one
     step), and the worker writes it while training goes on. So the fragments may be some steps apart, as those of
@@ -86,11 +95,20 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
             yield Phase.BESIDE
             for one, copied in zip(group, copies, strict=True):
                 for name, tensor in one.with_rule(copied):
+                    if not finite(tensor):
+                        raise ProtocolError(Reason.NAN, f"{name} has numbers that are not finite")
                     file.add(name, tensor)
         return file.finish({**facts, "window": windows, "fragment_steps": steps})
     except BaseException:
         file.abandon()
         raise
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether all its numbers are finite; one pass, and no memory."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return bool(torch.isfinite(torch.linalg.vector_norm(tensor.detach(), ord=float("inf"))))
 
 
 class CopyRoom:
@@ -137,6 +155,8 @@ def resume(folder: Path, span: Span, counters: Counters) -> bool:
     if found is None:
         return False
     tensors, facts = found
+    if spoilt := sorted(name for name, tensor in tensors.items() if not finite(tensor)):
+        raise UserError(damage(folder, f"{spoilt[0]} has numbers that are not finite"))
     if facts["run"] != span.run.digest():
         raise UserError(f"{folder} holds a checkpoint of another run; use another --state-dir")
     try:
