@@ -56,7 +56,7 @@ def _start(arguments: Sequence[str]) -> None:
 
 async def _main(flags: argparse.Namespace, island: Island | None = None) -> None:
     """One peer: alone, or as rank 0 of its island."""
-    flags.island = island
+    flags.island, flags.warnings = island, []  # what the user is told when training begins
     with state.StateFolder.claim(flags.state_dir) as folder:
         if flags.restarted:
             _forget_start(flags, folder)

@@ -27,6 +27,7 @@ from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.reach_swarm import SwarmAccess, connect
 from decentral.train import checkpoint, compress, data, measure, memory
+from decentral.train.checkpoint import DamagedCheckpoint
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.island import Assignment
 from decentral.train.kernel_choice import best_kernels
@@ -47,7 +48,11 @@ async def claim_layers(
 ) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
-    kept = checkpoint.span(folder.path)
+    try:
+        kept = checkpoint.span(folder.path)
+    except DamagedCheckpoint as error:
+        _without(error, flags, access)
+        kept = None
     if flags.island:
         memory_bytes = launch.model_bytes(flags.memory, access.config, kept, flags.island)
     else:
@@ -78,7 +83,11 @@ async def prepare(
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
     kernels, flags.kernels = flags.proven
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
-    restored = compute.resume()
+    try:
+        restored = compute.resume()
+    except DamagedCheckpoint as error:
+        _without(error, flags, access)
+        restored = False
     if flags.island:
         flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)
     setup = NodeSetup(
@@ -101,6 +110,16 @@ async def prepare(
     now = clock()
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
     return Host(Node(setup), transport, access.directory, compute, journal, book, now)
+
+
+def _without(error: DamagedCheckpoint, flags: argparse.Namespace, access: SwarmAccess) -> None:
+    """Lets the peer start from the swarm instead. Where nobody is there the user has to decide: raises UserError."""
+    if not access.contacts:
+        raise error
+    try:
+        flags.warnings.append(error.set_aside())
+    except OSError:
+        raise error from None
 
 
 def _model(compute: Compute) -> RoutedModel:
@@ -133,8 +152,12 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
     print(f"kernels of gossip: {flags.kernels}", flush=True)
     shown.introduce(node, folder.path)
+    for warning in flags.warnings:
+        print(f"warning: {warning}", flush=True)
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
     host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels)
+    for warning in flags.warnings:
+        host.journal.write("error", reason=warning)
     if flags.island:
         host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
     loop = asyncio.get_running_loop()
