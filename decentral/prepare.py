@@ -11,14 +11,16 @@ import argparse
 import asyncio
 import signal
 import sys
+from collections import deque
 from dataclasses import asdict, replace
 
 from decentral import __version__, launch, state, view
 from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire.identity import Identity
+from decentral.core.errors import UserError
 from decentral.core.journal import Journal
-from decentral.core.units import Amount
+from decentral.core.units import Amount, Seconds
 from decentral.peers.hosts.host import Host, clock
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
@@ -35,6 +37,7 @@ from decentral.train.outer_kernels import OuterKernels
 from decentral.train.step import ALONE
 
 STEPS_REPORTED_S = 0.2  # how often, at most
+DAEMON_RESTARTS, DAEMON_RESTARTS_S = 5, 600.0  # so many restarts of the libp2p daemon in so many seconds are enough
 RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
 
 
@@ -164,7 +167,7 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
     for name in ending:
         loop.add_signal_handler(name, host.stop, "interrupted")
-    tasks = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_reconnect_when_alone(host))]
+    tasks = [asyncio.create_task(work) for work in (_show(host, shown), _reconnect_when_alone(host), _revive(host))]
     try:
         reason = await host.run()
     finally:
@@ -181,6 +184,25 @@ async def _show(host: Host, shown: view.Display) -> None:
     while True:
         await asyncio.sleep(shown.interval_s)
         shown.update(host.node, host.now(), host.troubles())
+
+
+async def _revive(host: Host) -> None:
+    """Starts the libp2p daemon again when it has ended: without it the peer would train alone and never know."""
+    transport, restarts = host.transport, deque[Seconds](maxlen=DAEMON_RESTARTS)
+    assert isinstance(transport, Libp2p)
+    while True:
+        how = await transport.ended()
+        trouble = f"the libp2p daemon has ended ({how})"
+        if len(restarts) == DAEMON_RESTARTS and host.now() < restarts[0] + DAEMON_RESTARTS_S:
+            host.stop(f"error: {trouble}, {DAEMON_RESTARTS} times in {DAEMON_RESTARTS_S:g} s")
+            return
+        restarts.append(host.now())
+        host.watch.note("libp2p", f"{trouble}; it was started again")
+        try:
+            await transport.revive()
+        except (UserError, OSError) as error:
+            host.stop(f"error: {trouble} and cannot be started again: {error}")
+            return
 
 
 async def _reconnect_when_alone(host: Host) -> None:
