@@ -21,6 +21,7 @@ from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.core.errors import UserError
 from decentral.core.units import Amount
+from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership.address_book import AddressBook
 from decentral.reach_swarm import reach_swarm
 from decentral.train.island import Island
@@ -62,9 +63,10 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
         loading = asyncio.create_task(asyncio.to_thread(_load, flags))
-        transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
+        key, clock = folder.path / "identity.key", SwarmClock()
+        transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
         try:
-            access = await reach_swarm(flags, folder, transport)
+            access = await reach_swarm(flags, folder, transport, clock)
             await loading
             from decentral import prepare
 

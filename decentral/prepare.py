@@ -15,13 +15,15 @@ from collections import deque
 from dataclasses import asdict, replace
 
 from decentral import __version__, launch, state, view
-from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
+from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.core.errors import UserError
+from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
 from decentral.core.units import Amount, Seconds
-from decentral.peers.hosts.host import Host, clock
+from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
+from decentral.peers.hosts.host import Host
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node
@@ -62,7 +64,7 @@ async def claim_layers(
         memory_bytes = flags.memory or measure.memory_bytes(device.device)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
     needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
-    return request, await claim(request, needs, access.directory, WallClock())
+    return request, await claim(request, needs, access.directory, RealClock(access.clock))
 
 
 async def prepare(
@@ -110,7 +112,7 @@ async def prepare(
         retained=compute.retained_states(),
         versions=compute.counters.versions,
     )
-    now = clock()
+    now = access.clock
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
     return Host(Node(setup), transport, access.directory, compute, journal, book, now)
 
@@ -217,3 +219,13 @@ async def _reconnect_when_alone(host: Host) -> None:
         for addresses in list(host.book.known.values()):
             if peer := await connect(transport, addresses):
                 await directory.meet(peer)
+                await _compare_clocks(host, peer)
+
+
+async def _compare_clocks(host: Host, peer: PeerId) -> None:
+    """A peer that has found itself another time than the others cannot see their records, nor they its."""
+    assert isinstance(host.directory, HivemindDirectory)
+    for ahead_s in await host.directory.clocks_ahead_s([peer]):
+        if abs(ahead_s) > CLOCKS_AGREE_S:
+            remedy = "start this peer again, and it goes by the others'"
+            host.watch.note("clock", f"this peer's clock is {difference(-ahead_s)} that of {peer}; {remedy}")

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure
+from hivemind.proto.dht_pb2 import PingRequest
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
@@ -50,6 +52,7 @@ DHT_END_S = 1.0
 MEET_AGAIN = 3  # peers that are asked back into an empty routing table at once
 MOST_CONNECTED = 256  # peers that are remembered as connected
 _NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
+TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what matters of its warnings
@@ -58,8 +61,8 @@ logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what ma
 class Libp2p:
     """A Transport. Create it with `start`."""
 
-    def __init__(self, p2p: P2P, place: "DaemonPlace") -> None:
-        self._p2p, self._place = p2p, place
+    def __init__(self, p2p: P2P, place: "DaemonPlace", now: Callable[[], float]) -> None:
+        self._p2p, self._place, self._now = p2p, place, now
         self.peer = PeerId(p2p.peer_id.to_base58())
         self._addresses: dict[PeerId, tuple[str, ...]] = {}
         self._connected: set[PeerId] = set()
@@ -69,10 +72,17 @@ class Libp2p:
         self._directory: HivemindDirectory | None = None
 
     @classmethod
-    async def start(cls, key: Path, listen: Sequence[str], announce: Sequence[str]) -> "Libp2p":
-        """Starts the daemon with the identity in `key`. Raises UserError if it cannot listen there."""
+    async def start(
+        cls, key: Path, listen: Sequence[str], announce: Sequence[str], now: Callable[[], float] = time.time
+    ) -> "Libp2p":
+        """Starts the daemon with the identity in `key`. Raises UserError if it cannot listen there.
+
+        Records of the DHT expire by `now`, which gives unix time.
+        """
         place = DaemonPlace(key, tuple(listen), tuple(announce))
-        return cls(await place.start(), place)
+        for module in TIMED:  # hivemind asks the wall clock, which may jump
+            import_module(module).get_dht_time = now  # type: ignore[attr-defined]
+        return cls(await place.start(), place, now)
 
     async def ended(self) -> str:
         """Waits until the daemon has ended, and says how."""
@@ -155,7 +165,7 @@ class Libp2p:
 
     async def directory(self, keys: Iterable[str], known: Iterable[PeerId]) -> "HivemindDirectory":
         """Our node of the DHT. It stores records of these keys only, and begins with peers that we are connected to."""
-        valid = SignedRecords(keys)
+        valid = SignedRecords(keys, self._now)
         self._directory = HivemindDirectory(await _dht_node(self._p2p, valid, known), valid, self._connected)
         return self._directory
 
@@ -271,6 +281,21 @@ class HivemindDirectory:
             async with asyncio.timeout(CONNECT_S):
                 await self._dht.protocol.call_ping(PeerID.from_base58(peer))
 
+    async def clocks_ahead_s(self, peers: Iterable[PeerId]) -> list[Seconds]:
+        """How far these peers' clocks are ahead of ours, to half of the way there and back; of those that answer."""
+        asked = await asyncio.gather(*map(self._clock_ahead_s, peers))
+        return [ahead_s for ahead_s in asked if ahead_s is not None]
+
+    async def _clock_ahead_s(self, peer: PeerId) -> Seconds | None:
+        protocol = self._dht.protocol
+        question, began = PingRequest(peer=protocol.node_info), self._valid.now()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                answer = await protocol.get_stub(PeerID.from_base58(peer)).rpc_ping(question, timeout=CONNECT_S)
+        except Exception:  # of another peer's answer
+            return None
+        return answer.dht_time - (began + self._valid.now()) / 2 if answer.dht_time else None
+
     async def close(self) -> None:
         await self._dht.shutdown()
 
@@ -278,7 +303,8 @@ class HivemindDirectory:
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     """Our node of the DHT stores and returns only records of our keys that are signed by the peer they name."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], now: Callable[[], float]) -> None:
+        self.now = now
         self._keys = {DHTID.generate(source=key).to_bytes(): key for key in keys}
 
     def validate(self, record: DHTRecord) -> bool:
@@ -288,7 +314,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             value = DHTProtocol.serializer.loads(record.value)
             if key is None or not isinstance(peer, str) or not isinstance(value, bytes):
                 return False
-            _, expires = identity.open_sealed(key, PeerId(peer), value, time.time())
+            _, expires = identity.open_sealed(key, PeerId(peer), value, self.now())
         except Exception:  # another peer's bytes may raise anything
             return False
         return bool(expires == record.expiration_time)

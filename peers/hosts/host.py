@@ -29,6 +29,7 @@ from decentral.core.journal import Journal
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
+from decentral.peers.hosts.clock import CLOCKS_AGREE_S, SwarmClock, difference
 from decentral.peers.hosts.host_watch import HostWatch
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.roster import Learn
@@ -39,6 +40,8 @@ from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_pla
 
 FAREWELL_S = 5.0  # time to tell others that we leave
 CORES_S = 5.0  # between two reports of what the processor did
+CLOCK_S = 5.0  # between two looks at the machine's clock
+SUSPENDED_S = 15.0  # an event loop that is so late was stopped
 REFUSED_S = 10.0  # between two checks whether something was refused
 SAID = 300  # characters of an error
 FINISH_S = 120.0  # time for the training thread's last step and checkpoint
@@ -55,10 +58,9 @@ class Computing(Protocol):
     def run(self, report: Callable[[jobs.Outcome], None]) -> None: ...
 
 
-def clock() -> Callable[[], Seconds]:
-    """A clock of unix time that never jumps: it reads the wall clock once, and the monotonic clock from then on."""
-    offset = time.time() - time.monotonic()
-    return lambda: time.monotonic() + offset
+def clock() -> SwarmClock:
+    """A clock of unix time that never jumps."""
+    return SwarmClock()
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class Host:
     journal: Journal
     book: AddressBook
     now: Callable[[], Seconds]
+    wall: Callable[[], Seconds] = time.time  # the machine's clock
     unsaved: str = ""  # why the last checkpoint failed; "": it did not
     watch: HostWatch = field(init=False)
     _requests: dict[int, asyncio.Future[Envelope]] = field(default_factory=dict)
@@ -91,6 +94,7 @@ class Host:
         self._carry_all(self.node.begin(self.now()))
         self._spawn(self._report_refusals())
         self._spawn(self._report_cores())
+        self._spawn(self._report_clock())
         reason = await self._stopped
         await self._leave(reason)
         return reason
@@ -101,7 +105,10 @@ class Host:
     def troubles(self) -> list[str]:
         """What is wrong with this machine at present, a line each."""
         unsaved = f"no checkpoint could be written, the old one stays: {self.unsaved}" if self.unsaved else ""
-        return [one for one in (self.journal.trouble, unsaved, *self.watch.present()) if one]
+        ahead_s = self.wall() - self.now()
+        clock = f"this machine's clock is {difference(ahead_s)} the swarm's, by which this peer goes; set the wrong one"
+        apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
+        return [one for one in (self.journal.trouble, unsaved, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
         """Makes `run` save and leave. For signal handlers and the view; to be called in the loop's thread."""
@@ -269,6 +276,19 @@ class Host:
             now = self._processor()
             self._deliver(CoresUsed(*(new - old for new, old in zip(now, known, strict=True))))
             known = now
+
+    async def _report_clock(self) -> None:
+        """Writes to the journal when the machine's clock has jumped, and when this process was suspended."""
+        ahead_s = self.wall() - self.now()
+        while True:
+            began = self.now()
+            await asyncio.sleep(CLOCK_S)
+            late_s, jumped_s = self.now() - began - CLOCK_S, self.wall() - self.now() - ahead_s
+            if late_s > SUSPENDED_S:
+                self.journal.write("suspended", seconds=round(late_s, 1))
+            if abs(jumped_s) > CLOCKS_AGREE_S:
+                self.journal.write("clock", jumped_s=round(jumped_s, 1))
+                ahead_s += jumped_s
 
     def _processor(self) -> tuple[Seconds, Seconds, Seconds, Seconds]:
         """The clock, the processor time of training, that of this thread and of the network, and that of nobody."""
