@@ -9,9 +9,11 @@ Imports are few here, so that libp2p starts early: what computes is loaded meanw
 import argparse
 import asyncio
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
@@ -57,6 +59,7 @@ def _start(arguments: Sequence[str]) -> None:
 
 async def _main(flags: argparse.Namespace, island: Island | None = None) -> None:
     """One peer: alone, or as rank 0 of its island."""
+    _raise_file_limit()
     flags.island, flags.warnings = island, []  # what the user is told when training begins
     with state.StateFolder.claim(flags.state_dir) as folder:
         if flags.restarted:
@@ -75,6 +78,13 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
             await prepare.train(flags, folder, host)
         finally:
             await transport.close()
+
+
+def _raise_file_limit() -> None:
+    """Lets this process open as many files as the system allows it: each stream to another peer is one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _load(flags: argparse.Namespace) -> None:

@@ -155,10 +155,10 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     """Runs the host until it stops, and shows what it does. Exits with 1 after an error, or where it could not save."""
     node, setup = host.node, host.node.setup
     shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
-    print(f"kernels of gossip: {flags.kernels}", flush=True)
+    view.say(f"kernels of gossip: {flags.kernels}")
     shown.introduce(node, folder.path)
     for warning in flags.warnings:
-        print(f"warning: {warning}", flush=True)
+        view.say(f"warning: {warning}")
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
     host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels)
     for warning in flags.warnings:

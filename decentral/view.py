@@ -1,6 +1,7 @@
 """What a peer shows its user: a live view on a terminal, or a line every few seconds."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -34,12 +35,12 @@ class LineDisplay:
     interval_s = 5.0
 
     def introduce(self, node: Node, folder: Path) -> None:
-        print(introduction(node, folder), flush=True)
+        say(introduction(node, folder))
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
-        print("  ".join(f"{name} {value}" for name, value in figures(node, now).items()), flush=True)
+        say("  ".join(f"{name} {value}" for name, value in figures(node, now).items()))
         for trouble in troubles:
-            print(f"warning: {trouble}", flush=True)
+            say(f"warning: {trouble}")
 
     def close(self) -> None: ...
 
@@ -71,6 +72,12 @@ class LiveDisplay:
         self._live.stop()
 
 
+def say(text: str) -> None:
+    """Prints it, if it can: a peer trains on where its output goes to a full disk, or to a terminal that is gone."""
+    with suppress(OSError):
+        print(text, flush=True)
+
+
 def introduction(node: Node, folder: Path) -> str:
     """What the user reads first: the run, the device, and how others join."""
     setup, profile = node.setup, node.setup.profile
@@ -89,7 +96,7 @@ def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
     progress = node.progress
     loss = "-" if progress.loss is None else f"{progress.loss:.3f}"
     saved = f"NOT saved ({unsaved}): {folder} has the checkpoint before it, if any" if unsaved else f"saved in {folder}"
-    print(f"stopped ({reason}) after {progress.tokens:,} tokens, loss {loss}; {saved}", flush=True)
+    say(f"stopped ({reason}) after {progress.tokens:,} tokens, loss {loss}; {saved}")
 
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:

@@ -133,8 +133,9 @@ class InvariantAudit:
             self.evidence.violated("never waits", f"{member.peer} has made no step for {longest:.0f} s", host)
 
     def _check_saved(self, member: SimulatedPeer, host: VirtualHost) -> None:
-        """A disk that was full is written again one interval after it has room."""
-        if member.disk.full or not member.training or self.swarm.settings.gradients is not None:
+        """A full disk is written again one interval after it has room. What was fetched is saved after a first step."""
+        stepped = bool(host.node.progress.spent.total)
+        if member.disk.full or not member.training or not stepped or self.swarm.settings.gradients is not None:
             self._saved_at[member.peer] = self.swarm.agenda.now
             return
         longest = 2 * host.node.setup.config.swarm.checkpoint_every_s + host.engine.pace.report_s
