@@ -57,6 +57,8 @@ def from_folders(paths: Sequence[str]) -> tuple[config.Config, list[Weights]]:
     runs = [state.StateFolder(folder).read_run() for folder in folders]
     if len({run[1].digest() for run in runs if run is not None}) > 1:
         raise UserError("--state-dir: these folders belong to different runs; give those of one run")
+    if any(run is not None and run[1].model.layers is not None for run in runs):
+        raise UserError("--state-dir: this run's model is code; only the built-in model can be exported as a Llama")
     holders = [found for found in map(replicas.read, folders) if found is not None]
     if not holders or runs[0] is None:
         raise UserError(f"--state-dir {' '.join(paths)}: no checkpoint there; a peer writes one when it stops")

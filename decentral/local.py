@@ -6,8 +6,8 @@ Only slowness is emulated (--throttle): the peers are `python -m decentral.peer`
 """
 
 import argparse
-import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,10 +23,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decentral import command, summary
+from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.core.journal import Tail, read
+from decentral.core.own_inputs import OwnInputs
 from decentral.core.units import Amount, readable_bytes
 from decentral.peers.hosts.clock import SwarmClock
+from decentral.state import StateFolder
 
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
 PEER_LEAVE_S = 120.0
@@ -56,7 +59,7 @@ def _main(flags: argparse.Namespace) -> None:
         result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds)
     _report(console, result)
     if flags.summary:
-        Path(flags.summary).write_text(json.dumps(result, indent=1) + "\n")
+        Path(flags.summary).write_text(strict_json.dumps(result, indent=1) + "\n")
 
 
 @dataclass(slots=True)
@@ -96,7 +99,7 @@ class LocalPeer:
         """Its last loss and step, if its journal has any from `since` on."""
         self.follow()
         last = self.steps[-1] if self.steps else None
-        return f"{last['loss']:.3f} at step {last['step']}" if last and last["t"] >= since else "-"
+        return f"{_number(last['loss'])} at step {last['step']}" if last and last["t"] >= since else "-"
 
 
 class LocalSwarm:
@@ -122,7 +125,8 @@ class LocalSwarm:
         console.print(f"starting {len(self.throttles)} peers (throttle {', '.join(f'{t:g}' for t in self.throttles)})")
         self.begin(len(self.throttles))
         console.print("training; a second terminal can join with:", style="bold")
-        console.print(f"    {Path(sys.executable)} -m decentral.peer --join {self.address}", soft_wrap=True)
+        line = [str(Path(sys.executable)), "-m", "decentral.peer", "--join", self.address, *self.own_inputs().flags()]
+        console.print(f"    {shlex.join(line)}", soft_wrap=True, markup=False)
 
     def begin(self, count: int) -> None:
         """Starts the first `count` peers, and returns when all have joined. Raises UserError if one does not."""
@@ -183,7 +187,7 @@ class LocalSwarm:
         if self.flags.memory:
             arguments += ["--memory", str(self.flags.memory[number])]
         if join and not restart:
-            arguments += ["--join", join]
+            arguments += ["--join", join, *self.own_inputs().flags()]
         elif not restart:
             arguments += [self.flags.config] if self.flags.config else []
             arguments += [part for override in self.flags.set for part in ("--set", override)]
@@ -195,6 +199,11 @@ class LocalSwarm:
     def spawn(self, number: int, arguments: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
         """Starts the process of peer `number`; `options` are those of subprocess.Popen."""
         return subprocess.Popen(arguments, start_new_session=True, **options)
+
+    def own_inputs(self) -> OwnInputs:
+        """The code and the data that the first peer's user has named: the user of the others is the same."""
+        run = StateFolder(self.folders()[0]).read_run()
+        return run[1].own_inputs if run else OwnInputs()
 
     def contact(self, started: summary.Line) -> str:
         """The address at which the others join the first peer, from its line `started`."""

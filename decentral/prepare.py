@@ -21,9 +21,11 @@ from decentral.comm.wire.identity import Identity
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
+from decentral.core.plain_text import plain_text
 from decentral.core.units import Amount, Seconds
 from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
 from decentral.peers.hosts.host import Host
+from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node
@@ -64,7 +66,9 @@ async def claim_layers(
         memory_bytes = flags.memory or measure.memory_bytes(device.device)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
     needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
-    return request, await claim(request, needs, access.directory, RealClock(access.clock))
+    claimed = await claim(request, needs, access.directory, RealClock(access.clock))
+    memory.check_machine(access.config, claimed.span, measure.machine_bytes())
+    return request, claimed
 
 
 async def prepare(
@@ -94,7 +98,7 @@ async def prepare(
         _without(error, flags, access)
         restored = False
     if flags.island:
-        flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)
+        flags.island.assign(Assignment(run, own.peer, compute.micro_batch), compute.span)
     setup = NodeSetup(
         config=run,
         run=access.run,
@@ -112,6 +116,7 @@ async def prepare(
         retained=compute.retained_states(),
         versions=compute.counters.versions,
     )
+    records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))
     now = access.clock
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
     return Host(Node(setup), transport, access.directory, compute, journal, book, now)
@@ -147,6 +152,7 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
         forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
         measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)
         folder.write_profile(key, measured)
+    measured = replace(measured, device=plain_text(measured.device))
     found = Profile(**asdict(measured), region=flags.region, software=f"decentral {__version__}")
     return replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
 

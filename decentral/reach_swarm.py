@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from decentral import state
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire.transport import AskError
-from decentral.core import config
+from decentral.core import config, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.own_inputs import OwnInputs
 from decentral.peers.hosts.clock import SwarmClock, difference
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
@@ -41,7 +42,8 @@ async def reach_swarm(
 
     Raises UserError.
     """
-    kept = folder.read_run()
+    own = OwnInputs(flags.trust_model_code, flags.data, flags.data_glob)
+    kept = folder.read_run(own)
     if kept and (flags.config or flags.set):
         raise UserError(f"{folder.path} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
     if flags.join and (flags.config or flags.set):
@@ -51,12 +53,12 @@ async def reach_swarm(
         run, settings = kept
         contacts += await _reconnect(folder, transport)
     elif welcome:
-        run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
+        run, settings = RunId(welcome.run), swarm_config.received(welcome.config).adopt(own)
     else:
-        settings = config.load(flags.config, flags.set)
+        settings = config.load(flags.config, flags.set, own)
         run = RunId(f"{settings.name}-{secrets.token_hex(3)}")
     folder.write_run(run, settings)
-    addresses = await transport.addresses()
+    addresses = records.publishable(await transport.addresses())
     folder.write_listen(addresses)
     keys = [*records.keys(run, settings.swarm.shards), swarm_plans.key_of(run)]
     directory = await transport.directory(keys, contacts)

@@ -12,10 +12,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from decentral.core import config
+from decentral.core import config, swarm_config
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
+from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.train.measure import Measured
 
 DISK_REMEDY = "make room there, or use another --state-dir"
@@ -45,19 +46,31 @@ class StateFolder:
                 raise UserError(f"--state-dir {path} is in use by another peer; choose another folder") from None
             yield cls(path.absolute())
 
-    def read_run(self) -> tuple[RunId, config.Config] | None:
-        """The run that this folder belongs to; None for a new folder. Raises UserError if the file is damaged."""
+    def read_run(self, own: OwnInputs = NOTHING_NAMED) -> tuple[RunId, config.Config] | None:
+        """The run that this folder belongs to; None for a new folder. Raises UserError if the file is damaged.
+
+        `own`: what the user names this time, before what was named when the folder was made.
+        """
         kept = self._read("run.json")
         if kept is None:
             return None
-        run, text = kept.get("run"), kept.get("config")
-        if not isinstance(run, str) or not isinstance(text, str):
+        run, text, named = kept.get("run"), kept.get("config"), kept.get("own", {})
+        if not isinstance(run, str) or not isinstance(text, str) or not isinstance(named, dict):
             raise UserError(f"{self.path / 'run.json'} does not name a run; move it away, or use another --state-dir")
-        return RunId(run), config.from_canonical(text)
+        try:
+            settings = swarm_config.received(text)
+        except UserError as error:
+            raise UserError(f"{self.path / 'run.json'}: {error}; or use another --state-dir") from None
+        return RunId(run), settings.adopt(own.or_else(_own_inputs(named)))
 
     def write_run(self, run: RunId, settings: config.Config) -> None:
-        """Raises UserError if the disk refuses."""
-        self._write("run.json", {"run": run, "config": settings.canonical()})
+        """Keeps the config, and what the user has named; files with their whole path. Raises UserError if the disk
+        refuses.
+        """
+        named = asdict(settings.own_inputs)
+        if named["data"] is not None:
+            named["data"] = str(Path(named["data"]).absolute())
+        self._write("run.json", {"run": run, "config": settings.canonical(), "own": named})
 
     def listen(self, wanted: Sequence[str]) -> list[str]:
         """The addresses to listen at: `wanted`, else where this peer listened before, so that others find it again."""
@@ -114,6 +127,12 @@ class StateFolder:
                 write_atomically(path, data)
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror}); {DISK_REMEDY}") from None
+
+
+def _own_inputs(named: dict[str, Any]) -> OwnInputs:
+    """What run.json says that the user has named."""
+    texts = {key: text for key, text in named.items() if isinstance(text, str)}
+    return OwnInputs(texts.get("model_code"), texts.get("data"), texts.get("data_glob"))
 
 
 def new_path() -> Path:

@@ -49,6 +49,8 @@ CONNECT_S = 10.0
 STORE_S = 10.0
 FETCH_S = 10.0
 DHT_END_S = 1.0
+MAX_SUBKEY_BYTES = 128  # a peer id as the DHT packs it has about 50
+BYTES_HEADER_BYTES = 5  # of a record as msgpack packs bytes
 MEET_AGAIN = 3  # peers that are asked back into an empty routing table at once
 MOST_CONNECTED = 256  # peers that are remembered as connected
 _NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
@@ -309,10 +311,14 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def validate(self, record: DHTRecord) -> bool:
         key = self._keys.get(record.key)
+        if key is None or len(record.subkey) > MAX_SUBKEY_BYTES:
+            return False
+        if len(record.value) > identity.max_record_bytes(key) + BYTES_HEADER_BYTES:
+            return False
         try:
             peer = MSGPackSerializer.loads(record.subkey)
             value = DHTProtocol.serializer.loads(record.value)
-            if key is None or not isinstance(peer, str) or not isinstance(value, bytes):
+            if not isinstance(peer, str) or not isinstance(value, bytes):
                 return False
             _, expires = identity.open_sealed(key, PeerId(peer), value, self.now())
         except Exception:  # another peer's bytes may raise anything

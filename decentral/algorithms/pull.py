@@ -143,7 +143,7 @@ class PullRule(UpdateRule):
             steps_taken.append(Weighted(weight * self.lengths.share(one.length), one.pseudo_gradient))
             if one.phi is not None:
                 slow_weights.append(Weighted(weight * self._near(one.distance), one.phi))
-        correction = self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps))
+        correction = self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps, self.tools.optimizer))
         self.closed = None  # not before: where memory is too small for the step, the last checkpoint still has it
         return correction
 

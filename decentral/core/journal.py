@@ -9,7 +9,6 @@ one more than the last such file's, and the oldest of these files is deleted. Th
 line, which repeats what `started` said.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from errno import EDQUOT, EMFILE, ENFILE, ENOSPC
 from pathlib import Path
 from typing import IO, Any
 
+from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.core.units import MiB
 
@@ -81,7 +81,7 @@ class Journal:
 
     def _line(self, event: str, **fields: Any) -> bytes:
         line = {"t": round(self._clock(), 3), "event": event, **fields}
-        return json.dumps(line, separators=(",", ":"), default=str).encode() + b"\n"
+        return strict_json.dumps(line).encode() + b"\n"
 
     def _open(self) -> None:
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -207,7 +207,7 @@ def _opened(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
 
 def _entry(line: bytes) -> dict[str, Any] | None:
     try:
-        entry = json.loads(line.decode(errors="replace"))
+        entry = strict_json.loads(line.decode(errors="replace"))
     except ValueError:
         return None
     return entry if isinstance(entry, dict) and "event" in entry else None

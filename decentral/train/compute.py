@@ -58,7 +58,7 @@ class Compute(JobRunner):
         """Raises UserError where the model's layers cannot be built, or not one sequence fits the device."""
         run = setup.config
         kernels = setup.kernels or TorchKernels(setup.codecs)
-        tools = RuleTools(setup.codecs, kernels, pinned=setup.device.device.type == "cuda")
+        tools = RuleTools(setup.codecs, kernels, setup.device.device.type == "cuda", run.train.optimizer)
         span = Span(run, setup.peer, tools, setup.device)
         span.hold(*(setup.span or (0, span.model_layers)), drawn=not setup.state_expected)
         retained, numbers = RetainedStateStore(setup.folder, run.digest()), MicroBatchNumbers.of(setup.folder)

@@ -22,7 +22,7 @@ from decentral.peers.node.setup import NodeSetup
 
 NEVER = -1  # the step of a state that nobody has
 LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
-EARLY_TIMES = 10  # gossip's share of the cores, in the swarm's first steps, over what it is later
+EARLY_TIMES = 3  # gossip's share of the cores, in the swarm's first steps, over what it is later
 NEED_ROUNDING = 0.01  # of a doubling, by which the swarm's windows may be shorter than what is needed
 THIN_PARTNERS = 2  # as many pulls in a window, where all of them make a link stretch it (docs/CONVERGENCE.md)
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's

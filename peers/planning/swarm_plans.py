@@ -21,11 +21,12 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Annotated
 
 import msgpack
-from pydantic import Field, Strict, TypeAdapter
+from pydantic import AfterValidator, Field, Strict, TypeAdapter
 
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.messages import Count, Digest, Index, Peer, Run, UnixTime
@@ -35,6 +36,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Effect, log
 from decentral.core.memory_needs import MemoryNeeds
+from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.placement.layer_recovery import TrainingPeer
@@ -52,7 +54,7 @@ PLAN_RETRY_S = 3.0  # between two tries to move
 JUDGE_AGAIN_S = 10.0  # between two evaluations of the same plans, where peers have moved meanwhile
 MEASUREMENT_NOISE = 0.03  # relative, on top of the margin of a plan whose figures are exact
 
-PlanReason = Annotated[str, Strict(), Field(max_length=200)]
+PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
 Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
 
 

@@ -1,6 +1,7 @@
 """The journal: whole lines, whatever happened to the one before."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -257,3 +258,12 @@ def test_a_full_disk_at_a_rotation_loses_lines_only_until_there_is_room(path: Pa
     assert [line["event"] for line in after[-2:]] == ["lost", "joined"]
     assert after[-2]["lines"] == 30
     assert len(after) >= kept - 1
+
+
+def test_every_line_is_strict_json_also_when_a_loss_is_none(path: Path) -> None:
+    journal = Journal(path, clock=lambda: 1.0)
+    journal.write("step", loss=float("nan"), aside={"gossip": float("inf")})
+    journal.close()
+    line = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert line == {"t": 1.0, "event": "step", "loss": None, "aside": {"gossip": None}}
+    assert list(read(path)) == [line]

@@ -1,5 +1,7 @@
 """The swarm's clock, evaluations, checkpoints, and when to stop."""
 
+import math
+
 import pytest
 
 from decentral.core.config import SwarmConfig, TrainConfig
@@ -155,3 +157,13 @@ def test_a_newcomer_trains_before_it_evaluates() -> None:
     progress.begin(100.0, 0, fetched=True)
     assert Evaluate() not in progress.handle(Woke(), 114.9)
     assert Evaluate() in progress.handle(Woke(), 115.0)
+
+
+def test_one_step_without_a_finite_loss_is_journaled_and_does_not_stay_in_the_average() -> None:
+    progress = training()
+    lines: list[Effect] = []
+    for number, loss in enumerate((2.0, math.nan, 2.0), 1):
+        lines += progress.handle(step(number, loss=loss), 100.0 + number)
+    journaled = [(line.fields["loss"], line.fields.get("lost", 0)) for line in lines if isinstance(line, Log)]
+    assert journaled == [(2.0, 0), (None, 1), (2.0, 0)]
+    assert progress.losses.mean == 2.0
