@@ -22,6 +22,7 @@ class Reason(StrEnum):
     DEADLINE = "deadline"  # no answer came in time
     UNREACHABLE = "unreachable"  # no peer listens at that address
     CUT = "cut"  # the stream ended early
+    RESOURCES = "resources"  # this machine cannot ask: it has no open file or no memory left
     SILENT = "silent"  # a peer has left two questions unanswered
 
     # The run and its parts

@@ -177,7 +177,7 @@ class Node:
         if self.phase is NodePhase.LEFT:  # what still comes in while the last checkpoint is written
             if isinstance(event, Asked):
                 return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
-            return self.progress.handle(event, now) if isinstance(event, jobs.Saved) else []
+            return self.progress.handle(event, now) if isinstance(event, jobs.Saved | jobs.JobFailed) else []
         effects = self.handlers.handle(event, event, now)
         if self.span_manager:
             effects = self.span_manager.carry_out(effects, now)
