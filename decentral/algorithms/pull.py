@@ -17,7 +17,7 @@ from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.train import influence, outer
-from decentral.train.agreement import Sample, cosine
+from decentral.train.agreement import Agreement, Sample
 from decentral.train.influence import Experience
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import (
@@ -65,7 +65,8 @@ class PullRule(UpdateRule):
         self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
         self.ready = False
         self.momentum = tools.vector(self.elements) if self.constants.alpha else None
-        self.experience = Experience()
+        self.experience, self.agreement = Experience(), Agreement()
+        self.sample: Sample | None = None  # drawn when the first window is merged, from what is secret then
         self.closed: tuple[Window, bytes] | None = None  # the window that waits for its merge, and what it published
         if not theta.is_meta:
             self.load(theta, {})
@@ -117,8 +118,8 @@ class PullRule(UpdateRule):
     def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
         assert self.closed is not None, "merge without a close"
         own, blob = self.closed
-        partners = self._unopposed([part for part in parts if isinstance(part, PulledWindow)], blob)
-        shares = influence.token_shares(own.tokens, [one.tokens for one in partners])
+        partners = [part for part in parts if isinstance(part, PulledWindow)]
+        shares = influence.token_shares(own.tokens, [one.tokens for one in partners], self._trust(partners, blob))
         progress = influence.usual(self.experience.progress, [one.length for one in partners])
         near = self.experience.met((one.peer, one.distance) for one in partners if one.phi is not None)
         steps_taken, slow_weights = [Weighted(1.0 - sum(shares), blob)], []
@@ -136,17 +137,14 @@ class PullRule(UpdateRule):
         self.tools.kernels.merge(vectors, steps_taken, slow_weights, OuterConstants(alpha, beta, gamma, rho))
         return Correction(self.spare)
 
-    def _unopposed(self, partners: Sequence[PulledWindow], blob: bytes) -> list[PulledWindow]:
-        """Those whose pseudo-gradients do not point against ours, by a sample that no partner can foretell."""
-        if not partners:
-            return []
-        sample = Sample.drawn(self.elements, self.residual)
-        ours = sample.read(self.tools.codecs, blob)
-        return [
-            one
-            for one in partners
-            if not influence.opposes(cosine(ours, sample.read(self.tools.codecs, one.pseudo_gradient)), len(ours))
-        ]
+    def _trust(self, partners: Sequence[PulledWindow], blob: bytes) -> list[float]:
+        """How much of each partner's progress counts, by a sample of it that nobody can foretell."""
+        if self.sample is None:
+            self.sample = Sample.drawn(self.elements, self.residual)
+        read, codecs = self.sample.read, self.tools.codecs
+        return self.agreement.trust(
+            read(codecs, blob), [(one.peer, read(codecs, one.pseudo_gradient)) for one in partners]
+        )
 
     def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it.

@@ -12,7 +12,7 @@ from decentral.core.config import GossipConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
-from decentral.train.bounded_rule import BoundedRule
+from decentral.train.bounded_rule import BoundedRule, length
 from decentral.train.sections import Packer
 from decentral.train.update_rules import SCALAR, Correction, Parts, RuleTools, Window
 
@@ -48,7 +48,7 @@ class PushSumRule(BoundedRule):
     def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
         """Adds mass at any time, also mass of our own that nobody took."""
         assert theta is not None
-        moved = theta
+        moved, progress = theta, length(theta - self.baseline)
         for part in parts:
             mass, weight = part.vectors["mass"], part.vectors["weight"][0]
             share = weight / (self.weight + weight)
@@ -56,7 +56,7 @@ class PushSumRule(BoundedRule):
             if part.peer == self.peer:
                 moved = moved + share * apart
             else:
-                moved = moved + self.pull_towards(part.peer, apart, float(share))
+                moved = moved + self.pull_towards(part.peer, apart, float(share), progress)
             self.weight = self.weight + weight
         correction = moved - theta
         self.baseline += correction

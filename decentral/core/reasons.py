@@ -37,6 +37,7 @@ class Reason(StrEnum):
     CODEC = "codec"  # a section is written with an unknown codec
     LEVELS = "levels"  # quantised numbers lie outside their codec's levels
     NAN = "nan"  # a number is not finite
+    MAGNITUDE = "magnitude"  # a number is finite, but larger than any that training gives
     WEIGHT = "weight"  # pushed mass weighs nothing, or too much
     VOCABULARY = "vocabulary"  # a target is not a token
 

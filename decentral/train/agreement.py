@@ -1,15 +1,25 @@
-"""Whether two encoded pseudo-gradients point the same way, by a sample of their numbers that no partner can foretell.
+"""How far partners' progress agrees with ours over the last windows, and so how much of it counts.
 
-Where the sample lies follows from what quantisation has kept back of our own progress, which nobody else knows. The
-stretches are whole blocks of the codec, so a sample is decoded like any other section.
+In one window most of an honest pseudo-gradient is the noise of its own data: its cosine with ours is 0.1 or so. Over
+many windows noise averages out, and what remains is the common direction. A liar's bias remains as well, however little
+of it there is in each window. So sums that forget old windows slowly are compared, each partner's with ours (history:
+Karimireddy et al., arXiv 2012.10333; trust by the cosine with one's own update: FLTrust, Cao et al., arXiv 2012.13995),
+and each cosine with the usual one, so that among honest peers all count whole.
+
+A sample of the numbers is enough. Where it lies follows from what quantisation has kept back of our own progress, which
+nobody else knows. Its stretches are whole blocks of the codec, so it is decoded like any other section. A restart
+forgets all this; the other bounds (train/influence.py) need no history.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import sqrt
+from statistics import median_low
 
 from torch import Tensor
 
 from decentral.core import rng
+from decentral.core.ids import PeerId
 from decentral.train import compress
 from decentral.train.outer_kernels import PSEUDO_GRADIENT_CODEC
 from decentral.train.sections import Codecs
@@ -17,6 +27,10 @@ from decentral.train.sections import Codecs
 STRETCHES = 32
 STRETCH_NUMBERS = 1024
 SECRET_NUMBERS = 64  # of our residual, from which the sample's places follow
+KEPT = 0.9  # of a sum, with each window that is added to it
+MOST_KNOWN = 16  # partners whose sums are kept
+NOTHING, WHOLE = 1 / 3, 2 / 3  # of the usual cosine: up to the first nothing counts, from the second on all does
+NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: what chance may take off one
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,44 @@ class Sample:
             return codecs.decode(PSEUDO_GRADIENT_CODEC, blob, self.elements)
         part = compress.stretches(PSEUDO_GRADIENT_CODEC, blob, self.elements, self.begins, STRETCH_NUMBERS)
         return codecs.decode(PSEUDO_GRADIENT_CODEC, part, len(self.begins) * STRETCH_NUMBERS)
+
+
+@dataclass(slots=True)
+class Agreement:
+    """Sums of what we and our partners have published of one fragment."""
+
+    ours: Tensor | None = None
+    theirs: dict[PeerId, Tensor] = field(default_factory=dict)
+
+    def trust(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
+        """How much of each partner's progress counts, from 0 to 1. Vectors are samples of the windows, fp32 [m].
+
+        What points against our own window counts for nothing at once. A window without a step of ours says nothing.
+        """
+        if not bool(window.any()):
+            return [1.0] * len(partners)
+        self.ours = window if self.ours is None else KEPT * self.ours + window
+        for peer, vector in partners:
+            before = self.theirs.pop(peer, None)
+            self.theirs[peer] = vector if before is None else KEPT * before + vector
+        while len(self.theirs) > MOST_KNOWN:
+            del self.theirs[next(iter(self.theirs))]
+        chance = NOISE / sqrt(len(window))
+        known = {peer: cosine(self.ours, total) for peer, total in self.theirs.items()}
+        usual = median_low(known.values()) if known else 0.0
+        return [
+            0.0 if cosine(window, vector) < -chance else part_that_counts(known[peer], usual, chance)
+            for peer, vector in partners
+        ]
+
+
+def part_that_counts(found: float, usual: float, chance: float) -> float:
+    """By the cosine that was found, and the usual one; both may be `chance` too low."""
+    if found < -chance:
+        return 0.0
+    if usual <= chance:
+        return 1.0
+    return min(1.0, max(0.0, ((found + chance) / usual - NOTHING) / (WHOLE - NOTHING)))
 
 
 def cosine(ours: Tensor, theirs: Tensor) -> float:

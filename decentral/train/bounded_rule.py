@@ -34,13 +34,15 @@ class BoundedRule(UpdateRule):
         self.baseline = theta
         self._pulled.clear()
 
-    def pull_towards(self, partner: PeerId, apart: Tensor, share: float) -> Tensor:
+    def pull_towards(self, partner: PeerId, apart: Tensor, share: float, progress: float = 0.0) -> Tensor:
         """The part of the way `apart` to a partner's weights that we go, of which it has this share.
+
+        `progress`: ours in the window that is not over yet, where the merge comes in the middle of one.
 
         All that one partner pulls in a window of ours is bounded together: one that comes often pulls no further.
         """
         distance = length(apart)
-        most = influence.MOST_TIMES * self.experience.met([(partner, distance)])
+        most = influence.MOST_TIMES * max(progress, self.experience.met([(partner, distance)]))
         left = max(0.0, most - self._pulled.get(partner, 0.0))
         way = min(share * distance, left)
         self._pulled[partner] = self._pulled.get(partner, 0.0) + way

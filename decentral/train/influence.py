@@ -1,7 +1,7 @@
 """How far one partner may move us: a bound for each thing that a partner says, from what honest training explains.
 
     tokens       a claim counts as at most MOST_TOKENS times the usual one; a partner has at most MOST_SHARE of a merge
-    direction    a pseudo-gradient that points against ours is left out: in so many dimensions that is no chance
+    direction    a pseudo-gradient counts as much as it agrees with ours over the last windows (train/agreement.py)
     length       a pseudo-gradient is at most MOST_TIMES as long as is usual in this window
     slow weights pull us by at most MOST_TIMES the usual distance, and by the partner's share of that
 
@@ -11,13 +11,12 @@ after a start, a restart, a join or a gained fragment. One partner moves our slo
 MOST_SHARE * MOST_TIMES * (usual progress + usual distance of slow weights).
 
 Clipping towards our own weights: He, Karimireddy and Jaggi, arXiv 2202.01545, after centred clipping (Karimireddy et
-al., arXiv 2012.10333). Leaving out what points against our own update: FLTrust (Cao et al., arXiv 2012.13995).
+al., arXiv 2012.10333).
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
 from statistics import median, median_low
 
 from decentral.core.ids import PeerId
@@ -25,20 +24,23 @@ from decentral.core.ids import PeerId
 MOST_TOKENS = 4.0  # times the usual claim of a window's tokens, or ours where that is more
 MOST_SHARE = 0.5  # of a merge's weight that one partner has: never more than we and the others
 MOST_TIMES = 1.5  # times what is usual: the length of a pseudo-gradient, and the way towards slow weights
-NOISE = 4.0  # standard deviations by which a cosine must be negative to say that a partner works against us
 RECENT_WINDOWS = 16  # of ours, whose lengths are kept
 RECENT_PARTNERS = 16  # whose last distances are kept, one for each: nobody fills the list alone
 
 
-def token_shares(own: int, claims: Sequence[int]) -> list[float]:
+def token_shares(own: int, claims: Sequence[int], trust: Sequence[float] = ()) -> list[float]:
     """Each partner's share of a merge; the rest is ours. Honest claims of peers that are alike weigh as they are.
 
-    Who claims no tokens moves nobody, unless nobody has any: then all weigh the same.
+    Who claims no tokens moves nobody, unless nobody has any: then all weigh the same. `trust`: of each, 0 to 1.
     """
     most = max(1.0, MOST_TOKENS * usual(own, claims))
-    believed = [min(float(claim), most) for claim in claims]
-    total = own + sum(believed)
-    return [min(MOST_SHARE, one / total if total else 1 / (1 + len(claims))) for one in believed]
+    trusted = trust or [1.0] * len(claims)
+    if own or any(claims):
+        believed = [one * min(float(claim), most) for one, claim in zip(trusted, claims, strict=True)]
+        total = own + sum(believed)
+    else:
+        believed, total = list(trusted), 1.0 + sum(trusted)
+    return [min(MOST_SHARE, one / total) if one else 0.0 for one in believed]
 
 
 def believed_tokens(claims: Sequence[int]) -> list[float]:
@@ -56,11 +58,6 @@ def scale(length: float, usual_length: float) -> float:
     """What to multiply something of this length by, so that it is no longer than MOST_TIMES what is usual."""
     limit = MOST_TIMES * usual_length
     return limit / length if length > limit else 1.0
-
-
-def opposes(cosine: float, numbers: int) -> bool:
-    """Whether a cosine of vectors of so many numbers is further below zero than chance makes it."""
-    return cosine < -NOISE / sqrt(max(1, numbers))
 
 
 @dataclass(slots=True)
@@ -81,9 +78,13 @@ class Experience:
 
     def met(self, partners: Iterable[tuple[PeerId, float]]) -> float:
         """Takes how far these partners' weights are from ours; gives what is usual."""
-        for peer, distance in partners:
-            self.apart.pop(peer, None)
-            self.apart[peer] = distance
-        while len(self.apart) > RECENT_PARTNERS:
-            del self.apart[next(iter(self.apart))]
+        _remember(self.apart, partners)
         return usual(self.progress, list(self.apart.values()))
+
+
+def _remember(latest: dict[PeerId, float], partners: Iterable[tuple[PeerId, float]]) -> None:
+    for peer, figure in partners:
+        latest.pop(peer, None)
+        latest[peer] = figure
+    while len(latest) > RECENT_PARTNERS:
+        del latest[next(iter(latest))]

@@ -118,3 +118,30 @@ def test_honest_claims_weigh_as_they_are() -> None:
 def test_a_slow_peer_among_faster_ones_still_has_its_share_only() -> None:
     shares = influence.token_shares(100, [1000, 1000, 1000])
     assert 1 - sum(shares) == pytest.approx(100 / 3100)
+
+
+def test_partners_count_whole_where_a_window_has_no_step_of_ours() -> None:
+    ours, theirs = Replica("pull", "A"), Replica("pull", "B")
+    ours.train(seed=1, tokens=1000)
+    theirs.train(seed=1, tokens=1000)
+    ours.close()
+    ours.merge([theirs.close()])
+    theirs.merge([])
+    theirs.train(seed=2, tokens=1000)
+    ours.close()
+    assert moved_by("pull", theirs.close(), ours) > 0.4 * PROGRESS
+
+
+def test_a_pseudo_gradient_backwards_moves_nobody() -> None:
+    ours, liar = Replica("pull", "A"), Replica("pull", "B")
+    for replica in (ours, liar):
+        replica.train(seed=1, tokens=1000)
+    mine, theirs = ours.close(), liar.close()
+    flipped = repacked(theirs, {PSEUDO_GRADIENT: -vectors(theirs)[PSEUDO_GRADIENT]})
+    alone = Replica("pull", "A")
+    alone.train(seed=1, tokens=1000)
+    alone.close()
+    alone.merge([])
+    ours.merge([flipped])
+    assert torch.equal(ours.live.theta, alone.live.theta)
+    assert mine.tokens == flipped.tokens

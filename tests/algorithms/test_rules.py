@@ -16,13 +16,12 @@ from decentral.core import config, rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Fragment, Layout
 from decentral.train import compress, outer, update_rules
-from decentral.train.bounded_rule import BoundedRule
 from decentral.train.fragment_gossip import GossipedFragment
-from decentral.train.influence import Experience
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer, unpack
 from decentral.train.update_rules import Correction, RuleTools, UpdateRule
+from tests.algorithms.credulous import believe_all
 
 SIDE = 20
 SIZE = SIDE * SIDE
@@ -30,14 +29,6 @@ TOOLS = RuleTools(compress, TorchKernels(compress))
 ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
 
 Blob = tuple[Layout, bytes]
-
-
-class Credulous(Experience):
-    """Believes that partners may be anywhere."""
-
-    @property
-    def progress(self) -> float:
-        return float("inf")
 
 
 class Replica:
@@ -51,10 +42,6 @@ class Replica:
         gossip = config.GossipConfig.model_validate({"algorithm": algorithm, **gossip_keys})
         self.rule: UpdateRule = update_rules.rule(gossip, self.live.theta, self.peer, TOOLS)
         self.gossiped = GossipedFragment(self.live, self.rule, (), ())
-
-    def believe_all(self) -> None:
-        assert isinstance(self.rule, BoundedRule | PullRule)
-        self.rule.experience = Credulous()
 
     def train(self, seed: int, tokens: int = 1) -> None:
         self.live.theta += 0.1 * torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
@@ -115,7 +102,7 @@ def replicas(algorithm: str, count: int) -> list[Replica]:
     """Whose weights have nothing to do with each other."""
     found = [Replica(algorithm, chr(ord("A") + n), seed=n) for n in range(count)]
     for replica in found:
-        replica.believe_all()
+        believe_all(replica.rule)
     return found
 
 
@@ -334,7 +321,7 @@ def test_a_pull_is_the_outer_step_of_the_formulas(momentum: float, light: bool, 
     """So what tests/train/test_outer.py says of the formulas (progress counts once, gain, agreement) holds here."""
     ours = Replica("pull", "A", 0, momentum=momentum, step=0.7, consensus=0.8)
     theirs = Replica("pull", "B", 1)
-    ours.believe_all()
+    believe_all(ours.rule)
     theirs.live.theta.mul_(0.1).add_(ours.live.theta)
     theirs.rule.load(theirs.live.theta, {})
     slow, constants = outer.start(ours.live.theta), outer.Constants(momentum, 0.7, 0.8)
