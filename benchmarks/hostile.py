@@ -22,7 +22,7 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.sim import faults
 from decentral.sim.gradients import Trained, real_gradients
-from decentral.sim.liars import KINDS
+from decentral.sim.liars import FALSIFIED
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SimulatedPeer, SwarmSettings
 from decentral.sim.virtual_host import Pace, Training
@@ -96,7 +96,7 @@ def table(losses: dict[str, dict[int, float]]) -> Iterator[str]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="what one hostile peer of five does to the others")
-    known = ["none", "honest", "nan", "scaled", "replayed", "stale", *KINDS]
+    known = ["none", "honest", "nan", "scaled", "replayed", "stale", *FALSIFIED]
     parser.add_argument("--lies", type=lambda text: text.split(","), default=known, help=", ".join(known))
     parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0])
     parser.add_argument("--seconds", type=float, default=300)

@@ -14,11 +14,12 @@ and the training thread waits for the merge.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decentral.comm.gossip import snapshots
 from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, SnapshotStore, contribution, pick
 from decentral.comm.gossip.tags import BlockingPullTag, ExchangeTag, PullTag
+from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed
@@ -78,6 +79,7 @@ class PullExchange(Exchange):
     whole_every: int = 1  # in every so many windows all sections are asked of the first partner, or more rarely
     published: SnapshotStore = field(default_factory=SnapshotStore)
     seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
+    claims: TokenClaims = field(default_factory=TokenClaims)
     _published_at: Seconds = 0.0
     _resting: bool = False
     _largest: int = 0  # bytes of an answer with all sections; `size` is that of the mean answer
@@ -217,8 +219,16 @@ class PullExchange(Exchange):
         moved = event.sent_bytes, event.received_bytes
         line = self.context.exchange_line(event.peer, "done", "", event.seconds, moved)
         line.fields["age_s"] = round(now - snapshot.time, 3)
-        self._window.pulled.append(PulledSnapshot(contribution(event.peer, snapshot, blob), snapshot.time, line))
+        taken = self._believed(contribution(event.peer, snapshot, blob), now)
+        self._window.pulled.append(PulledSnapshot(taken, snapshot.time, line))
         return ""
+
+    def _believed(self, one: Contribution, now: Seconds) -> Contribution:
+        """With no more tokens than the partner's speed explains; where merges block all must judge alike: as it is."""
+        if self.blocking:
+            return one
+        speed = self.context.view.tokens_per_s(one.peer, self.context.fragment)
+        return replace(one, tokens=self.claims.believed(one.peer, one.tokens, speed, now))
 
     def _merge(self, now: Seconds) -> list[Effect]:
         """Merges what is still fresh: a process that was stopped finds answers of long ago."""

@@ -17,7 +17,7 @@ from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.train import influence, outer
-from decentral.train.agreement import Agreement, Sample
+from decentral.train.agreement import Agreement, WindowSample
 from decentral.train.influence import Experience
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import (
@@ -66,7 +66,7 @@ class PullRule(UpdateRule):
         self.ready = False
         self.momentum = tools.vector(self.elements) if self.constants.alpha else None
         self.experience, self.agreement = Experience(), Agreement()
-        self.sample: Sample | None = None  # drawn when the first window is merged, from what is secret then
+        self.sample: WindowSample | None = None  # drawn when the first window is merged, from what is secret then
         self.closed: tuple[Window, bytes] | None = None  # the window that waits for its merge, and what it published
         if not theta.is_meta:
             self.load(theta, {})
@@ -140,7 +140,7 @@ class PullRule(UpdateRule):
     def _trust(self, partners: Sequence[PulledWindow], blob: bytes) -> list[float]:
         """How much of each partner's progress counts, by a sample of it that nobody can foretell."""
         if self.sample is None:
-            self.sample = Sample.drawn(self.elements, self.residual)
+            self.sample = WindowSample.drawn(self.elements, self.residual)
         read, codecs = self.sample.read, self.tools.codecs
         return self.agreement.trust(
             read(codecs, blob), [(one.peer, read(codecs, one.pseudo_gradient)) for one in partners]

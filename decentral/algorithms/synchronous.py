@@ -15,7 +15,7 @@ from decentral.train.inner import Live, step_clipped
 from decentral.train.sections import Packer
 from decentral.train.update_rules import SCALAR, Parts, UpdateRule
 
-LARGEST = 1e15  # length of one peer's sum of gradients: a thousand of them still have a norm in fp32
+LONGEST_GRADIENT = 1e15  # length of one peer's sum of gradients: a thousand of them still have a norm in fp32
 MAX_STEPS = 1 << 24  # up to here fp32 counts exactly
 
 
@@ -33,8 +33,8 @@ class SynchronousRule(UpdateRule):
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         """Finite sums may add up to a norm that is not, and the step of all would be skipped in silence."""
-        if not float(torch.linalg.vector_norm(vectors["gradient"], dtype=torch.float64)) <= LARGEST:
-            raise ProtocolError(Reason.MAGNITUDE, f"a sum of gradients is longer than {LARGEST:g}")
+        if not float(torch.linalg.vector_norm(vectors["gradient"], dtype=torch.float64)) <= LONGEST_GRADIENT:
+            raise ProtocolError(Reason.MAGNITUDE, f"a sum of gradients is longer than {LONGEST_GRADIENT:g}")
 
     def close_round(self, live: Live, packer: Packer) -> None:
         """Packs the sum of the round's gradients."""

@@ -125,7 +125,7 @@ class FaultInjector:
         if not isinstance(envelope.message, Snapshot):
             return envelope
         snapshot = envelope.message
-        if member.byzantine in liars.KINDS:
+        if member.byzantine in liars.FALSIFIED:
             return self._falsified(member, envelope)
         match member.byzantine:
             case "replayed":

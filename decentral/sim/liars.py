@@ -46,7 +46,7 @@ def falsify(kind: str, liar: str, envelope: Envelope, codecs: Codecs, honest: Ho
     snapshot = envelope.message
     assert isinstance(snapshot, Snapshot)
     packer = Packer(codecs)
-    vectors = KINDS[kind](unpack(codecs, snapshot.layout, envelope.blob), honest, liar)
+    vectors = FALSIFIED[kind](unpack(codecs, snapshot.layout, envelope.blob), honest, liar)
     for section in snapshot.layout:
         packer.add(section.name, section.codec, vectors[section.name])
     layout, blob = packer.finish()
@@ -107,7 +107,7 @@ def _progress(own: Vectors, change: Callable[[Tensor], Tensor]) -> Vectors:
     return {name: change(vector) if name == PSEUDO_GRADIENT else vector for name, vector in own.items()}
 
 
-KINDS: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
+FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
     "zero": _zero,
     "grown": _grown,
     "huge": _huge,

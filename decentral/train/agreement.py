@@ -2,9 +2,9 @@
 
 In one window most of an honest pseudo-gradient is the noise of its own data: its cosine with ours is 0.1 or so. Over
 many windows noise averages out, and what remains is the common direction. A liar's bias remains as well, however little
-of it there is in each window. So sums that forget old windows slowly are compared, each partner's with ours (history:
-Karimireddy et al., arXiv 2012.10333; trust by the cosine with one's own update: FLTrust, Cao et al., arXiv 2012.13995),
-and each cosine with the usual one, so that among honest peers all count whole.
+of it there is in each window: the sum of its windows is longer than others', and points elsewhere. So sums that forget
+old windows slowly are compared with ours (history: Karimireddy et al., arXiv 2012.10333; trust by the cosine with one's
+own update: FLTrust, Cao et al., arXiv 2012.13995), and each with the usual one: among honest peers all count whole.
 
 A sample of the numbers is enough. Where it lies follows from what quantisation has kept back of our own progress, which
 nobody else knows. Its stretches are whole blocks of the codec, so it is decoded like any other section. A restart
@@ -21,6 +21,7 @@ from torch import Tensor
 from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.train import compress
+from decentral.train.influence import usual
 from decentral.train.outer_kernels import PSEUDO_GRADIENT_CODEC
 from decentral.train.sections import Codecs
 
@@ -30,18 +31,19 @@ SECRET_NUMBERS = 64  # of our residual, from which the sample's places follow
 KEPT = 0.9  # of a sum, with each window that is added to it
 MOST_KNOWN = 16  # partners whose sums are kept
 NOTHING, WHOLE = 1 / 3, 2 / 3  # of the usual cosine: up to the first nothing counts, from the second on all does
+TIMES_USUAL_SUM = 1.5  # the usual length of a sum: who has a longer one counts for less in this proportion
 NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: what chance may take off one
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class WindowSample:
     """The numbers [begin, begin + STRETCH_NUMBERS) of a vector of `elements`, for each begin; without any: all."""
 
     elements: int
     begins: tuple[int, ...] = ()
 
     @classmethod
-    def drawn(cls, elements: int, secret: Tensor) -> "Sample":
+    def drawn(cls, elements: int, secret: Tensor) -> "WindowSample":
         """`secret`: a vector [elements] that only this peer knows."""
         if elements <= STRETCHES * STRETCH_NUMBERS:
             return cls(elements)
@@ -77,25 +79,45 @@ class Agreement:
             self.theirs[peer] = vector if before is None else KEPT * before + vector
         while len(self.theirs) > MOST_KNOWN:
             del self.theirs[next(iter(self.theirs))]
-        chance = NOISE / sqrt(len(window))
-        known = {peer: cosine(self.ours, total) for peer, total in self.theirs.items()}
-        usual = median_low(known.values()) if known else 0.0
         return [
-            0.0 if cosine(window, vector) < -chance else part_that_counts(known[peer], usual, chance)
-            for peer, vector in partners
+            0.0 if cosine(window, vector) < -chance_of(window) else steady * agreeing
+            for (_, vector), steady, agreeing in zip(
+                partners, self._steady(partners), self._agreeing(partners), strict=True
+            )
         ]
 
+    def _agreeing(self, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
+        assert self.ours is not None
+        known = {peer: cosine(self.ours, total) for peer, total in self.theirs.items()}
+        typical = median_low(known.values()) if known else 0.0
+        return [part_that_counts(known[peer], typical, chance_of(self.ours)) for peer, _ in partners]
 
-def part_that_counts(found: float, usual: float, chance: float) -> float:
-    """By the cosine that was found, and the usual one; both may be `chance` too low."""
+    def _steady(self, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
+        assert self.ours is not None
+        known = {peer: _length(total) for peer, total in self.theirs.items()}
+        most = TIMES_USUAL_SUM * usual(_length(self.ours), list(known.values()))
+        return [min(1.0, most / known[peer]) if known[peer] else 1.0 for peer, _ in partners]
+
+
+def part_that_counts(found: float, typical: float, chance: float) -> float:
+    """By the cosine that was found, and the typical one; both may be `chance` too low."""
     if found < -chance:
         return 0.0
-    if usual <= chance:
+    if typical <= chance:
         return 1.0
-    return min(1.0, max(0.0, ((found + chance) / usual - NOTHING) / (WHOLE - NOTHING)))
+    return min(1.0, max(0.0, ((found + chance) / typical - NOTHING) / (WHOLE - NOTHING)))
+
+
+def chance_of(window: Tensor) -> float:
+    """How far below zero chance may put a cosine of two vectors as long as this one."""
+    return NOISE / sqrt(len(window))
+
+
+def _length(vector: Tensor) -> float:
+    return sqrt(float(vector.double() @ vector.double()))
 
 
 def cosine(ours: Tensor, theirs: Tensor) -> float:
     """Zero where one of them is zero."""
-    squares = float(ours.double() @ ours.double()), float(theirs.double() @ theirs.double())
-    return float(ours.double() @ theirs.double()) / sqrt(squares[0] * squares[1]) if all(squares) else 0.0
+    lengths = _length(ours) * _length(theirs)
+    return float(ours.double() @ theirs.double()) / lengths if lengths else 0.0

@@ -42,7 +42,7 @@ class BoundedRule(UpdateRule):
         All that one partner pulls in a window of ours is bounded together: one that comes often pulls no further.
         """
         distance = length(apart)
-        most = influence.MOST_TIMES * max(progress, self.experience.met([(partner, distance)]))
+        most = influence.TIMES_USUAL * max(progress, self.experience.met([(partner, distance)]))
         left = max(0.0, most - self._pulled.get(partner, 0.0))
         way = min(share * distance, left)
         self._pulled[partner] = self._pulled.get(partner, 0.0) + way

@@ -1,14 +1,14 @@
 """How far one partner may move us: a bound for each thing that a partner says, from what honest training explains.
 
-    tokens       a claim counts as at most MOST_TOKENS times the usual one; a partner has at most MOST_SHARE of a merge
+    tokens       a claim counts as at most TIMES_USUAL_TOKENS the usual one; a partner has at most MOST_SHARE of a merge
     direction    a pseudo-gradient counts as much as it agrees with ours over the last windows (train/agreement.py)
-    length       a pseudo-gradient is at most MOST_TIMES as long as is usual in this window
-    slow weights pull us by at most MOST_TIMES the usual distance, and by the partner's share of that
+    length       a pseudo-gradient is at most TIMES_USUAL as long as is usual in this window
+    slow weights pull us by at most TIMES_USUAL the usual distance, and by the partner's share of that
 
 What is usual is the median of the partners and us, or ours where that is more: less than half of the partners cannot
 raise it. Our own progress is known before any partner's is merged, so the first window ever is bounded like any other:
 after a start, a restart, a join or a gained fragment. One partner moves our slow weights in a window by at most
-MOST_SHARE * MOST_TIMES * (usual progress + usual distance of slow weights).
+MOST_SHARE * TIMES_USUAL * (usual progress + usual distance of slow weights).
 
 Clipping towards our own weights: He, Karimireddy and Jaggi, arXiv 2202.01545, after centred clipping (Karimireddy et
 al., arXiv 2012.10333).
@@ -21,9 +21,9 @@ from statistics import median, median_low
 
 from decentral.core.ids import PeerId
 
-MOST_TOKENS = 4.0  # times the usual claim of a window's tokens, or ours where that is more
+TIMES_USUAL_TOKENS = 4.0  # times the usual claim of a window's tokens, or ours where that is more
 MOST_SHARE = 0.5  # of a merge's weight that one partner has: never more than we and the others
-MOST_TIMES = 1.5  # times what is usual: the length of a pseudo-gradient, and the way towards slow weights
+TIMES_USUAL = 1.5  # times what is usual: the length of a pseudo-gradient, and the way towards slow weights
 RECENT_WINDOWS = 16  # of ours, whose lengths are kept
 RECENT_PARTNERS = 16  # whose last distances are kept, one for each: nobody fills the list alone
 
@@ -33,7 +33,7 @@ def token_shares(own: int, claims: Sequence[int], trust: Sequence[float] = ()) -
 
     Who claims no tokens moves nobody, unless nobody has any: then all weigh the same. `trust`: of each, 0 to 1.
     """
-    most = max(1.0, MOST_TOKENS * usual(own, claims))
+    most = max(1.0, TIMES_USUAL_TOKENS * usual(own, claims))
     trusted = trust or [1.0] * len(claims)
     if own or any(claims):
         believed = [one * min(float(claim), most) for one, claim in zip(trusted, claims, strict=True)]
@@ -44,8 +44,8 @@ def token_shares(own: int, claims: Sequence[int], trust: Sequence[float] = ()) -
 
 
 def believed_tokens(claims: Sequence[int]) -> list[float]:
-    """Everybody's claims, as all who know them believe them: at most MOST_TOKENS times the usual one."""
-    most = max(1.0, MOST_TOKENS * median_low(claims))
+    """Everybody's claims, as all who know them believe them: at most TIMES_USUAL_TOKENS times the usual one."""
+    most = max(1.0, TIMES_USUAL_TOKENS * median_low(claims))
     return [min(float(claim), most) for claim in claims]
 
 
@@ -55,8 +55,8 @@ def usual(own: float, others: Sequence[float]) -> float:
 
 
 def scale(length: float, usual_length: float) -> float:
-    """What to multiply something of this length by, so that it is no longer than MOST_TIMES what is usual."""
-    limit = MOST_TIMES * usual_length
+    """What to multiply something of this length by, so that it is no longer than TIMES_USUAL what is usual."""
+    limit = TIMES_USUAL * usual_length
     return limit / length if length > limit else 1.0
 
 

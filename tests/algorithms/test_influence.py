@@ -45,9 +45,9 @@ def test_one_partner_moves_us_no_further_than_progress_explains(algorithm: str, 
     weight = {"weight": vectors(theirs)["weight"]} if algorithm == "push_sum" else {}
     lie = repacked(theirs, {**{name: times * one for name, one in vectors(theirs).items()}, **weight})
     believed = (
-        influence.MOST_TOKENS if algorithm == "allreduce" else 2
+        influence.TIMES_USUAL_TOKENS if algorithm == "allreduce" else 2
     )  # there the usual progress is one for each token
-    most = believed * influence.MOST_TIMES * PROGRESS
+    most = believed * influence.TIMES_USUAL * PROGRESS
     assert moved_by(algorithm, claim(lie, 1000 * lie.tokens), ours) <= most
 
 
@@ -81,7 +81,7 @@ def test_a_partner_that_comes_often_in_a_window_pulls_us_no_further(algorithm: s
         theirs = liar.close()
         weight = {"weight": vectors(theirs)["weight"]} if algorithm == "push_sum" else {}
         ours.merge([repacked(theirs, {**{name: -one for name, one in vectors(theirs).items()}, **weight})])
-    assert distance(ours.live.theta, before) <= 4 * influence.MOST_TIMES * PROGRESS
+    assert distance(ours.live.theta, before) <= 4 * influence.TIMES_USUAL * PROGRESS
 
 
 @pytest.mark.parametrize("event", ["start", "restart", "join"])
@@ -95,7 +95,7 @@ def test_the_first_pseudo_gradient_ever_is_clipped(event: str) -> None:
     mine, theirs = ours.close(), liar.close()
     own = float(torch.linalg.vector_norm(vectors(mine)[PSEUDO_GRADIENT]))
     grown = repacked(theirs, {PSEUDO_GRADIENT: 1e6 * vectors(theirs)[PSEUDO_GRADIENT]})
-    assert moved_by("pull", grown, ours) <= 2 * influence.MOST_TIMES * own
+    assert moved_by("pull", grown, ours) <= 2 * influence.TIMES_USUAL * own
 
 
 def test_a_claim_of_a_thousand_times_the_tokens_is_not_believed() -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.train import agreement, compress
-from decentral.train.agreement import Agreement, Sample
+from decentral.train.agreement import Agreement, WindowSample
 
 SIZE = 16_384
 SIGNAL = 0.4  # the common part of a window's progress, where its noise has length one: a cosine of 0.14
@@ -19,9 +20,8 @@ Lie = Callable[[list[Tensor], int], Tensor]
 
 
 def unit(*seed: int) -> Tensor:
-    chance = torch.Generator().manual_seed(hash(seed) % 2**31)
-    vector = torch.randn(SIZE, generator=chance)
-    return vector / vector.norm()
+    chance = torch.Generator().manual_seed(rng.seed_of(0, *seed) % 2**63)
+    return torch.nn.functional.normalize(torch.randn(SIZE, generator=chance), dim=0)
 
 
 def honest_windows(number: int, peers: int = 4) -> list[Tensor]:
@@ -101,18 +101,18 @@ def test_sums_of_few_partners_are_kept() -> None:
 def test_a_sample_has_the_numbers_at_its_places() -> None:
     values = torch.randn(100_001, generator=torch.Generator().manual_seed(0))
     read = compress.decode("q4", compress.encode("q4", values), len(values))
-    sample = Sample.drawn(len(values), values)
+    sample = WindowSample.drawn(len(values), values)
     found = sample.read(compress, compress.encode("q4", values))
     places = [torch.arange(begin, begin + agreement.STRETCH_NUMBERS) for begin in sample.begins]
     assert torch.equal(found, read[torch.cat(places)])
 
 
 def test_where_a_sample_lies_follows_from_a_secret() -> None:
-    one, other = (Sample.drawn(1_000_000, unit(seed)[:64]) for seed in (1, 2))
-    assert one == Sample.drawn(1_000_000, unit(1)[:64])
+    one, other = (WindowSample.drawn(1_000_000, unit(seed)[:64]) for seed in (1, 2))
+    assert one == WindowSample.drawn(1_000_000, unit(1)[:64])
     assert one.begins != other.begins
 
 
 def test_a_short_vector_is_its_own_sample() -> None:
     values = torch.randn(1000)
-    assert len(Sample.drawn(1000, values).read(compress, compress.encode("q4", values))) == 1000
+    assert len(WindowSample.drawn(1000, values).read(compress, compress.encode("q4", values))) == 1000
