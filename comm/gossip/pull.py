@@ -44,6 +44,7 @@ BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we ha
 MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 ENOUGH_PERIODS = 2.0  # periods after which the answers that are here wait for no others
 LATE_PERIODS = 0.5  # a window may end so much later than on other peers, where the last one's merge took until then
+DOUBTED_WINDOWS = 16  # in which a partner is not asked, after its window was refused by the merge
 REST_S = 1.0  # at least so long until a fragment that rests looks for partners again
 PATIENCE_PERIODS = 0.25  # of the period: how long a pull waits for the partner's snapshot of the same window
 
@@ -84,6 +85,7 @@ class PullExchange(Exchange):
     _resting: bool = False
     _largest: int = 0  # bytes of an answer with all sections; `size` is that of the mean answer
     _light_windows: int = 0  # since all sections were asked of a partner
+    _doubted: dict[PeerId, int] = field(default_factory=dict)  # for how many windows; as many as can be asked in those
     _goal: int = 0  # the round before the one that a partner was in
     _window: PullWindow = field(default_factory=PullWindow)
 
@@ -122,8 +124,18 @@ class PullExchange(Exchange):
     def _may_be_enough(self) -> bool:
         return self.state is ExchangePhase.ASKING and bool(self._window.pulled) and not self.blocking
 
+    def _partners(self, now: Seconds) -> Sequence[PeerId]:
+        """Those that are drawn; in the place of doubted ones others, as far as two more draws find any."""
+        drawn = self.context.partners(now)
+        self._doubted = {peer: left - 1 for peer, left in self._doubted.items() if left > 1}
+        if self.blocking or not self._doubted.keys() & set(drawn):
+            return drawn
+        more = dict.fromkeys([*drawn, *self.context.partners(now), *self.context.partners(now)])
+        trusted = [peer for peer in more if peer not in self._doubted]
+        return trusted[: len(drawn)] or drawn
+
     def _close_or_rest(self, now: Seconds) -> list[Effect]:
-        partners = self.context.partners(now)
+        partners = self._partners(now)
         if partners or self.blocking:
             self._window = PullWindow(partners=partners, whole_every=self._whole_every(partners))
             self._resting = False
@@ -209,6 +221,8 @@ class PullExchange(Exchange):
         came = whole if snapshot.layout == whole else window.layout
         refused = snapshots.check(self.context, snapshot, blob, pick(came, names), after, now)
         if refused:
+            if refused == Reason.REPLAY:  # it was told what we have
+                self._doubted[event.peer] = DOUBTED_WINDOWS
             return refused
         if pick(whole, names) != snapshot.layout:
             self._light_windows = RARER * self.whole_every  # it had no slow weights any more: they are due next time
@@ -246,6 +260,7 @@ class PullExchange(Exchange):
         late_s = 0.0 if self.blocking else LATE_PERIODS * self.context.period_s(self.size)
         self.close_at = self.context.next_close(max(self.close_at, now - late_s), self.size)
         refused = dict(merged.rejected)
+        self._doubted |= dict.fromkeys(refused, DOUBTED_WINDOWS)
         lines: list[Effect] = [one.line for one in self._window.pulled if one.contribution.peer not in refused]
         lines += [self._failed(peer, reason, 0.0) for peer, reason in merged.rejected]
         if not merged.used:

@@ -50,6 +50,7 @@ class Reason(StrEnum):
     REPLAY = "replay"  # this snapshot, or a later one, was already taken
     STALE = "stale"  # the snapshot is older than gossip.max_age_s
     NOTHING_NEWER = "nothing-newer"  # there is nothing that the asker does not have
+    OPPOSED = "opposed"  # its progress points against ours, or nowhere: it counts for nothing
     ALONE = "alone"  # there was no partner
     FAILED = "failed"  # every partner failed
     CROSSED = "crossed"  # two peers have asked each other at the same time

@@ -145,3 +145,13 @@ def test_a_pseudo_gradient_backwards_moves_nobody() -> None:
     ours.merge([flipped])
     assert torch.equal(ours.live.theta, alone.live.theta)
     assert mine.tokens == flipped.tokens
+
+
+def test_a_partner_that_works_against_us_is_named_with_the_reason() -> None:
+    ours, liar = alike("pull", 2)
+    liar.live.theta.copy_(ours.live.theta)
+    gossiped = ours.gossiped
+    ours.close()
+    theirs = liar.close()
+    ours.merge([repacked(theirs, {PSEUDO_GRADIENT: -vectors(theirs)[PSEUDO_GRADIENT]})])
+    assert gossiped.rule.left_out == (liar.peer,)
