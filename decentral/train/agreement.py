@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from statistics import median_low
 
+import torch
 from torch import Tensor
 
 from decentral.core import rng
@@ -31,6 +32,7 @@ SECRET_NUMBERS = 64  # of our residual, from which the sample's places follow
 KEPT = 0.9  # of a sum, with each window that is added to it
 MOST_KNOWN = 16  # partners whose sums are kept
 NOTHING, WHOLE = 1 / 3, 2 / 3  # of the usual cosine: up to the first nothing counts, from the second on all does
+MOST_TIMES_OURS = 10.0  # what a window adds to a partner's sum is no longer than so many of ours
 TIMES_USUAL_SUM = 1.5  # the usual length of a sum: who has a longer one counts for less in this proportion
 NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: what chance may take off one
 
@@ -73,6 +75,7 @@ class Agreement:
         """
         if not bool(window.any()):
             return [1.0] * len(partners)
+        partners = [(peer, _at_most(vector, MOST_TIMES_OURS * _length(window))) for peer, vector in partners]
         self.ours = window if self.ours is None else KEPT * self.ours + window
         for peer, vector in partners:
             before = self.theirs.pop(peer, None)
@@ -113,11 +116,16 @@ def chance_of(window: Tensor) -> float:
     return NOISE / sqrt(len(window))
 
 
+def _at_most(vector: Tensor, length: float) -> Tensor:
+    found = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+    return vector * (length / found) if found > length else vector
+
+
 def _length(vector: Tensor) -> float:
-    return sqrt(float(vector.double() @ vector.double()))
+    return sqrt(float(vector @ vector))
 
 
 def cosine(ours: Tensor, theirs: Tensor) -> float:
     """Zero where one of them is zero."""
     lengths = _length(ours) * _length(theirs)
-    return float(ours.double() @ theirs.double()) / lengths if lengths else 0.0
+    return float(ours @ theirs) / lengths if lengths else 0.0

@@ -42,6 +42,7 @@ LIES: dict[str, Lie] = {
     "zero": lambda honest, number: torch.zeros(SIZE),
     "flipped": lambda honest, number: -honest[-1],
     "opposed": lambda honest, number: -torch.stack(honest).mean(dim=0),
+    "huge": lambda honest, number: torch.full((SIZE,), 1e38),
     "random": lambda honest, number: unit(number, 99),
     "replayed": lambda honest, number: unit(1, 99) + SIGNAL * unit(0),
     "little": lambda honest, number: torch.stack(honest).mean(dim=0) - torch.stack(honest).std(dim=0),
