@@ -119,7 +119,7 @@ class PullRule(UpdateRule):
         assert self.closed is not None, "merge without a close"
         own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
-        trust = self._trust(partners, blob)
+        trust = self._trust(partners, blob) if own.tokens else [1.0] * len(partners)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
         shares = influence.token_shares(own.tokens, [one.tokens for one in partners], trust)
         progress = influence.usual(self.experience.progress, [one.length for one in partners])

@@ -35,6 +35,7 @@ NOTHING, WHOLE = 1 / 3, 2 / 3  # of the usual cosine: up to the first nothing co
 MOST_TIMES_OURS = 10.0  # what a window adds to a partner's sum is no longer than so many of ours
 TIMES_USUAL_SUM = 1.5  # the usual length of a sum: who has a longer one counts for less in this proportion
 NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: what chance may take off one
+AGAINST = 3.0  # times that: what is further below zero is no chance, though a model's numbers are not independent
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Agreement:
         while len(self.theirs) > MOST_KNOWN:
             del self.theirs[next(iter(self.theirs))]
         return [
-            0.0 if cosine(window, vector) < -chance_of(window) else steady * agreeing
+            0.0 if cosine(window, vector) < -AGAINST * chance_of(window) else steady * agreeing
             for (_, vector), steady, agreeing in zip(
                 partners, self._steady(partners), self._agreeing(partners), strict=True
             )
@@ -104,7 +105,7 @@ class Agreement:
 
 def part_that_counts(found: float, typical: float, chance: float) -> float:
     """By the cosine that was found, and the typical one; both may be `chance` too low."""
-    if found < -chance:
+    if found < -AGAINST * chance:
         return 0.0
     if typical <= chance:
         return 1.0
