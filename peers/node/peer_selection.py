@@ -12,6 +12,7 @@ from random import Random
 
 from decentral.comm.wire.meter import UNKNOWN_BANDWIDTH, Meter
 from decentral.core.algorithms import algorithm
+from decentral.core.fragments import share
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
@@ -51,6 +52,15 @@ class PeerSelection:
     def _pulls(self, partners: int) -> int:
         """Of so many pulls in a window, those that are made: fewer where the link is thin, for shorter windows."""
         return min(THIN_PARTNERS, partners) if self.thin_stretch.times > 1 else partners
+
+    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
+        """The published speed is that through the whole model; with routes a peer may compute this fragment only."""
+        entry, setup = self.roster.live.get(peer), self.setup()
+        if entry is None:
+            return 0.0
+        cut = next(cut for cut in setup.cuts if cut.index == fragment)
+        part = 1.0 if setup.routes is None else share(setup.cuts, cut.first, cut.last)
+        return entry.record.profile.tokens_per_s / part
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return self.meter.deadline_s(peer, size)
