@@ -65,6 +65,7 @@ class Compute(JobRunner):
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
         self._clock: Callable[[], Seconds] = time.monotonic  # the training thread's processor time, where it is known
+        self._trained = time.monotonic(), 0.0, 0.0  # when training_s was read last, that clock then, and its answer
         self._saving = False
         self._broken = False  # a step has failed: only what is left to do, such as a checkpoint, is done
         self.threads = JobThreads(self.program, self._failure_of)
@@ -84,7 +85,8 @@ class Compute(JobRunner):
         self.threads.submit(job)
 
     def training_s(self) -> Seconds:
-        """Processor time that training has had so far: of the threads that multiply matrices, as if none was throttled.
+        """Processor time that training has had so far: of the threads that multiply matrices, as if none was throttled,
+        but never more than time has passed: what is not throttled, such as taking a newcomer's state, counts once.
 
         Where a GPU trains, the machine's cores have nothing else to do: then it is their time. An emulated device would
         train all the time.
@@ -94,7 +96,9 @@ class Compute(JobRunner):
             return time.monotonic() * (os.cpu_count() or 1)
         if device.emulated_s:
             return time.monotonic() * torch.get_num_threads()
-        return self._clock() * torch.get_num_threads() * device.throttle
+        (then, before, trained_s), now, used = self._trained, time.monotonic(), self._clock() * device.throttle
+        self._trained = now, used, trained_s + max(0.0, min(used - before, now - then))
+        return self._trained[2] * torch.get_num_threads()
 
     def run(self, report: Callable[[jobs.Outcome], None]) -> None:
         """The training thread's life: tasks at step edges, and steps, until Finish has come and all jobs are done."""
