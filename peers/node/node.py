@@ -26,6 +26,7 @@ from decentral.comm.wire.messages import Refused
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Found, Reply
 from decentral.core import jobs, rng
+from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -103,7 +104,7 @@ class Node:
         state = (self.meter, self.progress, self.donor, self.gossip)
         self.own_record = OwnRecord(self._present_setup, *state, self.routes)
         machines = (self.progress, self.donor, self.gossip, self.rounds)
-        self.answers = Answers(self._present_setup, self._is_training, self.handlers, *machines)
+        self.answers = Answers(self._present_setup, self._is_training, self.knows, self.handlers, *machines)
         self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
         if self.route_planner and setup.memory_budget and not setup.whole and not run.synchronous:
             self._make_spans(self.route_planner)
@@ -141,7 +142,7 @@ class Node:
         self.handlers.register(spans.swarm_plans.handle, PlansEvaluated)
 
     def _new_join(self, step: int, restored: bool, chance: Random) -> Join:
-        setup, view = self.setup, (self.selection.donates, self.selection.newest_retained)
+        setup, view = self.setup, (self.selection.donates, self.selection.newest_retained, self.selection.swarm_step)
         contacts = tuple(sorted({*setup.contacts, *self.selection.live()}))
         needed = (setup.run, setup.fragments, setup.state_layouts, contacts)
         return Join(*needed, step, restored, chance, *view, exact=setup.config.synchronous)
@@ -167,6 +168,10 @@ class Node:
         if self.rounds:
             times.append(self.rounds.wake_at)
         return earliest(times)
+
+    def knows(self, peer: PeerId) -> bool:
+        """Whether a peer has a standing with us: others are answered only what a newcomer has to ask."""
+        return self.roster.knows(peer) or peer in self.setup.contacts or bool(self.rounds and self.rounds.knows(peer))
 
     def begin(self, now: Seconds) -> list[Effect]:
         self.join.begin(now)

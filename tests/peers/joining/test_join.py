@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from decentral.comm.net.streams import MAX_STREAMS
+from decentral.comm.net.fair_shares import MAX_STREAMS
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
