@@ -89,8 +89,10 @@ class ExecutionLifecycle:
 
     def _may_be_before(self, sender: PeerId, known: ForwardedExecution) -> bool:
         """Whether the peer has asked before, is the origin peer, or holds the layer before, by its record."""
+        if sender in known.askers or sender == known.id.origin:
+            return True
         first, last, _ = self.forwarding.view.span_and_speed(sender)
-        return sender in known.askers or sender == known.id.origin or first < known.id.first <= last
+        return first < known.id.first <= last
 
     def _answer(self, execution: ForwardedExecution) -> list[Effect]:
         if execution.answer is None:

@@ -225,7 +225,7 @@ def test_an_execution_that_is_asked_for_again_is_computed_once_and_its_gradient_
         keep(peer, effect)  # type: ignore[arg-type]
 
     world._perform = watched  # type: ignore[method-assign]
-    for number, asker in ((1, "M"), (2, "N")):
+    for number, asker in ((1, "M"), (2, "S")):
         world._handle(last, Asked(number, PeerId(asker), Envelope(request, bytes(20))))
         world.run(0.2)  # before it asks S, which is not there, for its decision
     assert [reply.request for reply in seen] == [1, 2]

@@ -310,7 +310,7 @@ def test_a_lease_ends_with_its_time() -> None:
 
 
 def test_a_peer_that_does_not_hold_a_fragment_grants_no_lease() -> None:
-    swarm = Swarm(A=range(0, 2))
+    swarm = Swarm(A=range(0, 2), B=range(1, 4))
     swarm.tell("A", Asked(1, PeerId("B"), Envelope(LeaseRequest(RUN, 3))))
     assert swarm.effects[PeerId("A")] == [Reply(1, Envelope(Refused("fragment")))]
     swarm.tell("A", Asked(2, PeerId("B"), Envelope(LeaseRequest(RUN, 1))))
