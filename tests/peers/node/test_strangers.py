@@ -7,9 +7,11 @@ import pytest
 
 from decentral.comm.wire import blobs, messages
 from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Message, Refused, Snapshot
+from decentral.core import jobs
 from decentral.core.ids import PeerId
+from decentral.core.time_spent import TimeSpent
 from decentral.peers.node.node import NodePhase
-from tests.peers.node.test_node import BLOB, FRAGMENTS, LAYOUT, NOW, RUN, STRANGER, Played
+from tests.peers.node.test_node import BLOB, LAYOUT, NOW, RUN, STRANGER, Played
 
 OFFERED = Snapshot(RUN, 0, 7, 64, 0.5, NOW, LAYOUT, blobs.digest(BLOB))
 FOR_MEMBERS: list[tuple[Any, Message, bytes]] = [
@@ -19,7 +21,7 @@ FOR_MEMBERS: list[tuple[Any, Message, bytes]] = [
     ("push_sum", messages.Push(OFFERED), BLOB),
     ("pull", messages.Probe(messages.MAX_PROBE_BYTES), b""),
     ("pull", messages.Offer(RUN, 1, 1), b""),
-    ("pull", ForwardRequest(RUN, "S", 7, 1, 1, 5.0, 5.0, LAYOUT), BLOB),
+    ("pull", ForwardRequest(RUN, "S", 7, 1, 1 << 19, 5.0, 5.0, LAYOUT), BLOB),
     ("pull", messages.LeaseRequest(RUN, 0), b""),
     ("synchronous", messages.CollectRequest(RUN, 0, "S", None, 5.0, True), b""),
 ]
@@ -129,17 +131,5 @@ def test_a_liar_moves_the_clock_of_a_swarm_of_two_no_faster_than_a_multiple_of_o
     for number in range(1, 201):
         for clock in progress.follow([1 << 60]):
             progress.lr_step = clock.step  # type: ignore[union-attr]
-        step = jobs_stepped(number, progress.lr_step + 1)
-        played.deliver(step)
+        played.deliver(jobs.Stepped(number, progress.lr_step + 1, 64, 2.0, TimeSpent(training=0.1), 1))
     assert 200 < progress.lr_step <= 200 * 18
-
-
-def jobs_stepped(number: int, lr_step: int) -> Any:
-    from decentral.core import jobs
-    from decentral.core.time_spent import TimeSpent
-
-    return jobs.Stepped(number, lr_step, 64, 2.0, TimeSpent(training=0.1), 1)
-
-
-def test_fragments_are_those_of_the_node() -> None:
-    assert [one.index for one in FRAGMENTS] == [0, 1]
