@@ -18,6 +18,7 @@ STRANGER_STREAMS = 32  # of them, those of all peers that are not in our roster 
 IDLE_STREAMS = 256  # streams on which a peer waits for a next question; it closes others after their answer
 UNDER_WAY_BYTES = 1024 * MiB  # of the blobs of questions that are read or answered; a sender's first one may exceed it
 
+
 @dataclass(slots=True)
 class FairShare:
     """So much of one thing, and what each sender has of it. No entry is zero, so there are at most `most` entries."""

@@ -213,9 +213,7 @@ class Server:
             answer = await self.handler(share.sender, question)
         return await self._write(writer, answer)
 
-    async def _refuse(
-        self, sender: PeerId, error: ProtocolError, reader: blobs.Reader, writer: blobs.Writer
-    ) -> None:
+    async def _refuse(self, sender: PeerId, error: ProtocolError, reader: blobs.Reader, writer: blobs.Writer) -> None:
         if not self.refusing.take(sender):
             return
         try:

@@ -241,7 +241,6 @@ class SwarmPlans:
         if all(plan != self.adopted for plan, _ in self._known.values()):
             self.adopted = None  # its proposer has a newer plan
 
-
     def _best_known(self, found: Mapping[PeerId, tuple[SwarmPlan, Seconds]], now: Seconds) -> list[PeerId]:
         """Of whom a plan is kept: our own, then of those longest in the roster, and of these the latest. A peer outside
         the roster proposes nothing."""
