@@ -2,8 +2,9 @@
 
 A question travels as in comm/net/streams.py: it is read within READ_S, answered within STREAM_ANSWER_S, the answer is
 written within WRITE_S, each asker has its share of what a peer answers at a time (comm/net/fair_shares.py), and the
-asker gives up at its deadline. Messages take the delay of their link, and blobs the time that comm/net/shared_links.py gives them. Envelopes are handed over as
-they are; only those that a fault damages go through the real codec (comm/net/fault_model.py).
+asker gives up at its deadline. Messages take the delay of their link, and blobs the time that comm/net/shared_links.py
+gives them. Envelopes are handed over as they are; only those that a fault damages go through the real codec
+(comm/net/fault_model.py).
 
     ask     question travels -> Asked at the other's host -> Reply -> answer travels -> Answered
             refused at once (nobody listens there), cut (it died), or nothing until the deadline (silence)

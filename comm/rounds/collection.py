@@ -33,7 +33,7 @@ LATER_REASONS = (
     Reason.NOT_READY,
     Reason.BUSY,
     Reason.STRANGER,
-)  # refusals of a member that lives
+)  # it lives
 BEHIND_REASONS = (Reason.LATE, Reason.EXPELLED)  # refusals that tell us that the others have gone on without us
 
 

@@ -4,7 +4,7 @@ Memory is counted in what an execution's activations take, as parts of an execut
 (StageConfig.memory_share). An execution that is held has given its activations back: only its answer is kept.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from decentral.comm.routes.execution import FORWARD, GONE, HELD, OwnExecution
 from decentral.comm.routes.execution_table import ExecutionTable

@@ -147,7 +147,7 @@ class ExecutionTable:
         return effects
 
     def _withdraws(self, sender: PeerId, execution: ForwardedExecution) -> bool:
-        """Whether nobody wants the execution any more, now that `sender` aborts it: an asker speaks for itself alone."""
+        """Whether nobody wants the execution any more after this abort: an asker speaks for itself alone."""
         if sender == execution.id.origin or [*execution.askers] == [sender]:
             return True
         if execution.askers.get(sender, 0) is None:

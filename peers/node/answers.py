@@ -55,7 +55,6 @@ class Answers:
 
     setup: Callable[[], NodeSetup]  # the present one
     trains: Callable[[], bool]  # whether this peer trains; else it is joining
-    knows: Callable[[PeerId], bool]  # whether a peer has a standing here; else it is a stranger
     handlers: Handlers
     progress: TrainingProgress
     donor: Donor
@@ -79,6 +78,11 @@ class Answers:
             return [_reply(event, self._other_run(run))]
         handler = self.handlers.find(event.envelope.message)
         return handler(event, now) if handler else [_reply(event, Refused(Reason.UNEXPECTED))]
+
+    def knows(self, peer: PeerId) -> bool:
+        """Whether a peer has a standing with us: all others are answered only what a newcomer has to ask."""
+        known = self.gossip.selection.roster.knows(peer) or peer in self.setup().contacts
+        return known or (self.rounds is not None and self.rounds.knows(peer))
 
     def replied(self, request: int) -> None:
         self.waiting.pop(request, None)

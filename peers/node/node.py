@@ -26,7 +26,6 @@ from decentral.comm.wire.messages import Refused
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Found, Reply
 from decentral.core import jobs, rng
-from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -45,6 +44,7 @@ from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.node.span_manager import SpanManager
+from decentral.peers.node.swarm_clock import SwarmClock
 from decentral.peers.node.traffic import TrafficCounter
 from decentral.peers.placement.replica_leases import LeaseTag
 from decentral.peers.placement.span_move import MoveTag
@@ -70,6 +70,7 @@ class Node:
     handlers: Handlers = field(default_factory=Handlers)
     roster: Roster = field(init=False)
     progress: TrainingProgress = field(init=False)
+    clock: SwarmClock = field(init=False)
     selection: PeerSelection = field(init=False)
     prober: Prober = field(init=False)
     join: Join = field(init=False)
@@ -104,7 +105,7 @@ class Node:
         state = (self.meter, self.progress, self.donor, self.gossip)
         self.own_record = OwnRecord(self._present_setup, *state, self.routes)
         machines = (self.progress, self.donor, self.gossip, self.rounds)
-        self.answers = Answers(self._present_setup, self._is_training, self.knows, self.handlers, *machines)
+        self.answers = Answers(self._present_setup, self._is_training, self.handlers, *machines)
         self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
         if self.route_planner and setup.memory_budget and not setup.whole and not run.synchronous:
             self._make_spans(self.route_planner)
@@ -116,6 +117,7 @@ class Node:
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose_record, roster_chance, holders)
         step = setup.restored_step or 0
         self.progress = TrainingProgress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
+        self.clock = SwarmClock(self.progress)
         self.selection = PeerSelection(self._present_setup, self.roster, self.meter, self.progress, chance)
         self.prober = Prober(self.meter, chance, None)
         self.handlers.register(self._stepped, jobs.Stepped)
@@ -168,10 +170,6 @@ class Node:
         if self.rounds:
             times.append(self.rounds.wake_at)
         return earliest(times)
-
-    def knows(self, peer: PeerId) -> bool:
-        """Whether a peer has a standing with us: others are answered only what a newcomer has to ask."""
-        return self.roster.knows(peer) or peer in self.setup.contacts or bool(self.rounds and self.rounds.knows(peer))
 
     def begin(self, now: Seconds) -> list[Effect]:
         self.join.begin(now)
@@ -244,7 +242,7 @@ class Node:
             return effects + self.join.roster_known(now, self.selection.donors())
         if self.rounds:
             return effects  # the number of the round is the learning-rate step
-        return effects + self.progress.follow(entry.record.lr_step for entry in self.roster.live.values())
+        return effects + self.clock.follow(entry.record.lr_step for entry in self.roster.live.values())
 
     def _started(self, event: jobs.Started, now: Seconds) -> list[Effect]:
         self.phase = NodePhase.TRAINING

@@ -1,16 +1,9 @@
-"""How far training is: step lines, the swarm's learning-rate clock, evaluations, checkpoints, and when to stop.
+"""How far training is: step lines, evaluations, checkpoints, and when to stop."""
 
-The learning-rate step follows the fastest half of the swarm: each peer takes the upper median of what the live peers
-advertise, where that is ahead of its own. So a slow peer does not train at a warm-up rate while the others decay, and
-one peer that claims a billion steps moves nobody. Where only one other peer is that far, as in a swarm of two, a peer
-follows it ONE_TIMES as fast as it trains itself and no faster.
-"""
-
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from decentral.core.config import SwarmConfig, TrainConfig
-from decentral.core.jobs import Evaluate, Evaluated, Job, JobFailed, Save, Saved, SetClock, Stepped
+from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, Stepped
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
@@ -22,8 +15,6 @@ CHECKPOINT_BYTES_PER_S = (
     32e6  # what a disk shall be written at, on average: a large model's checkpoints come less often
 )
 EVALUATION_SHARE = 0.005  # of the time
-ONE_TIMES = 16  # our own steps: as many we catch up by the word of one other peer alone
-ONE_MOST = 64 * ONE_TIMES  # steps that we catch up so at a time
 RATE_S = 10.0  # time constant of the average of tokens/s
 
 
@@ -49,7 +40,6 @@ class TrainingProgress:
     tokens_per_s: float = 0.0
     spent: TimeSpent = NO_TIME  # by the training thread since it joined
     micro_batches: int = 0
-    _catches_up: int = 0  # steps that one other peer's word may move us at present
     _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
     _line_at: Seconds = 0.0
     _eval_at: Seconds | None = None
@@ -96,17 +86,6 @@ class TrainingProgress:
                 return self._due(now)
         return []
 
-    def follow(self, lr_steps: Iterable[int]) -> list[Job]:
-        """Catches up with the upper median of the live peers' learning-rate steps."""
-        known = sorted([*lr_steps, self.lr_step])
-        median = known[len(known) // 2]
-        if median <= self.lr_step:
-            return []
-        if known[-1] == median and len(known) <= 2:
-            median = min(median, self.lr_step + self._catches_up)
-            self._catches_up -= median - self.lr_step
-        return [SetClock(median)] if median > self.lr_step else []
-
     def flush(self, now: Seconds) -> list[Effect]:
         """The journal line about the steps since the last one."""
         if not self._steps:
@@ -127,7 +106,6 @@ class TrainingProgress:
         self._steps.append(step)
         if self._save_at is None and self._saving_since is None:
             self._save_at = now
-        self._catches_up = min(ONE_MOST, self._catches_up + ONE_TIMES * max(0, step.step - self.step))
         self.step, self.lr_step = step.step, step.lr_step
         self.tokens += step.tokens
         self.spent += step.spent

