@@ -8,7 +8,6 @@ write    config.json, model.safetensors, and a tokenizer of bytes
 import argparse
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,7 +84,7 @@ async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]
 async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:
     """The peers that train, from their records in the DHT. Raises UserError if there are none."""
     for _ in range(EXPORT_LOOKS):
-        found = await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
+        found = await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, swarm.clock())
         live = {holder: record for holder, record in found.items() if record.phase == "training"}
         if live and all(contact in live for contact in swarm.contacts):
             return live

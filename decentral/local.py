@@ -28,6 +28,7 @@ from decentral.core.errors import UserError
 from decentral.core.journal import Tail, read
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.units import Amount, readable_bytes
+from decentral.peers.hosts.clock import SwarmClock
 from decentral.state import StateFolder
 
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
@@ -111,7 +112,8 @@ class LocalSwarm:
         self.throttles = flags.throttle
         self.stop_after = Amount.parse(flags.stop_after)
         self.members: list[LocalPeer] = []
-        self.began = time.time()
+        self.now = SwarmClock()  # as the peers', it never jumps
+        self.began = self.now()
         self.joined_at = self.began
         self.seconds = 0.0
         self.address = ""  # of the first peer, once it has started
@@ -137,7 +139,7 @@ class LocalSwarm:
             self.launch(number, self.address)
         for member in self.members[1:]:
             self.await_event(member, "joined")
-        self.joined_at = time.time()
+        self.joined_at = self.now()
 
     def wait(self, console: Console) -> None:
         """Waits for --stop-after, counted from the time at which the last peer has joined."""
@@ -146,13 +148,13 @@ class LocalSwarm:
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=goal)
             shown_at = self.joined_at
-            while self._running() and (goal is None or time.time() < self.joined_at + goal):
+            while self._running() and (goal is None or self.now() < self.joined_at + goal):
                 time.sleep(POLL_S)
                 for member in self._running():
                     if member.has_done(self.stop_after, self.joined_at):
                         member.process.send_signal(signal.SIGINT)
-                if time.time() >= shown_at + 5:
-                    shown_at = time.time()
+                if self.now() >= shown_at + 5:
+                    shown_at = self.now()
                     line = "loss " + ", ".join(member.progress(self.began) for member in self.members)
                     bar.update(task, description=line, completed=shown_at - self.joined_at)
                     if not console.is_terminal:
@@ -160,13 +162,13 @@ class LocalSwarm:
 
     def stop(self) -> None:
         """Sends Ctrl-C to every peer, and waits while they save. A peer that takes too long is killed."""
-        self.seconds = time.time() - self.joined_at
+        self.seconds = self.now() - self.joined_at
         for member in self._running():
             member.process.send_signal(signal.SIGINT)
-        deadline = time.time() + PEER_LEAVE_S
+        deadline = self.now() + PEER_LEAVE_S
         for member in self.members:
             try:
-                member.process.wait(max(0.1, deadline - time.time()))
+                member.process.wait(max(0.1, deadline - self.now()))
             except subprocess.TimeoutExpired:
                 member.process.kill()
 
@@ -209,11 +211,11 @@ class LocalSwarm:
 
     def await_event(self, member: LocalPeer, event: str) -> None:
         """Raises UserError if the peer ends before the event is in its journal, or takes longer than PEER_START_S."""
-        deadline = time.time() + PEER_START_S
+        deadline = self.now() + PEER_START_S
         while member.happened(event, self.began - 1) is None:
             if member.process.poll() is not None:
                 raise UserError(f"peer {member.number} did not start: {_last_output(member.folder)}")
-            if time.time() > deadline:
+            if self.now() > deadline:
                 waited = f"within {PEER_START_S:.0f} s; is the machine loaded?"
                 raise UserError(f"peer {member.number} did not start {waited}")
             time.sleep(POLL_S)

@@ -9,9 +9,11 @@ Imports are few here, so that libp2p starts early: what computes is loaded meanw
 import argparse
 import asyncio
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
@@ -22,6 +24,7 @@ from decentral.comm.wire.identity import Identity
 from decentral.core.errors import UserError
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.units import Amount
+from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.reach_swarm import reach_swarm
@@ -58,15 +61,17 @@ def _start(arguments: Sequence[str]) -> None:
 
 async def _main(flags: argparse.Namespace, island: Island | None = None) -> None:
     """One peer: alone, or as rank 0 of its island."""
-    flags.island = island
+    _raise_file_limit()
+    flags.island, flags.warnings = island, []  # what the user is told when training begins
     with state.StateFolder.claim(flags.state_dir) as folder:
         if flags.restarted:
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
         loading = asyncio.create_task(asyncio.to_thread(_load, flags))
-        transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
+        key, clock = folder.path / "identity.key", SwarmClock()
+        transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
         try:
-            access = await reach_swarm(flags, folder, transport)
+            access = await reach_swarm(flags, folder, transport, clock)
             await loading
             from decentral import prepare
 
@@ -75,6 +80,13 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
             await prepare.train(flags, folder, host)
         finally:
             await transport.close()
+
+
+def _raise_file_limit() -> None:
+    """Lets this process open as many files as the system allows it: each stream to another peer is one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _load(flags: argparse.Namespace) -> None:

@@ -120,7 +120,7 @@ async def _live(address: str) -> tuple[dict[str, dict[str, Any]], Config]:
     async with visit([address]) as swarm:
         known: dict[PeerId, PeerRecord] = {}
         for _ in range(PLAN_LOOKS):
-            known |= await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
+            known |= await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, swarm.clock())
             if len(known) > 1:
                 break
             await asyncio.sleep(LOOK_PAUSE_S)

@@ -14,10 +14,13 @@ from decentral.core import config, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import OwnInputs
+from decentral.peers.hosts.clock import SwarmClock, difference
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.planning import swarm_plans
 from decentral.visit import say_hello
+
+CLOCKS_ASKED = 9  # peers whose clocks are compared with ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,16 @@ class SwarmAccess:
     contacts: tuple[PeerId, ...]
     directory: HivemindDirectory
     addresses: tuple[str, ...]
+    clock: SwarmClock
 
 
-async def reach_swarm(flags: argparse.Namespace, folder: state.StateFolder, transport: Libp2p) -> SwarmAccess:
-    """The run is the folder's, else the swarm's at --join, else a new one. Raises UserError."""
+async def reach_swarm(
+    flags: argparse.Namespace, folder: state.StateFolder, transport: Libp2p, clock: SwarmClock
+) -> SwarmAccess:
+    """The run is the folder's, else the swarm's at --join, else a new one; the clock becomes the swarm's.
+
+    Raises UserError.
+    """
     own = OwnInputs(flags.trust_model_code, flags.data, flags.data_glob)
     kept = folder.read_run(own)
     if kept and (flags.config or flags.set):
@@ -53,7 +62,11 @@ async def reach_swarm(flags: argparse.Namespace, folder: state.StateFolder, tran
     folder.write_listen(addresses)
     keys = [*records.keys(run, settings.swarm.shards), swarm_plans.key_of(run)]
     directory = await transport.directory(keys, contacts)
-    return SwarmAccess(run, settings, tuple(dict.fromkeys(contacts)), directory, addresses)
+    known = tuple(dict.fromkeys(contacts))
+    if set_s := clock.agree(await directory.clocks_ahead_s(known[:CLOCKS_ASKED])):
+        theirs = "the other peers'" if len(known) > 1 else f"that of {known[0]}"
+        flags.warnings.append(f"this machine's clock is {difference(-set_s)} {theirs}; this peer goes by theirs")
+    return SwarmAccess(run, settings, known, directory, addresses, clock)
 
 
 async def _reconnect(folder: state.StateFolder, transport: Libp2p) -> list[PeerId]:

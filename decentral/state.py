@@ -6,7 +6,7 @@ One process at a time may use it; the lock goes with the process, however that e
 import fcntl
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,7 @@ from decentral.core.ids import RunId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.train.measure import Measured
 
+DISK_REMEDY = "make room there, or use another --state-dir"
 ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 
 
@@ -63,7 +64,9 @@ class StateFolder:
         return RunId(run), settings.adopt(own.or_else(_own_inputs(named)))
 
     def write_run(self, run: RunId, settings: config.Config) -> None:
-        """Keeps the config, and what the user has named; files with their whole path."""
+        """Keeps the config, and what the user has named; files with their whole path. Raises UserError if the disk
+        refuses.
+        """
         named = asdict(settings.own_inputs)
         if named["data"] is not None:
             named["data"] = str(Path(named["data"]).absolute())
@@ -71,9 +74,10 @@ class StateFolder:
 
     def listen(self, wanted: Sequence[str]) -> list[str]:
         """The addresses to listen at: `wanted`, else where this peer listened before, so that others find it again."""
-        kept = self._read("listen.json") or {}
+        kept = self._hints("listen.json")
         asked = list(wanted) or [ANYWHERE]
-        return [kept.get(address, address) for address in asked]
+        found = ((address, kept.get(address, address)) for address in asked)
+        return [known if isinstance(known, str) else address for address, known in found]
 
     def write_listen(self, addresses: Sequence[str]) -> None:
         """Keeps the port that `tcp/0` became."""
@@ -81,14 +85,20 @@ class StateFolder:
         if len(ports) == 1:
             port = ports.pop()
             places = (ANYWHERE, "/ip4/127.0.0.1/tcp/0")
-            self._write("listen.json", {place: place.removesuffix("0") + port for place in places})
+            with suppress(UserError):  # another port is found by the records that others read
+                self._write("listen.json", {place: place.removesuffix("0") + port for place in places})
 
     def read_profile(self, key: str) -> Measured | None:
-        kept = self._read("profile.json")
-        return Measured(**kept["measured"]) if kept and kept["key"] == key else None
+        """What was measured of this device, model and version; None if nothing was, or the file is damaged."""
+        kept = self._hints("profile.json")
+        try:
+            return Measured(**kept["measured"]) if kept.get("key") == key else None
+        except (KeyError, TypeError):
+            return None
 
     def write_profile(self, key: str, measured: Measured) -> None:
-        self._write("profile.json", {"key": key, "measured": asdict(measured)})
+        with suppress(UserError):  # it is measured again
+            self._write("profile.json", {"key": key, "measured": asdict(measured)})
 
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
@@ -102,8 +112,21 @@ class StateFolder:
         except (OSError, ValueError):
             raise UserError(f"{path} is damaged; move it away, or use another --state-dir") from None
 
+    def _hints(self, name: str) -> dict[str, Any]:
+        """The content of a file that the peer can do without; nothing, if it is damaged."""
+        try:
+            return self._read(name) or {}
+        except UserError:
+            return {}
+
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        write_atomically(self.path / name, json.dumps(content, indent=1).encode())
+        """A file that has this content is left as it is, so that a peer starts again on a full disk."""
+        path, data = self.path / name, json.dumps(content, indent=1).encode()
+        try:
+            if not path.exists() or path.read_bytes() != data:
+                write_atomically(path, data)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror}); {DISK_REMEDY}") from None
 
 
 def _own_inputs(named: dict[str, Any]) -> OwnInputs:

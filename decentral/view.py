@@ -1,6 +1,8 @@
 """What a peer shows its user: a live view on a terminal, or a line every few seconds."""
 
 import shlex
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -8,6 +10,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from decentral.core.ids import short
 from decentral.core.plain_text import plain_text, printable
@@ -25,7 +28,8 @@ class Display(Protocol):
 
     def introduce(self, node: Node, folder: Path) -> None: ...
 
-    def update(self, node: Node, now: Seconds) -> None: ...
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        """`troubles`: what is wrong with this machine, a line each."""
 
     def close(self) -> None: ...
 
@@ -36,10 +40,12 @@ class LineDisplay:
     interval_s = 5.0
 
     def introduce(self, node: Node, folder: Path) -> None:
-        print(introduction(node, folder), flush=True)
+        say(introduction(node, folder))
 
-    def update(self, node: Node, now: Seconds) -> None:
-        print("  ".join(f"{name} {value}" for name, value in figures(node, now).items()), flush=True)
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        say("  ".join(f"{name} {value}" for name, value in figures(node, now).items()))
+        for trouble in troubles:
+            say(f"warning: {printable(trouble, REASON_CHARS)}")
 
     def close(self) -> None: ...
 
@@ -61,13 +67,20 @@ class LiveDisplay:
         self._console.print(introduction(node, folder), soft_wrap=True, markup=False)
         self._live.start()
 
-    def update(self, node: Node, now: Seconds) -> None:
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
         done, total, end = _progress(node, now)
         self._bar.update(self._task, description=node.phase.name.lower(), completed=done, total=total, end=end)
-        self._live.update(Group(self._bar, _table(node, now), _peers(node)))
+        warnings = (Text(f"warning: {printable(trouble, REASON_CHARS)}", style="yellow") for trouble in troubles)
+        self._live.update(Group(self._bar, _table(node, now), _peers(node), *warnings))
 
     def close(self) -> None:
         self._live.stop()
+
+
+def say(text: str) -> None:
+    """Prints it, if it can: a peer trains on where its output goes to a full disk, or to a terminal that is gone."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def introduction(node: Node, folder: Path) -> str:
@@ -90,11 +103,13 @@ def _needed(setup: NodeSetup) -> list[str]:
     return named if setup.config.data.kind == "python-stdlib" else [*named, "--data", "PATH"]
 
 
-def farewell(node: Node, folder: Path, reason: str) -> None:
-    """Prints what the user reads last."""
+def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
+    """Prints what the user reads last. `unsaved`: why there is no checkpoint of the end."""
     progress = node.progress
     done = f"after {progress.tokens:,} tokens, loss {progress.losses}"
-    print(f"stopped ({printable(reason, REASON_CHARS)}) {done}; saved in {folder}", flush=True)
+    why = printable(unsaved, REASON_CHARS)
+    saved = f"NOT saved ({why}): {folder} has the checkpoint before it, if any" if unsaved else f"saved in {folder}"
+    say(f"stopped ({printable(reason, REASON_CHARS)}) {done}; {saved}")
 
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:

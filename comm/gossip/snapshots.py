@@ -87,7 +87,7 @@ def check(context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Lay
         return Reason.FRAGMENT
     if snapshot.seq <= after:
         return Reason.REPLAY
-    if not -CLOCK_SKEW_S <= now - snapshot.time <= context.max_age_s(len(blob)):
+    if not -CLOCK_SKEW_S <= now - snapshot.time <= context.max_age_s(len(blob)) or snapshot.time < context.restored_at:
         return Reason.STALE
     if snapshot.layout != layout or len(blob) != sum(section.size for section in layout):
         return Reason.SHAPE

@@ -55,7 +55,9 @@ class Identity:
             if not path.exists():
                 _create(path)
             key = serialization.load_der_private_key(_strip(path.read_bytes()), password=None)
-        except (OSError, ValueError, TypeError, UnsupportedAlgorithm, ProtocolError) as error:
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; make room there, or use another --state-dir") from None
+        except (ValueError, TypeError, UnsupportedAlgorithm, ProtocolError) as error:
             raise UserError(f"{path} holds no libp2p identity ({error}); move it away to get a new one") from None
         if not isinstance(key, rsa.RSAPrivateKey):
             raise UserError(f"{path} must hold an RSA identity; it is a {type(key).__name__}")

@@ -36,6 +36,9 @@ class GossipView(Protocol):
     def holders(self, fragment: int) -> Sequence[PeerId]:
         """All other peers that hold the fragment and train."""
 
+    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
+        """The speed at which that peer can train the fragment at most, by its record; 0: not published yet."""
+
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long a transfer of `size` bytes from that peer may take."""
 
@@ -57,6 +60,7 @@ class FragmentContext:
     gossip: "GossipConfig"
     view: GossipView
     round: int = 0  # the newest round that others have announced, where the algorithm blocks
+    restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
 
     def period_s(self, size: int) -> Seconds:
         """Seconds between two windows of the fragment, where its snapshots have `size` bytes."""

@@ -22,6 +22,7 @@ class Reason(StrEnum):
     DEADLINE = "deadline"  # no answer came in time
     UNREACHABLE = "unreachable"  # no peer listens at that address
     CUT = "cut"  # the stream ended early
+    RESOURCES = "resources"  # this machine cannot ask: it has no open file or no memory left
     SILENT = "silent"  # a peer has left two questions unanswered
 
     # The run and its parts
@@ -37,6 +38,7 @@ class Reason(StrEnum):
     CODEC = "codec"  # a section is written with an unknown codec
     LEVELS = "levels"  # quantised numbers lie outside their codec's levels
     NAN = "nan"  # a number is not finite
+    MAGNITUDE = "magnitude"  # a number is finite, but larger than any that training gives
     WEIGHT = "weight"  # pushed mass weighs nothing, or too much
     VOCABULARY = "vocabulary"  # a target is not a token
 
@@ -49,6 +51,7 @@ class Reason(StrEnum):
     REPLAY = "replay"  # this snapshot, or a later one, was already taken
     STALE = "stale"  # the snapshot is older than gossip.max_age_s
     NOTHING_NEWER = "nothing-newer"  # there is nothing that the asker does not have
+    OPPOSED = "opposed"  # its progress points against ours, or nowhere: it counts for nothing
     ALONE = "alone"  # there was no partner
     FAILED = "failed"  # every partner failed
     CROSSED = "crossed"  # two peers have asked each other at the same time

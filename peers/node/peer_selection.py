@@ -12,6 +12,7 @@ from random import Random
 
 from decentral.comm.wire.meter import UNKNOWN_BANDWIDTH, Meter
 from decentral.core.algorithms import algorithm
+from decentral.core.fragments import share
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
@@ -22,7 +23,7 @@ from decentral.peers.node.setup import NodeSetup
 
 NEVER = -1  # the step of a state that nobody has
 LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
-EARLY_TIMES = 10  # gossip's share of the cores, in the swarm's first steps, over what it is later
+EARLY_TIMES = 3  # gossip's share of the cores, in the swarm's first steps, over what it is later
 NEED_ROUNDING = 0.01  # of a doubling, by which the swarm's windows may be shorter than what is needed
 THIN_PARTNERS = 2  # as many pulls in a window, where all of them make a link stretch it (docs/CONVERGENCE.md)
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
@@ -51,6 +52,15 @@ class PeerSelection:
     def _pulls(self, partners: int) -> int:
         """Of so many pulls in a window, those that are made: fewer where the link is thin, for shorter windows."""
         return min(THIN_PARTNERS, partners) if self.thin_stretch.times > 1 else partners
+
+    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
+        """The published speed is that through the whole model; with routes a peer may compute this fragment only."""
+        entry, setup = self.roster.live.get(peer), self.setup()
+        if entry is None:
+            return 0.0
+        cut = next(cut for cut in setup.cuts if cut.index == fragment)
+        part = 1.0 if setup.routes is None else share(setup.cuts, cut.first, cut.last)
+        return entry.record.profile.tokens_per_s / part
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return self.meter.deadline_s(peer, size)

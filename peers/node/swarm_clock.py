@@ -17,7 +17,7 @@ ONE_MOST = 64 * ONE_TIMES  # steps that we catch up so at a time
 
 
 @dataclass(slots=True)
-class SwarmClock:
+class StepClock:
     progress: TrainingProgress
     _own_step: int = 0  # our own step when the clock was looked at last
     _catches_up: int = 0  # steps that one other peer's word may move us at present

@@ -538,7 +538,7 @@ def dht_record(key: str, peer: str, value: object, expires: float) -> DHTRecord:
 def test_a_record_signed_by_its_peer_is_kept(signer: Identity) -> None:
     expires = time.time() + 60
     record = dht_record(KEYS[0], signer.peer, signer.seal(KEYS[0], b"profile", expires), expires)
-    assert SignedRecords(KEYS).validate(record)
+    assert SignedRecords(KEYS, time.time).validate(record)
 
 
 @pytest.mark.parametrize(
@@ -570,9 +570,9 @@ def test_any_other_record_is_not_kept(signer: Identity, forgery: str) -> None:
         "too large": dht_record(key, signer.peer, signer.seal(key, large, expires), expires),
         "of a long name": dht_record(key, signer.peer * 10, sealed, expires),
     }[forgery]
-    assert not SignedRecords(KEYS).validate(record)
+    assert not SignedRecords(KEYS, time.time).validate(record)
 
 
 def test_a_record_that_does_not_unpack_is_not_kept() -> None:
     record = DHTRecord(DHTID.generate(source=KEYS[0]).to_bytes(), b"\xc1", b"\xc1", time.time() + 60)
-    assert not SignedRecords(KEYS).validate(record)
+    assert not SignedRecords(KEYS, time.time).validate(record)
