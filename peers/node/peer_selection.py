@@ -177,6 +177,11 @@ class PeerSelection:
         """The peers that a newcomer may ask: those that train, or all while nobody trains."""
         return self.trainers() or self.live()
 
+    def swarm_step(self) -> int | None:
+        """The upper median of the learning-rate steps of those that train; None where one of them alone may set it."""
+        steps = sorted(self.roster.live[peer].record.lr_step for peer in self.trainers())
+        return steps[len(steps) // 2] if len(steps) > 2 else None
+
     def live(self) -> list[PeerId]:
         return sorted(self.roster.live)
 
