@@ -55,6 +55,7 @@ METHODS: dict[str, Method] = {
     "two-rare": Method(dense=100, partners=2, phi_every=9),
     "two-missed": Method(dense=100, partners=2, missed=1 / 3),
     "two-missed-rare": Method(dense=100, partners=2, missed=1 / 3, phi_every=9),
+    "two-late-in-part": Method(dense=100, partners=2, late_as="adamw"),
     "rare": Method(dense=100, phi_every=9),
     "unaligned": Method(aligned=False),
     "noloco": Method(partners=1, phi_every=1, aligned=False, rho=1.0, constants=NOLOCO),

@@ -37,6 +37,7 @@ class Method:
     exact: bool = False  # nothing is quantised
     aligned: bool = True  # windows end on the same instants on all peers
     rho: float = 0.0  # 0: outer.rho_of
+    late_as: str = ""  # the optimizer whose rule for late corrections is used; its own, if none is named
     constants: outer.Constants = field(default_factory=outer.Constants)
     beside: bool = False  # a merge goes on during the next step, and its correction is added at that step's end
     kappa: float = 0.0  # how far AdamW's first moment follows the merged step
@@ -179,7 +180,7 @@ class Swarm:
         self.wire = [pull for pull in self.wire if pull.arrives > now]
         for pull in arrived:
             taken = self.replicas.steps[pull.peer] + int(self.method.beside)  # when the correction is added
-            rho = self.method.rho or outer.rho_of(taken - pull.steps)
+            rho = self.method.rho or outer.rho_of(taken - pull.steps, self.method.late_as or self.setting.optimizer)
             outcome = outer.merge(self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho)
             self.slow[pull.peer] = outcome.slow
             self._shift_moment(pull, rho * self.method.kappa)

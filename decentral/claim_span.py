@@ -6,7 +6,6 @@ Of two peers that choose at the same time the later claim yields. A peer that co
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,11 +58,11 @@ class Clock(Protocol):
     async def sleep(self, seconds: Seconds) -> None: ...
 
 
-class WallClock:
+@dataclass(frozen=True, slots=True)
+class RealClock:
     """The Clock of a real peer."""
 
-    def now(self) -> Seconds:
-        return time.time()
+    now: Callable[[], Seconds]
 
     async def sleep(self, seconds: Seconds) -> None:
         await asyncio.sleep(seconds)

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from decentral.core.errors import UserError
+from decentral.core.plain_text import printable
 
 T = TypeVar("T")
+ERROR_CHARS = 2000  # of the line that says what to mend
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,12 +43,17 @@ def several(text: str, read: Callable[[str], T]) -> list[T]:
         return []
 
 
+def one_line(error: Exception) -> str:
+    """What an error says, fit to be shown: others' words may be in it."""
+    return printable(" ".join(str(error).split()), ERROR_CHARS)
+
+
 def run(main: Callable[[], None], interrupted: int = 0) -> int:
     """Runs a command. Returns its exit code: `interrupted` after Ctrl-C. An error of our own is raised as it is."""
     try:
         main()
     except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", one_line(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return interrupted

@@ -8,7 +8,6 @@ write    config.json, model.safetensors, and a tokenizer of bytes
 import argparse
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +57,8 @@ def from_folders(paths: Sequence[str]) -> tuple[config.Config, list[Weights]]:
     runs = [state.StateFolder(folder).read_run() for folder in folders]
     if len({run[1].digest() for run in runs if run is not None}) > 1:
         raise UserError("--state-dir: these folders belong to different runs; give those of one run")
+    if any(run is not None and run[1].model.layers is not None for run in runs):
+        raise UserError("--state-dir: this run's model is code; only the built-in model can be exported as a Llama")
     holders = [found for found in map(replicas.read, folders) if found is not None]
     if not holders or runs[0] is None:
         raise UserError(f"--state-dir {' '.join(paths)}: no checkpoint there; a peer writes one when it stops")
@@ -83,7 +84,7 @@ async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]
 async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:
     """The peers that train, from their records in the DHT. Raises UserError if there are none."""
     for _ in range(EXPORT_LOOKS):
-        found = await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
+        found = await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, swarm.clock())
         live = {holder: record for holder, record in found.items() if record.phase == "training"}
         if live and all(contact in live for contact in swarm.contacts):
             return live

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from decentral.command import one_line
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.train import measure, memory
@@ -148,14 +149,14 @@ def rank(flags: Namespace, place: Place, lead: Callable[[Island], None]) -> None
     try:
         _follow(flags, island)
     except (RuntimeError, UserError) as error:
-        print(f"error: rank {place.rank} ends: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: rank {place.rank} ends: {one_line(error)}", file=sys.stderr)
         raise SystemExit(1) from None
 
 
 def _follow(flags: Namespace, island: Island) -> None:
     assignment = island.assignment()
     if assignment is not None:
-        train = config.from_canonical(assignment.config).train
+        train = assignment.run.train
         device = measure.choose(flags.device, train.dtype, flags.throttle, train.emulated_micro_batch_s)
         follow(island, assignment, replace(device, ranks=island))
     island.close()

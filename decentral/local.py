@@ -6,8 +6,8 @@ Only slowness is emulated (--throttle): the peers are `python -m decentral.peer`
 """
 
 import argparse
-import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,9 +23,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decentral import command, summary
+from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.core.journal import Tail, read
+from decentral.core.own_inputs import OwnInputs
 from decentral.core.units import Amount, readable_bytes
+from decentral.peers.hosts.clock import SwarmClock
+from decentral.state import StateFolder
 
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
 PEER_LEAVE_S = 120.0
@@ -55,7 +59,7 @@ def _main(flags: argparse.Namespace) -> None:
         result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds)
     _report(console, result)
     if flags.summary:
-        Path(flags.summary).write_text(json.dumps(result, indent=1) + "\n")
+        Path(flags.summary).write_text(strict_json.dumps(result, indent=1) + "\n")
 
 
 @dataclass(slots=True)
@@ -95,7 +99,7 @@ class LocalPeer:
         """Its last loss and step, if its journal has any from `since` on."""
         self.follow()
         last = self.steps[-1] if self.steps else None
-        return f"{last['loss']:.3f} at step {last['step']}" if last and last["t"] >= since else "-"
+        return f"{_number(last['loss'])} at step {last['step']}" if last and last["t"] >= since else "-"
 
 
 class LocalSwarm:
@@ -108,7 +112,8 @@ class LocalSwarm:
         self.throttles = flags.throttle
         self.stop_after = Amount.parse(flags.stop_after)
         self.members: list[LocalPeer] = []
-        self.began = time.time()
+        self.now = SwarmClock()  # as the peers', it never jumps
+        self.began = self.now()
         self.joined_at = self.began
         self.seconds = 0.0
         self.address = ""  # of the first peer, once it has started
@@ -120,7 +125,8 @@ class LocalSwarm:
         console.print(f"starting {len(self.throttles)} peers (throttle {', '.join(f'{t:g}' for t in self.throttles)})")
         self.begin(len(self.throttles))
         console.print("training; a second terminal can join with:", style="bold")
-        console.print(f"    {Path(sys.executable)} -m decentral.peer --join {self.address}", soft_wrap=True)
+        line = [str(Path(sys.executable)), "-m", "decentral.peer", "--join", self.address, *self.own_inputs().flags()]
+        console.print(f"    {shlex.join(line)}", soft_wrap=True, markup=False)
 
     def begin(self, count: int) -> None:
         """Starts the first `count` peers, and returns when all have joined. Raises UserError if one does not."""
@@ -133,7 +139,7 @@ class LocalSwarm:
             self.launch(number, self.address)
         for member in self.members[1:]:
             self.await_event(member, "joined")
-        self.joined_at = time.time()
+        self.joined_at = self.now()
 
     def wait(self, console: Console) -> None:
         """Waits for --stop-after, counted from the time at which the last peer has joined."""
@@ -142,13 +148,13 @@ class LocalSwarm:
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=goal)
             shown_at = self.joined_at
-            while self._running() and (goal is None or time.time() < self.joined_at + goal):
+            while self._running() and (goal is None or self.now() < self.joined_at + goal):
                 time.sleep(POLL_S)
                 for member in self._running():
                     if member.has_done(self.stop_after, self.joined_at):
                         member.process.send_signal(signal.SIGINT)
-                if time.time() >= shown_at + 5:
-                    shown_at = time.time()
+                if self.now() >= shown_at + 5:
+                    shown_at = self.now()
                     line = "loss " + ", ".join(member.progress(self.began) for member in self.members)
                     bar.update(task, description=line, completed=shown_at - self.joined_at)
                     if not console.is_terminal:
@@ -156,13 +162,13 @@ class LocalSwarm:
 
     def stop(self) -> None:
         """Sends Ctrl-C to every peer, and waits while they save. A peer that takes too long is killed."""
-        self.seconds = time.time() - self.joined_at
+        self.seconds = self.now() - self.joined_at
         for member in self._running():
             member.process.send_signal(signal.SIGINT)
-        deadline = time.time() + PEER_LEAVE_S
+        deadline = self.now() + PEER_LEAVE_S
         for member in self.members:
             try:
-                member.process.wait(max(0.1, deadline - time.time()))
+                member.process.wait(max(0.1, deadline - self.now()))
             except subprocess.TimeoutExpired:
                 member.process.kill()
 
@@ -181,7 +187,7 @@ class LocalSwarm:
         if self.flags.memory:
             arguments += ["--memory", str(self.flags.memory[number])]
         if join and not restart:
-            arguments += ["--join", join]
+            arguments += ["--join", join, *self.own_inputs().flags()]
         elif not restart:
             arguments += [self.flags.config] if self.flags.config else []
             arguments += [part for override in self.flags.set for part in ("--set", override)]
@@ -194,17 +200,22 @@ class LocalSwarm:
         """Starts the process of peer `number`; `options` are those of subprocess.Popen."""
         return subprocess.Popen(arguments, start_new_session=True, **options)
 
+    def own_inputs(self) -> OwnInputs:
+        """The code and the data that the first peer's user has named: the user of the others is the same."""
+        run = StateFolder(self.folders()[0]).read_run()
+        return run[1].own_inputs if run else OwnInputs()
+
     def contact(self, started: summary.Line) -> str:
         """The address at which the others join the first peer, from its line `started`."""
         return str(started["addresses"][0])
 
     def await_event(self, member: LocalPeer, event: str) -> None:
         """Raises UserError if the peer ends before the event is in its journal, or takes longer than PEER_START_S."""
-        deadline = time.time() + PEER_START_S
+        deadline = self.now() + PEER_START_S
         while member.happened(event, self.began - 1) is None:
             if member.process.poll() is not None:
                 raise UserError(f"peer {member.number} did not start: {_last_output(member.folder)}")
-            if time.time() > deadline:
+            if self.now() > deadline:
                 waited = f"within {PEER_START_S:.0f} s; is the machine loaded?"
                 raise UserError(f"peer {member.number} did not start {waited}")
             time.sleep(POLL_S)

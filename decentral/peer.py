@@ -9,9 +9,11 @@ Imports are few here, so that libp2p starts early: what computes is loaded meanw
 import argparse
 import asyncio
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
@@ -20,7 +22,10 @@ from decentral import command, launch, state
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.core.errors import UserError
+from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.units import Amount
+from decentral.peers.hosts.clock import SwarmClock
+from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.reach_swarm import reach_swarm
 from decentral.train.island import Island
@@ -56,15 +61,17 @@ def _start(arguments: Sequence[str]) -> None:
 
 async def _main(flags: argparse.Namespace, island: Island | None = None) -> None:
     """One peer: alone, or as rank 0 of its island."""
-    flags.island = island
+    _raise_file_limit()
+    flags.island, flags.warnings = island, []  # what the user is told when training begins
     with state.StateFolder.claim(flags.state_dir) as folder:
         if flags.restarted:
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
         loading = asyncio.create_task(asyncio.to_thread(_load, flags))
-        transport = await Libp2p.start(folder.path / "identity.key", folder.listen(flags.listen), flags.announce)
+        key, clock = folder.path / "identity.key", SwarmClock()
+        transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
         try:
-            access = await reach_swarm(flags, folder, transport)
+            access = await reach_swarm(flags, folder, transport, clock)
             await loading
             from decentral import prepare
 
@@ -73,6 +80,13 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
             await prepare.train(flags, folder, host)
         finally:
             await transport.close()
+
+
+def _raise_file_limit() -> None:
+    """Lets this process open as many files as the system allows it: each stream to another peer is one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _load(flags: argparse.Namespace) -> None:
@@ -95,6 +109,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
+    parser.add_argument("--data", metavar="PATH", help="this peer's own text or tokens, where the run needs them")
+    parser.add_argument("--data-glob", metavar="PATTERN", help="which files of a folder of text; default **/*.txt")
+    code = "package.module:function of the model, which is imported and called here"
+    parser.add_argument("--trust-model-code", metavar="NAME", help=code)
     parser.add_argument("--state-dir", metavar="DIR", help="identity, journal, checkpoints; default: a new one")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, or several: cuda:0,cuda:1")
     parser.add_argument("--memory", type=command.size, metavar="BYTES", help="for the model; default: the device's")
@@ -110,7 +128,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"--throttle expects a factor of 1 to 10000; got {flags.throttle:g}")
     if flags.stop_after:
         Amount.parse(flags.stop_after)
+    _check_record(flags)
     return flags
+
+
+def _check_record(flags: argparse.Namespace) -> None:
+    """Raises UserError where these flags would make a record that all other peers refuse, so that none sees us."""
+    if flags.region != plain_text(flags.region):
+        raise UserError(f"--region expects at most {SHOWN_CHARS} printable characters, no brackets; {flags.region!r}")
+    for name in ("announce", "listen"):
+        given: list[str] = getattr(flags, name)
+        if len(given) > records.MOST_ADDRESSES or any(len(one) > records.ADDRESS_CHARS for one in given):
+            most = f"{records.MOST_ADDRESSES} addresses of at most {records.ADDRESS_CHARS} characters"
+            raise UserError(f"--{name} expects {most}; it has {len(given)}, the longest of {max(map(len, given))}")
 
 
 if __name__ == "__main__":

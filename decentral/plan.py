@@ -10,7 +10,6 @@ python -m decentral.plan spot --compare --plot spot.png     cost against seconds
 import argparse
 import asyncio
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +21,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from decentral import command
+from decentral.core import strict_json
 from decentral.core.config import Config
 from decentral.core.config import load as load_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
+from decentral.core.plain_text import plain_text
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
 from decentral.scheduler.shared import plot
@@ -36,6 +37,7 @@ from decentral.scheduler.sync.sync_plan import SyncPlan, solver_records, sync_pl
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.throughput.throughput_plan import ThroughputPlan, throughput_plan
 
+PLAN_REASON_CHARS = 1000
 ROWS = 32  # of a table on the terminal
 PLAN_LOOKS = 4  # tries to read the swarm's records: distant ones in the DHT may need a second
 LOOK_PAUSE_S = 0.5
@@ -53,7 +55,7 @@ def _main(options: argparse.Namespace) -> None:
     plan = _plan(topology, config, options)
     if options.plot:
         _draw(plan, topology, options.plot)
-    print(json.dumps(plan.to_json())) if options.json else _show(plan, topology, Console())
+    print(strict_json.dumps(plan.to_json())) if options.json else _show(plan, topology, Console())
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -118,7 +120,7 @@ async def _live(address: str) -> tuple[dict[str, dict[str, Any]], Config]:
     async with visit([address]) as swarm:
         known: dict[PeerId, PeerRecord] = {}
         for _ in range(PLAN_LOOKS):
-            known |= await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
+            known |= await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, swarm.clock())
             if len(known) > 1:
                 break
             await asyncio.sleep(LOOK_PAUSE_S)
@@ -137,7 +139,7 @@ def _compare(topology: Topology, options: argparse.Namespace) -> None:
     if options.plot:
         plot.comparison(records, options.plot)
     if options.json:
-        print(json.dumps(records))
+        print(strict_json.dumps(records))
         return
     table = Table("solver", "cost, s", "found after, s", title="all solvers")
     for name, record in sorted(records.items(), key=lambda item: item[1][-1][1]):
@@ -160,14 +162,14 @@ def _bar(title: str, quiet: bool) -> Iterator[Report]:
 
 def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console) -> None:
     """Prints the plan as tables, and its reason."""
-    region = dict(zip(topology.ids, topology.regions, strict=True))
+    region = {peer: plain_text(name) for peer, name in zip(topology.ids, topology.regions, strict=True)}
     console.print(_stages(plan, region) if isinstance(plan, SyncPlan) else _spans(plan, region))
     if plan.baselines:
         table = Table("beside it", "cost" if isinstance(plan, SyncPlan) else "tokens/s")
         for name, value in sorted(plan.baselines.items(), key=lambda item: item[1]):
             table.add_row(name, f"{value:.5g}")
         console.print(table)
-    console.print(plan.reason)
+    console.print(plain_text(plan.reason, PLAN_REASON_CHARS))
 
 
 def _stages(plan: SyncPlan, region: Mapping[str, str]) -> Table:
@@ -184,7 +186,7 @@ def _spans(plan: ThroughputPlan, region: Mapping[str, str]) -> Table:
     rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
     table = Table("peer", "region", "layers", "micro-batch", title=f"{rate:.4g} tokens/s of at most {bound:.4g}")
     for peer, (first, last) in list(plan.spans.items())[:ROWS]:
-        table.add_row(peer, region[peer], f"{first}-{last - 1}", str(plan.micro_batches.get(peer, "")))
+        table.add_row(plain_text(peer), region[peer], f"{first}-{last - 1}", str(plan.micro_batches.get(peer, "")))
     return table
 
 

@@ -11,15 +11,21 @@ import argparse
 import asyncio
 import signal
 import sys
+from collections import deque
 from dataclasses import asdict, replace
 
 from decentral import __version__, launch, state, view
-from decentral.claim_span import ClaimedSpan, RoutedModel, SpanRequest, WallClock, claim, stage_config
+from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire.identity import Identity
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
-from decentral.core.units import Amount
-from decentral.peers.hosts.host import Host, clock
+from decentral.core.plain_text import plain_text
+from decentral.core.units import Amount, Seconds
+from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
+from decentral.peers.hosts.host import Host
+from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node
@@ -27,6 +33,7 @@ from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.reach_swarm import SwarmAccess, connect
 from decentral.train import checkpoint, compress, data, measure, memory
+from decentral.train.checkpoint import DamagedCheckpoint
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.island import Assignment
 from decentral.train.kernel_choice import best_kernels
@@ -34,6 +41,7 @@ from decentral.train.outer_kernels import OuterKernels
 from decentral.train.step import ALONE
 
 STEPS_REPORTED_S = 0.2  # how often, at most
+DAEMON_RESTARTS, DAEMON_RESTARTS_S = 5, 600.0  # so many restarts of the libp2p daemon in so many seconds are enough
 RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
 
 
@@ -47,14 +55,20 @@ async def claim_layers(
 ) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
-    kept = checkpoint.span(folder.path)
+    try:
+        kept = checkpoint.span(folder.path)
+    except DamagedCheckpoint as error:
+        _without(error, flags, access)
+        kept = None
     if flags.island:
         memory_bytes = launch.model_bytes(flags.memory, access.config, kept, flags.island)
     else:
         memory_bytes = flags.memory or measure.memory_bytes(device.device)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
     needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
-    return request, await claim(request, needs, access.directory, WallClock())
+    claimed = await claim(request, needs, access.directory, RealClock(access.clock))
+    memory.check_machine(access.config, claimed.span, measure.machine_bytes())
+    return request, claimed
 
 
 async def prepare(
@@ -78,9 +92,13 @@ async def prepare(
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
     kernels, flags.kernels = flags.proven
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
-    restored = compute.resume()
+    try:
+        restored = compute.resume()
+    except DamagedCheckpoint as error:
+        _without(error, flags, access)
+        restored = False
     if flags.island:
-        flags.island.assign(Assignment(run.canonical(), own.peer, compute.micro_batch), compute.span)
+        flags.island.assign(Assignment(run, own.peer, compute.micro_batch), compute.span)
     setup = NodeSetup(
         config=run,
         run=access.run,
@@ -98,9 +116,20 @@ async def prepare(
         retained=compute.retained_states(),
         versions=compute.counters.versions,
     )
-    now = clock()
+    records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))
+    now = access.clock
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
     return Host(Node(setup), transport, access.directory, compute, journal, book, now)
+
+
+def _without(error: DamagedCheckpoint, flags: argparse.Namespace, access: SwarmAccess) -> None:
+    """Lets the peer start from the swarm instead. Where nobody is there the user has to decide: raises UserError."""
+    if not access.contacts:
+        raise error
+    try:
+        flags.warnings.append(error.set_aside())
+    except OSError:
+        raise error from None
 
 
 def _model(compute: Compute) -> RoutedModel:
@@ -123,25 +152,30 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
         forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
         measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)
         folder.write_profile(key, measured)
+    measured = replace(measured, device=plain_text(measured.device))
     found = Profile(**asdict(measured), region=flags.region, software=f"decentral {__version__}")
     return replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
 
 
 async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
-    """Runs the host until it stops, and shows what it does. Exits with 1 if it stopped with an error."""
+    """Runs the host until it stops, and shows what it does. Exits with 1 after an error, or where it could not save."""
     node, setup = host.node, host.node.setup
     shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
-    print(f"kernels of gossip: {flags.kernels}", flush=True)
+    view.say(f"kernels of gossip: {flags.kernels}")
     shown.introduce(node, folder.path)
+    for warning in flags.warnings:
+        view.say(f"warning: {warning}")
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
     host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels)
+    for warning in flags.warnings:
+        host.journal.write("error", reason=warning)
     if flags.island:
         host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
     loop = asyncio.get_running_loop()
     ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
     for name in ending:
         loop.add_signal_handler(name, host.stop, "interrupted")
-    tasks = [asyncio.create_task(_show(host, shown)), asyncio.create_task(_reconnect_when_alone(host))]
+    tasks = [asyncio.create_task(work) for work in (_show(host, shown), _reconnect_when_alone(host), _revive(host))]
     try:
         reason = await host.run()
     finally:
@@ -149,15 +183,34 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
             task.cancel()
         shown.close()
         host.journal.close()
-    view.farewell(node, folder.path, reason)
-    if reason.startswith("error"):
+    view.farewell(node, folder.path, reason, host.unsaved)
+    if reason.startswith("error") or host.unsaved:
         raise SystemExit(1)
 
 
 async def _show(host: Host, shown: view.Display) -> None:
     while True:
         await asyncio.sleep(shown.interval_s)
-        shown.update(host.node, host.now())
+        shown.update(host.node, host.now(), host.troubles())
+
+
+async def _revive(host: Host) -> None:
+    """Starts the libp2p daemon again when it has ended: without it the peer would train alone and never know."""
+    transport, restarts = host.transport, deque[Seconds](maxlen=DAEMON_RESTARTS)
+    assert isinstance(transport, Libp2p)
+    while True:
+        how = await transport.ended()
+        trouble = f"the libp2p daemon has ended ({how})"
+        if len(restarts) == DAEMON_RESTARTS and host.now() < restarts[0] + DAEMON_RESTARTS_S:
+            host.stop(f"error: {trouble}, {DAEMON_RESTARTS} times in {DAEMON_RESTARTS_S:g} s")
+            return
+        restarts.append(host.now())
+        host.watch.note("libp2p", f"{trouble}; it was started again")
+        try:
+            await transport.revive()
+        except (UserError, OSError) as error:
+            host.stop(f"error: {trouble} and cannot be started again: {error}")
+            return
 
 
 async def _reconnect_when_alone(host: Host) -> None:
@@ -172,3 +225,13 @@ async def _reconnect_when_alone(host: Host) -> None:
         for addresses in list(host.book.known.values()):
             if peer := await connect(transport, addresses):
                 await directory.meet(peer)
+                await _compare_clocks(host, peer)
+
+
+async def _compare_clocks(host: Host, peer: PeerId) -> None:
+    """A peer that has found itself another time than the others cannot see their records, nor they its."""
+    assert isinstance(host.directory, HivemindDirectory)
+    for ahead_s in await host.directory.clocks_ahead_s([peer]):
+        if abs(ahead_s) > CLOCKS_AGREE_S:
+            remedy = "start this peer again, and it goes by the others'"
+            host.watch.note("clock", f"this peer's clock is {difference(-ahead_s)} that of {peer}; {remedy}")

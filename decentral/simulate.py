@@ -11,7 +11,6 @@ the seed, the time, what the peer did last, and the command that replays it.
 """
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -27,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from decentral import command
-from decentral.core import config, rng
+from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError
 from decentral.core.units import readable_bytes
 from decentral.scheduler.shared import topology
@@ -57,7 +56,7 @@ def _main(flags: argparse.Namespace) -> None:
     report = _run(flags, scenario)
     if flags.plot:
         plot.draw(report, Path(flags.plot))
-    print(json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))
+    print(strict_json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))
 
 
 def scenario_of(flags: argparse.Namespace) -> Scenario:
@@ -120,7 +119,7 @@ def _sweep(flags: argparse.Namespace) -> None:
     done = f"{len(violated)} violated, {checks} jobs checked, {time.monotonic() - began:.0f} s"
     print(f"seeds {flags.seed} to {flags.seed + played - 1}: {done}")
     if flags.json:
-        print(json.dumps(account()))
+        print(strict_json.dumps(account()))
     if violated:
         raise SystemExit(1)
 
@@ -140,7 +139,7 @@ def _write_report(path: str | None, account: dict[str, Any]) -> None:
     """Writes the report as it stands, so that a sweep that is stopped leaves what it has found."""
     try:
         if path is not None:
-            Path(path).write_text(json.dumps(account, indent=1) + "\n")
+            Path(path).write_text(strict_json.dumps(account, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"--report {path}: {error.strerror}; choose a place that can be written") from None
 

@@ -6,18 +6,20 @@ One process at a time may use it; the lock goes with the process, however that e
 import fcntl
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from decentral.core import config
+from decentral.core import config, swarm_config
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
+from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.train.measure import Measured
 
+DISK_REMEDY = "make room there, or use another --state-dir"
 ANYWHERE = "/ip4/0.0.0.0/tcp/0"
 
 
@@ -44,24 +46,38 @@ class StateFolder:
                 raise UserError(f"--state-dir {path} is in use by another peer; choose another folder") from None
             yield cls(path.absolute())
 
-    def read_run(self) -> tuple[RunId, config.Config] | None:
-        """The run that this folder belongs to; None for a new folder. Raises UserError if the file is damaged."""
+    def read_run(self, own: OwnInputs = NOTHING_NAMED) -> tuple[RunId, config.Config] | None:
+        """The run that this folder belongs to; None for a new folder. Raises UserError if the file is damaged.
+
+        `own`: what the user names this time, before what was named when the folder was made.
+        """
         kept = self._read("run.json")
         if kept is None:
             return None
-        run, text = kept.get("run"), kept.get("config")
-        if not isinstance(run, str) or not isinstance(text, str):
+        run, text, named = kept.get("run"), kept.get("config"), kept.get("own", {})
+        if not isinstance(run, str) or not isinstance(text, str) or not isinstance(named, dict):
             raise UserError(f"{self.path / 'run.json'} does not name a run; move it away, or use another --state-dir")
-        return RunId(run), config.from_canonical(text)
+        try:
+            settings = swarm_config.received(text)
+        except UserError as error:
+            raise UserError(f"{self.path / 'run.json'}: {error}; or use another --state-dir") from None
+        return RunId(run), settings.adopt(own.or_else(_own_inputs(named)))
 
     def write_run(self, run: RunId, settings: config.Config) -> None:
-        self._write("run.json", {"run": run, "config": settings.canonical()})
+        """Keeps the config, and what the user has named; files with their whole path. Raises UserError if the disk
+        refuses.
+        """
+        named = asdict(settings.own_inputs)
+        if named["data"] is not None:
+            named["data"] = str(Path(named["data"]).absolute())
+        self._write("run.json", {"run": run, "config": settings.canonical(), "own": named})
 
     def listen(self, wanted: Sequence[str]) -> list[str]:
         """The addresses to listen at: `wanted`, else where this peer listened before, so that others find it again."""
-        kept = self._read("listen.json") or {}
+        kept = self._hints("listen.json")
         asked = list(wanted) or [ANYWHERE]
-        return [kept.get(address, address) for address in asked]
+        found = ((address, kept.get(address, address)) for address in asked)
+        return [known if isinstance(known, str) else address for address, known in found]
 
     def write_listen(self, addresses: Sequence[str]) -> None:
         """Keeps the port that `tcp/0` became."""
@@ -69,14 +85,20 @@ class StateFolder:
         if len(ports) == 1:
             port = ports.pop()
             places = (ANYWHERE, "/ip4/127.0.0.1/tcp/0")
-            self._write("listen.json", {place: place.removesuffix("0") + port for place in places})
+            with suppress(UserError):  # another port is found by the records that others read
+                self._write("listen.json", {place: place.removesuffix("0") + port for place in places})
 
     def read_profile(self, key: str) -> Measured | None:
-        kept = self._read("profile.json")
-        return Measured(**kept["measured"]) if kept and kept["key"] == key else None
+        """What was measured of this device, model and version; None if nothing was, or the file is damaged."""
+        kept = self._hints("profile.json")
+        try:
+            return Measured(**kept["measured"]) if kept.get("key") == key else None
+        except (KeyError, TypeError):
+            return None
 
     def write_profile(self, key: str, measured: Measured) -> None:
-        self._write("profile.json", {"key": key, "measured": asdict(measured)})
+        with suppress(UserError):  # it is measured again
+            self._write("profile.json", {"key": key, "measured": asdict(measured)})
 
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
@@ -90,8 +112,27 @@ class StateFolder:
         except (OSError, ValueError):
             raise UserError(f"{path} is damaged; move it away, or use another --state-dir") from None
 
+    def _hints(self, name: str) -> dict[str, Any]:
+        """The content of a file that the peer can do without; nothing, if it is damaged."""
+        try:
+            return self._read(name) or {}
+        except UserError:
+            return {}
+
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        write_atomically(self.path / name, json.dumps(content, indent=1).encode())
+        """A file that has this content is left as it is, so that a peer starts again on a full disk."""
+        path, data = self.path / name, json.dumps(content, indent=1).encode()
+        try:
+            if not path.exists() or path.read_bytes() != data:
+                write_atomically(path, data)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror}); {DISK_REMEDY}") from None
+
+
+def _own_inputs(named: dict[str, Any]) -> OwnInputs:
+    """What run.json says that the user has named."""
+    texts = {key: text for key, text in named.items() if isinstance(text, str)}
+    return OwnInputs(texts.get("model_code"), texts.get("data"), texts.get("data_glob"))
 
 
 def new_path() -> Path:

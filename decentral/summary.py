@@ -35,9 +35,11 @@ def summarise(folders: Sequence[Path], throttles: Sequence[float], seconds: floa
 
 
 def _last_life(lines: list[Line]) -> list[Line]:
-    """The lines that a peer wrote since it was last started."""
+    """The lines that a peer wrote since it was last started, or as many of them as its journal keeps."""
     starts = [index for index, line in enumerate(lines) if line["event"] == "started"]
-    return lines[starts[-1] :] if starts else []
+    kept = [index for index, line in enumerate(lines) if line["event"] == "continued"]
+    first = starts[-1] if starts else kept[0] if kept else len(lines)
+    return lines[first:]
 
 
 def _of_peer(lines: list[Line], throttle: float) -> dict[str, Any]:

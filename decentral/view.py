@@ -1,5 +1,8 @@
 """What a peer shows its user: a live view on a terminal, or a line every few seconds."""
 
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -7,10 +10,15 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from decentral.core.ids import short
+from decentral.core.plain_text import plain_text, printable
 from decentral.core.units import Seconds, readable_bytes
 from decentral.peers.node.node import Node, NodePhase
+from decentral.peers.node.setup import NodeSetup
+
+REASON_CHARS = 500  # of why a peer has stopped
 
 
 class Display(Protocol):
@@ -20,7 +28,8 @@ class Display(Protocol):
 
     def introduce(self, node: Node, folder: Path) -> None: ...
 
-    def update(self, node: Node, now: Seconds) -> None: ...
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        """`troubles`: what is wrong with this machine, a line each."""
 
     def close(self) -> None: ...
 
@@ -31,10 +40,12 @@ class LineDisplay:
     interval_s = 5.0
 
     def introduce(self, node: Node, folder: Path) -> None:
-        print(introduction(node, folder), flush=True)
+        say(introduction(node, folder))
 
-    def update(self, node: Node, now: Seconds) -> None:
-        print("  ".join(f"{name} {value}" for name, value in figures(node, now).items()), flush=True)
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        say("  ".join(f"{name} {value}" for name, value in figures(node, now).items()))
+        for trouble in troubles:
+            say(f"warning: {printable(trouble, REASON_CHARS)}")
 
     def close(self) -> None: ...
 
@@ -44,8 +55,8 @@ class LiveDisplay:
 
     interval_s = 0.5
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}")
         )
@@ -53,16 +64,23 @@ class LiveDisplay:
         self._live = Live(self._bar, console=self._console, refresh_per_second=4)
 
     def introduce(self, node: Node, folder: Path) -> None:
-        self._console.print(introduction(node, folder), soft_wrap=True)
+        self._console.print(introduction(node, folder), soft_wrap=True, markup=False)
         self._live.start()
 
-    def update(self, node: Node, now: Seconds) -> None:
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
         done, total, end = _progress(node, now)
         self._bar.update(self._task, description=node.phase.name.lower(), completed=done, total=total, end=end)
-        self._live.update(Group(self._bar, _table(node, now), _peers(node)))
+        warnings = (Text(f"warning: {printable(trouble, REASON_CHARS)}", style="yellow") for trouble in troubles)
+        self._live.update(Group(self._bar, _table(node, now), _peers(node), *warnings))
 
     def close(self) -> None:
         self._live.stop()
+
+
+def say(text: str) -> None:
+    """Prints it, if it can: a peer trains on where its output goes to a full disk, or to a terminal that is gone."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def introduction(node: Node, folder: Path) -> str:
@@ -74,15 +92,24 @@ def introduction(node: Node, folder: Path) -> str:
         f"run {setup.run}: {parameters / 1e6:.2f} M parameters in {len(setup.fragments)} fragments\n"
         f"peer {setup.own.peer} on {profile.device}: {speed} tokens/s\n"
         f"state in {folder}; go on later with: python -m decentral.peer --state-dir {folder}\n"
-        f"others join with:\n    python -m decentral.peer --join {setup.addresses[0]}"
+        f"others join with:\n    {' '.join(['python -m decentral.peer --join', setup.addresses[0], *_needed(setup)])}"
     )
 
 
-def farewell(node: Node, folder: Path, reason: str) -> None:
-    """Prints what the user reads last."""
+def _needed(setup: NodeSetup) -> list[str]:
+    """The flags without which nobody can join: no peer takes code or paths from another."""
+    code = setup.config.model.layers
+    named = ["--trust-model-code", shlex.quote(code)] if code is not None else []
+    return named if setup.config.data.kind == "python-stdlib" else [*named, "--data", "PATH"]
+
+
+def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
+    """Prints what the user reads last. `unsaved`: why there is no checkpoint of the end."""
     progress = node.progress
-    loss = "-" if progress.loss is None else f"{progress.loss:.3f}"
-    print(f"stopped ({reason}) after {progress.tokens:,} tokens, loss {loss}; saved in {folder}", flush=True)
+    done = f"after {progress.tokens:,} tokens, loss {progress.losses}"
+    why = printable(unsaved, REASON_CHARS)
+    saved = f"NOT saved ({why}): {folder} has the checkpoint before it, if any" if unsaved else f"saved in {folder}"
+    say(f"stopped ({printable(reason, REASON_CHARS)}) {done}; {saved}")
 
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:
@@ -90,7 +117,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
     progress = node.progress
     return {
         "step": f"{progress.step}",
-        "loss": "-" if progress.loss is None else f"{progress.loss:.3f}",
+        "loss": str(progress.losses),
         "held-out": "-" if progress.held_out is None else f"{progress.held_out:.3f}",
         "tokens/s": f"{progress.tokens_per_s:,.0f}",
         "busy": _busy(node) if progress.spent.total else "-",
@@ -132,7 +159,8 @@ def _peers(node: Node) -> Table:
         record, rate = entry.record, node.meter.bandwidth(peer)
         link = f"{readable_bytes(rate)}/s" if rate else "-"
         speed = f"{record.profile.tokens_per_s:,.0f}"
-        table.add_row(short(peer), record.profile.device, record.profile.region, str(record.step), speed, link)
+        device, region = plain_text(record.profile.device), plain_text(record.profile.region)
+        table.add_row(plain_text(short(peer)), device, region, str(record.step), speed, link)
     return table
 
 

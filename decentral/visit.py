@@ -11,9 +11,10 @@ from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import VERSION, Hello, Refused, Welcome
 from decentral.comm.wire.transport import AskError
-from decentral.core import config
+from decentral.core import config, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
+from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 
 HELLO_S = 15.0
@@ -28,19 +29,22 @@ class VisitedSwarm:
     config: config.Config
     contacts: list[PeerId]
     directory: HivemindDirectory
+    clock: SwarmClock
 
 
 @asynccontextmanager
 async def visit(join: Sequence[str]) -> AsyncIterator[VisitedSwarm]:
     """Connects for as long as the swarm is looked at. Raises UserError if no peer at these addresses answers."""
     with tempfile.TemporaryDirectory() as folder:
-        transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [])
+        clock = SwarmClock()
+        transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [], clock)
         try:
             contacts, welcome = await say_hello(join, transport, RunId(""))
             assert welcome is not None, "say_hello raises where no peer answers"
-            run, settings = RunId(welcome.run), config.from_canonical(welcome.config)
+            run, settings = RunId(welcome.run), swarm_config.received(welcome.config).built_in()
             directory = await transport.directory(records.keys(run, settings.swarm.shards), contacts)
-            yield VisitedSwarm(transport, run, settings, contacts, directory)
+            clock.agree(await directory.clocks_ahead_s(contacts))
+            yield VisitedSwarm(transport, run, settings, contacts, directory, clock)
         finally:
             await transport.close()
 

@@ -9,6 +9,7 @@ import pytest
 from decentral.comm.wire.messages import VERSION, Message
 from decentral.core.config import Config
 from decentral.core.reasons import Reason
+from decentral.sim.convergence_audit import MAX_DRIFT
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -112,3 +113,8 @@ def test_no_walk_passes_a_file_twice_but_for_one_return() -> None:
     for walk in walks:
         passed = Counter(re.findall(r"^\d+\. `([\w/.]+)`: ", walk, re.MULTILINE))
         assert sorted(passed.values())[-2:] in ([1, 1], [1, 2]), walk.splitlines()[0]
+
+
+def test_the_simulator_s_page_has_the_drift_that_the_audit_allows() -> None:
+    (row,) = [line for line in (ROOT / "docs/SIMULATOR.md").read_text().splitlines() if line.startswith("| drift |")]
+    assert row.split("|")[3].split()[0] == f"{MAX_DRIFT}"

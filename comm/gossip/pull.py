@@ -41,7 +41,6 @@ from decentral.core.units import Seconds
 MOST_READ = 0.6  # of the holders: where a window reads so many, slow weights, which tell of the others, are pulled
 RARER = 3  # times more rarely (docs/results/convergence.md)
 BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
-MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 ENOUGH_PERIODS = 2.0  # periods after which the answers that are here wait for no others
 LATE_PERIODS = 0.5  # a window may end so much later than on other peers, where the last one's merge took until then
 DOUBTED_WINDOWS = 16  # in which a partner is not asked, after its window was refused by the merge
@@ -226,10 +225,7 @@ class PullExchange(Exchange):
             return refused
         if pick(whole, names) != snapshot.layout:
             self._light_windows = RARER * self.whole_every  # it had no slow weights any more: they are due next time
-        self.seen.pop(event.peer, None)
-        self.seen[event.peer] = snapshot.seq
-        while len(self.seen) > MOST_SEEN:
-            del self.seen[next(iter(self.seen))]
+        snapshots.remember(self.seen, event.peer, snapshot.seq)
         moved = event.sent_bytes, event.received_bytes
         line = self.context.exchange_line(event.peer, "done", "", event.seconds, moved)
         line.fields["age_s"] = round(now - snapshot.time, 3)

@@ -6,13 +6,17 @@ fast as its unary calls and have no 4 MiB limit (docs/ARCHITECTURE.md, "What was
 """
 
 import asyncio
+import errno
 import logging
 import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +28,17 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure
+from hivemind.proto.dht_pb2 import PingRequest
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from decentral.comm.net.fair_shares import QuestionShares
 from decentral.comm.net.streams import Asker, Server, Stream
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import identity
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
+from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, Knows, knows_all
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
@@ -43,9 +49,16 @@ LIBP2P_START_S = 60.0  # the daemon's start on a loaded machine; hivemind's defa
 CONNECT_S = 10.0
 STORE_S = 10.0
 FETCH_S = 10.0
+DHT_END_S = 1.0
+MAX_SUBKEY_BYTES = 128  # a peer id as the DHT packs it has about 50
+BYTES_HEADER_BYTES = 5  # of a record as msgpack packs bytes
 MEET_AGAIN = 3  # peers that are asked back into an empty routing table at once
-MOST_CONNECTED = 256  # peers that are remembered as connected
+MOST_CONNECTED = 256  # peers that are remembered as connected; those that we connect to go before those that ask us
+MOST_LEARNED = 4096  # peers whose addresses are remembered; beyond them, those learned longest ago are forgotten
+MOST_STORED = 16384  # records that our node of the DHT stores: of a large swarm, each of a few KiB
 _NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
+TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what matters of its warnings
 
@@ -53,31 +66,47 @@ logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what ma
 class Libp2p:
     """A Transport. Create it with `start`."""
 
-    def __init__(self, p2p: P2P) -> None:
-        self._p2p = p2p
+    def __init__(self, p2p: P2P, place: "DaemonPlace", now: Callable[[], float]) -> None:
+        self._p2p, self._place, self._now = p2p, place, now
         self.peer = PeerId(p2p.peer_id.to_base58())
         self._addresses: dict[PeerId, tuple[str, ...]] = {}
         self._connected: set[PeerId] = set()
         self._server: Server | None = None
         self._uplink = Uplink()
         self._asker = Asker(self._open, self._uplink)
+        self._directory: HivemindDirectory | None = None
 
     @classmethod
-    async def start(cls, key: Path, listen: Sequence[str], announce: Sequence[str]) -> "Libp2p":
-        """Starts the daemon with the identity in `key`. Raises UserError if it cannot listen there."""
-        try:
-            p2p = await P2P.create(
-                host_maddrs=[Multiaddr(address) for address in listen],
-                announce_maddrs=[Multiaddr(address) for address in announce] or None,
-                identity_path=str(key),
-                check_if_identity_free=False,
-                startup_timeout=LIBP2P_START_S,
-                idle_timeout=3600,
-                use_auto_relay=True,
-            )
-        except (P2PDaemonError, ValueError) as error:
-            raise UserError(f"cannot listen on {', '.join(listen)}: {_last_line(error)}") from None
-        return cls(p2p)
+    async def start(
+        cls, key: Path, listen: Sequence[str], announce: Sequence[str], now: Callable[[], float] = time.time
+    ) -> "Libp2p":
+        """Starts the daemon with the identity in `key`. Raises UserError if it cannot listen there.
+
+        Records of the DHT expire by `now`, which gives unix time.
+        """
+        place = DaemonPlace(key, tuple(listen), tuple(announce))
+        for module in TIMED:  # hivemind asks the wall clock, which may jump
+            import_module(module).get_dht_time = now  # type: ignore[attr-defined]
+        return cls(await place.start(), place, now)
+
+    async def ended(self) -> str:
+        """Waits until the daemon has ended, and says how."""
+        code = await self._p2p._child.wait()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    async def revive(self) -> None:
+        """Starts the daemon again after it has ended, at the same addresses. Raises UserError if it cannot listen."""
+        self._asker.close()
+        self._connected.clear()
+        with suppress(Exception):  # of its client, whose daemon is gone
+            await self._p2p.shutdown()
+        self._p2p = await self._place.at_ports_of(self._p2p).start()
+        if self._server is not None:
+            await self._listen(self._server)
+        some = random.sample(sorted(self._addresses), min(MEET_AGAIN, len(self._addresses)))
+        await asyncio.gather(*map(self._reach, some))
+        if self._directory is not None:
+            await self._directory.revive(self._p2p, some)
 
     async def addresses(self) -> tuple[str, ...]:
         """Our addresses for others, each ending in /p2p/<our id>; the loopback ones come last."""
@@ -91,12 +120,17 @@ class Libp2p:
             async with asyncio.timeout(CONNECT_S):
                 await self._p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(place)])
         except (*_NETWORK_ERRORS, TimeoutError) as error:
-            raise AskError(Reason.UNREACHABLE, _last_line(error)) from None
+            raise _failure(error) from None
         self._connected.add(peer)
+        while len(self._connected) > MOST_CONNECTED:
+            self._connected.remove(next(one for one in self._connected if one != peer))
         return peer
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        self._addresses.pop(peer, None)
         self._addresses[peer] = addresses
+        while len(self._addresses) > MOST_LEARNED:
+            del self._addresses[next(iter(self._addresses))]
 
     def pace(self, rate: Callable[[], float | None]) -> None:
         self._uplink.rate = rate
@@ -109,7 +143,7 @@ class Libp2p:
             raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
         except _NETWORK_ERRORS as error:
             self._connected.discard(to)
-            raise AskError(Reason.UNREACHABLE, _last_line(error)) from None
+            raise _failure(error) from None
 
     async def _open(self, to: PeerId) -> Stream:
         """A new stream to this peer. Raises AskError, and _NETWORK_ERRORS."""
@@ -121,9 +155,11 @@ class Libp2p:
         _, reader, writer = await self._p2p.call_binary_stream_handler(name, PROTOCOL)
         return Stream(reader, writer)
 
-    async def serve(self, handler: Handler, bound: BlobBound) -> None:
-        server = self._server = Server(handler, bound, self._uplink)
+    async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
+        self._server = Server(handler, bound, self._uplink, shares=QuestionShares(knows))
+        await self._listen(self._server)
 
+    async def _listen(self, server: Server) -> None:
         async def on_stream(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             sender = PeerId(info.peer_id.to_base58())
             if len(self._connected) < MOST_CONNECTED:
@@ -139,17 +175,9 @@ class Libp2p:
 
     async def directory(self, keys: Iterable[str], known: Iterable[PeerId]) -> "HivemindDirectory":
         """Our node of the DHT. It stores records of these keys only, and begins with peers that we are connected to."""
-        dht = await DHTNode.create(
-            p2p=self._p2p,
-            initial_peers=[Multiaddr(f"/p2p/{peer}") for peer in known] or None,
-            record_validator=SignedRecords(keys),
-            ensure_bootstrap_success=False,
-            strict=False,
-            cache_locally=False,
-            cache_nearest=0,
-            num_workers=4,
-        )
-        return HivemindDirectory(dht, self._connected)
+        valid = SignedRecords(keys, self._now)
+        self._directory = HivemindDirectory(await _dht_node(self._p2p, valid, known), valid, self._connected)
+        return self._directory
 
     def processor_s(self) -> Seconds:
         """Of the daemon. Only Linux says so of another process."""
@@ -173,12 +201,62 @@ class Libp2p:
                     return
 
 
+@dataclass(frozen=True, slots=True)
+class DaemonPlace:
+    """Under which key a libp2p daemon runs, where it listens, and where it says that it does."""
+
+    key: Path
+    listen: tuple[str, ...]
+    announce: tuple[str, ...]
+
+    async def start(self) -> P2P:
+        """Raises UserError if it cannot listen there."""
+        try:
+            return await P2P.create(
+                host_maddrs=[Multiaddr(address) for address in self.listen],
+                announce_maddrs=[Multiaddr(address) for address in self.announce] or None,
+                identity_path=str(self.key),
+                check_if_identity_free=False,
+                startup_timeout=LIBP2P_START_S,
+                idle_timeout=3600,
+                use_auto_relay=True,
+            )
+        except (P2PDaemonError, ValueError) as error:
+            raise UserError(f"cannot listen on {', '.join(self.listen)}: {_last_line(error)}") from None
+
+    def at_ports_of(self, daemon: P2P) -> "DaemonPlace":
+        """The same place, with the port that `tcp/0` became: others know that one."""
+        ports = {address["tcp"] for address in daemon._visible_maddrs or () if "tcp" in address}
+        port = ports.pop() if len(ports) == 1 else "0"
+        return replace(self, listen=tuple(re.sub("/tcp/0$", f"/tcp/{port}", address) for address in self.listen))
+
+
+async def _dht_node(p2p: P2P, valid: "SignedRecords", known: Iterable[PeerId]) -> DHTNode:
+    return await DHTNode.create(
+        p2p=p2p,
+        initial_peers=[Multiaddr(f"/p2p/{peer}") for peer in known] or None,
+        record_validator=valid,
+        ensure_bootstrap_success=False,
+        strict=False,
+        cache_locally=False,
+        cache_nearest=0,
+        num_workers=4,
+    )
+
+
 class HivemindDirectory:
     """A Directory on hivemind's Kademlia DHT."""
 
-    def __init__(self, dht: DHTNode, connected: Set[PeerId]) -> None:
+    def __init__(self, dht: DHTNode, valid: "SignedRecords", connected: Set[PeerId]) -> None:
         """`connected`: the peers that the transport is connected to, as they come and go."""
-        self._dht, self._connected = dht, connected
+        self._dht, self._valid, self._connected = dht, valid, connected
+
+    async def revive(self, p2p: P2P, known: Iterable[PeerId]) -> None:
+        """A new node in the place of the one whose daemon has ended. It has no records: others send them again."""
+        with suppress(Exception):  # it wants to tell the daemon, which is gone
+            async with asyncio.timeout(DHT_END_S):
+                await self._dht.shutdown()
+        self._dht = await _dht_node(p2p, self._valid, known)
 
     async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
         try:
@@ -213,6 +291,21 @@ class HivemindDirectory:
             async with asyncio.timeout(CONNECT_S):
                 await self._dht.protocol.call_ping(PeerID.from_base58(peer))
 
+    async def clocks_ahead_s(self, peers: Iterable[PeerId]) -> list[Seconds]:
+        """How far these peers' clocks are ahead of ours, to half of the way there and back; of those that answer."""
+        asked = await asyncio.gather(*map(self._clock_ahead_s, peers))
+        return [ahead_s for ahead_s in asked if ahead_s is not None]
+
+    async def _clock_ahead_s(self, peer: PeerId) -> Seconds | None:
+        protocol = self._dht.protocol
+        question, began = PingRequest(peer=protocol.node_info), self._valid.now()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                answer = await protocol.get_stub(PeerID.from_base58(peer)).rpc_ping(question, timeout=CONNECT_S)
+        except Exception:  # of another peer's answer
+            return None
+        return answer.dht_time - (began + self._valid.now()) / 2 if answer.dht_time else None
+
     async def close(self) -> None:
         await self._dht.shutdown()
 
@@ -220,20 +313,36 @@ class HivemindDirectory:
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     """Our node of the DHT stores and returns only records of our keys that are signed by the peer they name."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], now: Callable[[], float]) -> None:
+        self.now = now
         self._keys = {DHTID.generate(source=key).to_bytes(): key for key in keys}
+        self._stored: dict[tuple[bytes, bytes], float] = {}  # when each record that we have accepted expires
 
     def validate(self, record: DHTRecord) -> bool:
         key = self._keys.get(record.key)
+        if key is None or len(record.subkey) > MAX_SUBKEY_BYTES:
+            return False
+        if len(record.value) > identity.max_record_bytes(key) + BYTES_HEADER_BYTES:
+            return False
         try:
             peer = MSGPackSerializer.loads(record.subkey)
             value = DHTProtocol.serializer.loads(record.value)
-            if key is None or not isinstance(peer, str) or not isinstance(value, bytes):
+            if not isinstance(peer, str) or not isinstance(value, bytes):
                 return False
-            _, expires = identity.open_sealed(key, PeerId(peer), value, time.time())
+            _, expires = identity.open_sealed(key, PeerId(peer), value, self.now())
         except Exception:  # another peer's bytes may raise anything
             return False
-        return bool(expires == record.expiration_time)
+        return bool(expires == record.expiration_time) and self._has_room((record.key, record.subkey), expires)
+
+    def _has_room(self, name: tuple[bytes, bytes], expires: float) -> bool:
+        """Remembers the record. A new name finds no room while MOST_STORED others have not expired."""
+        if name not in self._stored and len(self._stored) >= MOST_STORED:
+            now = self.now()
+            self._stored = {one: until for one, until in self._stored.items() if until > now}
+            if len(self._stored) >= MOST_STORED:
+                return False
+        self._stored[name] = expires
+        return True
 
 
 def parse_address(address: str) -> tuple[PeerId, str]:
@@ -256,6 +365,14 @@ def _plain(found: Any) -> dict[str, bytes]:
         return {}
     values = {key: one.value if isinstance(one, ValueWithExpiration) else one for key, one in found.value.items()}
     return {key: value for key, value in values.items() if isinstance(key, str) and isinstance(value, bytes)}
+
+
+def _failure(error: BaseException) -> AskError:
+    """Why no answer came: the other peer is out of reach, or this machine has nothing left to ask with."""
+    if isinstance(error, OSError) and error.errno in EXHAUSTED:
+        remedy = "; raise the limit (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        return AskError(Reason.RESOURCES, f"{error.strerror}{remedy}")
+    return AskError(Reason.UNREACHABLE, _last_line(error))
 
 
 def _last_line(error: BaseException) -> str:

@@ -36,6 +36,7 @@ class Records:
     late_s: Seconds = 0.0  # mean time until readers find a record
     stale: float = 0.0  # the probability that a reader gets the version before
     epoch: Seconds = 0.0  # unix time of the agenda's zero: records expire by the wall clock
+    ahead_s: dict[PeerId, Seconds] = field(default_factory=dict)  # of each reader's clock, where it is not right
     _keys: dict[str, dict[str, list[Version]]] = field(default_factory=dict)
 
     def store(self, writer: PeerId, key: str, subkey: str, value: bytes, expires: float) -> bool:
@@ -50,13 +51,14 @@ class Records:
 
     def fetch(self, reader: PeerId, key: str) -> dict[str, bytes]:
         found, now = {}, self.agenda.now
-        held = self._keys.get(key, {})
+        held, by_clock = self._keys.get(key, {}), self.epoch + now + self.ahead_s.get(reader, 0.0)
         for subkey, versions in held.items():
             version = self._version(versions, reader, now)
-            if version is not None and version.expires > self.epoch + now:
+            if version is not None and version.expires > by_clock:
                 found[subkey] = version.value
         if len(found) * 2 < len(held):
-            self._keys[key] = {k: versions for k, versions in held.items() if versions[-1].expires > self.epoch + now}
+            by_slowest = self.epoch + now + min(self.ahead_s.values(), default=0.0)
+            self._keys[key] = {k: versions for k, versions in held.items() if versions[-1].expires > by_slowest}
         return found
 
     def _version(self, versions: list[Version], reader: PeerId, now: Seconds) -> Version | None:

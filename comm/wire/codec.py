@@ -17,7 +17,7 @@ from decentral.comm.wire.messages import VERSION, Message
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 
-MAX_HEADER_BYTES = 128 * 1024  # a Welcome carries a config of up to 64 KiB
+MAX_HEADER_BYTES = 128 * 1024  # a RoundReport may name 256 micro-batches and 4096 versions
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 _FIELDS = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in _KINDS.items()}

@@ -21,7 +21,9 @@ from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 
-MAX_RECORD_BYTES = 96 * 1024  # a config record carries up to 64 KiB of YAML
+MAX_RECORD_BYTES = 96 * 1024  # of a plan: about 1,300 spans
+MAX_PEER_RECORD_BYTES = 16 * 1024  # of a peer's record, with its seal
+MAX_LIFETIME_S = 2 * 3600.0  # of a record; a swarm.record_ttl_s of an hour, and clocks that differ by another
 KEY_BITS = 2048
 
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=32)
@@ -53,7 +55,9 @@ class Identity:
             if not path.exists():
                 _create(path)
             key = serialization.load_der_private_key(_strip(path.read_bytes()), password=None)
-        except (OSError, ValueError, TypeError, UnsupportedAlgorithm, ProtocolError) as error:
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; make room there, or use another --state-dir") from None
+        except (ValueError, TypeError, UnsupportedAlgorithm, ProtocolError) as error:
             raise UserError(f"{path} holds no libp2p identity ({error}); move it away to get a new one") from None
         if not isinstance(key, rsa.RSAPrivateKey):
             raise UserError(f"{path} must hold an RSA identity; it is a {type(key).__name__}")
@@ -71,10 +75,10 @@ class Identity:
 
 def open_sealed(key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
     """The body and its expiry. Raises ProtocolError unless `peer` has signed it for `key` and it has not expired."""
-    body, expires, public, signature = _parts(record)
+    body, expires, public, signature = _parts(record, max_record_bytes(key))
     if peer_of(public) != peer:
         raise ProtocolError(Reason.IDENTITY, "the key is not the peer's")
-    if not now < expires < now + 7 * 86400:
+    if not now < expires < now + MAX_LIFETIME_S:
         raise ProtocolError(Reason.EXPIRED, f"{expires - now:.0f} s from now")
     try:
         loaded = serialization.load_der_public_key(public)
@@ -92,8 +96,13 @@ def peer_of(public: bytes) -> PeerId:
     return PeerId(base58.b58encode(b"\x12\x20" + hashlib.sha256(protobuf).digest()).decode())
 
 
-def _parts(record: bytes) -> tuple[bytes, float, bytes, bytes]:
-    if len(record) > MAX_RECORD_BYTES:
+def max_record_bytes(key: str) -> int:
+    """The size of the largest record under this key of the DHT."""
+    return MAX_PEER_RECORD_BYTES if key.split("/")[1:2] == ["peers"] else MAX_RECORD_BYTES
+
+
+def _parts(record: bytes, most: int) -> tuple[bytes, float, bytes, bytes]:
+    if len(record) > most:
         raise ProtocolError(Reason.OVERSIZE, f"a record of {len(record)} bytes")
     try:
         parts = msgpack.unpackb(record, use_list=False)

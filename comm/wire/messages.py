@@ -24,14 +24,17 @@ Every field has a bound, and is checked against it before anything else looks at
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
-from pydantic import Field, Strict
+from pydantic import AfterValidator, Field, Strict
 
+from decentral.core.config import MAX_CONFIG_BYTES
 from decentral.core.fragments import Layout
+from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB
 
-VERSION = 4
+VERSION = 5
 
 MAX_BLOB_BYTES = 1 << 34  # for any blob; each question has a tighter bound for its answer
 MAX_PROBE_BYTES = 4 * MiB
@@ -43,10 +46,11 @@ MAX_EXECUTIONS = 256  # in one CommitDecision
 MAX_MEMBERS = 128  # in a synchronous round
 MAX_NEWCOMERS = 16  # in one RoundReport
 
-Run = Annotated[str, Strict(), Field(max_length=64)]
+NAME = r"^[A-Za-z0-9._-]*$"  # of a run, a peer, a reason: it is shown, and means itself on any terminal
+Run = Annotated[str, Strict(), Field(max_length=64, pattern=NAME)]
 Sequences = Annotated[int, Strict(), Field(gt=0, lt=1 << 20)]  # in a micro-batch
-Peer = Annotated[str, Strict(), Field(max_length=64)]
-Word = Annotated[str, Strict(), Field(min_length=1, max_length=32)]
+Peer = Annotated[str, Strict(), Field(max_length=64, pattern=NAME)]
+Word = Annotated[str, Strict(), Field(min_length=1, max_length=32, pattern=NAME)]
 Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
 Index = Annotated[int, Strict(), Field(ge=0, lt=1 << 20)]
 Digest = Annotated[bytes, Strict(), Field(min_length=16, max_length=16)]
@@ -62,7 +66,7 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class Welcome:
     run: Run
-    config: Annotated[str, Strict(), Field(max_length=65536)]
+    config: Annotated[str, Strict(), Field(max_length=MAX_CONFIG_BYTES)]  # plain JSON: core/swarm_config.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +368,7 @@ class RoundReport:
 @dataclass(frozen=True, slots=True)
 class Refused:
     reason: Word
-    detail: Annotated[str, Strict(), Field(max_length=200)] = ""
+    detail: Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))] = ""
 
 
 LinkMessage = Hello | Welcome | Ping | Pong | Probe | Probed

@@ -129,7 +129,7 @@ class PullRule(UpdateRule):
             steps_taken.append(Weighted(share * influence.scale(one.length, progress), one.pseudo_gradient))
             if one.phi is not None:
                 slow_weights.append(Weighted(share * influence.scale(one.distance, near), one.phi))
-        correction = self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps))
+        correction = self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps, self.tools.optimizer))
         self.closed = None  # not before: where memory is too small for the step, the last checkpoint still has it
         return correction
 

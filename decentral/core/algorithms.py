@@ -60,6 +60,7 @@ class FragmentContext:
     gossip: "GossipConfig"
     view: GossipView
     round: int = 0  # the newest round that others have announced, where the algorithm blocks
+    restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
 
     def period_s(self, size: int) -> Seconds:
         """Seconds between two windows of the fragment, where its snapshots have `size` bytes."""

@@ -1,34 +1,48 @@
 """One strict YAML describes a run. An unknown key fails and names the nearest valid one.
 
-The peer that starts a run loads the file; the others take it from the swarm in its canonical form, whose digest they
-check. A setting of one peer alone (device, state folder, throttle) is a flag, never a key here.
+The peer that starts a run loads the file; the others take it from the swarm in its canonical form
+(decentral/core/swarm_config.py). A setting of one peer alone (device, state folder, throttle) is a flag, never a key.
+
+Every number and text has bounds, for a stranger may have sent it: none may fill a memory or keep a core busy. Where
+several together make something large, a validator bounds their product.
 """
 
 import difflib
 import hashlib
-import re
+import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticKnownError
 
-from decentral.core import algorithms
+from decentral.core import algorithms, own_yaml
 from decentral.core.errors import UserError
+from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs, agreed_code
+from decentral.core.plain_text import printable
 
-MAX_CONFIG_BYTES = 64 * 1024
+MAX_YAML_BYTES = 64 * 1024  # of a user's own YAML
+MAX_CONFIG_BYTES = 8 * 1024  # of the canonical form, which travels; the longest valid one has about 2 KiB
+MAX_INTERVAL_S = 1e7  # for any time in a config
+MIN_INTERVAL_S = 0.01  # for whatever a peer does again and again
+MAX_RECORD_S = 3600.0  # lifetime of a peer's record
+MAX_BATCH_TOKENS = 1 << 24  # of one micro-batch, and of one evaluation: 128 MiB of token numbers
+MAX_ROTARY = 1 << 24  # context times channels of a head: entries of each of a block's two tables of rotary positions
+OWN_DATA_KEYS = ("path", "glob")  # of `data`: they name a peer's own files, and do not travel
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
 LEARNING_RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best of those that docs/results/convergence.md compares
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
 _SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
 _SHORT.maxlevel = 2
 
-Positive = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=1 << 20)]
+Large = Annotated[int, Field(gt=0, le=1 << 40)]
+Steps = Annotated[int, Field(ge=0, le=1 << 40)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e12)]
+Interval = Annotated[float, Field(ge=MIN_INTERVAL_S, le=MAX_INTERVAL_S)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -41,7 +55,7 @@ def _algorithm_name(value: object) -> object:
     return value
 
 
-AlgorithmName = Annotated[str, BeforeValidator(_algorithm_name)]
+AlgorithmName = Annotated[str, BeforeValidator(_algorithm_name), Field(max_length=32)]
 
 
 class Strict(BaseModel):
@@ -51,15 +65,16 @@ class Strict(BaseModel):
 class ModelConfig(Strict):
     """A Llama-style decoder. Its size follows from `depth`, unless other keys say otherwise."""
 
-    depth: Positive = 2
-    width: Positive | None = None  # 64 * depth
+    depth: Annotated[int, Field(gt=0, le=1024)] = 2
+    width: Annotated[int, Field(gt=0, le=65_536)] | None = None  # 64 * depth
     heads: Positive | None = None  # one for every 32 channels up to width 256, above it one for every 64
     kv_heads: Positive | None = None  # as many as `heads`; fewer is grouped-query attention
     hidden: Positive | None = None  # 8/3 * width, rounded up to a multiple of 32
     vocabulary: Positive = 256
     context: Positive = 128
     rope_theta: PositiveFloat = 10_000.0
-    layers: str | None = None  # "package.module:function", which returns list[nn.Module]: a user's own model
+    # "package.module:function", which returns list[nn.Module]: a user's own model, whose code others have to trust
+    layers: Annotated[str, Field(max_length=256)] | None = None
 
     @model_validator(mode="after")
     def shapes_fit(self) -> "ModelConfig":
@@ -68,6 +83,8 @@ class ModelConfig(Strict):
                 raise ValueError(f"width {self.d_model} must be an even multiple of heads {self.n_heads}")
             if self.n_heads % self.n_kv_heads:
                 raise ValueError(f"heads {self.n_heads} must be a multiple of kv_heads {self.n_kv_heads}")
+            if self.context * (self.d_model // self.n_heads) > MAX_ROTARY:
+                raise ValueError(f"context times channels of a head must be at most {MAX_ROTARY}; more heads, perhaps")
         return self
 
     @property
@@ -99,16 +116,10 @@ class DataConfig(Strict):
     """Where the tokens come from: train/data.py."""
 
     kind: Literal["python-stdlib", "text", "tokens"] = "python-stdlib"
-    path: str | None = None  # a file or folder on each peer's own disk
-    glob: str = "**/*.txt"  # which files of a folder of text
+    path: Annotated[str, Field(max_length=4096)] | None = None  # a file or folder on this peer's own disk
+    glob: Annotated[str, Field(max_length=256)] = "**/*.txt"  # which files of a folder of text
     token_bytes: Literal[2, 4] = 2  # width of an entry of a tokens file
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of the tokens that no peer trains on
-
-    @model_validator(mode="after")
-    def path_is_given(self) -> "DataConfig":
-        if self.kind != "python-stdlib" and self.path is None:
-            raise ValueError(f"data.kind {self.kind} needs data.path")
-        return self
 
 
 class TrainMemory(Strict):
@@ -117,7 +128,7 @@ class TrainMemory(Strict):
     weights: Literal["float32", "bfloat16"] = "float32"  # and gradients; bfloat16 is rounded stochastically
     moments: Literal["float32", "int8"] = "float32"  # of AdamW's matrices; int8 needs bitsandbytes: decentral[8bit]
     recompute: bool = False  # a block's activations are computed again in the backward pass, not kept
-    logits_at_once: Positive = 1 << 25  # tokens times vocabulary; the loss of more is computed part by part
+    logits_at_once: Large = 1 << 25  # tokens times vocabulary; the loss of more is computed part by part
 
 
 class TrainConfig(TrainMemory):
@@ -128,18 +139,18 @@ class TrainConfig(TrainMemory):
     # Muon trains the matrices between the first and the last layer, AdamW all else: docs/CONVERGENCE.md
     optimizer: Literal["adamw", "muon"] = "muon"  # of the matrices between the first and last layer: AdamW has the rest
     learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: the optimizer's own, of LEARNING_RATES
-    warmup_steps: Annotated[int, Field(ge=0)] = 50
-    total_steps: Positive | None = None  # the learning rate's decay ends here; None: it is constant after the warm-up
+    warmup_steps: Steps = 50
+    total_steps: Large | None = None  # the learning rate's decay ends here; None: it is constant after the warm-up
     final_rate: Fraction = 0.1  # share of learning_rate that is left at total_steps
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.1
     clip_norm: PositiveFloat = 1.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
     compile: bool = False  # torch.compile, on CUDA only
-    eval_every_s: PositiveFloat = 15.0
+    eval_every_s: Interval = 15.0
     eval_sequences: Positive = 64
-    emulated_micro_batch_s: Annotated[float, Field(ge=0)] = 0.0  # a micro-batch takes at least this long
+    emulated_micro_batch_s: Annotated[float, Field(ge=0, le=3600)] = 0.0  # a micro-batch takes at least this long
 
     @property
     def peak_rate(self) -> float:
@@ -153,10 +164,10 @@ class GossipConfig(Strict):
     # A name in core/algorithms.py. With `synchronous` nothing is averaged but gradients, before each step
     # (docs/ROUTES.md): of the settings below it uses fragment_parameters alone.
     algorithm: AlgorithmName = "pull"
-    window_s: PositiveFloat = 0.5
-    start_window_s: PositiveFloat = 0.125  # in the first start_steps of the swarm, when replicas drift apart fastest
-    start_steps: Annotated[int, Field(ge=0)] = 100
-    partners: Positive = 3  # pulled from in each window
+    window_s: Interval = 0.5
+    start_window_s: Interval = 0.125  # in the first start_steps of the swarm, when replicas drift apart fastest
+    start_steps: Steps = 100
+    partners: Annotated[int, Field(gt=0, le=64)] = 3  # pulled from in each window
     consensus_every: Positive = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each
     momentum: Fraction = 0.0  # alpha
     step: PositiveFloat = 1.0  # beta
@@ -165,15 +176,17 @@ class GossipConfig(Strict):
     core_share: Annotated[float, Field(gt=0, le=1)] = (
         0.02  # of the cores that train, likewise; start_steps may use more
     )
-    fragment_parameters: Positive = 65_536  # layers smaller than this share a fragment
-    max_age_s: PositiveFloat = 60.0  # an older snapshot is not merged
+    fragment_parameters: Large = 65_536  # layers smaller than this share a fragment
+    max_age_s: Interval = 60.0  # an older snapshot is not merged
 
 
 class RoutesConfig(Strict):
     """How micro-batches travel between peers that hold a part of the model each."""
 
     wire: Literal["bf16", "int8", "fp32"] = "bf16"  # codec of activations and their gradients; int8 is blockwise
-    holders: Positive = 2  # a peer gives up no layer that fewer others hold, unless it takes lost layers instead
+    holders: Annotated[int, Field(gt=0, le=4096)] = (
+        2  # a peer gives up no layer that fewer others hold, unless it takes lost layers instead
+    )
     overlap: bool = False  # micro-batches begin before the step of the last ones is taken: docs/ROUTES.md has the cost
     sums: Annotated[int, Field(ge=1, le=16)] = 4  # sealed sums of gradients that may wait at once, with `overlap`
 
@@ -186,12 +199,16 @@ class RoutesConfig(Strict):
 class SwarmConfig(Strict):
     """How peers find each other, and how often they save."""
 
-    record_ttl_s: PositiveFloat = 60.0  # a peer's record expires after this long
-    renew_s: PositiveFloat = 20.0  # a peer stores its record this often
-    refresh_s: PositiveFloat = 4.0  # a peer reads the directory this often
-    shards: Positive = 1  # keys over which the records are spread; about one for every hundred peers
-    checkpoint_every_s: PositiveFloat = 30.0
-    max_peers: Positive = 4096
+    record_ttl_s: Annotated[float, Field(ge=MIN_INTERVAL_S, le=MAX_RECORD_S)] = (
+        60.0  # a peer's record expires after this long
+    )
+    renew_s: Interval = 20.0  # a peer stores its record this often
+    refresh_s: Interval = 4.0  # a peer reads the directory this often
+    shards: Annotated[int, Field(gt=0, le=256)] = (
+        1  # keys over which the records are spread; about one for every hundred peers
+    )
+    checkpoint_every_s: Interval = 30.0
+    max_peers: Annotated[int, Field(gt=0, le=1 << 16)] = 4096
 
     @model_validator(mode="after")
     def renewed_in_time(self) -> "SwarmConfig":
@@ -203,8 +220,8 @@ class SwarmConfig(Strict):
 class Config(Strict):
     """A run: all peers of a swarm have the same one."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "stdlib-gpt"
-    seed: int = 0
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$", max_length=41)] = "stdlib-gpt"
+    seed: Annotated[int, Field(ge=-(1 << 62), lt=1 << 62)] = 0
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -227,41 +244,51 @@ class Config(Strict):
             raise ValueError("train.weights and train.moments must be float32 where gossip.algorithm is synchronous")
         return self
 
+    @model_validator(mode="after")
+    def batches_are_bounded(self) -> "Config":
+        sizes = {"micro_batch": self.train.micro_batch, "eval_sequences": self.train.eval_sequences}
+        for key, sequences in sizes.items():
+            if isinstance(sequences, int) and sequences * self.model.context > MAX_BATCH_TOKENS:
+                raise ValueError(f"train.{key} times model.context must be at most {MAX_BATCH_TOKENS} tokens")
+        return self
+
+    @property
+    def own_inputs(self) -> OwnInputs:
+        """The code and the files that this config names."""
+        data = self.data
+        return OwnInputs(self.model.layers, data.path, data.glob if data.path is not None else None)
+
     def canonical(self) -> str:
-        """YAML with every key, sorted: equal configs give equal text."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=True)
+        """JSON with every key that the peers of a run share, sorted: runs that are equal give equal text.
+
+        The keys that name files of one peer are left out.
+        """
+        tree = self.model_dump(mode="json", exclude={"data": set(OWN_DATA_KEYS)})
+        return json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def digest(self) -> str:
         return hashlib.blake2b(self.canonical().encode(), digest_size=16).hexdigest()
 
 
-def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The config at `path` (default: the one that comes with the package), then `key=value` overrides.
+def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs = NOTHING_NAMED) -> Config:
+    """The config at `path` (default: the one that comes with the package), then `key=value` overrides, then flags.
 
     `path` may also be the name of a shipped config, such as `default`. Raises UserError.
     """
-    tree = _parse(_read(path), str(path or "default"))
+    tree = own_yaml.mapping(_read(path), str(path or "default"))
     for override in overrides:
         _set(tree, override)
-    return _validate(tree)
-
-
-def from_canonical(text: str) -> Config:
-    """Reads a config that came from another peer. Raises UserError if it is not valid."""
-    if len(text.encode()) > MAX_CONFIG_BYTES:
-        raise UserError(f"config: at most {MAX_CONFIG_BYTES} bytes; it has {len(text.encode())}")
-    return _validate(_parse(text, "the swarm"))
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 8e-3 is a number too (YAML 1.1 wants 8.0e-3)."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)$"),
-    list("-+0123456789"),
-)
+    found = validated(tree)
+    if own.model_code is not None and found.model.layers is not None:
+        agreed_code(found.model.layers, own.model_code, "the config's")
+    named = {"path": own.data or found.data.path, "glob": own.data_glob or found.data.glob}
+    model = found.model.model_copy(update={"layers": own.model_code or found.model.layers})
+    found = found.model_copy(update={"model": model, "data": found.data.model_copy(update=named)})
+    if found.data.kind == "python-stdlib" and (own.data or own.data_glob):
+        raise UserError("--data: data.kind python-stdlib reads none; add --set data.kind=text, or tokens")
+    if found.data.kind != "python-stdlib" and found.data.path is None:
+        raise UserError(f"config: data: kind {found.data.kind} needs data.path, or the flag --data PATH")
+    return found
 
 
 def _read(path: str | Path | None) -> str:
@@ -269,8 +296,8 @@ def _read(path: str | Path | None) -> str:
     if path is None or (not Path(path).exists() and "/" not in str(path) and shipped.is_file()):
         return shipped.read_text()
     try:
-        if Path(path).stat().st_size > MAX_CONFIG_BYTES:
-            raise UserError(f"config: {path} is larger than {MAX_CONFIG_BYTES} bytes; is it a config?")
+        if Path(path).stat().st_size > MAX_YAML_BYTES:
+            raise UserError(f"config: {path} is larger than {MAX_YAML_BYTES} bytes; is it a config?")
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         names = sorted(entry.name.removesuffix(".yaml") for entry in shipped_configs())
@@ -279,20 +306,6 @@ def _read(path: str | Path | None) -> str:
 
 def shipped_configs() -> list[Any]:
     return [entry for entry in files("decentral.configs").iterdir() if entry.name.endswith(".yaml")]
-
-
-def _parse(text: str, source: str) -> dict[str, Any]:
-    try:
-        tree = yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader: it makes plain values only
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date or a number that cannot be
-        where = getattr(error, "problem_mark", None)
-        line = f" at line {where.line + 1}" if where else ""
-        raise UserError(f"config: {source} is not valid YAML{line}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise UserError(f"config: {source} must be a mapping of sections; it is a {type(tree).__name__}")
-    return tree
 
 
 def _set(tree: dict[str, Any], override: str) -> None:
@@ -306,17 +319,17 @@ def _set(tree: dict[str, Any], override: str) -> None:
             raise UserError(f"--set {key}: {parent} is not a section")
         tree = child
     try:
-        tree[leaf] = yaml.load(value, Loader=_Loader)
-    except (yaml.YAMLError, ValueError):
+        tree[leaf] = own_yaml.value(value)
+    except ValueError:
         raise UserError(f"--set {key}: {value!r} is not a YAML value") from None
 
 
-def _validate(tree: Mapping[str, Any]) -> Config:
+def validated(tree: Mapping[str, Any]) -> Config:
+    """The config in a tree of plain values. Raises UserError, in one line of printable text."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        printable = (char if char.isprintable() else "?" for char in _explain(error))  # another peer may have sent it
-        raise UserError("config: " + "".join(printable)[:300]) from None
+        raise UserError("config: " + printable(_explain(error), 300)) from None  # another peer may have sent it
 
 
 def _explain(error: ValidationError) -> str:

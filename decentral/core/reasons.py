@@ -22,6 +22,7 @@ class Reason(StrEnum):
     DEADLINE = "deadline"  # no answer came in time
     UNREACHABLE = "unreachable"  # no peer listens at that address
     CUT = "cut"  # the stream ended early
+    RESOURCES = "resources"  # this machine cannot ask: it has no open file or no memory left
     SILENT = "silent"  # a peer has left two questions unanswered
 
     # The run and its parts
@@ -62,6 +63,7 @@ class Reason(StrEnum):
     # This peer cannot do it now
     BUSY = "busy"  # this peer takes no more work at present
     NOT_READY = "not-ready"  # this peer does not train yet, or has not come that far
+    STRANGER = "stranger"  # this peer knows no record of the asker, and answers only what a newcomer has to ask
     LEAVING = "leaving"  # this peer leaves the swarm
     GONE = "gone"  # this peer no longer works on it, or has gone
 

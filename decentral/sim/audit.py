@@ -3,7 +3,8 @@
     gossip_audit.py       whole, once, baseline, timely, folded, fresh, mass
     route_audit.py        micro-batches that travel through several peers
     convergence_audit.py  together, drift, roster
-    here                  holds state: no peer starts from nothing while a peer that trains can be reached
+    here                  saved: a peer's checkpoint is no older than two intervals, but for a disk that was full
+                          holds state: no peer starts from nothing while a peer that trains can be reached
                           bounded: requests open at a peer, its own requests, its jobs and held answers have limits,
                           and all end in time
                           never waits: a peer that trains is never longer without a step than its device needs, but
@@ -16,7 +17,8 @@ from collections.abc import Iterator
 
 from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.gossip.snapshots import MAX_WAITING_PULLS
-from decentral.comm.net.streams import MAX_STREAMS, READ_S, WRITE_S
+from decentral.comm.net.fair_shares import MAX_STREAMS
+from decentral.comm.net.streams import READ_S, WRITE_S
 from decentral.core import jobs
 from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId
@@ -36,6 +38,7 @@ MOST_JOBS = 256
 LONGEST_REQUEST_S = 75.0 + 60.0  # patience, and the longest deadline
 LONGEST_ANSWER_S = READ_S + 90.0 + WRITE_S + 1.0  # routes here are shorter than the protocol's longest
 STEP_STALLED_S = 5.0  # beyond a step, its jobs and the reporting interval
+SAVE_SLACK_S = 10.0  # for the jobs before a checkpoint
 CHECK_S = 1.0
 SETTLED_S = 60.0  # after trouble in the network, or after a peer has joined, until others must have found it
 
@@ -50,6 +53,7 @@ class InvariantAudit:
         self.convergence = ConvergenceAudit(self.evidence)
         self.checks = 0  # jobs that were audited
         self._stepped_at: dict[PeerId, Seconds] = {}
+        self._saved_at: dict[PeerId, Seconds] = {}  # or when it was excused last
         self._mass_checked_at = 0.0
         self._blocking = algorithm(swarm.settings.config.gossip.algorithm).blocking
 
@@ -89,6 +93,7 @@ class InvariantAudit:
                 self.gossip.moved(host)
             case _, jobs.Saved():
                 self.gossip.saved(host)
+                self._saved_at[host.peer] = host.agenda.now
 
     def check(self) -> None:
         """The rules that are checked every CHECK_S of virtual time."""
@@ -115,8 +120,9 @@ class InvariantAudit:
         assert member.host is not None
         host, now = member.host, self.swarm.agenda.now
         if member.frozen:
-            self._stepped_at[member.peer] = now
+            self._stepped_at[member.peer] = self._saved_at[member.peer] = now
             return
+        self._check_saved(member, host)
         for detail in _broken_bounds(host, now):
             self.evidence.violated("bounded", f"{member.peer}: {detail}", host)
         if not member.training or self._blocking or not host.node.setup.whole:
@@ -126,6 +132,18 @@ class InvariantAudit:
         longest = slowest_step_s(host) + host.engine.pace.report_s + STEP_STALLED_S
         if now - last > longest:
             self.evidence.violated("never waits", f"{member.peer} has made no step for {longest:.0f} s", host)
+
+    def _check_saved(self, member: SimulatedPeer, host: VirtualHost) -> None:
+        """A full disk is written again one interval after it has room. What was fetched is saved after a first step."""
+        stepped = bool(host.node.progress.spent.total)
+        if member.disk.full or not member.training or not stepped or self.swarm.settings.gradients is not None:
+            self._saved_at[member.peer] = self.swarm.agenda.now
+            return
+        longest = 2 * host.node.setup.config.swarm.checkpoint_every_s + host.engine.pace.report_s
+        longest += 2 * slowest_step_s(host) + SAVE_SLACK_S
+        age_s = self.swarm.agenda.now - self._saved_at.setdefault(member.peer, self.swarm.agenda.now)
+        if age_s > longest:
+            self.evidence.violated("saved", f"{member.peer} has had no checkpoint for {age_s:.0f} s", host)
 
     def _joined(self, host: VirtualHost, from_donors: bool) -> None:
         self._stepped_at[host.peer] = host.agenda.now

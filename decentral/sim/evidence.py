@@ -51,7 +51,8 @@ class Evidence:
 
     def skew_s(self) -> Seconds:
         """The most by which two clocks of the swarm can differ."""
-        return 2 * max(abs(member.skew_s) for member in self.swarm.members)
+        clocks = [member.clock_s for member in self.swarm.members if member.alive] or [0.0]
+        return 2 * max(abs(member.skew_s) for member in self.swarm.members) + max(clocks) - min(clocks)
 
     def has_forged(self, peer: PeerId, blob: bytes) -> bool:
         """Whether the peer has sent this blob in the place of what it published, under a digest that is right."""

@@ -78,6 +78,11 @@ class FaultInjector:
             case "slow":
                 self._apply(fault, lambda member: swarm.slow_down(member, fault.value))
                 return lambda: self._apply(fault, lambda member: swarm.slow_down(member, 1.0))
+            case "clock":
+                self._apply(fault, lambda member: swarm.jump_clock(member, fault.value))
+            case "full-disk":
+                self._apply(fault, lambda member: setattr(member.disk, "full", True))
+                return lambda: self._apply(fault, lambda member: setattr(member.disk, "full", False))
             case "skew":
                 self._apply(fault, lambda member: setattr(member, "skew_s", fault.value))
             case "lie":

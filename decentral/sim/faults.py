@@ -10,6 +10,8 @@
     oneway 0>1 at 5 for 10        packets from 0 do not reach 1
     degrade 0-1 x0.1 at 5 for 10  a tenth of the link's rate is left
     skew 2 by -1.5 at 0           its clock is 1.5 s behind
+    clock 2 by 3600 at 20         its machine's clock jumps by an hour, which its next life reads
+    full-disk 1 at 20 for 15      its disk takes nothing: no checkpoint, no journal line, no number
     nat 3 at 0                    others reach it through a relay only
     lie 2 nan at 10 for 20        it is Byzantine: it sends snapshots that are nan, scaled, stale, replayed or corrupted
     lie 2 flipped at 10 for 20    or one of those that read the honest peers' windows first (sim/liars.py)
@@ -30,17 +32,27 @@ from random import Random
 from decentral.core.errors import UserError
 from decentral.core.units import Seconds
 
+HOSTS = ("clock", "full-disk")  # faults of one machine, drawn apart from the others
 PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", "nat", "lie")
 PAIRS = {"oneway": ">", "degrade": "-"}
 SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
 LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # those that chance draws
 KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")  # sim/liars.py
-LASTING = ("freeze", "slow", "part", "oneway", "degrade", "lie", *SHARES)  # the kinds that end by themselves
+LASTING = (
+    "freeze",
+    "full-disk",
+    "slow",
+    "part",
+    "oneway",
+    "degrade",
+    "lie",
+    *SHARES,
+)  # the kinds that end by themselves
 ALL = -1
 LONG_FREEZE_S = 75.0  # longer than any deadline of the peers that wait for an answer
 
 _FORM = re.compile(
-    r"(?P<kind>[a-z]+)\s+(?P<target>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z]+))?"
+    r"(?P<kind>[a-z-]+)\s+(?P<target>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z]+))?"
     r"\s+at\s+(?P<at>\d+\.?\d*)(?:\s+for\s+(?P<lasts>\d+\.?\d*))?"
 )
 
@@ -60,7 +72,8 @@ class Fault:
         target = "all" if self.peers == (ALL,) else ",".join(map(str, self.peers))
         if self.kind in PAIRS:
             target = PAIRS[self.kind].join(map(str, self.peers))
-        words = {"slow": f" x{self.value:g}", "degrade": f" x{self.value:g}", "skew": f" by {self.value:g}"}
+        times, seconds = f" x{self.value:g}", f" by {self.value:g}"
+        words = {"slow": times, "degrade": times, "skew": seconds, "clock": seconds}
         if self.kind in (*SHARES, "join"):
             target = f"{self.value:g}"
         middle = f" {self.how}" if self.kind == "lie" else words.get(self.kind, "")
@@ -92,12 +105,13 @@ def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Second
     if kind in PAIRS:
         first, _, second = target.partition(PAIRS[kind])
         return Fault(kind, at, (int(first), int(second)), _number(value) if kind == "degrade" else 0.0, lasts)
-    if kind not in PEERS:
-        known = ", ".join([*PEERS, *PAIRS, *SHARES, "join"])
+    if kind not in (*PEERS, *HOSTS):
+        known = ", ".join([*PEERS, *HOSTS, *PAIRS, *SHARES, "join"])
         raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
     if kind == "lie" and value not in (*LIES, *KNOWING_LIES):
         raise UserError(f"--faults: a lie is one of {', '.join([*LIES, *KNOWING_LIES])}; got {value!r}")
-    size = _number(value, negative=kind == "skew") if kind in ("slow", "skew") else 0.0
+    either = kind in ("skew", "clock")
+    size = _number(value, negative=either) if either or kind == "slow" else 0.0
     return Fault(kind, at, _peers(target), size, lasts, how=(value or "") if kind == "lie" else "")
 
 
@@ -178,6 +192,24 @@ def _drawn(chance: Random, peers: int, until: Seconds) -> Iterator[Fault]:
             yield Fault(kind, at, value=round(chance.uniform(0.01, 0.2), 3), lasts=lasts)
         case _:
             yield Fault(kind, at, (peer,), lasts=lasts if kind in LASTING else 0.0)
+
+
+def draw_of_hosts(chance: Random, peers: int, until: Seconds) -> list[Fault]:
+    """A disk that is full for a while, or a clock that jumps by an hour before its peer dies and comes back, or both.
+
+    The fault of each kind is of one peer, which restarts during it or after it: what it did to the disk and what the
+    next life makes of the clock shows only then.
+    """
+    found: list[Fault] = []
+    for kind in chance.choice([HOSTS[:1], HOSTS[1:], HOSTS]):
+        at, peer = round(chance.uniform(0.1, 0.6) * until, 2), chance.randrange(peers)
+        lasts = round(chance.uniform(0.1, 0.5) * until, 2)
+        down = round(at + chance.uniform(0.0, 1.5) * lasts, 2)
+        hour = float(chance.choice([-3600, 3600]))
+        found.append(Fault(kind, at, (peer,), lasts=lasts) if kind == "full-disk" else Fault(kind, at, (peer,), hour))
+        if kind == "clock" or chance.random() < 0.5:
+            found += [Fault("crash", down, (peer,)), Fault("restart", round(down + 2.0, 2), (peer,))]
+    return sorted(found, key=lambda fault: fault.at)
 
 
 def text_of(faults: Sequence[Fault]) -> str:

@@ -5,9 +5,10 @@ different data. Windows end and merge in train/fragment_gossip.py, so what a sim
 once, mass is conserved, replicas stay together) is checked on the code that trains. Blobs are as long as real ones.
 """
 
+import errno
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -44,8 +45,19 @@ class SurrogateDisk:
     checkpoint: SurrogateCheckpoint | None = None
     reserved: int = 0  # no micro-batch number from here on was given out
     retained: dict[int, RetainedState] = field(default_factory=dict)  # by fragment: states that were given up
+    full: bool = False
+
+    def reserve(self, numbers: int) -> None:
+        self.check()
+        self.reserved = numbers
+
+    def check(self) -> None:
+        """Raises OSError if the disk takes nothing more."""
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write(self, state: jobs.Donated, step: int) -> None:
+        self.check()
         fragment, layout, blob = state
         assert isinstance(blob, bytes), "what a peer has exported itself"
         self.retained[fragment] = step, layout, blob
@@ -116,7 +128,7 @@ class SurrogateWorkload(JobRunner):
         disk: SurrogateDisk,
     ) -> None:
         self.model, self.chance, self.disk = model, chance, disk
-        numbers = MicroBatchNumbers(disk.reserved, partial(setattr, disk, "reserved"))
+        numbers = MicroBatchNumbers(disk.reserved, disk.reserve, lambda below: int(chance.integers(below)))
         super().__init__(SurrogateSpan(model, peer, chance, *span), disk, numbers, synchronous=False)
         if disk.checkpoint is not None:
             self.counters, self.restored = replace(disk.checkpoint.counters), True
@@ -138,6 +150,10 @@ class SurrogateWorkload(JobRunner):
 
     def _save(self) -> Program:
         yield Phase.HELD
+        try:
+            self.disk.check()
+        except OSError as error:
+            return jobs.JobFailed("Save", f"{type(error).__name__}: {error}")
         tensors = {name: tensor.clone() for name, tensor in self.gossip.tensors().items()}
         self.disk.checkpoint = SurrogateCheckpoint(
             tensors, self.gossip.windows(), replace(self.counters), self.span.layers

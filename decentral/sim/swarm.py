@@ -15,8 +15,9 @@ from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
 from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Log
+from decentral.core.machine import Log, log
 from decentral.core.units import Seconds
+from decentral.peers.hosts.clock import CLOCKS_AGREE_S, agreed_s
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node, NodePhase
 from decentral.peers.node.setup import NodeSetup
@@ -36,6 +37,7 @@ RUN = RunId("simulated-000000")
 EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
 CONTACT_GUESSES = 20
 DIRECTORY_DELAYS = 6  # a lookup in the DHT takes as long as this many delays of a link
+CLOCKS_COMPARED_S = 10.0  # as often as a real peer that is alone tries the addresses that it knows
 CONTACT_AGAIN_S = 5.0  # a newcomer whose contact does not answer asks the next one after this long
 
 
@@ -90,6 +92,9 @@ class SimulatedPeer:
     address_book: tuple[PeerId, ...] = ()
     lives: int = 0
     skew_s: Seconds = 0.0  # of its clock
+    machine_s: Seconds = 0.0  # by which its machine's clock has jumped so far
+    clock_s: Seconds = 0.0  # by which its present life's clock is wrong, skew aside
+    lost_lines: int = 0  # of its journal, since its disk is full
     byzantine: str = ""  # how it falsifies its answers, if it does
     stretched: float = 1.0  # how much slower than its pace it is at present
 
@@ -166,6 +171,7 @@ class SimulatedSwarm:
             self.started.append(member)
         member.has_run = True
         member.lives += 1
+        self._set_clock(member, contacts)
         begin = self._claim_span if self.settings.memory else self._begin_life
         begin(member, contacts)
 
@@ -198,7 +204,8 @@ class SimulatedSwarm:
         connection = Connection(self.network, self.network.plug(member.peer), self.records, self.lookup_s, falsified)
         pace = replace(self.settings.pace, step_s=self._step_s(member))
         clock, chance = self.clock(member), rng.stream(self.seed, "steps", member.number, member.lives)
-        member.host = VirtualHost(node, connection, training, pace, clock, chance, self.observer, self.journal)
+        journal = partial(self._write_line, member)
+        member.host = VirtualHost(node, connection, training, pace, clock, chance, self.observer, journal)
         member.host.engine.stretched = member.stretched
         member.host.start()
 
@@ -235,7 +242,40 @@ class SimulatedSwarm:
             host.engine.set_speed(times)
 
     def clock(self, member: SimulatedPeer) -> Callable[[], Seconds]:
-        return lambda: EPOCH + self.agenda.now + member.skew_s
+        return lambda: EPOCH + self.agenda.now + member.skew_s + member.clock_s
+
+    def jump_clock(self, member: SimulatedPeer, seconds: Seconds) -> None:
+        """Sets a machine's clock. The peer that runs there goes by the time since its start (peers/hosts/clock.py)."""
+        if not any(other.machine_s for other in self.members):
+            self.agenda.after(CLOCKS_COMPARED_S, self._compare_clocks)
+        member.machine_s += seconds
+
+    def _set_clock(self, member: SimulatedPeer, contacts: Sequence[PeerId]) -> None:
+        """A new life reads its machine's clock, and goes by those of the peers that it has reached."""
+        others = [self.by_peer[contact] for contact in contacts]
+        own_s = member.machine_s + member.skew_s
+        member.clock_s = member.machine_s + agreed_s([one.clock_s + one.skew_s - own_s for one in others])
+        self.records.ahead_s[member.peer] = member.clock_s
+
+    def _compare_clocks(self) -> None:
+        """A peer that is alone and reaches peers with another time tells its user, who starts it again."""
+        self.agenda.after(CLOCKS_COMPARED_S, self._compare_clocks)
+        for member in self.living:
+            if member.training and not member.frozen and member.host and not member.host.node.roster.live:
+                there = [self.by_peer[contact] for contact in self._contacts(member)]
+                if any(abs(one.clock_s - member.clock_s) > CLOCKS_AGREE_S for one in there if one.training):
+                    self.crash(member)
+                    self.start(member)
+
+    def _write_line(self, member: SimulatedPeer, peer: PeerId, t: Seconds, line: Log) -> None:
+        """A line of its journal, or one more that a full disk loses."""
+        if member.disk.full:
+            member.lost_lines += 1
+            return
+        if member.lost_lines:
+            self.journal(peer, t, log("lost", lines=member.lost_lines))
+            member.lost_lines = 0
+        self.journal(peer, t, line)
 
     def _falsified(self, member: SimulatedPeer, asker: PeerId, respond: Respond) -> Respond:
         if not member.byzantine:

@@ -5,7 +5,9 @@ So `kill -9` or a full disk at any moment leaves the old checkpoint or the new o
 """
 
 import json
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,18 +19,21 @@ from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
 from decentral.core.atomic_file import write_atomically
-from decentral.core.errors import UserError
+from decentral.core.errors import ProtocolError, UserError
 from decentral.core.jobs import Donated, Layout, RetainedStates, Section
+from decentral.core.reasons import Reason
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import GossipedFragment
 from decentral.train.job_phases import Phase
 from decentral.train.span import Span
 from decentral.train.span_change import RetainedState
-from decentral.train.tensor_file import TensorFile
+from decentral.train.tensor_file import SUMS, TensorFile, checksum
 
 FILE = "checkpoint.safetensors"
+DAMAGED = "checkpoint.damaged"  # what a file is renamed to that cannot be read
 COPY_ALIGNED = 64  # bytes
 RESERVED = 1024  # micro-batch numbers given out for one write to the disk
+ELSEWHERE = 1 << 51  # the least number that no disk has reserved; twice as many are whole numbers in every JSON reader
 Read = TypeVar("Read")
 
 
@@ -42,7 +47,16 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """The tensors and facts of the folder's checkpoint; None where there is none. Raises UserError if it is damaged."""
-    return _read(folder, lambda file, facts: ({name: file.get_tensor(name) for name in file.keys()}, facts))  # noqa: SIM118
+    return _read(folder, _content)
+
+
+def _content(file: Any, facts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Raises ValueError where a tensor is not what was written."""
+    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, expected in facts.pop(SUMS, {}).items():
+        if checksum(tensors[name]) != expected:
+            raise ValueError(f"{name} has another checksum")
+    return tensors, facts
 
 
 def span(folder: Path) -> tuple[int, int] | None:
@@ -58,11 +72,28 @@ def _read(folder: Path, what: Callable[[Any, dict[str, Any]], Read]) -> Read | N
         with safe_open(path, framework="pt") as file:
             return what(file, json.loads(file.metadata()["facts"]))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(f"{path} is damaged ({error}); move it away to start from the swarm") from None
+        raise DamagedCheckpoint(folder, str(error)) from None
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that cannot be read, or whose content is not what was written."""
+
+    def __init__(self, folder: Path, why: str) -> None:
+        super().__init__(f"{folder / FILE} is damaged ({why}); move it away to start from the swarm")
+        self.folder, self.why = folder, why
+
+    def set_aside(self) -> str:
+        """Renames the file, so that the peer can start without it. Says so in one line. Raises OSError."""
+        aside = self.folder / DAMAGED
+        (self.folder / FILE).replace(aside)
+        return f"the checkpoint is damaged ({self.why}) and now called {aside}; this peer starts from the swarm"
 
 
 def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator[Phase, None, int]:
-    """Replaces the folder's checkpoint, fragment by fragment; gives its size in bytes. Raises OSError.
+    """Replaces the folder's checkpoint, fragment by fragment; gives its size in bytes.
+
+    Raises OSError, and ProtocolError where a number is not finite, and leaves the old one: a replica that has diverged
+    is worth less than what it was before.
 
     At a step edge the training thread copies one fragment (all fragments, if the checkpoint must be `whole`: of one
     step), and the worker writes it while training goes on. So the fragments may be some steps apart, as those of
@@ -86,11 +117,20 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
             yield Phase.BESIDE
             for one, copied in zip(group, copies, strict=True):
                 for name, tensor in one.with_rule(copied):
+                    if not finite(tensor):
+                        raise ProtocolError(Reason.NAN, f"{name} has numbers that are not finite")
                     file.add(name, tensor)
         return file.finish({**facts, "window": windows, "fragment_steps": steps})
     except BaseException:
         file.abandon()
         raise
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether all its numbers are finite. A sum says so in one fast pass, but where it is too large itself."""
+    if not tensor.is_floating_point() or not tensor.numel() or bool(torch.isfinite(tensor.detach().sum())):
+        return True
+    return bool(torch.isfinite(torch.linalg.vector_norm(tensor.detach(), ord=float("inf"))))
 
 
 class CopyRoom:
@@ -137,6 +177,8 @@ def resume(folder: Path, span: Span, counters: Counters) -> bool:
     if found is None:
         return False
     tensors, facts = found
+    if spoilt := sorted(name for name, tensor in tensors.items() if not finite(tensor)):
+        raise DamagedCheckpoint(folder, f"{spoilt[0]} has numbers that are not finite")
     if facts["run"] != span.run.digest():
         raise UserError(f"{folder} holds a checkpoint of another run; use another --state-dir")
     try:
@@ -152,26 +194,50 @@ def resume(folder: Path, span: Span, counters: Counters) -> bool:
 
 
 class MicroBatchNumbers:
-    """Numbers of drawn micro-batches that no restart gives out again, not even a restart from an old checkpoint."""
+    """Numbers of drawn micro-batches that no restart gives out again, not even a restart from an old checkpoint.
 
-    def __init__(self, reserved: int, write: Callable[[int], None]) -> None:
-        self.reserved = reserved  # every number that was ever given out is below this one, as the disk has it
+    While the disk cannot be written, numbers come from blocks far above those that it has reserved, drawn by chance
+    (two of them overlap with a probability of 1e-12), and the disk is tried again after each block.
+    """
+
+    def __init__(
+        self, reserved: int, write: Callable[[int], None], draw: Callable[[int], int] = secrets.randbelow
+    ) -> None:
+        """`draw(n)` gives a number below n by chance, another one in each life of the peer."""
+        self.reserved = reserved  # every number of ours below ELSEWHERE is below this one, as the disk has it
         self.write = write  # puts a new value of `reserved` on the disk
+        self.draw = draw
         self.least = reserved  # the least number that this process may give out
+        self._elsewhere: Iterator[int] = iter(())
 
     @classmethod
     def of(cls, folder: Path) -> "MicroBatchNumbers":
+        """The numbers of the peer in this folder. If the file is damaged, they go on in a block of their own."""
         path = folder / "position.json"
-        reserved = int(json.loads(path.read_text())) if path.exists() else 0
+        try:
+            reserved = int(json.loads(path.read_text())) if path.exists() else 0
+        except (OSError, ValueError, TypeError):
+            reserved = secrets.randbelow(ELSEWHERE)
         return cls(reserved, lambda new: write_atomically(path, json.dumps(new).encode()))
 
     def take(self, wished: int) -> int:
-        """The next number from `wished` on. Raises OSError if the disk cannot be written."""
-        number = self.least = max(wished, self.least)
+        """The next number, from `wished` on where the disk can reserve it."""
+        for number in self._elsewhere:
+            return number
+        number = max(wished, self.least)
         if number >= self.reserved:
+            try:
+                self.write(number + RESERVED)
+            except OSError:
+                return self._take_elsewhere()
             self.reserved = number + RESERVED
-            self.write(self.reserved)
+        self.least = number + 1
         return number
+
+    def _take_elsewhere(self) -> int:
+        first = ELSEWHERE + self.draw(ELSEWHERE)
+        self._elsewhere = iter(range(first + 1, first + RESERVED))
+        return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +262,19 @@ class RetainedStateStore:
         """The retained state of this fragment, or None if none of this run can be read."""
         if (found := self._facts(fragment)) is None:
             return None
-        with safe_open(self._path(fragment), framework="np") as file:
-            return *found, file.get_tensor("state").tobytes()
+        try:
+            with safe_open(self._path(fragment), framework="np") as file:
+                return *found, file.get_tensor("state").tobytes()
+        except (SafetensorError, OSError):  # such as too many open files
+            return None
 
     def forget(self, fragments: Iterable[int]) -> None:
         """Deletes the states of fragments that this peer holds again."""
         for fragment in fragments:
-            self._path(fragment).unlink(missing_ok=True)
+            with suppress(
+                OSError
+            ):  # a disk that is read-only: it is older than what we hold, which is all that it costs
+                self._path(fragment).unlink(missing_ok=True)
 
     def steps(self, fragments: Iterable[int]) -> RetainedStates:
         """Which of these fragments have a retained state, each with its learning-rate step."""

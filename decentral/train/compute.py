@@ -29,6 +29,10 @@ from decentral.train.span import Span
 from decentral.train.step import Device, held_out_part, parts_of, train_step
 from decentral.train.update_rules import RuleTools
 
+NO_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory")  # in torch's and the system's errors
+MEMORY_REMEDY = "end other programs, or give this peer less: --memory, or --set train.micro_batch=N"
+MOST_SAID = 400  # characters of an error
+
 
 @dataclass(frozen=True, slots=True)
 class ComputeSetup:
@@ -54,14 +58,16 @@ class Compute(JobRunner):
         """Raises UserError where the model's layers cannot be built, or not one sequence fits the device."""
         run = setup.config
         kernels = setup.kernels or TorchKernels(setup.codecs)
-        tools = RuleTools(setup.codecs, kernels, pinned=setup.device.device.type == "cuda")
+        tools = RuleTools(setup.codecs, kernels, setup.device.device.type == "cuda", run.train.optimizer)
         span = Span(run, setup.peer, tools, setup.device)
         span.hold(*(setup.span or (0, span.model_layers)), drawn=not setup.state_expected)
         retained, numbers = RetainedStateStore(setup.folder, run.digest()), MicroBatchNumbers.of(setup.folder)
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
         self._clock: Callable[[], Seconds] = time.monotonic  # the training thread's processor time, where it is known
+        self._trained = time.monotonic(), 0.0, 0.0  # when training_s was read last, that clock then, and its answer
         self._saving = False
+        self._broken = False  # a step has failed: only what is left to do, such as a checkpoint, is done
         self.threads = JobThreads(self.program, self._failure_of)
         self.counters.beside_s = self.threads.take_beside_s
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
@@ -79,7 +85,8 @@ class Compute(JobRunner):
         self.threads.submit(job)
 
     def training_s(self) -> Seconds:
-        """Processor time that training has had so far: of the threads that multiply matrices, as if none was throttled.
+        """Processor time that training has had so far: of the threads that multiply matrices, as if none was throttled,
+        but never more than time has passed: what is not throttled, such as taking a newcomer's state, counts once.
 
         Where a GPU trains, the machine's cores have nothing else to do: then it is their time. An emulated device would
         train all the time.
@@ -89,7 +96,9 @@ class Compute(JobRunner):
             return time.monotonic() * (os.cpu_count() or 1)
         if device.emulated_s:
             return time.monotonic() * torch.get_num_threads()
-        return self._clock() * torch.get_num_threads() * device.throttle
+        (then, before, trained_s), now, used = self._trained, time.monotonic(), self._clock() * device.throttle
+        self._trained = now, used, trained_s + max(0.0, min(used - before, now - then))
+        return self._trained[2] * torch.get_num_threads()
 
     def run(self, report: Callable[[jobs.Outcome], None]) -> None:
         """The training thread's life: tasks at step edges, and steps, until Finish has come and all jobs are done."""
@@ -106,14 +115,14 @@ class Compute(JobRunner):
         steps: list[jobs.Stepped] = []  # that are still to be reported
         reported_at = time.monotonic()
         while not threads.done:
-            wait = self.waits or threads.finishing
+            wait = self.waits or threads.finishing or self._broken
             task = threads.at_edge(wait)
             account.spent_on("waiting")
             if task is not None:
                 threads.do_at_edge(task)
                 account.spent_on(time_kind(task.job))
             elif not wait:
-                steps.append(self.step())
+                steps += self._tried_step(report)
                 threads.begin_edge()
             if steps and (self.waits or threads.finishing or time.monotonic() >= reported_at + self.setup.report_s):
                 for step in steps:
@@ -122,6 +131,15 @@ class Compute(JobRunner):
         worker.join()
         used = self._clock()
         self._clock = lambda: used  # a thread that has ended has no clock
+
+    def _tried_step(self, report: Callable[[jobs.Outcome], None]) -> list[jobs.Stepped]:
+        """A step, or none after an error of the device or the machine, which ends training."""
+        try:
+            return [self.step()]
+        except (RuntimeError, MemoryError, OSError) as error:
+            self._broken = True
+            report(jobs.JobFailed("step", _said(error)))
+            return []
 
     def step(self) -> jobs.Stepped:
         """One inner step of the whole model, with this peer's next micro-batches."""
@@ -150,7 +168,7 @@ class Compute(JobRunner):
         """An error that this peer can go on after, or say clearly, as an outcome. Raises any other again."""
         match error:
             case OSError() | RuntimeError() | MemoryError():  # a full disk, a device or a machine out of memory
-                return jobs.JobFailed(type(job).__name__, f"{type(error).__name__}: {error}")
+                return jobs.JobFailed(type(job).__name__, _said(error))
             case ProtocolError():  # our own weights do not encode: they have diverged
                 return jobs.JobFailed(type(job).__name__, f"this peer's weights have diverged ({error})")
         raise error
@@ -231,3 +249,10 @@ class Compute(JobRunner):
         self.counters.lr_step, self.counters.versions = job.round, dict(job.versions)
         refused = tuple((index, peer, reason) for index, found in rejected for peer, reason in found)
         return replace(self.counters.stepped(job.tokens, job.loss, job.micro_batches), refused=refused)
+
+
+def _said(error: Exception) -> str:
+    """An error of the device or the machine, in one line; where memory was short, with what can be done."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    short = isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY)
+    return f"{text[:MOST_SAID]}; {MEMORY_REMEDY}" if short else text[:MOST_SAID]

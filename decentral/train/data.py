@@ -10,6 +10,7 @@ Shapes: B sequences, T positions (`context`).
 import os
 import sysconfig
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +67,19 @@ def load(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
     if highest >= model.vocabulary:
         raise UserError(f"data: token {highest} does not fit model.vocabulary {model.vocabulary}")
     starts = np.arange(len(tokens) // stretch, dtype=np.int64) * stretch
-    every = max(2, round(1 / data.held_out))
-    held = np.arange(len(starts)) % every == min(every, len(starts)) - 1
+    held = _held_out(len(starts), data.held_out)
     return Corpus(tokens, model.context, starts[~held], starts[held], stretch)
+
+
+def _held_out(stretches: int, share: float) -> npt.NDArray[np.bool_]:
+    """Which stretches are held out: this share of them as nearly as it can be, spread evenly, and at least one of each
+    kind. All peers agree on them, so they follow from whole numbers."""
+    part = Fraction(share).limit_denominator(1_000_000)
+    marks = [number * part.numerator // part.denominator for number in range(stretches + 1)]
+    held = np.diff(marks).astype(bool)
+    held[-1] |= not held.any()
+    held[0] &= not held.all()
+    return held
 
 
 def numbered(corpus: Corpus, seed: int, peer: PeerId, number: int, sequences: int) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ class Member:
 class Assignment:
     """What the other ranks have to know of the run and the peer before they can compute."""
 
-    config: str  # canonical
+    run: config.Config  # rank 0's own, with the code and the data that its user has named
     peer: PeerId
     micro_batch: int  # sequences
 
@@ -247,7 +247,7 @@ def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
 
     Raises RuntimeError if a rank is gone, and UserError if the run's data are not here.
     """
-    run = config.from_canonical(assignment.config)
+    run = assignment.run
     corpus = data.load(run.data, run.model)
     replica, counters = Follower.build(run, device.device), Counters()
     island.hold(replica)

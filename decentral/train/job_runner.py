@@ -186,7 +186,7 @@ class JobRunner(ABC):
         match job:
             case jobs.Draw():
                 number = self.numbers.take(self.counters.micro_batches)
-                self.counters.micro_batches = number + 1
+                self.counters.micro_batches = max(self.counters.micro_batches, self.numbers.least)
                 return self._draw(job, number)
             case jobs.Forward():
                 return stages.forward(job)

@@ -144,4 +144,9 @@ def memory_bytes(device: torch.device) -> int:
     """The memory of the GPU, or of this machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_bytes()
+
+
+def machine_bytes() -> int:
+    """The memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

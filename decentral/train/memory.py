@@ -32,6 +32,8 @@ from decentral.train import gpt
 from decentral.train.inner import fragments_of
 from decentral.train.optimizers import BLOCK
 
+WEIGHT_BYTES = 4  # for each parameter of a layer that is being built, in fp32
+ROTARY_BYTES = 8  # for each position and channel of a head: a block's two tables (train/gpt.py), in fp32
 SUM_BYTES = 4  # for each parameter, as is the next one
 SCRATCH_BYTES = 16
 ROUNDING_BYTES = 12  # for each parameter of a stretch in bf16, while it is trained: weights and gradient in fp32, noise
@@ -128,6 +130,22 @@ def check(found: MemoryNeeds, memory_bytes: int) -> None:
     if least > memory_bytes:
         advice = "give more, or lower gossip.fragment_parameters or train.micro_batch"
         raise UserError(f"--memory {memory_bytes}: the smallest part of this model takes {least} bytes; {advice}")
+
+
+def check_machine(run: config.Config, span: tuple[int, int] | None, machine_bytes: int) -> None:
+    """Raises UserError if the host's memory cannot build the built-in model's layers [first, last); None: all.
+
+    Layers outside the span are built too, one at a time (train/gpt.py). This is arithmetic: nothing is made yet.
+    """
+    if run.model.layers is not None:
+        return  # only its own code knows
+    parameters, (first, last) = run.model.layer_parameters, span or (0, run.model.depth + 2)
+    blocks = min(last, run.model.depth + 1) - max(first, 1)
+    tables = blocks * ROTARY_BYTES * run.model.context * (run.model.d_model // run.model.n_heads)
+    needed = WEIGHT_BYTES * max(parameters) + tables
+    if needed > machine_bytes:
+        size = f"{sum(parameters)} parameters, {max(parameters)} of them in one layer"
+        raise UserError(f"model: {size}: to build it takes {needed} bytes, and this machine has {machine_bytes}")
 
 
 def give_back_what_is_freed() -> None:

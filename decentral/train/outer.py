@@ -9,7 +9,7 @@ error feedback (arXiv 1901.09847), and on request the first moment of AdamW carr
             cons = sum_j w_j (phi - phi_j)  over those partners whose slow weights were pulled
             m = alpha m + g;  u = -beta (g + alpha m) - gamma cons;  phi += u
             correction = rho (phi - b), added to theta and b at the next step edge
-            rho = min(1, 2 / (1 + s)), s = steps that this peer has taken since the close
+            rho = 1 with Muon; with AdamW min(1, 2 / (1 + s)), s = steps that this peer has taken since the close
     moment: exp_avg += rho kappa (1 - beta1^t) (sqrt(v_hat) + eps) (g / r_mean - q / r)
             r = a window's sum of learning rates; r_mean = sum_j w_j r_j
 
@@ -18,8 +18,9 @@ the residual of Q lives in e alone (q + e_after = e_before + d). A lone peer's p
 beta / (1 - alpha), one by default: g enters with beta (1 + alpha), and its echo in m adds beta alpha^2 / (1 - alpha).
 
 Why rho: where the loss is steep, a deviation of theta has decayed by itself when a late correction arrives, and the
-whole of it would overshoot. Why the moment: a window's progress is the sum of rate * m / sqrt(v) over its steps, so
-the merged progress tells the swarm's mean m without a byte on the wire. Both are measured in docs/CONVERGENCE.md.
+whole of it would overshoot. With Muon the whole is better however late it comes. Why the moment: a window's progress is
+the sum of rate * m / sqrt(v) over its steps, so the merged progress tells the swarm's mean m without a byte on the
+wire. All are measured in docs/results/convergence.md.
 
 All vectors are fp32 [n]: one fragment, flattened.
 """
@@ -130,9 +131,9 @@ def limited(vector: Tensor, length: Tensor) -> Tensor:
     return scaled
 
 
-def rho_of(steps: int) -> float:
+def rho_of(steps: int, optimizer: str) -> float:
     """How much of a correction is taken that comes `steps` of our steps after the close; all of it up to one step."""
-    return min(1.0, 2 / (1 + max(0, steps)))
+    return 1.0 if optimizer == "muon" else min(1.0, 2 / (1 + max(0, steps)))
 
 
 def token_weights(tokens: Sequence[float]) -> list[float]:

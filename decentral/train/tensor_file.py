@@ -13,6 +13,7 @@ import fcntl
 import json
 import mmap
 import os
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,8 @@ from decentral.core.atomic_file import sync_folder
 ALIGNED = 4096  # bytes: what a disk takes at once
 BUFFER_BYTES = 4 << 20
 FACTS_BYTES = 16 * 1024  # room for the facts, and so many bytes more for each tensor: about two hundred for a fragment
-FACTS_PER_TENSOR = 128
+FACTS_PER_TENSOR = 192
+SUMS = "crc32"  # in the facts: the checksum of each tensor by its name
 DIRECT = getattr(os, "O_DIRECT", 0)
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
 
@@ -38,6 +40,7 @@ class TensorFile:
     def __init__(self, path: Path, shapes: Mapping[str, Tensor]) -> None:
         """`shapes`: tensors of the right shape and type, with any content. Raises OSError if the disk refuses."""
         self.path, self.new = path, path.with_name(path.name + ".new")
+        self._sums: dict[str, int] = {}
         self._entries, self._left, end = {}, list(shapes), 0
         for name, tensor in shapes.items():
             begin, end = end, end + tensor.numel() * tensor.element_size()
@@ -61,7 +64,8 @@ class TensorFile:
         """Appends the next tensor. Raises OSError if the disk refuses."""
         expected = self._left.pop(0)
         assert name == expected, f"the next tensor is {expected}, not {name}"
-        source = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        source = _bytes_of(tensor)
+        self._sums[name] = zlib.crc32(source)
         while len(source):
             part = source[: BUFFER_BYTES - self._filled]
             np.copyto(self._buffer[self._filled : self._filled + len(part)], part)
@@ -73,7 +77,8 @@ class TensorFile:
         """Writes the header, and replaces the old file. Gives the size in bytes. Raises OSError and leaves the old."""
         assert not self._left, f"{self._left} are missing"
         self._flush()
-        header = json.dumps({"__metadata__": {"facts": json.dumps(facts)}, **self._entries}).encode()
+        described = json.dumps({**facts, SUMS: self._sums})
+        header = json.dumps({"__metadata__": {"facts": described}, **self._entries}).encode()
         room = self._data_at - 8
         if len(header) > room:
             raise OSError(f"the header of {self.path} takes {len(header)} bytes; there is room for {room}")
@@ -117,3 +122,13 @@ class TensorFile:
                 if error.errno != errno.EINVAL or not flags & DIRECT:
                     raise
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~DIRECT)
+
+
+def checksum(tensor: Tensor) -> int:
+    """What the facts of a file say of this tensor: damage that no header shows."""
+    return zlib.crc32(_bytes_of(tensor))
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """The tensor's content, uint8 [bytes], without a copy where it lies in host memory in one piece."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -32,6 +32,7 @@ class RuleTools:
     codecs: Codecs
     kernels: OuterKernels
     pinned: bool = False  # whether host memory shall be pinned, because the device is a GPU
+    optimizer: str = "adamw"  # `train.optimizer`, on which it depends how late corrections are taken
 
     def vector(self, elements: int) -> Tensor:
         """An fp32 vector in host memory, with any content."""

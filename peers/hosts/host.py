@@ -3,12 +3,18 @@
 Everything that happens becomes an event for the node, one at a time, in the loop's thread, and each effect that the
 node returns is carried out here. The threads that compute get jobs by `submit`, and report outcomes with
 `call_soon_threadsafe`.
+
+What fails on this machine has one of two ends, and never silence. Where training and gossip can go on they do: a full
+disk costs journal lines and the newest checkpoint, and `troubles` says so. Where they cannot, the peer saves what it
+can and `run` ends with a reason that begins with `error`; after an error of our own in the event loop too, because
+half of the machines would go on after it and the others never again.
 """
 
 import asyncio
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +27,10 @@ from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
 from decentral.core.machine import Effect, Log, Woke
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
+from decentral.peers.hosts.clock import CLOCKS_AGREE_S, SwarmClock, difference
+from decentral.peers.hosts.host_watch import HostWatch
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.roster import Learn
 from decentral.peers.node.gossip_cost import CoresUsed
@@ -31,7 +40,10 @@ from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_pla
 
 FAREWELL_S = 5.0  # time to tell others that we leave
 CORES_S = 5.0  # between two reports of what the processor did
+CLOCK_S = 5.0  # between two looks at the machine's clock
+SUSPENDED_S = 15.0  # an event loop that is so late was stopped
 REFUSED_S = 10.0  # between two checks whether something was refused
+SAID = 300  # characters of an error
 FINISH_S = 120.0  # time for the training thread's last step and checkpoint
 
 
@@ -46,10 +58,9 @@ class Computing(Protocol):
     def run(self, report: Callable[[jobs.Outcome], None]) -> None: ...
 
 
-def clock() -> Callable[[], Seconds]:
-    """A clock of unix time that never jumps: it reads the wall clock once, and the monotonic clock from then on."""
-    offset = time.time() - time.monotonic()
-    return lambda: time.monotonic() + offset
+def clock() -> SwarmClock:
+    """A clock of unix time that never jumps."""
+    return SwarmClock()
 
 
 @dataclass(slots=True)
@@ -61,6 +72,9 @@ class Host:
     journal: Journal
     book: AddressBook
     now: Callable[[], Seconds]
+    wall: Callable[[], Seconds] = time.time  # the machine's clock
+    unsaved: str = ""  # why the last checkpoint failed; "": it did not
+    watch: HostWatch = field(init=False)
     _requests: dict[int, asyncio.Future[Envelope]] = field(default_factory=dict)
     _tasks: set[asyncio.Task[object]] = field(default_factory=set)
     _last_request: int = 0
@@ -76,13 +90,25 @@ class Host:
         self._thread = threading.Thread(target=self._compute, args=(loop,), name="compute", daemon=True)
         self._thread.start()
         self.transport.pace(self.node.meter.pace)
-        await self.transport.serve(self._answer, self.node.answers.blob_bound)
+        await self.transport.serve(self._answer, self.node.answers.blob_bound, self.node.answers.knows)
         self._carry_all(self.node.begin(self.now()))
         self._spawn(self._report_refusals())
         self._spawn(self._report_cores())
+        self._spawn(self._report_clock())
         reason = await self._stopped
         await self._leave(reason)
         return reason
+
+    def __post_init__(self) -> None:
+        self.watch = HostWatch(self.journal, self.now)
+
+    def troubles(self) -> list[str]:
+        """What is wrong with this machine at present, a line each."""
+        unsaved = f"no checkpoint could be written, the old one stays: {self.unsaved}" if self.unsaved else ""
+        ahead_s = self.wall() - self.now()
+        clock = f"this machine's clock is {difference(ahead_s)} the swarm's, by which this peer goes; set the wrong one"
+        apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
+        return [one for one in (self.journal.trouble, unsaved, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
         """Makes `run` save and leave. For signal handlers and the view; to be called in the loop's thread."""
@@ -92,7 +118,23 @@ class Host:
     # Events
 
     def _deliver(self, event: object) -> None:
-        self._carry_all(self.node.handle(event, self.now()))
+        match event:
+            case jobs.Saved():
+                self.unsaved = ""
+            case jobs.JobFailed("Save", reason):
+                self.unsaved = reason
+        try:
+            self._carry_all(self.node.handle(event, self.now()))
+        except Exception as error:  # an error of our own
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the peer, with the place of the error in the journal."""
+        place = traceback.extract_tb(error.__traceback__)[-1:]
+        where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in place)
+        reason = f"{type(error).__name__}: {error}{where}"
+        self.journal.write("error", reason=reason)
+        self.stop(f"error: {reason}")
 
     async def _answer(self, sender: PeerId, envelope: Envelope) -> Envelope:
         self._last_request += 1
@@ -141,8 +183,7 @@ class Host:
             case Log(event, fields):
                 self.journal.write(event, **fields)
             case wire.Announce():
-                stored = self.directory.store(effect.key, effect.subkey, effect.value, effect.expires)
-                self._spawn(stored, name="announce")
+                self._spawn(self._announce(effect), name="announce")
             case wire.Lookup(key):
                 self._spawn(self._lookup(key))
             case Learn(peer, addresses):
@@ -172,14 +213,25 @@ class Host:
     def _spawn(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     async def _ask(self, ask: wire.Ask) -> None:
         began = self.now()
         try:
             answer = await self.transport.ask(ask.to, ask.envelope, ask.deadline_s, ask.max_blob_bytes)
         except wire.AskError as error:
+            if error.reason == Reason.RESOURCES:
+                self.watch.note(error.reason, str(error))
             self._deliver(wire.AskFailed(ask.tag, ask.to, error.reason, self.now() - began))
+            return
+        except Exception as error:  # of the transport: whoever asked must not wait for ever
+            self._note(error)
+            self._deliver(wire.AskFailed(ask.tag, ask.to, Reason.UNREACHABLE, self.now() - began))
             return
         moved = (answer.seconds, answer.first_byte_s, answer.sent_bytes, answer.received_bytes)
         self._deliver(wire.Answered(ask.tag, ask.to, answer.envelope, *moved))
@@ -188,8 +240,23 @@ class Host:
         """Evaluates plans in a thread of their own, as it may take seconds."""
         self._deliver(await asyncio.to_thread(evaluate_plans, asked))
 
+    async def _announce(self, record: wire.Announce) -> None:
+        try:
+            await self.directory.store(record.key, record.subkey, record.value, record.expires)
+        except Exception as error:  # of the directory: the record is announced again
+            self._note(error)
+
     async def _lookup(self, key: str) -> None:
-        self._deliver(wire.Found(key, await self.directory.fetch(key)))
+        try:
+            found = await self.directory.fetch(key)
+        except Exception as error:  # of the directory: it is looked up again
+            self._note(error)
+            return
+        self._deliver(wire.Found(key, found))
+
+    def _note(self, error: Exception) -> None:
+        """An error of the network's code, after which the peer goes on."""
+        self.watch.note(type(error).__name__, f"{type(error).__name__}: {error}"[:SAID])
 
     async def _report_refusals(self) -> None:
         """Writes to the journal how many invalid questions and records came from other peers, by reason."""
@@ -210,6 +277,19 @@ class Host:
             self._deliver(CoresUsed(*(new - old for new, old in zip(now, known, strict=True))))
             known = now
 
+    async def _report_clock(self) -> None:
+        """Writes to the journal when the machine's clock has jumped, and when this process was suspended."""
+        ahead_s = self.wall() - self.now()
+        while True:
+            began = self.now()
+            await asyncio.sleep(CLOCK_S)
+            late_s, jumped_s = self.now() - began - CLOCK_S, self.wall() - self.now() - ahead_s
+            if late_s > SUSPENDED_S:
+                self.journal.write("suspended", seconds=round(late_s, 1))
+            if abs(jumped_s) > CLOCKS_AGREE_S:
+                self.journal.write("clock", jumped_s=round(jumped_s, 1))
+                ahead_s += jumped_s
+
     def _processor(self) -> tuple[Seconds, Seconds, Seconds, Seconds]:
         """The clock, the processor time of training, that of this thread and of the network, and that of nobody."""
         network_s = time.thread_time() + self.transport.processor_s()
@@ -218,7 +298,11 @@ class Host:
     # Leaving
 
     async def _leave(self, reason: str) -> None:
-        self._carry_all(self.node.leave(reason, self.now()))
+        try:
+            self._carry_all(self.node.leave(reason, self.now()))
+        except Exception as error:
+            self._fail(error)
+        self.unsaved = "the thread that computes has ended" if not self._thread.is_alive() else "it took too long"
         self.compute.submit(jobs.Save())
         self.compute.submit(jobs.Finish())
         farewell = [task for task in self._tasks if task.get_name() == "announce" and not task.done()]
@@ -228,7 +312,7 @@ class Host:
         await asyncio.sleep(0)  # so that the thread's last reports are delivered
         for task in list(self._tasks):
             task.cancel()
-        self.journal.write("stopped", reason=reason)
+        self.journal.write("stopped", reason=reason, **({"unsaved": self.unsaved} if self.unsaved else {}))
 
 
 def _idle_s() -> Seconds:

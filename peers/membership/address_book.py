@@ -4,6 +4,7 @@ Addresses are hints: a peer that answers at one still has to prove by its key wh
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ ADDRESSES_KEPT = 64  # peers: enough to find some of a swarm
 class AddressBook:
     path: Path
     known: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # in the order in which they were learned
+    _written: bool = True  # whether the file has all of them
 
     @classmethod
     def load(cls, path: Path) -> "AddressBook":
@@ -29,12 +31,16 @@ class AddressBook:
         return book
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
-        if self.known.get(peer) == addresses:
+        """Remembers them, in the file as well. One that the disk refuses is written with the next that it takes."""
+        if self._written and self.known.get(peer) == addresses:
             return
         self.known.pop(peer, None)
         self.known[peer] = addresses
         while len(self.known) > ADDRESSES_KEPT:
             del self.known[next(iter(self.known))]
-        temporary = self.path.with_name(self.path.name + ".new")
-        temporary.write_text(json.dumps(self.known))
-        temporary.replace(self.path)
+        self._written = False
+        with suppress(OSError):  # they are hints: a full disk is the checkpoint's to tell
+            temporary = self.path.with_name(self.path.name + ".new")
+            temporary.write_text(json.dumps(self.known))
+            temporary.replace(self.path)
+            self._written = True

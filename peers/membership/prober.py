@@ -1,10 +1,11 @@
 """Measures the links to a few peers: latency with small questions, bandwidth with a short download and a megabyte up.
 
-Later every exchange measures the link towards us (comm/wire/meter.py), but our uplink is known from probes alone. One
-is repeated over one of the two links that were the fastest, in turn: soon at first, because peers that have come at the
-same time measured each other's probes as well, and then now and then. A megabyte that says more of TCP's slow start
-than of our uplink is followed by four; not the first time, when latencies may have been measured through full queues.
-A peer that is alone looks for others more often.
+One link is measured at a time and the next one some time later, because a megabyte is seconds of a home's uplink, and
+peers that have come together would fill each other's links. Later every exchange measures the link towards us
+(comm/wire/meter.py), but our uplink is known from probes alone: when a few links are known, an upload is repeated over
+one of the two that were the fastest, in turn, and more and more rarely. One that says more of TCP's slow start than of
+our uplink is followed by four megabytes; not the first over a link, when latencies may have been measured through full
+queues. A peer that is alone looks for others more often.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
 from decentral.core.units import KiB, MiB, Seconds
 
-PROBED_PEERS = 3
+PROBED_PEERS = 3  # as many links, one each time, before any is measured again
 PROBE_BYTES = 1 * MiB
 DOWN_PROBE_BYTES = 256 * KiB  # it fills the other's uplink, perhaps beside those of others that have just come
 LONG_PROBE_BYTES = MAX_PROBE_BYTES
@@ -45,29 +46,30 @@ class ProbeTag(Tag):
 
 @dataclass(slots=True)
 class Prober:
-    """Probes one peer at a time: ping, ping, download, upload."""
+    """Probes one peer each time: ping, ping, download, upload."""
 
     meter: Meter
     rng: Random
     wake_at: Seconds | None
     _again_s: Seconds = PROBE_AGAIN_S
     _queue: list[tuple[PeerId, str]] = field(default_factory=list)
+    _silent: set[PeerId] = field(default_factory=set)  # did not answer this time
 
     def handle(self, event: object, now: Seconds, peers: Sequence[PeerId]) -> list[Effect]:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 self.wake_at = now + (self._again_s if peers else PROBE_SOON_S)
                 self._again_s = min(2 * self._again_s, PROBE_EVERY_S) if peers else PROBE_AGAIN_S
-                self._choose(peers)
-                return self._next()
+                self._silent.clear()
+                return self._choose(peers)
             case Answered(tag=ProbeTag("up again"), peer=peer) if self._was_slow_start(event):
                 self._queue.insert(0, (peer, "long up"))
                 return self._next()
             case Answered(tag=ProbeTag()):
                 return self._next()
             case AskFailed(tag=ProbeTag()):
-                self._queue = [(peer, what) for peer, what in self._queue if peer != event.peer]
-                return self._next()
+                self._silent.add(event.peer)
+                return self._choose([peer for peer in peers if peer not in self._silent])
         return []
 
     def _was_slow_start(self, upload: Answered) -> bool:
@@ -75,19 +77,21 @@ class Prober:
         measured = Upload(upload.peer, upload.sent_bytes, upload.seconds)
         return not measured.limited(self.meter.latency_s(upload.peer))
 
-    def _choose(self, peers: Sequence[PeerId]) -> None:
-        """Queues probes until PROBED_PEERS links have a known uplink, which is enough to know ours."""
+    def _choose(self, peers: Sequence[PeerId]) -> list[Effect]:
+        """Begins the probes of one link: of a new one until PROBED_PEERS are known, which is enough to know ours."""
         links = self.meter.links
         ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}
         new = [peer for peer in sorted(peers) if peer not in ups]
-        chosen = self.rng.sample(new, max(0, min(PROBED_PEERS - len(ups), len(new))))
+        if new and len(ups) < PROBED_PEERS:  # no download from a peer whose downlink is known, such as a donor
+            peer = self.rng.choice(new)
+            whole = peer not in links or not links[peer].down.known
+            self._queue = [(peer, what) for what in ("ping", "ping", "down", "up") if whole or what != "down"]
+            return self._next()
         last = self.meter.uploads[-1].peer if self.meter.uploads else None
         fastest = sorted(ups, key=lambda peer: -ups[peer])[:2]
-        again = [] if chosen else [peer for peer in fastest if peer != last or len(fastest) == 1][:1]
+        again = [peer for peer in fastest if peer != last or len(fastest) == 1][:1]
         self._queue = [(peer, what) for peer in again for what in ("ping", "up again")]  # pulls wait for their peer
-        for peer in chosen:  # no download from a peer whose downlink is known, such as a donor
-            known_down = peer in links and links[peer].down.known
-            self._queue += [(peer, what) for what in ("ping", "ping", "down", "up") if what != "down" or not known_down]
+        return self._next()
 
     def _next(self) -> list[Effect]:
         if not self._queue:

@@ -5,28 +5,35 @@ counted and ignored.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
-from pydantic import Field, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
 
 from decentral.comm.wire import identity
-from decentral.comm.wire.messages import Count, Run
+from decentral.comm.wire.messages import Count, Index, Run, UnixTime
 from decentral.comm.wire.transport import Directory
 from decentral.core import rng
-from decentral.core.errors import ProtocolError
+from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, RetainedStates
+from decentral.core.jobs import Fragment
+from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.reasons import Reason
 
-Label = Annotated[str, Strict(), Field(max_length=128)]
+Label = Annotated[str, Strict(), Field(max_length=SHOWN_CHARS), AfterValidator(plain_text)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
 T = TypeVar("T")
 PeerPhase = Literal["joining", "training", "leaving"]
-Addresses = Annotated[tuple[Annotated[str, Strict(), Field(max_length=256)], ...], Field(max_length=16)]
+MOST_ADDRESSES = 16  # of a peer
+ADDRESS_CHARS = 256
+MOST_KEPT = 256  # retained states that a record names
+MAX_BODY_BYTES = 12 * 1024  # of a record; the largest valid one has about 11 KiB
+Address = Annotated[str, Strict(), Field(max_length=ADDRESS_CHARS, pattern=r"^[!-~]*$")]
+Kept = Annotated[tuple[tuple[Index, Count], ...], Field(max_length=MOST_KEPT)]
+Addresses = Annotated[tuple[Address, ...], Field(max_length=MOST_ADDRESSES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +54,20 @@ class Profile:
 @dataclass(frozen=True, slots=True)
 class PeerRecord:
     run: Run
-    time: Positive  # unix seconds at the peer
+    time: UnixTime  # unix seconds at the peer
     addresses: Addresses
     profile: Profile
-    first: Count  # span [first, last)
-    last: Count
+    first: Index  # span [first, last)
+    last: Index
     step: Count
     lr_step: Count
     tokens: Count
     round: Count = 0  # number of the all-reduce round
     phase: PeerPhase = "joining"
     window_s: Positive = 0.0  # how long its links and cores need windows to be; 0: not known
-    kept: Annotated[RetainedStates, Field(max_length=256)] = ()  # fragment and step of each state that it retains
+    kept: Annotated[
+        tuple[tuple[Index, Count], ...], Field(max_length=MOST_KEPT)
+    ] = ()  # fragment and step of each state that it retains
 
     def covers(self, fragment: Fragment) -> bool:
         """Whether the peer holds all layers of the fragment."""
@@ -114,6 +123,8 @@ async def lookup(
 
 def unpack(body: bytes) -> PeerRecord:
     """Raises ProtocolError for anything that is not a PeerRecord."""
+    if len(body) > MAX_BODY_BYTES:
+        raise ProtocolError(Reason.OVERSIZE, f"a record of {len(body)} bytes")
     return _unpack_cached(body) if len(body) <= SMALL_BYTES else checked(_PEER, body)
 
 
@@ -121,6 +132,27 @@ def unpack(body: bytes) -> PeerRecord:
 def _unpack_cached(body: bytes) -> PeerRecord:
     """A record is frozen, so simulated peers that read the same bytes may share it."""
     return checked(_PEER, body)
+
+
+def publishable(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Those of a peer's addresses, the first ones first, that a record has room for."""
+    return tuple(address for address in addresses if len(address) <= ADDRESS_CHARS)[:MOST_ADDRESSES]
+
+
+def first_record(run: RunId, addresses: tuple[str, ...], profile: Profile) -> PeerRecord:
+    """What a peer tells of itself before it holds anything."""
+    return PeerRecord(run, 0.0, addresses, profile, 0, 0, 0, 0, 0)
+
+
+def require_valid(record: PeerRecord) -> None:
+    """Raises UserError, which names the field, if all other peers would refuse this peer's own record."""
+    try:
+        _PEER.validate_python(msgpack.unpackb(pack(record), use_list=False))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        unseen = "others would refuse this peer's record, and never see it"
+        raise UserError(f"{field}: {first['msg']}, but it is {str(first['input'])[:300]!r}: {unseen}") from None
 
 
 def checked(adapter: TypeAdapter[T], body: bytes) -> T:

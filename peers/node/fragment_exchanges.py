@@ -107,5 +107,6 @@ class FragmentExchanges:
         others = self.selection.roster.live.values() if known.blocking else ()
         newest = max((entry.record.round for entry in others), default=0)
         gossip, own = setup.config.gossip, setup.own.peer
-        context = FragmentContext(setup.run, own, fragment.index, phase, gossip, self.selection, newest)
+        restored_at = now if setup.restored_step is not None and not known.blocking else 0.0
+        context = FragmentContext(setup.run, own, fragment.index, phase, gossip, self.selection, newest, restored_at)
         return known.machine(context, context.next_close(now, 0))

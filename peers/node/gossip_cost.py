@@ -12,7 +12,8 @@ from decentral.core.units import Seconds
 
 IDLE_SHARE = 0.1
 FIXED_CORES = 0.005  # what the event loop and the network take without gossip
-REMEMBERED_WINDOWS = 16
+REMEMBERED_WINDOWS = 16  # whose mean the average is, or
+REMEMBERED_S = 20.0  # what it follows where windows are longer: what the first ones cost must not last for minutes
 MOST_TIMES = 2  # the average cost: what a new measurement counts at most
 FEWER_CORES = 0.1  # what a measurement with fewer cores than before counts: a pause is no slower device
 NEWEST_IDLE = 0.3  # what the latest measurement of idle cores counts
@@ -56,9 +57,11 @@ class GossipCost:
     cores: float = 0.0  # that train
     idle: float = 0.0  # cores that nobody uses
     stretch: Stretch = field(default_factory=Stretch)
+    _share: float = 0.0  # of the cores, for which the windows were stretched
     _jobs_s: Seconds = 0.0  # since the averages were brought up to date
     _transfers_s: Seconds = 0.0  # likewise
     _windows: int = 0  # closed since then
+    _since_s: Seconds = 0.0
 
     def did(self, cost_s: Seconds, closed: bool) -> None:
         """A job of gossip took so long; `closed`: it ended a window."""
@@ -74,24 +77,28 @@ class GossipCost:
         cores = used.training_s / used.seconds
         self.cores = max(cores, self.cores + FEWER_CORES * (cores - self.cores))
         self.idle += NEWEST_IDLE * (used.idle_s / used.seconds - self.idle)
+        self._since_s += used.seconds
         if gossip_alone:
             self._transfers_s += max(0.0, used.network_s - FIXED_CORES * used.seconds)
         if self._windows:  # else the next measurement may have windows to share this one's cost
             self.compute_s = self._averaged(self.compute_s, self._jobs_s / self._windows)
             if gossip_alone:
                 self.network_s = self._averaged(self.network_s, self._transfers_s / self._windows)
-            self._jobs_s, self._transfers_s, self._windows = 0.0, 0.0, 0
+            self._jobs_s, self._transfers_s, self._windows, self._since_s = 0.0, 0.0, 0, 0.0
 
     def _averaged(self, known: Seconds, new: Seconds) -> Seconds:
         """One outlier (memory that is touched first, a machine that is busy) must not stretch windows for minutes."""
         if not known:
             return new
-        return known + min(1.0, self._windows / REMEMBERED_WINDOWS) * (min(new, MOST_TIMES * known) - known)
+        counts = min(1.0, max(self._windows / REMEMBERED_WINDOWS, self._since_s / REMEMBERED_S))
+        return known + counts * (min(new, MOST_TIMES * known) - known)
 
     def windows(self, window_s: Seconds, fragments: int, share: float) -> int:
         """How many windows of the config's length make one of ours, so that all fragments cost this share of the cores
         that train, and IDLE_SHARE of those that nobody uses.
         """
+        if share != self._share:
+            self._share, self.stretch = share, Stretch()  # what another share needed would hold these windows long
         if not self.window_cost_s or not self.cores:
             return self.stretch.times
         left = max(share / 2, share - FIXED_CORES)  # what stays for windows

@@ -12,7 +12,7 @@ from decentral.comm.routes.router import Router
 from decentral.comm.wire.meter import Meter
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
-from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
+from decentral.peers.membership.records import MOST_KEPT, PeerPhase, PeerRecord, Profile
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
@@ -57,7 +57,7 @@ class OwnRecord:
             round=self.gossip.round,
             phase=phase,
             window_s=self.window_s,
-            kept=self.donor.retained,
+            kept=self.donor.retained[:MOST_KEPT],
         )
 
     def profile(self) -> Profile:

@@ -23,7 +23,7 @@ from decentral.peers.node.setup import NodeSetup
 
 NEVER = -1  # the step of a state that nobody has
 LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
-EARLY_TIMES = 10  # gossip's share of the cores, in the swarm's first steps, over what it is later
+EARLY_TIMES = 3  # gossip's share of the cores, in the swarm's first steps, over what it is later
 NEED_ROUNDING = 0.01  # of a doubling, by which the swarm's windows may be shorter than what is needed
 THIN_PARTNERS = 2  # as many pulls in a window, where all of them make a link stretch it (docs/CONVERGENCE.md)
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
@@ -176,6 +176,11 @@ class PeerSelection:
     def donors(self) -> list[PeerId]:
         """The peers that a newcomer may ask: those that train, or all while nobody trains."""
         return self.trainers() or self.live()
+
+    def swarm_step(self) -> int | None:
+        """The upper median of the learning-rate steps of those that train; None where one of them alone may set it."""
+        steps = sorted(self.roster.live[peer].record.lr_step for peer in self.trainers())
+        return steps[len(steps) // 2] if len(steps) > 2 else None
 
     def live(self) -> list[PeerId]:
         return sorted(self.roster.live)

@@ -1,18 +1,13 @@
-"""How far training is: step lines, the swarm's learning-rate clock, evaluations, checkpoints, and when to stop.
+"""How far training is: step lines, evaluations, checkpoints, and when to stop."""
 
-The learning-rate step follows the fastest half of the swarm: each peer takes the upper median of what the live peers
-advertise, where that is ahead of its own. So a slow peer does not train at a warm-up rate while the others decay, and
-one peer that claims a billion steps moves nobody.
-"""
-
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from decentral.core.config import SwarmConfig, TrainConfig
-from decentral.core.jobs import Evaluate, Evaluated, Job, JobFailed, Save, Saved, SetClock, Stepped
+from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, Stepped
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
+from decentral.peers.node.running_loss import RunningLoss, loss_fields
 
 LINE_S = 1.0  # between two `step` lines
 CHECKPOINT_SHARE = 0.01  # of the time: checkpoints that take longer come less often
@@ -40,7 +35,7 @@ class TrainingProgress:
     step: int = 0
     lr_step: int = 0
     tokens: int = 0  # trained by this process since it joined
-    loss: float | None = None
+    losses: RunningLoss = field(default_factory=RunningLoss)
     held_out: float | None = None
     tokens_per_s: float = 0.0
     spent: TimeSpent = NO_TIME  # by the training thread since it joined
@@ -91,12 +86,6 @@ class TrainingProgress:
                 return self._due(now)
         return []
 
-    def follow(self, lr_steps: Iterable[int]) -> list[Job]:
-        """Catches up with the upper median of the live peers' learning-rate steps."""
-        known = sorted([*lr_steps, self.lr_step])
-        median = known[len(known) // 2]
-        return [SetClock(median)] if median > self.lr_step else []
-
     def flush(self, now: Seconds) -> list[Effect]:
         """The journal line about the steps since the last one."""
         if not self._steps:
@@ -108,9 +97,9 @@ class TrainingProgress:
         self.tokens_per_s += (tokens / took - self.tokens_per_s) * share
         self._line_at = now
         progress = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
-        loss, micro_batches = sum(step.loss for step in steps) / len(steps), sum(step.micro_batches for step in steps)
+        micro_batches, losses = sum(step.micro_batches for step in steps), loss_fields(step.loss for step in steps)
         aside = {name: round(seconds, 4) for name, seconds in asdict(spent).items() if name != "training" and seconds}
-        figures = {"micro_batches": micro_batches, "loss": round(loss, 4), "seconds": round(spent.training, 4)}
+        figures = {"micro_batches": micro_batches, **losses, "seconds": round(spent.training, 4)}
         return [log("step", **progress, **figures, aside=aside)]
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
@@ -121,7 +110,7 @@ class TrainingProgress:
         self.tokens += step.tokens
         self.spent += step.spent
         self.micro_batches += step.micro_batches
-        self.loss = step.loss if self.loss is None else 0.95 * self.loss + 0.05 * step.loss
+        self.losses.add(step.loss)
         lines = self.flush(now) if now >= self._line_at + LINE_S else []
         reached = {"steps": step.step, "tokens": self.tokens}.get(self.stop_after.kind if self.stop_after else "", 0)
         stops = self.stop_after and 0 < self.stop_after.value <= reached

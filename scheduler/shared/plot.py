@@ -56,6 +56,7 @@ def _pyplot() -> Any:
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install 'decentral[plot]'") from None
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False  # a region's name may have dollar signs
     from matplotlib import pyplot
 
     return pyplot

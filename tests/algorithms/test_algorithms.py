@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import decentral.algorithms
 from decentral.comm.gossip.snapshots import SNAPSHOTS_KEPT
 from decentral.comm.wire import messages
-from decentral.core import algorithms, config
+from decentral.core import algorithms, config, swarm_config
 from decentral.core.algorithms import Algorithm, FragmentContext
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
@@ -76,7 +76,7 @@ def test_a_name_that_is_not_in_the_table_loads_nothing_and_the_error_lists_those
     *others, last = map(repr, algorithms.MODULES)
     expected = f"gossip.algorithm must be {', '.join(others)} or {last}; it is 'os'"
     with pytest.raises(UserError, match=f"^config: {expected}$"):
-        config.from_canonical("gossip: {algorithm: os}")
+        swarm_config.received('{"gossip": {"algorithm": "os"}}')
     with pytest.raises(KeyError):
         algorithms.algorithm("os")
 

@@ -337,7 +337,7 @@ def test_a_pull_is_the_outer_step_of_the_formulas(momentum: float, light: bool, 
         phi = None if light else vectors(partner)["phi"]
         read = outer.WindowUpdate(vectors(partner)[PSEUDO_GRADIENT], 100, 1e-3, phi)
         mine = outer.WindowUpdate(published, 300, 1e-3)
-        expected = outer.merge(slow, mine, [read], constants, outer.rho_of(late_steps))
+        expected = outer.merge(slow, mine, [read], constants, outer.rho_of(late_steps, TOOLS.optimizer))
         before, slow = ours.live.theta.clone(), expected.slow
         pulled = repacked(partner, {PSEUDO_GRADIENT: read.pseudo_gradient}) if light else partner
         ours.merge([pulled])

@@ -1,6 +1,7 @@
 """Which layers peers claim: the whole model if it fits, else what is missing, and never all the same ones."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ async def chosen(
     own: Identity, directory: LoopbackDirectory, memory_bytes: int, kept: tuple[int, int] | None
 ) -> claim_span.ClaimedSpan:
     request = claim_span.SpanRequest(CONFIG, RUN, own, (), memory_bytes, kept)
-    return await claim_span.claim(request, NEEDS, directory, claim_span.WallClock())
+    return await claim_span.claim(request, NEEDS, directory, claim_span.RealClock(time.time))
 
 
 def test_a_model_that_fits_is_held_whole_and_nobody_is_asked(identities: list[Identity]) -> None:

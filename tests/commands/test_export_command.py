@@ -13,6 +13,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import StateRequest
 from decentral.comm.wire.transport import Answer, AskError, Reply, Transport
 from decentral.core import jobs
+from decentral.core.config import Config, ModelConfig
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.joining.donor import Donor
@@ -84,6 +85,18 @@ def test_a_layer_that_nobody_holds_is_named(folders: list[Path], capfd: pytest.C
     del weights[1]
     with pytest.raises(UserError, match="nobody holds layers 1 to 1 of the model"):
         replicas.layers_with(run[1], weights)
+
+
+def test_a_folder_whose_model_is_code_is_refused_before_the_code_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere.py").write_text("raise SystemExit('this code ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "peer"
+    folder.mkdir()
+    StateFolder(folder).write_run(RUN, Config(model=ModelConfig(layers="elsewhere:layers")))
+    said = refusal(capfd, "--state-dir", str(folder), "--out", str(tmp_path / "out"))
+    assert "this run's model is code" in said
 
 
 # Live peers

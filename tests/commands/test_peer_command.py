@@ -1,9 +1,11 @@
 """python -m decentral.peer where the user makes a mistake: exit 2, and one line on stderr that says what to do."""
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from decentral import peer
 from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.ids import RunId
+from decentral.core.own_inputs import OwnInputs
 from decentral.state import StateFolder
+from tests.commands.played_swarm import PlayedSwarm
 
 ROOT = Path(__file__).parent.parent.parent
 LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
@@ -57,6 +61,24 @@ def test_an_unknown_flag(capfd: pytest.CaptureFixture[str], folder: Path) -> Non
 def test_wrong_flags_leave_no_folder_behind(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
     refusal(capfd, folder, "--throttle", "0")
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("region", ["r" * 129, "two\nlines", "\x1b[2J", "[red]"])
+def test_a_region_that_would_make_this_peer_invisible(
+    capfd: pytest.CaptureFixture[str], folder: Path, region: str
+) -> None:
+    said = refusal(capfd, folder, "--region", region)
+    assert said.startswith("--region expects at most 128 printable characters")
+    assert said.isprintable()
+
+
+@pytest.mark.parametrize("flag", ["--announce", "--listen"])
+@pytest.mark.parametrize("addresses", [["/ip4/203.0.113.7/tcp/4001"] * 17, ["/dns4/" + "a" * 300]])
+def test_addresses_that_would_make_this_peer_invisible(
+    capfd: pytest.CaptureFixture[str], folder: Path, flag: str, addresses: list[str]
+) -> None:
+    said = refusal(capfd, folder, *(part for address in addresses for part in (flag, address)))
+    assert said.startswith(f"{flag} expects 16 addresses of at most 256 characters")
 
 
 # The state folder
@@ -133,6 +155,51 @@ def test_a_config_that_is_not_there(capfd: pytest.CaptureFixture[str], folder: P
 def test_data_that_is_not_there(capfd: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     missing = tmp_path / "none.txt"
     assert str(missing) in refusal(capfd, folder, "--set", "data.kind=text", "--set", f"data.path={missing}")
+
+
+# What a swarm asks for
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedSwarm]:
+    played = PlayedSwarm(tmp_path_factory.mktemp("swarm"))
+    yield played
+    played.close()
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize(
+    ("sections", "flags", "said"),
+    [
+        ({"model": {"layers": "evil:go"}}, [], "if you trust it, give --trust-model-code evil:go"),
+        ({"model": {"layers": "evil:go"}}, ["--trust-model-code", "my:own"], "--trust-model-code my:own: this swarm's"),
+        ({"data": {"kind": "text"}}, [], "each peer on its own: give --data PATH"),
+        ({"data": {"kind": "text", "path": "/etc/passwd"}}, ["--data", "."], "names files of this peer (data.path)"),
+        ({}, ["--data", "."], "this swarm trains on Python's standard library"),
+        ({"model": {"depth": 3_000_000_000}}, [], "model.depth must be less than or equal to 1024; it is 3000000000"),
+    ],
+)
+def test_a_joiner_runs_and_reads_only_what_its_own_flags_name(
+    capfd: pytest.CaptureFixture[str],
+    folder: Path,
+    swarm: PlayedSwarm,
+    sections: dict[str, dict[str, object]],
+    flags: list[str],
+    said: str,
+) -> None:
+    swarm.config = json.dumps(sections)
+    assert said in refusal(capfd, folder, "--join", swarm.address, *flags)
+    assert not (folder / "run.json").exists()
+
+
+def test_a_folder_remembers_the_data_that_its_user_has_named(folder: Path, tmp_path: Path) -> None:
+    folder.mkdir()
+    named = config.load(None, ["data.kind=text"], OwnInputs(data="text", data_glob="*.md", model_code="mine:layers"))
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), named)
+    (_, kept) = StateFolder(folder).read_run() or (None, config.Config())
+    assert kept.own_inputs == OwnInputs("mine:layers", str(Path("text").absolute()), "*.md")
+    (_, moved) = StateFolder(folder).read_run(OwnInputs(data=str(tmp_path))) or (None, config.Config())
+    assert (moved.data.path, moved.model.layers) == (str(tmp_path), "mine:layers")
 
 
 @pytest.mark.swarm

@@ -1,26 +1,16 @@
 """python -m decentral.plan as a user runs it: files, a live swarm over libp2p, and one clear line for what is wrong."""
 
-import asyncio
 import json
-import threading
-import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from decentral import plan
-from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity
-from decentral.comm.wire.messages import Welcome
-from decentral.core import config
-from decentral.core.ids import PeerId
-from decentral.peers.membership import records
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.core.config import Config, ModelConfig
+from tests.commands.played_swarm import PlayedSwarm
 
-RUN = "gpt-3fa2c1"
 QUICK = ["--seconds", "0.2"]
 
 
@@ -67,47 +57,16 @@ def test_what_is_wrong_is_one_clear_line(capsys: pytest.CaptureFixture[str], fla
 # A live swarm
 
 
-class Swarm:
-    """One libp2p peer in a thread: welcomes who asks, and stores the signed records of as many peers as are wanted."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.wait(self._start())
-
-    def wait(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
-
-    async def _start(self) -> None:
-        Identity.load_or_create(self.folder / "key")
-        self.transport = await Libp2p.start(self.folder / "key", ["/ip4/127.0.0.1/tcp/0"], [])
-        (self.address,) = await self.transport.addresses()
-        await self.transport.serve(welcome, lambda _message: 0)
-        self.directory = await self.transport.directory([f"{RUN}/peers"], [])
-
-    async def announce(self, name: str, region: str) -> None:
-        own, key, expires = Identity.load_or_create(self.folder / name), f"{RUN}/peers", time.time() + 60.0
-        profile = Profile("cpu", 8 * 10**9, 1e10, 500.0, region=region)
-        record = PeerRecord(RUN, time.time(), (), profile, 0, 6, 0, 0, 0, phase="training")
-        assert await self.directory.store(key, own.peer, own.seal(key, records.pack(record), expires), expires)
-
-
-async def welcome(_sender: PeerId, _question: Envelope) -> Envelope:
-    return Envelope(Welcome(RUN, config.Config().canonical()))
-
-
 @pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path_factory.mktemp("swarm"))
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedSwarm]:
+    swarm = PlayedSwarm(tmp_path_factory.mktemp("swarm"))
     yield swarm
-    swarm.wait(swarm.transport.close())
-    swarm.loop.call_soon_threadsafe(swarm.loop.stop)
+    swarm.close()
 
 
 @pytest.mark.swarm
 def test_a_live_swarm_of_one_is_too_small_and_one_of_two_is_planned_for_its_own_model(
-    swarm: Swarm, capsys: pytest.CaptureFixture[str]
+    swarm: PlayedSwarm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     swarm.wait(swarm.announce("one", "here"))
     assert "that swarm has 1 peer; a plan needs at least 2" in refusal(capsys, "--join", swarm.address)
@@ -117,6 +76,26 @@ def test_a_live_swarm_of_one_is_too_small_and_one_of_two_is_planned_for_its_own_
     assert shown["objective"] == "throughput"
     assert set(shown["spans"]) == {Identity.load_or_create(swarm.folder / name).peer for name in ("one", "two")}
     assert shown["throughput"]["bound"] == pytest.approx(1000.0)
+
+
+@pytest.mark.swarm
+def test_the_plan_of_a_swarm_whose_model_is_code_runs_none_of_it(
+    swarm: PlayedSwarm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swarm, "config", Config(model=ModelConfig(layers="strangers:layers")).canonical())
+    assert "this swarm's model is code, strangers:layers" in refusal(capsys, "--join", swarm.address)
+
+
+@pytest.mark.swarm
+def test_what_strangers_call_their_regions_is_shown_as_plain_text(
+    swarm: PlayedSwarm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, region in (("one", "[red]here[/red]"), ("two", "\x1b]0;owned\x07\x1b[2Jthere\u202e")):
+        swarm.wait(swarm.announce(name, region))
+    assert plan.main(["--join", swarm.address, *QUICK]) == 0
+    shown = capsys.readouterr().out
+    assert "(red)" in shown
+    assert all(char.isprintable() or char == "\n" for char in shown)
 
 
 @pytest.mark.swarm

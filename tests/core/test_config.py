@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.core import config
-from decentral.core.config import Config, from_canonical, load, shipped_configs
+from decentral.core.config import Config, load, shipped_configs
 from decentral.core.errors import UserError
+from decentral.core.own_inputs import OwnInputs
+from tests.core.bounds import unbounded
 
 Plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates(),
@@ -138,12 +139,6 @@ def test_a_rate_may_be_written_as_people_write_it(text: str, rate: float) -> Non
     assert load(None, [f"train.learning_rate={text}"]).train.learning_rate == rate
 
 
-def test_canonical_text_round_trips() -> None:
-    run = load(None, ["model.kv_heads=1", "train.total_steps=100", "train.learning_rate=8e-3", "seed=7"])
-    assert from_canonical(run.canonical()) == run
-    assert from_canonical(run.canonical()).canonical() == run.canonical()
-
-
 def test_the_digest_does_not_depend_on_how_the_file_is_written(tmp_path: Path) -> None:
     one = load(file(tmp_path, "seed: 3\nmodel:\n  depth: 3\n  context: 64\n")).digest()
     other = load(file(tmp_path, "# mine\nmodel: {context: 64, depth: 3}\nseed: 3\n")).digest()
@@ -164,12 +159,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 
 
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    assert "larger than" in refusal(path=file(tmp_path, "#" * (config.MAX_CONFIG_BYTES + 1)))
-
-
-def test_a_config_from_the_swarm_that_is_too_large_is_refused() -> None:
-    with pytest.raises(UserError, match="at most"):
-        from_canonical("#" * (config.MAX_CONFIG_BYTES + 1))
+    assert "larger than" in refusal(path=file(tmp_path, "#" * (config.MAX_YAML_BYTES + 1)))
 
 
 def test_a_missing_file_is_refused_with_the_names_of_the_shipped_ones(tmp_path: Path) -> None:
@@ -197,34 +187,96 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
         pytest.param("name: " + "a" * 60_000, id="a very long value"),
         pytest.param("1: 2", id="a key that is a number"),
         pytest.param("? [a]\n: 1", id="a key that is a list"),
-        pytest.param("a: &a [*a]", id="a list that holds itself"),
-        pytest.param(
-            "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 16)) + "name: *a15",
-            id="aliases that double 15 times",
-        ),
+        pytest.param("[" * 30_000, id="lists in lists"),
         pytest.param("!!python/object/apply:os.getcwd []", id="a call"),
     ],
 )
-def test_a_hostile_config_from_the_swarm_is_one_short_line(text: str) -> None:
-    with pytest.raises(UserError) as caught:
-        from_canonical(text)
-    one_line(caught.value)
+def test_a_file_that_is_strange_is_one_short_line(tmp_path: Path, text: str) -> None:
+    refusal(path=file(tmp_path, text))
 
 
-@given(st.text(max_size=60))
-def test_any_text_is_a_config_or_refused_in_one_line(text: str) -> None:
-    try:
-        from_canonical(text)
-    except UserError as error:
-        one_line(error)
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("model: &m {depth: 3}\n", "an anchor or an alias at line 1"),
+        ("a: &a [*a]", "an anchor or an alias at line 1"),
+        ("model:\n  <<: {depth: 3}\n", "a merge key at line 2"),
+        ("name: *mine\n", "an anchor or an alias at line 1"),
+    ],
+)
+def test_anchors_and_merge_keys_are_refused_with_their_line(tmp_path: Path, text: str, what: str) -> None:
+    assert f"has {what}; write the values out" in refusal(path=file(tmp_path, text))
+
+
+def test_merge_keys_that_double_thirty_times_expand_nothing(tmp_path: Path) -> None:
+    """Without the refusal this file of 800 bytes would make a mapping of a billion entries."""
+    doubled = "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
+    assert "anchor" in refusal(path=file(tmp_path, "a0: &a0 {x: 1}\n" + doubled))
+
+
+def test_an_alias_in_an_override_is_refused() -> None:
+    assert "--set" in refusal("name=&a [*a]")
 
 
 @given(st.dictionaries(st.sampled_from(sorted(Config.model_fields)) | st.text(max_size=6), Plain, max_size=3))
 def test_any_tree_is_a_config_or_refused_in_one_line(tree: dict[str, object]) -> None:
     try:
-        from_canonical(yaml.safe_dump(tree))
+        config.validated(tree)
     except UserError as error:
         one_line(error)
+
+
+# Bounds
+
+
+def test_every_number_and_text_of_a_config_has_bounds() -> None:
+    assert unbounded(Config) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.depth=3e9", "model.depth"),
+        ("model.depth=3000000000", "model.depth"),
+        ("swarm.shards=1000000000", "swarm.shards"),
+        ("train.eval_sequences=1000000", "train.eval_sequences times model.context"),
+        ("train.micro_batch=1000000", "train.micro_batch times model.context"),
+        ("model.context=1000000", "context times channels of a head"),
+        ("gossip.window_s=1e-9", "gossip.window_s"),
+        ("swarm.refresh_s=1e-9", "swarm.refresh_s"),
+        ("swarm.record_ttl_s=604800", "swarm.record_ttl_s"),
+        ("train.clip_norm=.inf", "train.clip_norm"),
+        ("train.learning_rate=.nan", "train.learning_rate"),
+    ],
+)
+def test_a_value_that_would_fill_a_memory_or_keep_a_core_busy_is_refused(override: str, key: str) -> None:
+    assert key in refusal(override)
+
+
+# What only the user names
+
+
+def test_data_of_ones_own_may_be_named_by_a_flag() -> None:
+    found = load(None, ["data.kind=text"], OwnInputs(data="/my/text", data_glob="*.md"))
+    assert (found.data.path, found.data.glob) == ("/my/text", "*.md")
+
+
+def test_a_flag_for_data_goes_before_the_file() -> None:
+    found = load(None, ["data.kind=text", "data.path=/elsewhere"], OwnInputs(data="/my/text"))
+    assert found.data.path == "/my/text"
+
+
+def test_data_that_the_run_does_not_read_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--data: data\.kind python-stdlib reads none"):
+        load(None, [], OwnInputs(data="/my/text"))
+
+
+def test_code_may_be_named_by_a_flag_or_by_the_file_and_both_must_agree() -> None:
+    trusted = OwnInputs(model_code="mine:layers")
+    assert load(None, [], trusted).model.layers == "mine:layers"
+    assert load(None, ["model.layers=mine:layers"], trusted).model.layers == "mine:layers"
+    with pytest.raises(UserError, match=r"--trust-model-code mine:layers: the config's model is other:layers"):
+        load(None, ["model.layers=other:layers"], trusted)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

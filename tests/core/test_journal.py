@@ -1,10 +1,14 @@
 """The journal: whole lines, whatever happened to the one before."""
 
+import errno
+import json
+import os
 from pathlib import Path
 
 import pytest
 
-from decentral.core.journal import Journal, Tail, read
+from decentral.core.errors import UserError
+from decentral.core.journal import Journal, Tail, read, rotated
 
 
 @pytest.fixture
@@ -91,3 +95,175 @@ def test_a_tail_gives_a_line_when_it_is_at_its_end(path: Path) -> None:
     assert [line["event"] for line in tail.new()] == ["started"]
     path.write_bytes(whole)
     assert [line["event"] for line in tail.new()] == ["step"]
+
+
+# A disk that refuses
+
+
+class Disk:
+    """What os.write and os.open do on a disk with so many bytes left; None: it has room."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.room: int | None = None
+        self._write, self._open = os.write, os.open
+        patch.setattr(os, "write", self.write)
+        patch.setattr(os, "open", self.open)
+
+    def write(self, file: int, data: bytes) -> int:
+        if self.room is None:
+            return self._write(file, data)
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._write(file, data[: self.room])
+        self.room -= written
+        return written
+
+    def open(self, path: os.PathLike[str], flags: int, mode: int = 0o777) -> int:
+        if self.room is not None and not Path(path).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._open(path, flags, mode)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def test_a_full_disk_loses_lines_and_raises_nothing(path: Path, disk: Disk) -> None:
+    journal = Journal(path, clock=lambda: 5.0)
+    journal.write("started")
+    disk.room = 0
+    for _ in range(3):
+        journal.write("step")
+    assert journal.lost == 3
+    assert "No space left on device" in journal.trouble
+    disk.room = None
+    journal.write("exchange")
+    assert [line["event"] for line in read(path)] == ["started", "lost", "exchange"]
+    (line,) = [line for line in read(path) if line["event"] == "lost"]
+    assert (line["lines"], line["since"], line["reason"]) == (3, 5.0, "No space left on device")
+    assert (journal.lost, journal.trouble) == (0, "")
+
+
+@pytest.mark.parametrize("room", [1, 10, 20])
+def test_half_a_line_that_a_full_disk_took_is_taken_back(path: Path, disk: Disk, room: int) -> None:
+    journal = Journal(path, clock=lambda: 5.0)
+    journal.write("started")
+    whole = path.read_bytes()
+    disk.room = room
+    journal.write("step")
+    assert path.read_bytes() == whole
+    disk.room = None
+    journal.write("exchange")
+    assert events(path) == ["started", "lost", "exchange"]
+
+
+def test_half_a_line_that_cannot_be_taken_back_ends_before_the_next_one(
+    path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(file: int, length: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "ftruncate", refused)
+    journal = Journal(path, clock=lambda: 5.0)
+    journal.write("started")
+    disk.room = 10
+    journal.write("step")
+    disk.room = None
+    journal.write("exchange")
+    assert events(path) == ["started", "lost", "exchange"]
+
+
+def test_a_journal_that_a_full_disk_cannot_even_begin_begins_later(path: Path, disk: Disk) -> None:
+    disk.room = 0
+    journal = Journal(path, clock=lambda: 5.0)
+    journal.write("started", peer="A")
+    disk.room = None
+    journal.write("joined")
+    assert events(path) == ["continued", "lost", "joined"]
+    assert next(read(path))["peer"] == "A"
+
+
+def test_a_journal_that_may_not_be_written_is_a_user_error(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(UserError, match=r"journal.jsonl cannot be written"):
+        Journal(path, clock=lambda: 5.0)
+
+
+# Rotation
+
+
+def rotating(path: Path) -> Journal:
+    return Journal(path, clock=lambda: 0.0, file_bytes=400, files_kept=3)
+
+
+def test_a_journal_that_is_large_goes_on_in_a_new_file_and_keeps_so_many_old_ones(path: Path) -> None:
+    journal = rotating(path)
+    journal.write("started", peer="A")
+    for number in range(100):
+        journal.write("step", step=number)
+    assert len(rotated(path)) == 3
+    assert max(file.stat().st_size for file in [path, *rotated(path)]) <= 400
+    steps = [line["step"] for line in read(path) if line["event"] == "step"]
+    assert steps == list(range(100 - len(steps), 100))
+    first = next(read(path))
+    assert (first["event"], first["peer"]) == ("continued", "A")
+
+
+def test_after_a_restart_rotation_goes_on(path: Path) -> None:
+    for life in range(6):
+        journal = rotating(path)
+        journal.write("started", peer="A")
+        for number in range(10):
+            journal.write("step", step=10 * life + number)
+        journal.close()
+    steps = [line["step"] for line in read(path) if line["event"] == "step"]
+    assert steps == list(range(60 - len(steps), 60))
+    assert len(rotated(path)) == 3
+
+
+def test_a_tail_follows_over_rotations(path: Path) -> None:
+    journal, tail = rotating(path), Tail(path)
+    seen = []
+    for number in range(50):
+        journal.write("step", step=number)
+        if number % 4 == 0:
+            seen += [line["step"] for line in tail.new() if line["event"] == "step"]
+    seen += [line["step"] for line in tail.new() if line["event"] == "step"]
+    assert seen == list(range(50))
+
+
+def test_a_tail_that_comes_too_late_goes_on_with_what_is_kept(path: Path) -> None:
+    journal, tail = rotating(path), Tail(path)
+    journal.write("step", step=0)
+    assert [line["step"] for line in tail.new()] == [0]
+    for number in range(1, 100):
+        journal.write("step", step=number)
+    seen = [line["step"] for line in tail.new() if line["event"] == "step"]
+    assert seen == list(range(100 - len(seen), 100))
+
+
+def test_a_full_disk_at_a_rotation_loses_lines_only_until_there_is_room(path: Path, disk: Disk) -> None:
+    journal = rotating(path)
+    journal.write("started", peer="A")
+    while not rotated(path):
+        journal.write("step")
+    kept = len(list(read(path)))
+    disk.room = 0
+    for _ in range(30):
+        journal.write("step")
+    disk.room = None
+    journal.write("joined")
+    after = [line for line in read(path) if line["event"] != "continued"]
+    assert [line["event"] for line in after[-2:]] == ["lost", "joined"]
+    assert after[-2]["lines"] == 30
+    assert len(after) >= kept - 1
+
+
+def test_every_line_is_strict_json_also_when_a_loss_is_none(path: Path) -> None:
+    journal = Journal(path, clock=lambda: 1.0)
+    journal.write("step", loss=float("nan"), aside={"gossip": float("inf")})
+    journal.close()
+    line = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert line == {"t": 1.0, "event": "step", "loss": None, "aside": {"gossip": None}}
+    assert list(read(path)) == [line]

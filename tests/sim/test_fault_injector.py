@@ -14,6 +14,7 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.peers.hosts.clock import CLOCKS_AGREE_S
 from decentral.peers.joining.join import JoinPhase
 from decentral.sim import faults
 from decentral.sim.audit import InvariantAudit
@@ -342,3 +343,31 @@ def test_two_runs_of_the_same_faults_write_the_same_journals(spec: str) -> None:
     for faulty in runs:
         faulty.play(50)
     assert runs[0].lines == runs[1].lines
+
+
+def test_a_full_disk_costs_journal_lines_and_checkpoints_and_nothing_else() -> None:
+    swarm = FaultySwarm("full-disk 1 at 20 for 15")
+    swarm.play(34.9)
+    assert swarm.said("step", 1, since=20.0) == []
+    assert swarm[1].training
+    taken = [line for line in swarm.said("exchange", 0, since=26.0) if line.fields["partner"] == swarm[1].peer]
+    assert "done" in {line.fields["outcome"] for line in taken}
+    swarm.settle()
+    (lost,) = swarm.said("lost")
+    assert lost.fields["lines"] > 10
+    assert swarm.said("checkpoint", 1, since=35.0)
+
+
+def test_a_clock_that_jumps_under_a_peer_changes_nothing_and_its_next_life_goes_by_the_swarms() -> None:
+    swarm = FaultySwarm("clock 1 by 3600 at 20; crash 1 at 40; restart 1 at 45")
+    swarm.play(39.0)
+    assert swarm[1].clock_s == 0.0
+    assert {line.fields["outcome"] for line in swarm.said("exchange", 1, since=25.0)} >= {"done"}
+    swarm.settle()
+    assert abs(swarm[1].clock_s) <= CLOCKS_AGREE_S
+
+
+def test_all_peers_go_by_the_clock_of_the_first_one_that_comes_back_whatever_it_is() -> None:
+    swarm = FaultySwarm("clock 0 by -3600 at 20; crash all at 30; restart all at 35")
+    swarm.settle()
+    assert {round(member.clock_s) for member in swarm.swarm.members} == {-3600}

@@ -24,6 +24,8 @@ EXAMPLES = {
     "oneway 0>1 at 5 for 10": Fault("oneway", 5, (0, 1), lasts=10),
     "degrade 0-1 x0.1 at 5 for 10": Fault("degrade", 5, (0, 1), 0.1, 10),
     "skew 2 by -1.5 at 0": Fault("skew", 0, (2,), -1.5),
+    "clock 2 by -3600 at 20": Fault("clock", 20, (2,), -3600),
+    "full-disk 1 at 20 for 15": Fault("full-disk", 20, (1,), lasts=15),
     "nat 3 at 0": Fault("nat", 0, (3,)),
     "lie 2 nan at 10 for 20": Fault("lie", 10, (2,), lasts=20, how="nan"),
     "loss 0.05 at 5 for 20": Fault("loss", 5, value=0.05, lasts=20),
@@ -59,6 +61,16 @@ def test_every_kind_is_drawn_sooner_or_later() -> None:
     assert kinds == {*faults.PEERS, *faults.PAIRS, *faults.SHARES, "join"}
 
 
+@given(st.integers(0, 10**6))
+def test_faults_of_machines_are_drawn_apart_with_a_restart_after_each_jump_of_a_clock(seed: int) -> None:
+    drawn = faults.draw_of_hosts(Random(seed), 5, 60.0)
+    assert faults.parse(faults.text_of(drawn)) == drawn
+    assert {fault.kind for fault in drawn} <= {*faults.HOSTS, "crash", "restart"}
+    for jump in (fault for fault in drawn if fault.kind == "clock"):
+        later = [fault.kind for fault in drawn if fault.peers == jump.peers and fault.at >= jump.at]
+        assert "restart" in later
+
+
 def test_faults_are_separated_by_lines_or_semicolons_and_comments_are_skipped() -> None:
     text = "crash 0 at 1; restart 0 at 2\n# the night\nleave 1 at 3;\n"
     assert [fault.kind for fault in faults.parse(text)] == ["crash", "restart", "leave"]
@@ -85,6 +97,8 @@ BAD = {
     "crash 3-1 at 2": "is not complete",
     "crash two at 2": "is not complete",
     "loss nan at 3 for 2": "is not complete",
+    "full-disk 1 at 3": "must end",
+    "clock 1 at 3": "is not complete",
     "lie 1 sideways at 3 for 4": "a lie is one of nan, scaled",
 }
 

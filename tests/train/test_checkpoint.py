@@ -113,6 +113,38 @@ def test_there_is_room_for_the_facts_of_very_many_fragments(tmp_path: Path, monk
     assert all(torch.equal(found[0][name], tensor) for name, tensor in tensors.items())
 
 
+def test_a_bit_that_the_disk_has_turned_is_a_user_error(tmp_path: Path) -> None:
+    checkpoint.write(tmp_path, OLD, {"step": 1})
+    path = tmp_path / checkpoint.FILE
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    assert "theta has another checksum" in refusal(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_set_aside_where_a_swarm_is_there(tmp_path: Path) -> None:
+    (tmp_path / checkpoint.FILE).write_bytes(b"damaged")
+    with pytest.raises(checkpoint.DamagedCheckpoint) as caught:
+        checkpoint.span(tmp_path)
+    assert "starts from the swarm" in caught.value.set_aside()
+    assert checkpoint.span(tmp_path) is None
+    assert (tmp_path / checkpoint.DAMAGED).read_bytes() == b"damaged"
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_number_that_is_not_finite_is_found(wrong: float, dtype: torch.dtype) -> None:
+    numbers = torch.zeros(1000, dtype=dtype)
+    assert checkpoint.finite(numbers)
+    numbers[777] = wrong
+    assert not checkpoint.finite(numbers)
+
+
+def test_large_numbers_are_finite_though_their_sum_is_not() -> None:
+    assert checkpoint.finite(torch.full((100,), 1e38))
+    assert checkpoint.finite(torch.full((3,), 255, dtype=torch.uint8))
+
+
 def test_half_a_file_left_by_a_kill_does_no_harm(tmp_path: Path) -> None:
     checkpoint.write(tmp_path, OLD, {"step": 1})
     (tmp_path / (checkpoint.FILE + ".new")).write_bytes(b"half of a checkp")

@@ -295,9 +295,15 @@ def test_a_contribution_of_the_pseudo_gradient_alone_is_merged(setup_of: MakeSet
     assert not torch.equal(weights(ours), solo_twin(setup_of("A")))
 
 
-def test_a_late_merge_moves_the_live_weights_less(setup_of: MakeSetup) -> None:
+@pytest.mark.parametrize(("optimizer", "share"), [("adamw", 0.2), ("muon", 1.0)])
+def test_a_late_merge_moves_the_live_weights_less_with_adamw(optimizer: str, share: float, setup_of: MakeSetup) -> None:
+    def with_optimizer(peer: str) -> ComputeSetup:
+        setup = setup_of(peer)
+        train = setup.config.train.model_copy(update={"optimizer": optimizer})
+        return replace(setup, config=setup.config.model_copy(update={"train": train}))
+
     def moved_after(steps: int) -> float:
-        ours, theirs = trained(setup_of("A")), trained(setup_of("B"))
+        ours, theirs = trained(with_optimizer("A")), trained(with_optimizer("B"))
         close(ours)
         for _ in range(steps):
             ours.step()
@@ -305,7 +311,7 @@ def test_a_late_merge_moves_the_live_weights_less(setup_of: MakeSetup) -> None:
         ours.do(jobs.Merge(0, 1, (close(theirs),)))
         return float(torch.linalg.vector_norm(weights(ours) - before))
 
-    assert moved_after(9) == pytest.approx(0.2 * moved_after(1), rel=1e-3)
+    assert moved_after(9) == pytest.approx(share * moved_after(1), rel=1e-3)
 
 
 def test_one_bad_contribution_does_not_spoil_the_good_one_beside_it(setup_of: MakeSetup) -> None:
@@ -610,6 +616,22 @@ def test_the_processor_time_of_training_is_known_after_its_thread_has_ended(
 
     monkeypatch.setattr(time, "clock_gettime", gone)
     assert compute.training_s() > 0
+
+
+def test_what_a_throttled_peer_computes_counts_no_more_than_the_time_that_has_passed(
+    setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taking a newcomer's state is not throttled, so ten times its processor time would be more than all cores."""
+    setup = setup_of()
+    compute = Compute(replace(setup, device=replace(setup.device, throttle=10.0)))
+    clock_s, used_s = 100.0, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock_s)
+    compute._clock = lambda: used_s
+    before_s = compute.training_s()
+    clock_s, used_s = 105.0, 2.0
+    assert compute.training_s() - before_s == pytest.approx(5.0 * torch.get_num_threads())
+    clock_s, used_s = 110.0, 2.25
+    assert compute.training_s() - before_s == pytest.approx(7.5 * torch.get_num_threads())
 
 
 def test_training_waits_for_the_merges_of_all_held_windows(setup_of: MakeSetup) -> None:

@@ -43,11 +43,15 @@ def test_what_is_held_out_is_never_trained_on(
     assert max(trained) < count
 
 
-@pytest.mark.parametrize("held_out", [0.05, 0.1, 0.25, 0.5])
+@pytest.mark.parametrize("held_out", [0.05, 0.1, 0.25, 0.3, 0.45, 0.5, 0.7, 0.9])
 def test_about_the_share_that_was_asked_for_is_held_out(tmp_path: Path, held_out: float) -> None:
     corpus = positions(tmp_path, 40 * data.STRETCH_TOKENS, held_out)
     assert len(corpus.held_out) == pytest.approx(40 * held_out, abs=1)
     assert len(corpus.train) + len(corpus.held_out) == 40
+
+
+def test_a_share_of_almost_all_leaves_something_to_train_on(tmp_path: Path) -> None:
+    assert len(positions(tmp_path, 10_000, 0.999).train) == 1
 
 
 @pytest.mark.parametrize("held_out", [0.001, 0.04])

@@ -216,3 +216,23 @@ def test_a_span_is_as_wide_as_its_wanted_micro_batches_allow_or_else_its_require
     assert found.span_bytes(3, 5) < found.span_bytes(3, 5, found.wanted_in_flight(3, 5))
     assert memory_needs.widest_span(found, found.span_bytes(3, 4))(3) == 4  # less than is wanted, all that is required
     assert memory_needs.widest_span(found, found.span_bytes(3, 4) - 1)(3) == 3
+
+
+# Before anything is made
+
+
+def test_a_layer_that_this_machine_cannot_build_is_refused_by_arithmetic() -> None:
+    run = config.Config(model=config.ModelConfig(depth=1024, width=65_536, vocabulary=1 << 20, heads=1024))
+    with pytest.raises(UserError, match=r"model: \d+ parameters, 68719542272 of them in one layer: to build it takes"):
+        memory.check_machine(run, (1, 2), 64 << 30)
+
+
+def test_tables_of_positions_count_for_the_blocks_of_the_span() -> None:
+    run = config.Config(model=config.ModelConfig(depth=64, width=64, heads=1, context=1 << 18))
+    memory.check_machine(run, (0, 4), 2 << 30)
+    with pytest.raises(UserError, match="to build it takes"):
+        memory.check_machine(run, None, 2 << 30)
+
+
+def test_a_usual_model_is_built_anywhere() -> None:
+    memory.check_machine(config.Config(), None, 64 << 20)

@@ -14,13 +14,13 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 
+from decentral.comm.net.fair_shares import MAX_STREAMS
 from decentral.comm.net.libp2p import PROTOCOL, HivemindDirectory, Libp2p, SignedRecords
-from decentral.comm.net.streams import MAX_STREAMS
 from decentral.comm.net.virtual_directory import Records, VirtualDirectory
 from decentral.comm.net.virtual_network import Network
 from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.identity import MAX_PEER_RECORD_BYTES, Identity
 from decentral.comm.wire.messages import VERSION, Message, Ping, Pong, Probe, Probed, Refused
 from decentral.comm.wire.transport import Answer, AskError, Directory, Handler, Transport
 from decentral.core.agenda import Agenda
@@ -538,17 +538,27 @@ def dht_record(key: str, peer: str, value: object, expires: float) -> DHTRecord:
 def test_a_record_signed_by_its_peer_is_kept(signer: Identity) -> None:
     expires = time.time() + 60
     record = dht_record(KEYS[0], signer.peer, signer.seal(KEYS[0], b"profile", expires), expires)
-    assert SignedRecords(KEYS).validate(record)
+    assert SignedRecords(KEYS, time.time).validate(record)
 
 
 @pytest.mark.parametrize(
     "forgery",
-    ["another peer's", "of a key that is not ours", "for another key", "expires later", "unsigned", "no bytes", "old"],
+    [
+        "another peer's",
+        "of a key that is not ours",
+        "for another key",
+        "expires later",
+        "unsigned",
+        "no bytes",
+        "old",
+        "too large",
+        "of a long name",
+    ],
 )
 def test_any_other_record_is_not_kept(signer: Identity, forgery: str) -> None:
     key, expires = KEYS[0], time.time() + 60
     sealed = signer.seal(key, b"profile", expires)
-    old = time.time() - 1
+    old, large = time.time() - 1, bytes(MAX_PEER_RECORD_BYTES)
     record = {
         "another peer's": dht_record(key, "QmSomebodyElse", sealed, expires),
         "of a key that is not ours": dht_record("other", signer.peer, signer.seal("other", b"x", expires), expires),
@@ -557,10 +567,12 @@ def test_any_other_record_is_not_kept(signer: Identity, forgery: str) -> None:
         "unsigned": dht_record(key, signer.peer, b"profile", expires),
         "no bytes": dht_record(key, signer.peer, {"profile": 1}, expires),
         "old": dht_record(key, signer.peer, signer.seal(key, b"profile", old), old),
+        "too large": dht_record(key, signer.peer, signer.seal(key, large, expires), expires),
+        "of a long name": dht_record(key, signer.peer * 10, sealed, expires),
     }[forgery]
-    assert not SignedRecords(KEYS).validate(record)
+    assert not SignedRecords(KEYS, time.time).validate(record)
 
 
 def test_a_record_that_does_not_unpack_is_not_kept() -> None:
     record = DHTRecord(DHTID.generate(source=KEYS[0]).to_bytes(), b"\xc1", b"\xc1", time.time() + 60)
-    assert not SignedRecords(KEYS).validate(record)
+    assert not SignedRecords(KEYS, time.time).validate(record)

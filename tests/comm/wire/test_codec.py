@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from decentral.comm.wire import codec, messages
 from decentral.comm.wire.messages import VERSION, Message
+from decentral.core.config import MAX_CONFIG_BYTES
 from decentral.core.errors import ProtocolError
 from decentral.core.jobs import Section
 
@@ -114,7 +115,7 @@ def test_a_message_comes_back_as_it_was(message: Message) -> None:
 
 
 def test_the_largest_config_fits_into_a_header() -> None:
-    welcome = messages.Welcome("r" * 64, "c" * 65536)
+    welcome = messages.Welcome("r" * 64, "c" * MAX_CONFIG_BYTES)
     assert codec.decode(codec.encode(welcome)) == (welcome, 0)
 
 

@@ -182,3 +182,18 @@ def test_a_state_folder_that_is_a_file_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(UserError, match="state"):
         Identity.load_or_create(tmp_path / "state" / "identity.key")
+
+
+def test_a_record_lasts_two_hours_at_most(ours: Identity) -> None:
+    longest = ours.seal(KEY, b"profile", NOW + identity.MAX_LIFETIME_S - 1)
+    assert open_sealed(KEY, ours.peer, longest, NOW)[0] == b"profile"
+    assert refusal(ours.peer, longest, now=NOW - 2) == "expired"
+
+
+def test_a_record_of_a_peer_is_smaller_than_a_plan(ours: Identity) -> None:
+    body, plans = bytes(identity.MAX_PEER_RECORD_BYTES), "gpt-3fa2c1/plan"
+    for key in (KEY, f"{KEY}/3"):
+        assert refusal(ours.peer, ours.seal(key, body, NOW + 60), key) == "oversize"
+    assert open_sealed(plans, ours.peer, ours.seal(plans, body, NOW + 60), NOW)[0] == body
+    larger = bytes(identity.MAX_RECORD_BYTES)
+    assert refusal(ours.peer, ours.seal(plans, larger, NOW + 60), plans) == "oversize"

@@ -1,4 +1,4 @@
-"""Links are probed one peer at a time, a few at first, and not again while exchanges measure them."""
+"""Links are probed one at a time, a few at first, and then two of them again and again."""
 
 from dataclasses import replace
 from random import Random
@@ -64,16 +64,22 @@ def test_a_peer_that_does_not_answer_is_left_out_and_the_next_one_is_probed() ->
     first = only_ask(probing.handle(Woke(), 10.0, [A, B]))
     second = only_ask(probing.handle(AskFailed(first.tag, first.to, "deadline", 20.0), 30.0, [A, B]))
     assert {first.to, second.to} == {A, B}
+    assert probing.handle(AskFailed(second.tag, second.to, "deadline", 20.0), 50.0, [A, B]) == []
 
 
-def test_only_a_few_are_probed() -> None:
-    probing = prober()
-    effects, probed = probing.handle(Woke(), 10.0, [PeerId(str(n)) for n in range(50)]), set()
-    while effects:
-        ask = only_ask(effects)
-        probed.add(ask.to)
-        effects = answered(probing, ask)
-    assert len(probed) == PROBED_PEERS
+def test_one_link_is_measured_each_time_until_a_few_are_known() -> None:
+    """Four peers that come together to homes with 5 Mb/s would otherwise fill their uplinks for ten seconds."""
+    probing, everyone, probed = prober(), [PeerId(str(n)) for n in range(50)], []
+    for _ in range(PROBED_PEERS + 2):
+        effects = probing.handle(Woke(), probing.wake_at or 0.0, everyone)
+        probed.append(only_ask(effects).to)
+        while effects:
+            ask = only_ask(effects)
+            assert ask.to == probed[-1]
+            if len(ask.envelope.blob) == PROBE_BYTES:
+                probing.meter.saw(ask.to, 2.0, 0.1, PROBE_BYTES, 10)
+            effects = answered(probing, ask)
+    assert len(set(probed[:PROBED_PEERS])) == len(set(probed)) == PROBED_PEERS
 
 
 def test_our_uplink_is_measured_again_over_the_two_fastest_links_in_turn() -> None:

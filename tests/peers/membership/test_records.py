@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentral.core.errors import ProtocolError
+from decentral.core.errors import ProtocolError, UserError
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 
@@ -73,3 +73,54 @@ def test_a_changed_byte_is_taken_or_refused(at: int, byte: int) -> None:
     body = bytearray(records.pack(RECORD))
     body[at] = byte
     accepted_or_refused(bytes(body))
+
+
+# What a stranger, and what our own user, may make large
+
+
+@pytest.mark.parametrize("name", ["device", "region", "software"])
+def test_names_that_strangers_chose_are_plain_text(name: str) -> None:
+    changes: dict[str, Any] = {name: "\x1b[2J[red]mine\u202e"}
+    profile = dataclasses.replace(RECORD.profile, **changes)
+    read = records.unpack(records.pack(dataclasses.replace(RECORD, profile=profile)))
+    assert getattr(read.profile, name) == "?(2J(red)mine?"
+
+
+@pytest.mark.parametrize(("name", "value"), [("run", "\x1b[2J"), ("addresses", ("/ip4/\x1b[2J",)), ("time", 1e12)])
+def test_a_name_or_an_address_with_escapes_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ProtocolError):
+        records.unpack(records.pack(dataclasses.replace(RECORD, **{name: value})))
+
+
+def largest() -> PeerRecord:
+    label = "\U0001f600" * 128
+    profile = Profile(label, (1 << 62) - 1, 1e17, 1e17, 1e17, 1e17, 1e17, label, label)
+    kept = ((1 << 19, (1 << 62) - 1),) * records.MOST_KEPT
+    addresses = ("/" * records.ADDRESS_CHARS,) * records.MOST_ADDRESSES
+    most = (1 << 62) - 1
+    return PeerRecord("r" * 64, 1e10, addresses, profile, 7, 1 << 19, most, most, most, most, "training", 1e17, kept)
+
+
+def test_the_largest_record_fits_and_a_larger_body_is_refused_before_it_is_parsed() -> None:
+    body = records.pack(largest())
+    assert 0.8 * records.MAX_BODY_BYTES < len(body) <= records.MAX_BODY_BYTES
+    assert records.unpack(body) == largest()
+    with pytest.raises(ProtocolError, match="oversize"):
+        records.unpack(b"\xc1" * (records.MAX_BODY_BYTES + 1))
+
+
+def test_an_own_record_that_others_would_refuse_is_an_error_at_home() -> None:
+    records.require_valid(largest())
+    for changes, field in (
+        ({"addresses": ("/ip4/1.2.3.4/tcp/1",) * 17}, "addresses"),
+        ({"profile": dataclasses.replace(RECORD.profile, region="r" * 129)}, "profile.region"),
+    ):
+        with pytest.raises(UserError, match=f"^{field}: .*never see it"):
+            records.require_valid(dataclasses.replace(RECORD, **changes))
+
+
+def test_of_many_addresses_the_first_that_fit_are_published() -> None:
+    found = ["/" * 300, *(f"/ip4/10.0.0.{n}/tcp/1" for n in range(40))]
+    kept = records.publishable(found)
+    assert kept == tuple(found[1:17])
+    records.require_valid(dataclasses.replace(RECORD, addresses=kept))

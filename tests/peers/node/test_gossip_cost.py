@@ -98,6 +98,26 @@ def test_an_outlier_counts_as_twice_the_average_at_most() -> None:
     assert cost.window_cost_s == pytest.approx(0.125)
 
 
+def test_what_long_windows_cost_is_believed_within_seconds_and_not_windows() -> None:
+    """The first windows of a peer that starts beside others cost more than any later one."""
+    cost = cost_of(0.1)
+    for _ in range(8):
+        spend(cost, 0.05, windows=1)
+    assert cost.window_cost_s == pytest.approx(0.05 + 0.05 * 0.75**8)
+
+
+def test_another_share_of_the_cores_starts_from_the_shortest_windows() -> None:
+    """Between 8 windows, which are enough, and 16, which are not yet too many, the past decides: but not that of the
+    swarm's first steps, with another share."""
+    cost = cost_of(7.5 * LEFT * WINDOW_S)
+    cost.stretch.times, cost.compute_s = 1, 16 * LEFT * WINDOW_S
+    assert cost.windows(WINDOW_S, 1, SHARE) == 32
+    cost.compute_s = 3.75 * LEFT * WINDOW_S
+    cost.stretch.times = 16
+    assert cost.windows(WINDOW_S, 1, SHARE) == 16
+    assert cost.windows(WINDOW_S, 1, 1.01 * SHARE) == 8
+
+
 def test_transfers_after_a_windows_end_count_with_the_next_window() -> None:
     cost = GossipCost()
     cost.did(0.1, closed=True)

@@ -1,5 +1,7 @@
 """The swarm's clock, evaluations, checkpoints, and when to stop."""
 
+import math
+
 import pytest
 
 from decentral.core.config import SwarmConfig, TrainConfig
@@ -8,6 +10,7 @@ from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Amount
 from decentral.peers.node.progress import EVALUATION_SHARE, Stop, TrainingProgress
+from decentral.peers.node.swarm_clock import ONE_TIMES, StepClock
 
 
 def training(stop_after: str | None = None, lr_step: int = 0) -> TrainingProgress:
@@ -39,13 +42,21 @@ def stops(effects: list[Effect]) -> list[str]:
 def test_the_clock_follows_the_upper_median_where_it_is_ahead(
     own: int, others: list[int], followed: int | None
 ) -> None:
-    progress = training(lr_step=own)
-    assert progress.follow(others) == ([SetClock(followed)] if followed else [])
+    assert StepClock(training(lr_step=own)).follow(others) == ([SetClock(followed)] if followed else [])
 
 
 def test_one_liar_moves_nobody() -> None:
-    assert training(lr_step=10).follow([10, 1 << 60]) == []
-    assert training(lr_step=10).follow([10, 9, 1 << 60]) == []
+    assert StepClock(training(lr_step=10)).follow([10, 1 << 60]) == []
+    assert StepClock(training(lr_step=10)).follow([10, 9, 1 << 60]) == []
+
+
+def test_where_one_other_peer_alone_is_ahead_it_is_followed_a_multiple_as_fast_as_we_train_ourselves() -> None:
+    progress = training(lr_step=10)
+    clock = StepClock(progress)
+    assert clock.follow([1 << 60]) == []
+    progress.handle(step(1), 100.1)
+    assert clock.follow([1 << 60]) == [SetClock(1 + ONE_TIMES)]
+    assert clock.follow([1 << 60]) == []
 
 
 def test_it_stops_after_steps() -> None:
@@ -155,3 +166,13 @@ def test_a_newcomer_trains_before_it_evaluates() -> None:
     progress.begin(100.0, 0, fetched=True)
     assert Evaluate() not in progress.handle(Woke(), 114.9)
     assert Evaluate() in progress.handle(Woke(), 115.0)
+
+
+def test_one_step_without_a_finite_loss_is_journaled_and_does_not_stay_in_the_average() -> None:
+    progress = training()
+    lines: list[Effect] = []
+    for number, loss in enumerate((2.0, math.nan, 2.0), 1):
+        lines += progress.handle(step(number, loss=loss), 100.0 + number)
+    journaled = [(line.fields["loss"], line.fields.get("lost", 0)) for line in lines if isinstance(line, Log)]
+    assert journaled == [(2.0, 0), (None, 1), (2.0, 0)]
+    assert progress.losses.mean == 2.0

@@ -1,0 +1,47 @@
+"""What only the user of a peer may name: the code of a model, and the files that data are read from.
+
+Whoever starts a swarm says so in the config or by flags; whoever joins one, by flags. Nothing that comes from the
+network ever gets here (decentral/core/swarm_config.py).
+"""
+
+from dataclasses import dataclass
+
+from decentral.core.errors import UserError
+from decentral.core.plain_text import plain_text
+
+
+@dataclass(frozen=True, slots=True)
+class OwnInputs:
+    """The values of this peer's flags, or those of its own config or state folder. None: nothing is named."""
+
+    model_code: str | None = None  # package.module:function, which is imported and called
+    data: str | None = None  # the file or folder that is read
+    data_glob: str | None = None  # which files of a folder of text
+
+    def or_else(self, kept: "OwnInputs") -> "OwnInputs":
+        """These, and where they name nothing, those that were kept."""
+        return OwnInputs(self.model_code or kept.model_code, self.data or kept.data, self.data_glob or kept.data_glob)
+
+    def flags(self) -> list[str]:
+        """The flags of decentral.peer that name the same."""
+        named = {"--trust-model-code": self.model_code, "--data": self.data, "--data-glob": self.data_glob}
+        return [part for flag, given in named.items() if given is not None for part in (flag, given)]
+
+
+NOTHING_NAMED = OwnInputs()
+
+
+def agreed_code(run: str | None, trusted: str | None, whose: str) -> str | None:
+    """The code that a run's model is built by; None: the built-in model. `whose`: the swarm's, or the config's.
+
+    Raises UserError unless the user trusts just that code.
+    """
+    if run == trusted:
+        return run
+    if run is None:
+        raise UserError(f"--trust-model-code {trusted}: {whose} model is the built-in one; leave the flag out")
+    name = plain_text(run, 256)
+    flag = f"--trust-model-code {name}"
+    if trusted is None:
+        raise UserError(f"{whose} model is code: {name} would run here; read it, and if you trust it, give {flag}")
+    raise UserError(f"--trust-model-code {trusted}: {whose} model is {name}; if you trust that code, give {flag}")

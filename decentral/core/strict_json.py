@@ -1,0 +1,34 @@
+"""JSON as its standard has it: numbers that are not finite become null, which every reader understands."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """The value in one line, or indented. What JSON does not know, it shows as Python's `str` does."""
+    separators = (",", ":") if indent is None else None
+    options: dict[str, Any] = {"indent": indent, "separators": separators, "default": str, "allow_nan": False}
+    try:
+        return json.dumps(value, **options)
+    except ValueError:  # few lines have such a number, and to look for one takes longer than to write a line
+        return json.dumps(_finite(value), **options)
+
+
+def loads(text: str | bytes) -> Any:
+    """The value in a text. An older writer's NaN and Infinity are None. Raises ValueError."""
+    try:
+        return json.loads(text, parse_constant=lambda _: None)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {_finite(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value

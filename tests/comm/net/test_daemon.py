@@ -1,0 +1,114 @@
+"""A libp2p daemon that dies comes back, under the same name, at the same place, with the records of the DHT."""
+
+import asyncio
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils import MSGPackSerializer
+
+from decentral.comm.net import libp2p
+from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.messages import Ping, Pong
+from decentral.comm.wire.transport import AskError
+from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
+
+LISTEN = ("/ip4/127.0.0.1/tcp/0",)
+KEY = "run/peers"
+LIMIT_S = 120.0  # against hanging
+
+
+async def pong(sender: PeerId, envelope: Envelope) -> Envelope:
+    assert isinstance(envelope.message, Ping)
+    return Envelope(Pong(envelope.message.nonce))
+
+
+async def answered(asker: Libp2p, to: PeerId) -> bool:
+    answer = await asker.ask(to, Envelope(Ping(7)), 20.0, 0)
+    return answer.envelope.message == Pong(7)
+
+
+async def announce(directory: HivemindDirectory, own: Identity, body: bytes) -> None:
+    """The first calls after a daemon's death may still go to the dead one; a peer announces its record again anyway."""
+    expires = time.time() + 60.0
+    while not await directory.store(KEY, own.peer, own.seal(KEY, body, expires), expires):
+        await asyncio.sleep(0.05)
+        expires = time.time() + 60.0
+
+
+@pytest.mark.swarm
+def test_after_its_daemon_was_killed_a_peer_asks_and_answers_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        owns = [Identity.load_or_create(tmp_path / name) for name in "ab"]
+        a, b = await asyncio.gather(*(Libp2p.start(tmp_path / name, LISTEN, ()) for name in "ab"))
+        try:
+            for one in (a, b):
+                await one.serve(pong, lambda message: 0)
+            places = await a.addresses()
+            a.learn(b.peer, await b.addresses())
+            b.learn(a.peer, places)
+            own, other = await a.directory([KEY], []), await b.directory([KEY], [await b.connect(places[0])])
+            assert await answered(a, b.peer)
+            a._p2p._child.kill()
+            assert await a.ended() == "signal 9"
+            with pytest.raises(AskError):
+                await answered(a, b.peer)
+            await a.revive()
+            assert await a.addresses() == places
+            assert await answered(a, b.peer)
+            b._connected.clear()
+            assert await answered(b, a.peer)
+            await announce(own, owns[0], b"here again")
+            await announce(other, owns[1], b"there")
+            while not set(await own.fetch(KEY)) == set(await other.fetch(KEY)) == {a.peer, b.peer}:
+                await asyncio.sleep(0.05)
+        finally:
+            await asyncio.gather(a.close(), b.close())
+
+    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+
+
+def test_a_machine_without_open_files_blames_no_other_peer() -> None:
+    error = libp2p._failure(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    assert error.reason == Reason.RESOURCES
+    assert str(error) == "resources: Too many open files; raise the limit (ulimit -n)"
+    assert libp2p._failure(ConnectionRefusedError()).reason == Reason.UNREACHABLE
+
+
+@pytest.mark.swarm
+def test_a_newcomer_sees_how_far_another_peers_clock_is_ahead_of_its_own(tmp_path: Path) -> None:
+    async def story() -> None:
+        late, right = time.time() - 3600.0, time.time()
+        b = await Libp2p.start(tmp_path / "b", LISTEN, (), lambda: late)
+        a = await Libp2p.start(tmp_path / "a", LISTEN, (), lambda: right)  # hivemind has one clock for both
+        try:
+            await a.directory([KEY], [])
+            own = await b.directory([KEY], [await b.connect((await a.addresses())[0])])
+            (ahead_s,) = await own.clocks_ahead_s([a.peer, PeerId("Qm nobody")])
+            assert ahead_s == pytest.approx(3600.0, abs=0.01)
+        finally:
+            await asyncio.gather(a.close(), b.close())
+
+    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+
+
+def test_a_wall_clock_that_jumps_makes_no_record_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, now = Identity.load_or_create(tmp_path / "key"), time.time()
+    valid = libp2p.SignedRecords([KEY], lambda: now)
+    sealed = own.seal(KEY, b"body", now + 60.0)
+    record = DHTRecord(
+        DHTID.generate(source=KEY).to_bytes(),
+        MSGPackSerializer.dumps(own.peer),
+        DHTProtocol.serializer.dumps(sealed),
+        now + 60.0,
+    )
+    monkeypatch.setattr(time, "time", lambda: now + 3600.0)
+    assert valid.validate(record)

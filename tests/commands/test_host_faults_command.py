@@ -1,0 +1,101 @@
+"""Real peers on a machine that fails them: each says what is wrong, and trains and exchanges on."""
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decentral.train import checkpoint
+from tests.commands.peer_processes import TINY, Peers, exchanged
+
+QUICK = [*TINY, "--set", "swarm.checkpoint_every_s=1", "--set", "gossip.core_share=1"]
+SMALL_FILES_BYTES = 48 * 1024  # less than a checkpoint, and than a journal of some seconds
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    running = Peers(tmp_path)
+    yield running
+    running.end()
+
+
+def join(peers: Peers) -> list[str]:
+    """The flags with which another peer joins A."""
+    peers.until("A trains", lambda: bool(peers.lines("A", "joined")))
+    return ["--join", peers.lines("A", "started")[0]["addresses"][0]]
+
+
+def daemon_of(pid: int) -> int:
+    """The libp2p daemon, which is the only child of a peer."""
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def output(peers: Peers, name: str) -> str:
+    return (peers.folder / name / "output.txt").read_text()
+
+
+def goes_on(peers: Peers, name: str, after: str) -> None:
+    """It exchanges after its last journal line by now."""
+    last = max(line["t"] for line in peers.lines(name, "exchange"))
+    peers.until(f"{name} exchanges {after}", lambda: exchanged(peers, name, since=last + 0.001))
+
+
+@pytest.mark.swarm
+def test_a_killed_daemon_a_suspension_a_lack_of_files_and_a_damaged_checkpoint(peers: Peers) -> None:
+    peers.start("A", *QUICK)
+    peers.start("B", *join(peers))
+    peers.until("B exchanges", lambda: exchanged(peers, "B"))
+    process = peers.processes["B"]
+
+    os.kill(daemon_of(process.pid), signal.SIGKILL)
+    peers.until(
+        "B says it", lambda: any("daemon has ended (signal 9)" in line["reason"] for line in peers.lines("B", "error"))
+    )
+    goes_on(peers, "B", "with a new daemon")
+
+    process.send_signal(signal.SIGSTOP)
+    peers.until("A misses B", lambda: bool(peers.lines("A", "peer_left")))
+    process.send_signal(signal.SIGCONT)
+    goes_on(peers, "B", "after its suspension")
+
+    limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    opened = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (max(8, opened - 8), limits[1]))
+    peers.until("B says it", lambda: any("Too many open files" in line["reason"] for line in peers.lines("B", "error")))
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+    goes_on(peers, "B", "with files")
+
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    place = peers.folder / "B" / checkpoint.FILE
+    place.write_bytes(place.read_bytes()[:-1000])
+    peers.start("B")
+    peers.until("B joined again", lambda: len(peers.lines("B", "joined")) == 2)
+    goes_on(peers, "B", "with the swarm's state")
+    assert "this peer starts from the swarm" in output(peers, "B")
+    assert peers.lines("B", "joined")[1]["donors"] == [peers.lines("A", "started")[0]["peer"]]
+
+
+@pytest.mark.swarm
+def test_a_disk_that_takes_no_more(peers: Peers) -> None:
+    """No file of C may grow beyond its limit, as on a disk that is full."""
+    peers.start("A", *QUICK)
+    flags = join(peers)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILES_BYTES, hard))  # a child has it from its start
+    try:
+        peers.start("C", *flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    peers.until(
+        "C's journal is full", lambda: "warning: the journal cannot be written (File too large)" in output(peers, "C")
+    )
+    last = max(line["t"] for line in peers.lines("A", "exchange"))
+    peers.until("A exchanges with C", lambda: exchanged(peers, "A", since=last + 0.001))
+    peers.processes["C"].send_signal(signal.SIGINT)
+    assert peers.processes["C"].wait(60) == 1
+    assert "NOT saved (OSError: [Errno 27] File too large)" in output(peers, "C")

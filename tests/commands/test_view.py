@@ -1,0 +1,76 @@
+"""What a peer shows its user of strangers: their names, and nothing that a terminal or rich obeys."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from decentral import view
+from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.transport import Found
+from decentral.core import jobs
+from decentral.core.config import Config, DataConfig, ModelConfig
+from decentral.core.ids import RunId
+from decentral.core.jobs import Section
+from decentral.core.machine import Log
+from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.node.node import Node
+from decentral.peers.node.setup import NodeSetup
+
+RUN, NOW = RunId("gpt-3fa2c1"), 1.7e9
+KEY = f"{RUN}/peers"
+NAMES = ["\x1b[2J\x1b[H", "\x1b]0;title\x07", "[red]a[/red]", "[/]", "[link=https://example.org]a", "\u202eb", "a\nb\r"]
+
+
+def node(folder: Path, config: Config) -> Node:
+    own = Identity.load_or_create(folder / "own.key")
+    profile, layout = Profile("cpu", 1 << 30, 1e9, 1e4), (Section("phi", "int8", 6, 6),)
+    fragments = (jobs.Fragment(0, 0, 3, 100),)
+    made = Node(NodeSetup(config, RUN, own, fragments, [layout], 3, profile, ("/ip4/127.0.0.1/tcp/1",)))
+    made.begin(NOW)
+    return made
+
+
+@pytest.fixture
+def met(tmp_path: Path) -> tuple[Node, list[Log]]:
+    """A node that has met a stranger for each of these names, and what it journals of them."""
+    ours, lines = node(tmp_path, Config()), []
+    for number, name in enumerate(NAMES):
+        stranger = Identity.load_or_create(tmp_path / f"{number}.key")
+        profile = Profile(name, 1 << 30, 1e9, 1e4, region=name, software=name)
+        record = PeerRecord(RUN, NOW, (), profile, 0, 3, 5, 5, 100, phase="training")
+        sealed = stranger.seal(KEY, records.pack(record), NOW + 60)
+        lines += [one for one in ours.handle(Found(KEY, {stranger.peer: sealed}), NOW) if isinstance(one, Log)]
+    assert len(ours.roster.live) == len(NAMES)
+    return ours, lines
+
+
+def test_the_live_view_shows_strangers_names_as_plain_text(met: tuple[Node, list[Log]]) -> None:
+    shown = io.StringIO()
+    display = view.LiveDisplay(Console(file=shown, width=200, highlight=False))
+    display.introduce(met[0], Path("folder"))
+    display.update(met[0], NOW)
+    display.close()
+    text = shown.getvalue()
+    assert "?(2J?(H" in text
+    assert "(red)a(/red)" in text
+    assert all(char.isprintable() or char == "\n" for char in text)
+
+
+def test_a_journal_has_strangers_names_as_plain_text(met: tuple[Node, list[Log]]) -> None:
+    joined = [line for line in met[1] if line.event == "peer_joined"]
+    assert len(joined) == len(NAMES)
+    for line in joined:
+        for name in ("device", "region"):
+            assert line.fields[name].isprintable()
+            assert not set("[]") & set(line.fields[name])
+
+
+def test_the_line_for_others_names_the_flags_without_which_they_cannot_join(tmp_path: Path) -> None:
+    plain = view.introduction(node(tmp_path, Config()), tmp_path)
+    assert plain.endswith("--join /ip4/127.0.0.1/tcp/1")
+    own = Config(model=ModelConfig(layers="mine:layers"), data=DataConfig(kind="text", path="/home/me/text"))
+    needed = view.introduction(node(tmp_path, own), tmp_path)
+    assert needed.endswith("--join /ip4/127.0.0.1/tcp/1 --trust-model-code mine:layers --data PATH")

@@ -1,0 +1,119 @@
+"""Whole peers in one process, by name: real hosts, real training, real wire format; only the network is in memory."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from decentral.comm.routes import stage
+from decentral.comm.wire.identity import Identity
+from decentral.core import config, jobs, journal
+from decentral.core.ids import PeerId, RunId
+from decentral.core.units import Amount
+from decentral.peers.hosts.host import Host, clock
+from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.records import Profile
+from decentral.peers.node.node import Node
+from decentral.peers.node.setup import NodeSetup
+from decentral.peers.placement.span_move import MemoryBudget
+from decentral.train import memory, replicas
+from decentral.train.compute import Compute, ComputeSetup
+from tests.comm.net.loopback import Loopback, LoopbackDirectory
+
+MakeSetup = Callable[..., ComputeSetup]
+RUN = RunId("words-3fa2c1")
+FEW = config.RoutesConfig(holders=1)  # with three peers not every layer can keep two other holders
+LOOKING_OFTEN = config.SwarmConfig(refresh_s=0.05)  # a lookup in a directory in memory costs nothing
+LIMIT_S = 60.0  # deadline of a whole test against hanging, not a measurement
+
+
+class Swarm:
+    """Peers by name, on one in-memory network."""
+
+    def __init__(self, setup_of: MakeSetup, identities: dict[str, Identity], algorithm: str) -> None:
+        self.network = Loopback()
+        self.identities = identities
+        self.setup_of, self.algorithm = setup_of, algorithm
+        self.hosts: dict[str, Host] = {}
+        self.computes: dict[str, Compute] = {}
+
+    def add(
+        self, name: str, contacts: str = "", stop_after: Amount | None = None, span: tuple[int, int] | None = None
+    ) -> Host:
+        own = self.identities[name]
+        setup = replace(self.setup_of(own.peer, algorithm=self.algorithm, window_s=0.05), span=span)
+        compute = self.computes[name] = Compute(setup)
+        node = Node(
+            NodeSetup(
+                config=setup.config.model_copy(update={"swarm": LOOKING_OFTEN, "routes": FEW}),
+                run=RUN,
+                own=own,
+                fragments=compute.fragments,
+                state_layouts=compute.gossip.state_layouts(),
+                layers=compute.span.model_layers,
+                profile=Profile("cpu", self.memory_budget(compute).memory_bytes, 1e9, 1e4),
+                addresses=(),
+                contacts=tuple(self.identities[contact].peer for contact in contacts),
+                stop_after=stop_after,
+                routes=self.routes(own.peer, compute),
+                memory_budget=self.memory_budget(compute),
+            )
+        )
+        lines = journal.Journal(setup.folder / "journal.jsonl", clock())
+        book = AddressBook(setup.folder / "peers.json")
+        transport = self.network.transport(own.peer)
+        self.hosts[name] = Host(node, transport, LoopbackDirectory(self.network), compute, lines, book, clock())
+        return self.hosts[name]
+
+    def routes(self, peer: PeerId, compute: Compute) -> stage.StageConfig:
+        held, span = compute.fragments, compute.span
+        return stage.StageConfig(RUN, peer, held[0].first, held[-1].last, span.cuts, 4, 8, 1, span.layout)
+
+    def memory_budget(self, compute: Compute) -> MemoryBudget:
+        """Enough for two of the three fragments."""
+        needs = memory.needs(compute.setup.config)
+        most = max(needs.span_bytes(0, 2), needs.span_bytes(1, 3))
+        return MemoryBudget(needs, most, compute.span.all_state_layouts())
+
+    def folder(self, name: str) -> Path:
+        return self.computes[name].setup.folder
+
+    def journal(self, name: str, event: str) -> list[dict[str, Any]]:
+        return [line for line in journal.read(self.folder(name) / "journal.jsonl") if line["event"] == event]
+
+    async def until(self, happened: Callable[[], bool]) -> None:
+        while not happened():
+            await asyncio.sleep(0.005)
+
+    async def join(self, name: str, contacts: str, span: tuple[int, int]) -> "asyncio.Task[str]":
+        """Runs a peer that holds a part of the model, and comes back when it has joined."""
+        running = asyncio.create_task(self.add(name, contacts, span=span).run())
+        await self.until(lambda: bool(self.journal(name, "joined")))
+        return running
+
+    async def start(self, name: str, contacts: str = "") -> "asyncio.Task[str]":
+        """Runs the peer, and comes back when it has trained a step."""
+        running = asyncio.create_task(self.add(name, contacts).run())
+        await self.until(lambda: self.hosts[name].node.progress.step > 0)
+        return running
+
+    def all_have_exchanged(self, times: int) -> bool:
+        return all(host.node.traffic.exchanges["done"] >= times for host in self.hosts.values())
+
+    def play(self, story: Coroutine[Any, Any, None]) -> None:
+        """Runs the story; whatever comes of it, no compute thread is left."""
+
+        async def limited() -> None:
+            async with asyncio.timeout(LIMIT_S):
+                await story
+
+        try:
+            asyncio.run(limited())
+        finally:
+            for host in self.hosts.values():
+                host.compute.submit(jobs.Finish())
+
+    def spread(self) -> float:
+        weights = [replicas.read(self.folder(name)) for name in self.hosts]
+        return replicas.spread([found for found in weights if found is not None])
