@@ -257,6 +257,14 @@ class FragmentGossip:
 
     # With exact gradients: both at a step edge
 
+    def takes_sum(self, live: Live) -> bool:
+        """Whether all holders will take the sum of gradients that is in `live`."""
+        try:
+            self._by_index[live.fragment.index].rule.check({"gradient": live.grad})
+        except ProtocolError:
+            return False
+        return True
+
     def close_round(self, fragment: int, seq: int) -> jobs.WindowClosed:
         """Encodes the sum of the round's gradients."""
         gossiped, packer = self._by_index[fragment], Packer(self.tools.codecs)

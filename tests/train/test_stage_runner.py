@@ -322,16 +322,28 @@ def test_the_same_sums_in_any_order_of_arrival_give_the_same_bits(setup_of: Make
             assert torch.equal(live.theta, first.theta)
 
 
-def test_a_sum_that_is_not_finite_is_left_out_by_all_and_named(setup_of: MakeSetup) -> None:
+@pytest.mark.parametrize(("number", "reason"), [(float("nan"), "nan"), (3e38, "magnitude"), (1e20, "magnitude")])
+def test_a_sum_that_no_step_could_take_is_left_out_by_all_and_named(
+    setup_of: MakeSetup, number: float, reason: str
+) -> None:
     compute = Compute(with_span(setup_of("C", algorithm="synchronous"), (2, 5)))
     fragment = compute.fragments[0]
     layout = (jobs.Section("gradient", "fp32", fragment.parameters, 4 * fragment.parameters),)
-    bad = jobs.Contribution(PeerId("X"), 16, 0.0, layout, b"\x00\x00\xc0\x7f" * fragment.parameters)
+    blob = compress.encode("fp32", torch.full((fragment.parameters,), number))
+    bad = jobs.Contribution(PeerId("X"), 16, 0.0, layout, blob)
     before = compute.span.inner.lives[0].theta.clone()
     stepped = compute.do(jobs.Advance(0, ((fragment.index, (bad,)),), (), 16, 1, 2.5))
     assert isinstance(stepped, jobs.Stepped)
-    assert stepped.refused == ((fragment.index, PeerId("X"), "nan"),)
+    assert stepped.refused == ((fragment.index, PeerId("X"), reason),)
     assert torch.equal(compute.span.inner.lives[0].theta, before)
+
+
+def test_if_a_fragments_sum_is_none_that_others_take_nothing_of_the_round_counts(setup_of: MakeSetup) -> None:
+    compute = Compute(with_span(setup_of("C", algorithm="synchronous"), (2, 5)))
+    layout, blob, sequences = _entering(compute, 2)
+    compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob))
+    compute.span.inner.lives[0].grad.fill_(1e20)
+    assert compute.do(jobs.CloseRound(0, (1,))) == jobs.RoundClosed(0, (1,), ())
 
 
 def test_a_newcomer_of_a_synchronous_run_takes_the_same_step_as_its_donor(setup_of: MakeSetup) -> None:
