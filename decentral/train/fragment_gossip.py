@@ -66,6 +66,14 @@ class GossipedFragment:
     def counts(self) -> WindowCounts:
         return self.live.tokens, self.live.lr_sum, self.resting
 
+    def takes_sum(self) -> bool:
+        """Whether all holders will take the sum of gradients that is in `live`."""
+        try:
+            self.rule.check({"gradient": self.live.grad})
+        except ProtocolError:
+            return False
+        return True
+
     def correct(self, correction: Correction | None) -> Steps:
         """From the worker to the next step edge, if there is anything to correct."""
         if correction is not None:
@@ -256,14 +264,6 @@ class FragmentGossip:
         return jobs.StateExported(fragment, *packer.finish())
 
     # With exact gradients: both at a step edge
-
-    def takes_sum(self, live: Live) -> bool:
-        """Whether all holders will take the sum of gradients that is in `live`."""
-        try:
-            self._by_index[live.fragment.index].rule.check({"gradient": live.grad})
-        except ProtocolError:
-            return False
-        return True
 
     def close_round(self, fragment: int, seq: int) -> jobs.WindowClosed:
         """Encodes the sum of the round's gradients."""

@@ -18,6 +18,7 @@ from decentral.comm.wire.transport import Announce, Answered, AskFailed, Found, 
 from decentral.core.config import SwarmConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Effect, Log, Woke
+from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
@@ -265,3 +266,14 @@ def test_a_stranger_s_question_leads_to_no_lookup_where_nobody_knows_everybody(s
     before = sharded.wake_at
     sharded.refresh_soon(NOW + 1)
     assert sharded.wake_at == before
+
+
+def test_a_full_roster_keeps_those_that_it_knows_and_takes_no_others(roster: Roster) -> None:
+    roster.limits = SwarmConfig(max_peers=2)
+    everyone = sorted(identity(name).peer for name in ("a", "b", "c"))
+    by_peer = {str(identity(name).peer): sealed(name=name) for name in ("a", "b", "c")}
+    roster.handle(Found(KEY, {peer: by_peer[peer] for peer in everyone[1:]}), NOW)
+    roster.handle(Found(KEY, by_peer), NOW)
+    roster.handle(Found(KEY, {everyone[0]: by_peer[everyone[0]]}), NOW)
+    assert sorted(roster.live) == everyone[1:], "the newcomer's id comes first, and it does not help it"
+    assert roster.refused[Reason.BUSY] == 1
