@@ -14,11 +14,12 @@ and the training thread waits for the merge.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decentral.comm.gossip import snapshots
 from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, SnapshotStore, contribution, pick
 from decentral.comm.gossip.tags import BlockingPullTag, ExchangeTag, PullTag
+from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed
@@ -40,9 +41,9 @@ from decentral.core.units import Seconds
 MOST_READ = 0.6  # of the holders: where a window reads so many, slow weights, which tell of the others, are pulled
 RARER = 3  # times more rarely (docs/results/convergence.md)
 BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
-MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 ENOUGH_PERIODS = 2.0  # periods after which the answers that are here wait for no others
 LATE_PERIODS = 0.5  # a window may end so much later than on other peers, where the last one's merge took until then
+DOUBTED_WINDOWS = 16  # in which a partner is not asked, after its window was refused by the merge
 REST_S = 1.0  # at least so long until a fragment that rests looks for partners again
 PATIENCE_PERIODS = 0.25  # of the period: how long a pull waits for the partner's snapshot of the same window
 
@@ -78,10 +79,12 @@ class PullExchange(Exchange):
     whole_every: int = 1  # in every so many windows all sections are asked of the first partner, or more rarely
     published: SnapshotStore = field(default_factory=SnapshotStore)
     seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
+    claims: TokenClaims = field(default_factory=TokenClaims)
     _published_at: Seconds = 0.0
     _resting: bool = False
     _largest: int = 0  # bytes of an answer with all sections; `size` is that of the mean answer
     _light_windows: int = 0  # since all sections were asked of a partner
+    _doubted: dict[PeerId, int] = field(default_factory=dict)  # for how many windows; as many as can be asked in those
     _goal: int = 0  # the round before the one that a partner was in
     _window: PullWindow = field(default_factory=PullWindow)
 
@@ -120,8 +123,18 @@ class PullExchange(Exchange):
     def _may_be_enough(self) -> bool:
         return self.state is ExchangePhase.ASKING and bool(self._window.pulled) and not self.blocking
 
+    def _partners(self, now: Seconds) -> Sequence[PeerId]:
+        """Those that are drawn; in the place of doubted ones others, as far as two more draws find any."""
+        drawn = self.context.partners(now)
+        self._doubted = {peer: left - 1 for peer, left in self._doubted.items() if left > 1}
+        if self.blocking or not self._doubted.keys() & set(drawn):
+            return drawn
+        more = dict.fromkeys([*drawn, *self.context.partners(now), *self.context.partners(now)])
+        trusted = [peer for peer in more if peer not in self._doubted]
+        return trusted[: len(drawn)] or drawn
+
     def _close_or_rest(self, now: Seconds) -> list[Effect]:
-        partners = self.context.partners(now)
+        partners = self._partners(now)
         if partners or self.blocking:
             self._window = PullWindow(partners=partners, whole_every=self._whole_every(partners))
             self._resting = False
@@ -207,18 +220,25 @@ class PullExchange(Exchange):
         came = whole if snapshot.layout == whole else window.layout
         refused = snapshots.check(self.context, snapshot, blob, pick(came, names), after, now)
         if refused:
+            if refused == Reason.REPLAY:  # it was told what we have
+                self._doubted[event.peer] = DOUBTED_WINDOWS
             return refused
         if pick(whole, names) != snapshot.layout:
             self._light_windows = RARER * self.whole_every  # it had no slow weights any more: they are due next time
-        self.seen.pop(event.peer, None)
-        self.seen[event.peer] = snapshot.seq
-        while len(self.seen) > MOST_SEEN:
-            del self.seen[next(iter(self.seen))]
+        snapshots.remember(self.seen, event.peer, snapshot.seq)
         moved = event.sent_bytes, event.received_bytes
         line = self.context.exchange_line(event.peer, "done", "", event.seconds, moved)
         line.fields["age_s"] = round(now - snapshot.time, 3)
-        self._window.pulled.append(PulledSnapshot(contribution(event.peer, snapshot, blob), snapshot.time, line))
+        taken = self._believed(contribution(event.peer, snapshot, blob), now)
+        self._window.pulled.append(PulledSnapshot(taken, snapshot.time, line))
         return ""
+
+    def _believed(self, one: Contribution, now: Seconds) -> Contribution:
+        """With no more tokens than the partner's speed explains; where merges block all must judge alike: as it is."""
+        if self.blocking:
+            return one
+        speed = self.context.view.tokens_per_s(one.peer, self.context.fragment)
+        return replace(one, tokens=self.claims.believed(one.peer, one.tokens, speed, now))
 
     def _merge(self, now: Seconds) -> list[Effect]:
         """Merges what is still fresh: a process that was stopped finds answers of long ago."""
@@ -236,6 +256,7 @@ class PullExchange(Exchange):
         late_s = 0.0 if self.blocking else LATE_PERIODS * self.context.period_s(self.size)
         self.close_at = self.context.next_close(max(self.close_at, now - late_s), self.size)
         refused = dict(merged.rejected)
+        self._doubted |= dict.fromkeys(refused, DOUBTED_WINDOWS)
         lines: list[Effect] = [one.line for one in self._window.pulled if one.contribution.peer not in refused]
         lines += [self._failed(peer, reason, 0.0) for peer, reason in merged.rejected]
         if not merged.used:

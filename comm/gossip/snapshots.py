@@ -28,6 +28,7 @@ from decentral.core.units import Seconds
 
 CLOCK_SKEW_S = 10.0  # a snapshot may be this far in the future
 SNAPSHOTS_KEPT = 2  # the last one, and the one before for a partner that is a round behind, where merges block
+MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 MAX_WAITING_PULLS = 256  # questions that wait for a snapshot which is not there yet
 
 
@@ -95,6 +96,14 @@ def check(context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Lay
 
 def contribution(peer: PeerId, header: Snapshot | WindowClosed, blob: bytes) -> Contribution:
     return Contribution(peer, header.tokens, header.lr_sum, header.layout, blob)
+
+
+def remember(seen: dict[PeerId, int], peer: PeerId, seq: int) -> None:
+    """The number of the partner's last snapshot; of MOST_SEEN partners, those heard last."""
+    seen.pop(peer, None)
+    seen[peer] = seq
+    while len(seen) > MOST_SEEN:
+        del seen[next(iter(seen))]
 
 
 def pick(layout: Layout, names: Sequence[str]) -> Layout:

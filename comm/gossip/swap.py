@@ -6,7 +6,9 @@
 Crossed offers become one exchange: the peer with the lower id keeps asking, and the other answers it with the window
 that it has closed. A Commit may be lost in all its tries: then one side has merged and the other has not, the swarm's
 mean has moved, and the journal says `commit-lost`. An asker that our answer reached too late tells nobody: so a
-responder waits no longer than the answer and all tries of a Commit may take, and others find it busy meanwhile.
+responder waits no longer than the answer and all tries of a Commit may take, and others find it busy meanwhile. After
+that it rests: for REST_TIMES as long it takes swaps only of partners that have committed their last one. So a tenth of
+its time is all that partners without that can block, however many names they have.
 """
 
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 COMMIT_TRIES = 3
+REST_TIMES = 9  # times what a swap that was not committed has blocked: no other begins so long, but with TRUSTED
+MOST_TRUSTED = 1024  # partners whose last swap was committed: the latest of them
 
 
 @dataclass(slots=True)
@@ -38,6 +42,8 @@ class SwapExchange(Exchange):
     _theirs: Contribution | None = None
     _seen: dict[PeerId, int] = field(default_factory=dict)
     _reason: str = ""
+    _trusted: dict[PeerId, None] = field(default_factory=dict)  # partners whose last swap with us was committed
+    _rests_until: Seconds = 0.0
     _bytes: tuple[int, int] = (0, 0)  # sent and received
     snapshots_moved: ClassVar[int] = 2
 
@@ -52,7 +58,7 @@ class SwapExchange(Exchange):
             case Woke() if self.state is ExchangePhase.OPEN and now >= self.close_at:
                 return self._close_unless_alone(now)
             case Woke() if self.state is ExchangePhase.OFFERED and now >= self._commit_by:
-                return self._merge(Reason.NO_COMMIT)
+                return self._not_committed(now)
             case WindowClosed(seq=seq) if self.state is ExchangePhase.CLOSING and seq == self.seq:
                 self._closed, self.size = event, len(event.blob)
                 return self._offer(now) if self._swap else self._ask(now)
@@ -111,6 +117,8 @@ class SwapExchange(Exchange):
         if self.state is not ExchangePhase.OPEN and not crossed:
             reason = Reason.CROSSED if self._partner == sender else Reason.BUSY
             return [Reply(request, Envelope(Refused(reason)))]
+        if not crossed and now < self._rests_until and sender not in self._trusted:
+            return [Reply(request, Envelope(Refused(Reason.BUSY)))]
         self._swap, self._partner = (request, swap, blob), sender
         return self._offer(now) if crossed else self._close(now)
 
@@ -134,11 +142,25 @@ class SwapExchange(Exchange):
         deadline_s = self.context.view.deadline_s
         return deadline_s(asker, self.size) + COMMIT_TRIES * deadline_s(asker, 0)
 
+    def _not_committed(self, now: Seconds) -> list[Effect]:
+        """The partner may be gone, or may want nothing but to block us."""
+        assert self._partner is not None
+        self._trusted.pop(self._partner, None)
+        self._rests_until = now + REST_TIMES * (now - self._began)
+        return self._merge(Reason.NO_COMMIT)
+
+    def _trust(self, partner: PeerId) -> None:
+        self._trusted.pop(partner, None)
+        self._trusted[partner] = None
+        while len(self._trusted) > MOST_TRUSTED:
+            del self._trusted[next(iter(self._trusted))]
+
     def _committed(self, request: int, sender: PeerId, commit: SwapCommit) -> list[Effect]:
         if sender != self._partner or commit.seq != self._offered_seq:
             return [Reply(request, Envelope(Refused(Reason.NO_OFFER)))]
         if self.state is ExchangePhase.OFFERED:
             self._committed_seq = commit.seq
+            self._trust(sender)
             return [Reply(request, Envelope(Done())), *self._merge("", self._theirs)]
         again = commit.seq == self._committed_seq  # our first acknowledgement was lost
         return [Reply(request, Envelope(Done() if again else Refused(Reason.NO_OFFER)))]
@@ -150,7 +172,8 @@ class SwapExchange(Exchange):
         assert self._closed is not None
         refused = snapshots.check(self.context, snapshot, blob, self._closed.layout, self._seen.get(peer, 0), now)
         if not refused:
-            self._seen[peer], self._theirs = snapshot.seq, contribution(peer, snapshot, blob)
+            snapshots.remember(self._seen, peer, snapshot.seq)
+            self._theirs = contribution(peer, snapshot, blob)
         return refused
 
     def _merge(self, reason: str, theirs: Contribution | None = None) -> list[Effect]:
@@ -162,7 +185,7 @@ class SwapExchange(Exchange):
         self.state = ExchangePhase.OPEN
         self.close_at = self.context.next_close(now, self.snapshots_moved * self.size)
         reason = merged.rejected[0][1] if merged.rejected else self._reason
-        calm = reason in (Reason.ALONE, Reason.CROSSED, Reason.BUSY)
+        calm = reason in (Reason.ALONE, Reason.CROSSED, Reason.BUSY, Reason.STRANGER)
         outcome = "done" if merged.used else "solo" if calm else "failed"
         moved = self._bytes if merged.used else (0, 0)
         partner = None if reason == Reason.ALONE else self._partner

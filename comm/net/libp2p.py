@@ -33,11 +33,12 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from decentral.comm.net.fair_shares import QuestionShares
 from decentral.comm.net.streams import Asker, Server, Stream
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import identity
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
+from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, Knows, knows_all
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
@@ -52,7 +53,9 @@ DHT_END_S = 1.0
 MAX_SUBKEY_BYTES = 128  # a peer id as the DHT packs it has about 50
 BYTES_HEADER_BYTES = 5  # of a record as msgpack packs bytes
 MEET_AGAIN = 3  # peers that are asked back into an empty routing table at once
-MOST_CONNECTED = 256  # peers that are remembered as connected
+MOST_CONNECTED = 256  # peers that are remembered as connected; those that we connect to go before those that ask us
+MOST_LEARNED = 4096  # peers whose addresses are remembered; beyond them, those learned longest ago are forgotten
+MOST_STORED = 16384  # records that our node of the DHT stores: of a large swarm, each of a few KiB
 _NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
 TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
@@ -119,10 +122,15 @@ class Libp2p:
         except (*_NETWORK_ERRORS, TimeoutError) as error:
             raise _failure(error) from None
         self._connected.add(peer)
+        while len(self._connected) > MOST_CONNECTED:
+            self._connected.remove(next(one for one in self._connected if one != peer))
         return peer
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
+        self._addresses.pop(peer, None)
         self._addresses[peer] = addresses
+        while len(self._addresses) > MOST_LEARNED:
+            del self._addresses[next(iter(self._addresses))]
 
     def pace(self, rate: Callable[[], float | None]) -> None:
         self._uplink.rate = rate
@@ -147,8 +155,8 @@ class Libp2p:
         _, reader, writer = await self._p2p.call_binary_stream_handler(name, PROTOCOL)
         return Stream(reader, writer)
 
-    async def serve(self, handler: Handler, bound: BlobBound) -> None:
-        self._server = Server(handler, bound, self._uplink)
+    async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
+        self._server = Server(handler, bound, self._uplink, shares=QuestionShares(knows))
         await self._listen(self._server)
 
     async def _listen(self, server: Server) -> None:
@@ -308,6 +316,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     def __init__(self, keys: Iterable[str], now: Callable[[], float]) -> None:
         self.now = now
         self._keys = {DHTID.generate(source=key).to_bytes(): key for key in keys}
+        self._stored: dict[tuple[bytes, bytes], float] = {}  # when each record that we have accepted expires
 
     def validate(self, record: DHTRecord) -> bool:
         key = self._keys.get(record.key)
@@ -323,7 +332,17 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             _, expires = identity.open_sealed(key, PeerId(peer), value, self.now())
         except Exception:  # another peer's bytes may raise anything
             return False
-        return bool(expires == record.expiration_time)
+        return bool(expires == record.expiration_time) and self._has_room((record.key, record.subkey), expires)
+
+    def _has_room(self, name: tuple[bytes, bytes], expires: float) -> bool:
+        """Remembers the record. A new name finds no room while MOST_STORED others have not expired."""
+        if name not in self._stored and len(self._stored) >= MOST_STORED:
+            now = self.now()
+            self._stored = {one: until for one, until in self._stored.items() if until > now}
+            if len(self._stored) >= MOST_STORED:
+                return False
+        self._stored[name] = expires
+        return True
 
 
 def parse_address(address: str) -> tuple[PeerId, str]:

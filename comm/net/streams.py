@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from decentral.comm.net.fair_shares import IDLE_STREAMS, FairShare, QuestionShare, QuestionShares
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
@@ -22,15 +23,14 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 
-MAX_STREAMS = 64  # questions answered at the same time; more are refused as busy
 READ_S = 30.0  # for a question to arrive whole
 STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # to find the answer: a micro-batch has to come back from its route's end
 WRITE_S = 60.0  # for the answer to leave
 KEEP_S = 30.0  # an asker closes a stream that it has not used for so long
 IDLE_S = 2 * KEEP_S  # and the other side waits longer for the next question, so that it does not close a stream in use
 KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # streams that an asker keeps; beyond them, the one unused for longest is closed
-IDLE_STREAMS = 256  # streams on which a peer waits for a next question; it closes others after their answer
 LINGER_S = 1.0  # for an asker that was refused to hang up
+LINGERING = 256  # refusals on their way at a time; beyond them a stream ends without a word
 LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # as much of its question is read until then
 
 
@@ -160,70 +160,78 @@ class Server:
     bound: BlobBound
     uplink: Uplink = field(default_factory=Uplink)
     refused: Counter[str] = field(default_factory=Counter)
-    open: int = 0  # questions being read or answered
-    idle: int = 0  # streams on which a next question may come
+    shares: QuestionShares = field(default_factory=QuestionShares)  # of the questions that are read or answered
+    idle: FairShare = field(default_factory=lambda: FairShare(IDLE_STREAMS))  # streams on which a next one may come
+    refusing: FairShare = field(default_factory=lambda: FairShare(LINGERING))  # streams on which a refusal leaves
 
     async def answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
         """Answers the questions on this stream, until the asker hangs up, pauses for IDLE_S, or asks something bad."""
         first: int | None = None
         while await self._answer_one(sender, reader, writer, first):
-            first = await self._next_question(reader)
+            first = await self._next_question(sender, reader)
             if first is None:
                 return
 
-    async def _next_question(self, reader: blobs.Reader) -> int | None:
-        """The length of the next question's header; None if none comes. An idle stream holds no place of `open`."""
-        if self.idle >= IDLE_STREAMS:
+    async def _next_question(self, sender: PeerId, reader: blobs.Reader) -> int | None:
+        """The length of the next question's header; None if none comes. An idle stream takes no share of questions."""
+        if not self.idle.take(sender):
             return None
-        self.idle += 1
         try:
             async with asyncio.timeout(IDLE_S):
                 return int.from_bytes(await reader.readexactly(blobs.LENGTH_BYTES), "big")
         except (EOFError, ConnectionError, OSError, TimeoutError):
             return None
         finally:
-            self.idle -= 1
+            self.idle.give_back(sender)
 
     async def _answer_one(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer, length: int | None) -> bool:
         """Whether another question may follow on the stream. `length`: of the question's header, if it was read."""
-        self.open += 1
         try:
-            over = await self._read_and_answer(sender, reader, writer, length)
-        except TimeoutError:
-            self.refused[Reason.DEADLINE] += 1
-            return False
-        except (EOFError, ConnectionError, OSError):
-            self.refused[Reason.CUT] += 1
-            return False
-        finally:
-            self.open -= 1
-        if over:
-            await _linger(reader)
-        return not over
-
-    async def _read_and_answer(
-        self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer, length: int | None
-    ) -> bool:
-        """Whether the stream is over: the question was refused, and perhaps not read whole, or the asker is gone."""
-        refused = False
-        try:
-            if self.open > MAX_STREAMS:
-                raise ProtocolError(Reason.BUSY, f"{MAX_STREAMS} streams are open")
-            async with asyncio.timeout(READ_S):
-                if length is None:
-                    length = await blobs.read_length(reader)
-                question, _ = await blobs.read_rest(reader, length, self.bound)
-            async with asyncio.timeout(STREAM_ANSWER_S):
-                answer = await self.handler(sender, question)
+            share = self.shares.begin(sender)
+            try:
+                return await self._read_and_answer(share, reader, writer, length)
+            finally:
+                share.end()
         except ProtocolError as error:
             self.refused[error.reason] += 1
-            refused, answer = True, Envelope(Refused(error.reason, str(error)[:200]))
+            await self._refuse(sender, error, reader, writer)
+        except TimeoutError:
+            self.refused[Reason.DEADLINE] += 1
+        except (EOFError, ConnectionError, OSError):
+            self.refused[Reason.CUT] += 1
+        return False
+
+    async def _read_and_answer(
+        self, share: QuestionShare, reader: blobs.Reader, writer: blobs.Writer, length: int | None
+    ) -> bool:
+        """Whether the asker is still there. Raises ProtocolError for a question that is refused, perhaps half read."""
+        async with asyncio.timeout(READ_S):
+            if length is None:
+                length = await blobs.read_length(reader)
+            question, _ = await blobs.read_rest(reader, length, self.bound, share.reserve)
+        async with asyncio.timeout(STREAM_ANSWER_S):
+            answer = await self.handler(share.sender, question)
+        return await self._write(writer, answer)
+
+    async def _refuse(self, sender: PeerId, error: ProtocolError, reader: blobs.Reader, writer: blobs.Writer) -> None:
+        if not self.refusing.take(sender):
+            return
+        try:
+            if await self._write(writer, Envelope(Refused(error.reason, str(error)[:200]))):
+                await _linger(reader)
+        except TimeoutError:
+            self.refused[Reason.DEADLINE] += 1
+        finally:
+            self.refusing.give_back(sender)
+
+    async def _write(self, writer: blobs.Writer, answer: Envelope) -> bool:
+        """Whether the asker is still there."""
         try:
             async with asyncio.timeout(WRITE_S):
                 await blobs.write(self.uplink.paced(writer, answer), answer)
         except ConnectionError:
-            return True
-        return refused
+            return False
+        return True
 
 
 async def _linger(reader: blobs.Reader) -> None:

@@ -1,9 +1,10 @@
 """A network in virtual time: what libp2p does, without sockets, bytes or waiting.
 
 A question travels as in comm/net/streams.py: it is read within READ_S, answered within STREAM_ANSWER_S, the answer is
-written within WRITE_S, a peer answers MAX_STREAMS questions at a time, and the asker gives up at its deadline. Messages
-take the delay of their link, and blobs the time that comm/net/shared_links.py gives them. Envelopes are handed over as
-they are; only those that a fault damages go through the real codec (comm/net/fault_model.py).
+written within WRITE_S, each asker has its share of what a peer answers at a time (comm/net/fair_shares.py), and the
+asker gives up at its deadline. Messages take the delay of their link, and blobs the time that comm/net/shared_links.py
+gives them. Envelopes are handed over as they are; only those that a fault damages go through the real codec
+(comm/net/fault_model.py).
 
     ask     question travels -> Asked at the other's host -> Reply -> answer travels -> Answered
             refused at once (nobody listens there), cut (it died), or nothing until the deadline (silence)
@@ -14,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decentral.comm.net.congestion import WITH_HEADERS
+from decentral.comm.net.fair_shares import QuestionShare, QuestionShares
 from decentral.comm.net.fault_model import NetworkFaultModel, read, written
 from decentral.comm.net.shared_links import Geography, SharedLinks, Transfer
-from decentral.comm.net.streams import MAX_STREAMS, STREAM_ANSWER_S, WRITE_S
+from decentral.comm.net.streams import STREAM_ANSWER_S, WRITE_S
 from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message, Refused
@@ -46,6 +48,7 @@ class Port:
     bound: BlobBound = lambda _: 0
     frozen: bool = False  # the process is stopped: nothing is read, and nothing it writes leaves
     open: dict["Question", Seconds] = field(default_factory=dict)  # questions to this peer, and since when
+    shares: QuestionShares = field(default_factory=QuestionShares)  # of those that are not refused
     refused: Counter[str] = field(default_factory=Counter)
     waiting: deque[Callable[[], None]] = field(default_factory=deque)  # what happens when the process goes on
     asked: dict["Question", None] = field(default_factory=dict)  # questions of this peer that are under way
@@ -64,6 +67,7 @@ class Question:
     first_byte_s: Seconds = 0.0  # from the question's beginning until the answer's
     timers: list[Timer] = field(default_factory=list)  # of the asker
     transfer: Transfer | None = None
+    share: QuestionShare | None = None  # of its target's, while it is answered
 
 
 @dataclass(slots=True)
@@ -161,12 +165,14 @@ class Network:
         try:
             if isinstance(envelope, ProtocolError):
                 raise envelope
-            if len(port.open) > MAX_STREAMS:
-                raise ProtocolError(Reason.BUSY, f"{MAX_STREAMS} streams are open")
+            if question.share is None:  # a message that arrives twice is one question
+                question.share = port.shares.begin(question.source.peer)
             if len(envelope.blob) > port.bound(envelope.message):
                 raise ProtocolError(
                     Reason.OVERSIZE, f"{type(envelope.message).__name__} with a blob of {len(envelope.blob)} bytes"
                 )
+            if not question.share.blob_bytes:
+                question.share.reserve(len(envelope.blob))
         except ProtocolError as error:
             port.refused[error.reason] += 1
             serving.respond(Envelope(Refused(error.reason, str(error)[:200])))
@@ -251,7 +257,9 @@ class Network:
             self._close(question, port)
 
     def _close(self, question: Question, port: Port) -> None:
-        port.open.pop(question, None)
+        if port.open.pop(question, None) is not None and question.share is not None:
+            question.share.end()
+            question.share = None
         self._stop_transfer(question)
 
     def _stop_transfer(self, question: Question) -> None:

@@ -28,7 +28,12 @@ PATIENCE_S = 3.0  # how long a member may keep a question until it has the answe
 GONE_S = 5.0  # a member that has not answered any question for so long is gone
 COLLECT_RETRY_S = 0.5
 MAX_QUESTIONS = 32  # questions under way
-LATER_REASONS = (Reason.NOTHING_NEWER, Reason.NOT_READY, Reason.BUSY)  # refusals of a member that lives
+LATER_REASONS = (
+    Reason.NOTHING_NEWER,
+    Reason.NOT_READY,
+    Reason.BUSY,
+    Reason.STRANGER,
+)  # it lives
 BEHIND_REASONS = (Reason.LATE, Reason.EXPELLED)  # refusals that tell us that the others have gone on without us
 
 

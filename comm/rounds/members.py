@@ -5,7 +5,8 @@ the one before, and those that such a report lets in. So all peers that have hea
 
 A newcomer fetches the weights of one round, so every donor holds its report back until the newcomer follows that round.
 A donor hold ends when the newcomer asks to be let in, HOLD_S after its last question for state, and in any case
-MAX_HOLD_S after its first one.
+MAX_HOLD_S after the first one of all that hold. Then no new hold begins for as long as the round was held. So whoever
+asks, with however many names, holds up no more than half of the time, and one newcomer has HOLDS_EACH.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -19,6 +20,10 @@ from decentral.core.units import Seconds
 
 HOLD_S = 3.0
 MAX_HOLD_S = 60.0
+MOST_HOLDS = 16  # donor holds at a time
+HOLDS_EACH = 3  # donor holds for one newcomer within HOLDS_AGAIN_S
+HOLDS_AGAIN_S = 600.0
+MOST_HELD_FOR = 1024  # newcomers whose holds are counted; beyond them, the first ones are forgotten
 MAX_WAITING_NEWCOMERS = 64
 
 
@@ -88,21 +93,47 @@ def next_members(reports: Mapping[PeerId, RoundReport]) -> RoundMembers:
 class Newcomers:
     waiting: dict[PeerId, RoundMember] = field(default_factory=dict)  # they ask to be let in, the latest last
     holds: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when a donor hold ends, at most
+    _held_since: Seconds = 0.0  # when the first of these holds began
+    _rests_until: Seconds = 0.0  # no hold begins before
+    _begun: dict[PeerId, tuple[int, Seconds]] = field(default_factory=dict)  # holds that began, counted until then
 
     def hold_for(self, peer: PeerId, now: Seconds) -> None:
-        """A newcomer has asked us for state."""
+        """A newcomer has asked us for state. What it gets does not depend on whether a hold is granted."""
         self.expire(now)
-        limit = self.holds[peer][1] if peer in self.holds else now + MAX_HOLD_S
+        if peer in self.holds:
+            limit = self.holds[peer][1]
+        elif self._may_hold(peer, now):
+            self._held_since = self._held_since if self.holds else now
+            limit = self._held_since + MAX_HOLD_S
+        else:
+            return
         self.holds[peer] = min(now + HOLD_S, limit), limit
 
-    def expire(self, now: Seconds) -> None:
-        self.holds = {peer: hold for peer, hold in self.holds.items() if now < hold[0]}
+    def _may_hold(self, peer: PeerId, now: Seconds) -> bool:
+        """Whether a new hold may begin for this newcomer; it is counted."""
+        if len(self.holds) >= MOST_HOLDS or (not self.holds and now < self._rests_until):
+            return False
+        count, until = self._begun.pop(peer, (0, 0.0))
+        count, until = (count + 1, until) if now < until else (1, now + HOLDS_AGAIN_S)
+        self._begun[peer] = min(count, HOLDS_EACH + 1), until
+        while len(self._begun) > MOST_HELD_FOR:
+            del self._begun[next(iter(self._begun))]
+        return count <= HOLDS_EACH
 
-    def ask_to_join(self, member: RoundMember, complete: bool) -> None:
+    def expire(self, now: Seconds) -> None:
+        self._keep({peer: hold for peer, hold in self.holds.items() if now < hold[0]}, now)
+
+    def _keep(self, holds: dict[PeerId, tuple[Seconds, Seconds]], now: Seconds) -> None:
+        """These holds go on. When the last one ends, there is a rest."""
+        if self.holds and not holds:
+            self._rests_until = now + (now - self._held_since)
+        self.holds = holds
+
+    def ask_to_join(self, member: RoundMember, complete: bool, now: Seconds) -> None:
         """`complete` tells that the newcomer has all the state that it needs from us."""
         peer = PeerId(member.peer)
         if complete:
-            self.holds.pop(peer, None)
+            self._keep({one: hold for one, hold in self.holds.items() if one != peer}, now)
         self.waiting.pop(peer, None)
         self.waiting[peer] = member
         while len(self.waiting) > MAX_WAITING_NEWCOMERS:

@@ -78,6 +78,10 @@ class Rounds:
         """The round we are in; 0: none."""
         return self.now_in.number if self.now_in else 0
 
+    def knows(self, peer: PeerId) -> bool:
+        """Whether it is a member of our round, or was one of the round before."""
+        return any(round is not None and peer in round.peers for round in (self.now_in, self.before))
+
     def successors(self, layer: int) -> list[PeerId]:
         """The other members of our round that hold this layer, as far as we do not know that they are gone."""
         members = self.now_in.present() if self.now_in else []
@@ -112,7 +116,7 @@ class Rounds:
     def _react(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Asked(request, sender, Envelope(RoundQuery() as query)):
-                return [Reply(request, Envelope(self._answer_query(sender, query)))]
+                return [Reply(request, Envelope(self._answer_query(sender, query, now)))]
             case Asked(envelope=Envelope(CollectRequest() as collect)):
                 self._waiting.append((event, collect, now + collect.patience_s))
             case Answered(tag=FollowTag()) | AskFailed(tag=FollowTag()) if self._search:
@@ -162,12 +166,12 @@ class Rounds:
     def _set_clock(self, round: int) -> SetClock:
         return SetClock(round, tuple(sorted(self.versions.items())))
 
-    def _answer_query(self, sender: PeerId, query: RoundQuery) -> RoundStatus | Refused:
+    def _answer_query(self, sender: PeerId, query: RoundQuery, now: Seconds) -> RoundStatus | Refused:
         member = RoundMember(sender, query.first, query.last)
         if not whole_fragments(member, self.routes.stage.cuts):
             return Refused(Reason.SPAN)
         if query.joining:
-            self.newcomers.ask_to_join(member, complete=query.round >= self.number)
+            self.newcomers.ask_to_join(member, query.round >= self.number, now)
         run = self.routes.stage.run
         if self.now_in is None:
             return RoundStatus(run, self._search.round if self._search else self.restored, ())

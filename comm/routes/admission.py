@@ -4,7 +4,7 @@ Memory is counted in what an execution's activations take, as parts of an execut
 (StageConfig.memory_share). An execution that is held has given its activations back: only its answer is kept.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from decentral.comm.routes.execution import FORWARD, GONE, HELD, OwnExecution
 from decentral.comm.routes.execution_table import ExecutionTable
@@ -32,7 +32,6 @@ class Admission:
     active: bool = False  # this peer trains
     draining: bool = False  # no new executions: those that are here are brought to their end
     round: int = 0  # of synchronous training (comm/rounds/round.py)
-    _early: list[Forward] = field(default_factory=list)  # forward passes of the next round
 
     def refusal(self, request: ForwardRequest, blob_bytes: int) -> Reason | None:
         """Why this execution is not taken; None: it is."""
@@ -48,7 +47,7 @@ class Admission:
             return Reason.SHAPE
         if request.patience_s < MIN_PATIENCE_S or request.round < self.round:
             return Reason.LATE
-        if request.round > self.round + 1:
+        if request.round > self.round + stage.synchronous:  # without rounds there is no next one to wait for
             return Reason.NOT_READY
         return None if self.has_memory(request.first) and not self.draining else Reason.BUSY
 
@@ -59,7 +58,7 @@ class Admission:
                 return self._load(offer)
             case ForwardStatusQuery(execution=id):
                 execution = self.table.by_id.get(id)
-                return Done() if execution is not None and execution.asker == event.sender else Refused(Reason.GONE)
+                return Done() if execution is not None and event.sender in execution.askers else Refused(Reason.GONE)
         return None
 
     def _load(self, offer: Offer) -> Load | Refused:
@@ -113,16 +112,16 @@ class Admission:
     def push(self, job: Forward, round: int) -> None:
         """The job waits for the training thread, or, if it belongs to the next round, for that."""
         if round > self.round:
-            self._early.append(job)
+            self.table.jobs.early[job.token] = job
         else:
             self.table.jobs.push(job)
 
     def begin_round(self, round: int, active: bool) -> list[Effect]:
         """The weights are those of this round now. Micro-batches that came early belong to it."""
         self.round, self.active = round, active
-        early, self._early = self._early, []
+        early, self.table.jobs.early = self.table.jobs.early, {}
         effects: list[Effect] = []
-        for job in early:
+        for job in early.values():
             execution = self.table.by_token.get(job.token)
             if execution is not None and execution.state is FORWARD and active:
                 self.table.jobs.push(job)

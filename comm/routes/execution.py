@@ -139,9 +139,8 @@ class OwnExecution(StageExecution):
 class ForwardedExecution(StageExecution):
     """A micro-batch that another peer sent here."""
 
-    asker: PeerId  # the peer before this one on the route
-    answer_by: Seconds  # when the asker sends it elsewhere
-    request: int | None  # the question that waits for the answer
+    askers: dict[PeerId, int | None]  # the peers before this one on its routes, and which question of each waits
+    answer_by: Seconds  # when the last of them sends it elsewhere
     answer: Envelope | None = None  # from HELD on
 
     def deadline(self) -> Seconds:

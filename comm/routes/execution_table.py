@@ -33,6 +33,7 @@ class JobQueue:
     """
 
     running: set[int] = field(default_factory=set)  # tokens of executions whose job is at the thread
+    early: dict[int, Forward] = field(default_factory=dict)  # forward passes that wait for the next round, by token
     _ready: list[tuple[bool, int, Forward | Backward]] = field(default_factory=list)  # sorted: is it forward, token
 
     @property
@@ -49,6 +50,7 @@ class JobQueue:
 
     def drop(self, token: int) -> None:
         """The job of this execution that waits here is not computed."""
+        self.early.pop(token, None)
         self._ready = [item for item in self._ready if item[1] != token]
 
     def dispatch(self, may: Callable[[int], bool] | None = None) -> list[Forward | Backward]:
@@ -128,7 +130,7 @@ class ExecutionTable:
     # The end of an execution
 
     def decided(self, sender: PeerId, decision: CommitDecision) -> list[Effect]:
-        """Carries out another peer's decision, once. Only the origin peer may commit; the asker may abort, too."""
+        """Carries out another peer's decision, once. Only the origin peer may commit; the last asker may abort, too."""
         effects: list[Effect] = []
         for id in decision.commit:
             execution = self.by_id.get(id)
@@ -140,17 +142,26 @@ class ExecutionTable:
                     del self.counted[next(iter(self.counted))]
         for id in decision.abort:
             execution = self.by_id.get(id)
-            if execution is not None and sender in (id.origin, execution.asker):
+            if execution is not None and self._withdraws(sender, execution):
                 effects += self.give_up(execution, Reason.MOVED)
         return effects
+
+    def _withdraws(self, sender: PeerId, execution: ForwardedExecution) -> bool:
+        """Whether nobody wants the execution any more after this abort: an asker speaks for itself alone."""
+        if sender == execution.id.origin or [*execution.askers] == [sender]:
+            return True
+        if execution.askers.get(sender, 0) is None:
+            del execution.askers[sender]  # a question of it that waits still gets the answer
+        return False
 
     def give_up(self, execution: StageExecution, reason: str) -> list[Effect]:
         """Whoever waits for it is told why. If its gradients are in a sum already, they are aborted."""
         effects: list[Effect] = []
         hop = execution.next_hop
-        if isinstance(execution, ForwardedExecution) and execution.request is not None:
-            effects.append(Reply(execution.request, Envelope(Refused(reason))))
-            execution.request = None
+        if isinstance(execution, ForwardedExecution):
+            waiting = [request for request in execution.askers.values() if request is not None]
+            effects += [Reply(request, Envelope(Refused(reason))) for request in waiting]
+            execution.askers = dict.fromkeys(execution.askers)
         if execution.own:
             tries = len(hop.tried) if hop else 0
             effects.append(log("abandoned", number=execution.id.number, reason=reason, tries=tries))

@@ -4,6 +4,7 @@
     committed  its origin peer has the whole route's gradients: it counts
     aborted    its origin peer took another route, gave up, or is gone: it must not count
 
+A sum that is not finite cannot be applied, whatever was decided: then nothing in it counts, and the journal says so.
 Gradients cannot be taken out of a sum, so a sum is sealed, later gradients go into the next one, and the sealed sum is
 applied when all in it are committed, or dropped when one of them is aborted. There are a few slots for sealed sums. The
 gradients that wait are spread over them evenly: the fewer are in a sum, the fewer are lost with one that is aborted.
@@ -16,6 +17,7 @@ from typing import Protocol
 from decentral.comm.wire.messages import ExecutionId, Hop
 from decentral.core.jobs import Apply, Drop, Seal
 from decentral.core.machine import Effect, Log, log
+from decentral.core.reasons import Reason
 
 
 class CommitState(Enum):
@@ -60,8 +62,8 @@ class Ledger(Protocol):
 
     def abort(self, token: int) -> list[Effect]: ...
 
-    def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
-        """The training thread tells whose gradients are in a sealed sum."""
+    def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
+        """The training thread tells whose gradients are in a sealed sum, and whether a step can be taken with it."""
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
         """The sum was complete when it was sealed, and its step has been taken."""
@@ -93,8 +95,12 @@ class GradientLedger:
     def abort(self, token: int) -> list[Effect]:
         return self._decide(token, CommitState.ABORTED)
 
-    def sealed(self, tokens: tuple[int, ...], slot: int = 0) -> list[Effect]:
-        self.sealing, self.closing[slot] = False, tokens
+    def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
+        self.sealing = False
+        if not sound:
+            lines = [entry.line() for entry in self._taken(tokens)]
+            return [Drop(slot), log("uncounted", of=lines, void=0, reason=Reason.NAN), *self._advance()]
+        self.closing[slot] = tokens
         return self._advance()
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:

@@ -24,8 +24,9 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 # Refusals that are no failure: a peer's record may be older than a change of its layers.
-BUSY = frozenset((Reason.BUSY, Reason.NOT_READY, Reason.MOVED, Reason.SPAN, Reason.OVERSIZE))
+BUSY = frozenset((Reason.BUSY, Reason.STRANGER, Reason.NOT_READY, Reason.MOVED, Reason.SPAN, Reason.OVERSIZE))
 SHARE = 0.9  # part of the asker's patience after which we give up: the asker then still has time for another peer
+MOST_ASKERS = 8  # of one execution: as many as an origin peer or a hop tries, and some
 GRACE_S = 1.0  # for a CommitDecision that is on its way when its origin peer's time is over
 
 
@@ -43,7 +44,7 @@ class ExecutionLifecycle:
         id = ExecutionId(request.origin, request.number, request.first)
         known = self.table.by_id.get(id)
         if known is not None:
-            return self._reassign(known, event, request, now)
+            return self._asked_again(known, event, request, now)
         refusal = self.admission.refusal(request, len(event.envelope.blob))
         if refusal:
             return [Reply(event.request, Envelope(Refused(refusal)))]
@@ -58,9 +59,8 @@ class ExecutionLifecycle:
             drawn=request.drawn,
             round=request.round,
             sequences=request.sequences,
-            asker=event.sender,
+            askers={event.sender: event.request},
             answer_by=now + SHARE * request.patience_s,
-            request=event.request,
         )
         self.table.add(execution)
         given_up = [] if self.admission.stage.synchronous else self.table.give_up_held(execution)
@@ -68,21 +68,38 @@ class ExecutionLifecycle:
         self.admission.push(job, request.round)
         return given_up
 
-    def _reassign(self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds) -> list[Effect]:
-        """The peer that asked before has given it up, or is gone: the new asker gets the answer."""
-        effects: list[Effect] = []
+    def _asked_again(
+        self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds
+    ) -> list[Effect]:
+        """A peer asks for an execution that is here: again, or because another one that asked before is gone.
+
+        Naming an execution takes nothing from whoever has asked for it: all askers get the answer, and how long the
+        origin peer may commit it stays as it was. Only a peer that can be before this one on a route may ask.
+        """
+        if not self._may_be_before(event.sender, known):
+            return [Reply(event.request, Envelope(Refused(Reason.SPAN)))]
+        earlier = known.askers.get(event.sender)
+        if len(known.askers) >= MOST_ASKERS and event.sender not in known.askers:
+            return [Reply(event.request, Envelope(Refused(Reason.BUSY)))]
         known.events.append(("asked for again by", event.sender))
-        if known.request is not None:
-            effects.append(Reply(known.request, Envelope(Refused(Reason.MOVED))))
-        known.request, known.asker = event.request, event.sender
-        known.answer_by, known.until = now + SHARE * request.patience_s, now + request.hold_s + GRACE_S
+        effects: list[Effect] = [] if earlier is None else [Reply(earlier, Envelope(Refused(Reason.MOVED)))]
+        known.askers[event.sender] = event.request
+        known.answer_by = max(known.answer_by, now + SHARE * request.patience_s)
         return effects + self._answer(known)
 
+    def _may_be_before(self, sender: PeerId, known: ForwardedExecution) -> bool:
+        """Whether the peer has asked before, is the origin peer, or holds the layer before, by its record."""
+        if sender in known.askers or sender == known.id.origin:
+            return True
+        first, last, _ = self.forwarding.view.span_and_speed(sender)
+        return first < known.id.first <= last
+
     def _answer(self, execution: ForwardedExecution) -> list[Effect]:
-        if execution.answer is None or execution.request is None:
+        if execution.answer is None:
             return []
-        request, execution.request = execution.request, None
-        return [Reply(request, execution.answer)]
+        waiting = [request for request in execution.askers.values() if request is not None]
+        execution.askers = dict.fromkeys(execution.askers)
+        return [Reply(request, execution.answer) for request in waiting]
 
     # What the next peer says
 

@@ -138,8 +138,8 @@ class Router:
             case ForwardDone() | BackwardDone() | ExecutionFailed():
                 self.table.jobs.running.discard(event.token)
                 return self.lifecycle.computed(event, now)
-            case Sealed(tokens, slot):
-                return self.ledger.sealed(tokens, slot)
+            case Sealed(tokens, slot, sound):
+                return self.ledger.sealed(tokens, slot, sound)
             case Stepped(spent=spent, executions=executions):
                 self.load.stepped(spent.busy)
                 return self.ledger.stepped(executions) if executions else []

@@ -9,6 +9,7 @@ that the reader gives. The drivers put time limits around these calls, for readi
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import Protocol
 
 from decentral.comm.wire import codec
@@ -63,13 +64,18 @@ async def read_length(reader: Reader) -> int:
     return int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
 
 
-async def read_rest(reader: Reader, length: int, max_blob_bytes: BlobBound) -> tuple[Envelope, int]:
-    """What `read` gives, after `length` has been read."""
+async def read_rest(
+    reader: Reader, length: int, max_blob_bytes: BlobBound, reserve: Callable[[int], None] | None = None
+) -> tuple[Envelope, int]:
+    """What `read` gives, after `length` has been read. `reserve` gets the blob's size before any of it is read, and
+    may raise ProtocolError."""
     if not 0 < length <= codec.MAX_HEADER_BYTES:
         raise ProtocolError(Reason.OVERSIZE, f"a header of {length} bytes")
     message, size = codec.decode(await reader.readexactly(length))
     if size > max_blob_bytes(message):
         raise ProtocolError(Reason.OVERSIZE, f"{type(message).__name__} with a blob of {size} bytes")
+    if reserve is not None:
+        reserve(size)
     chunks, left, received = list[bytes](), size, LENGTH_BYTES + length
     while left:
         expected = await reader.readexactly(DIGEST_BYTES)

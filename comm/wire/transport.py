@@ -133,14 +133,26 @@ BlobBound = Callable[[Message], int]
 """How many bytes a question's blob may have."""
 
 
+Knows = Callable[[PeerId], bool]
+"""Whether a peer has a standing with us: a valid record, or a part in what we do. All others are strangers."""
+
+
+def knows_all(peer: PeerId) -> bool:
+    """For those that serve whoever asks."""
+    return True
+
+
 class Transport(Protocol):
     peer: PeerId
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         """Asks and returns the answer, with at most `max_blob_bytes` of blob. Raises AskError within `deadline_s`."""
 
-    async def serve(self, handler: Handler, bound: BlobBound) -> None:
-        """Answers questions from now on. One that breaks the format is counted in `refused` and goes no further."""
+    async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
+        """Answers questions from now on. One that breaks the format is counted in `refused` and goes no further.
+
+        Each sender has its share of what is answered at a time; those that `knows` does not know share a small part.
+        """
 
     def pace(self, rate: Callable[[], float | None]) -> None:
         """From now on questions and answers leave no faster than this, in bytes/s; None: as fast as they can."""

@@ -4,10 +4,8 @@ A window publishes its pseudo-gradient and, to those who ask, the slow weights p
 them. The formulas, their sources and what they conserve are in train/outer.py.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +16,9 @@ from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
-from decentral.train import outer
+from decentral.train import influence, outer
+from decentral.train.agreement import Agreement, WindowSample
+from decentral.train.influence import Experience
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import (
     PSEUDO_GRADIENT_CODEC,
@@ -31,8 +31,6 @@ from decentral.train.sections import Packer, split
 from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 
 PSEUDO_GRADIENT = "pseudo_gradient"  # the section's name on the wire
-CLIP_TO_MEDIAN = 2.0  # a partner's pseudo-gradient is no longer than this many times the median of recent ones
-RECENT_LENGTHS = 16
 ROUNDING = 1e-6  # a shorter correction, relative to the slow weights, is only what additions have rounded
 
 
@@ -44,22 +42,6 @@ class PulledWindow(Parts):
     length: float = 0.0  # of the pseudo-gradient
     phi: bytes | None = None  # where the slow weights were pulled
     distance: float = 0.0  # of those from ours
-
-
-@dataclass(slots=True)
-class Lengths:
-    """The lengths of recent pseudo-gradients: what is usual."""
-
-    own: float = 0.0  # of what we published last
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LENGTHS))
-
-    def share(self, length: float) -> float:
-        """How much of a pseudo-gradient of this length we take: one peer that diverges, or lies, moves us no further
-        than twice what is usual. Our own length counts as usual: steps grow during the warm-up, everybody's alike.
-        """
-        limit = CLIP_TO_MEDIAN * max(self.own, median(self.recent) if self.recent else length)
-        self.recent.append(min(length, limit) if limit > 0 else length)
-        return limit / length if length > limit > 0 else 1.0
 
 
 class PullRule(UpdateRule):
@@ -83,7 +65,8 @@ class PullRule(UpdateRule):
         self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
         self.ready = False
         self.momentum = tools.vector(self.elements) if self.constants.alpha else None
-        self.lengths = Lengths()
+        self.experience, self.agreement = Experience(), Agreement()
+        self.sample: WindowSample | None = None  # drawn when the first window is merged, from what is secret then
         self.closed: tuple[Window, bytes] | None = None  # the window that waits for its merge, and what it published
         if not theta.is_meta:
             self.load(theta, {})
@@ -116,7 +99,8 @@ class PullRule(UpdateRule):
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         self._end_unmerged()
-        blob, self.lengths.own = self.tools.kernels.close(theta, self.baseline, self.residual)
+        blob, length = self.tools.kernels.close(theta, self.baseline, self.residual)
+        self.experience.closed(length)
         self._baseline, self.spare = theta, self.baseline
         packer.add_encoded(PSEUDO_GRADIENT, PSEUDO_GRADIENT_CODEC, self.elements, blob)
         self.closed = window, blob
@@ -135,14 +119,16 @@ class PullRule(UpdateRule):
         assert self.closed is not None, "merge without a close"
         own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
-        most_tokens = outer.credible(own.tokens)
-        own_weight, *weights = outer.token_weights([own.tokens, *(min(one.tokens, most_tokens) for one in partners)])
-        steps_taken = [Weighted(own_weight, blob)]
-        slow_weights = []
-        for weight, one in zip(weights, partners, strict=True):
-            steps_taken.append(Weighted(weight * self.lengths.share(one.length), one.pseudo_gradient))
+        trust = self._trust(partners, blob) if own.tokens else [1.0] * len(partners)
+        self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
+        shares = influence.token_shares(own.tokens, [one.tokens for one in partners], trust)
+        progress = influence.usual(self.experience.progress, [one.length for one in partners])
+        near = self.experience.met((one.peer, one.distance) for one in partners if one.phi is not None)
+        steps_taken, slow_weights = [Weighted(1.0 - sum(shares), blob)], []
+        for share, one in zip(shares, partners, strict=True):
+            steps_taken.append(Weighted(share * influence.scale(one.length, progress), one.pseudo_gradient))
             if one.phi is not None:
-                slow_weights.append(Weighted(weight * self._near(one.distance), one.phi))
+                slow_weights.append(Weighted(share * influence.scale(one.distance, near), one.phi))
         correction = self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps, self.tools.optimizer))
         self.closed = None  # not before: where memory is too small for the step, the last checkpoint still has it
         return correction
@@ -153,11 +139,14 @@ class PullRule(UpdateRule):
         self.tools.kernels.merge(vectors, steps_taken, slow_weights, OuterConstants(alpha, beta, gamma, rho))
         return Correction(self.spare)
 
-    def _near(self, distance: float) -> float:
-        """How much of the way to a partner's slow weights counts: they are believed to be no further from ours than
-        ours are from zero, so absurd claims move us little."""
-        most = float(torch.linalg.vector_norm(self.phi))
-        return most / distance if 0 < most < distance else 1.0
+    def _trust(self, partners: Sequence[PulledWindow], blob: bytes) -> list[float]:
+        """How much of each partner's progress counts, by a sample of it that nobody can foretell."""
+        if self.sample is None:
+            self.sample = WindowSample.drawn(self.elements, self.residual)
+        read, codecs = self.sample.read, self.tools.codecs
+        return self.agreement.trust(
+            read(codecs, blob), [(one.peer, read(codecs, one.pseudo_gradient)) for one in partners]
+        )
 
     def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it.
@@ -180,11 +169,15 @@ class PullRule(UpdateRule):
     def _end_unmerged(self) -> None:
         """A solo step for a window whose exchange has ended before its merge, with a change of span that failed."""
         if self.closed is not None:
-            self._take_alone(self.phi, self.momentum, self._published(self.closed[1]))
+            self._take_alone(self.phi, self.momentum, self._read(self.closed[1]))
             self.closed = None
 
-    def _published(self, blob: bytes) -> Tensor:
-        """What partners read of our window's blob."""
+    def published(self) -> Tensor | None:
+        """The pseudo-gradient of the window that waits for its merge, as partners read it."""
+        return None if self.closed is None else self._read(self.closed[1])
+
+    def _read(self, blob: bytes) -> Tensor:
+        """What partners read of a window's blob."""
         return self.tools.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, self.elements)
 
     def _take_alone(self, phi: Tensor, momentum: Tensor | None, step: Tensor) -> None:
@@ -203,7 +196,7 @@ class PullRule(UpdateRule):
         phi, momentum = self.phi, self.momentum
         if self.closed is not None:
             phi, momentum = phi.clone(), None if momentum is None else momentum.clone()
-            self._take_alone(phi, momentum, self._published(self.closed[1]))
+            self._take_alone(phi, momentum, self._read(self.closed[1]))
         kept = {"phi": phi, "owed": self.residual + (self.baseline - theta)}
         return kept if momentum is None else {**kept, "momentum": momentum}
 

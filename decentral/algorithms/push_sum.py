@@ -12,45 +12,60 @@ from decentral.core.config import GossipConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
+from decentral.train.bounded_rule import BoundedRule, length
 from decentral.train.sections import Packer
-from decentral.train.update_rules import SCALAR, Correction, Parts, RuleTools, UpdateRule, Window
+from decentral.train.update_rules import SCALAR, Correction, Parts, RuleTools, Window
 
-MAX_WEIGHT = 1e6  # of pushed mass; all peers together weigh as many as they are
+MOST_WEIGHT = 4.0  # of pushed mass, in our weights or in ones, whichever is more; a peer weighs one on average
 
 
-class PushSumRule(UpdateRule):
+class PushSumRule(BoundedRule):
     """x = w theta is this peer's mass. A window's end gives half of x and of w away; what comes is added.
 
     Conserved: the sums of x and of w over all peers and messages in flight, but for training itself. The half is sent
     as Q(x/2) and x - Q(x/2) stays, so quantisation loses nothing; a close moves theta by the rounding of Q.
+
+    Mass whose weights are further from ours than train/influence.py believes counts as if they were nearer; mass that
+    weighs too much is refused, and goes back to its sender.
     """
 
     sections: Mapping[str, str] = {"mass": "int8", "weight": SCALAR}
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
-        super().__init__(gossip, theta, peer, tools)
         self.weight = torch.ones(())  # w
+        super().__init__(gossip, theta, peer, tools)
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> Correction:
         mass = theta * self.weight
         away = packer.add_and_read("mass", self.sections["mass"], mass / 2)
         half = packer.add_and_read("weight", "fp32", (self.weight / 2).reshape(1))
         self.weight = self.weight - half[0]
-        return Correction((mass - away) / self.weight - theta)
+        correction = (mass - away) / self.weight - theta
+        self.end_window(theta)
+        self.baseline += correction
+        return Correction(correction)
 
     def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
         """Adds mass at any time, also mass of our own that nobody took."""
         assert theta is not None
-        mass, weight = theta * self.weight, self.weight
+        moved, progress = theta, length(theta - self.baseline)
         for part in parts:
-            mass = mass + part.vectors["mass"]
-            weight = weight + part.vectors["weight"][0]
-        self.weight = weight
-        return Correction(mass / weight - theta)
+            mass, weight = part.vectors["mass"], part.vectors["weight"][0]
+            share = weight / (self.weight + weight)
+            apart = mass / weight - moved
+            if part.peer == self.peer:
+                moved = moved + share * apart
+            else:
+                moved = moved + self.pull_towards(part.peer, apart, float(share), progress)
+            self.weight = self.weight + weight
+        correction = moved - theta
+        self.baseline += correction
+        return Correction(correction)
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
-        if not 0 < float(vectors["weight"][0]) < MAX_WEIGHT:
-            raise ProtocolError(Reason.WEIGHT, f"mass must weigh something, and less than {MAX_WEIGHT:g}")
+        most = MOST_WEIGHT * max(1.0, float(self.weight))
+        if not 0 < float(vectors["weight"][0]) <= most:
+            raise ProtocolError(Reason.WEIGHT, f"mass must weigh something, and at most {most:g}")
 
     def kept(self) -> Mapping[str, int]:
         return {"weight": 1}
@@ -59,6 +74,7 @@ class PushSumRule(UpdateRule):
         return {"weight": self.weight.reshape(1)}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
+        super().load(theta, state)
         self.weight = state["weight"].reshape(()) if state else torch.ones(())
 
 
@@ -69,6 +85,6 @@ ALGORITHM = Algorithm(
     questions=(Push,),
     partners=lambda gossip: 1,
     snapshot_bytes=1.01,
-    memory_bytes=12,
+    memory_bytes=16,  # the mass, the baseline, the way to a partner's weights, and two published snapshots
     aligned=False,  # peers that push to each other at the same time only get in each other's way
 )

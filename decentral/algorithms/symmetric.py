@@ -9,30 +9,38 @@ from decentral.comm.wire.messages import Swap, SwapCommit
 from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
+from decentral.train.bounded_rule import BoundedRule
 from decentral.train.sections import Packer
-from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
+from decentral.train.update_rules import Correction, Parts, RuleTools, Window
 
 
-class SymmetricRule(UpdateRule):
+class SymmetricRule(BoundedRule):
     """x_i += (Q(x_j) - Q(x_i)) / 2 on both sides (Boyd et al., 2006; AD-PSGD, arXiv 1710.06952).
 
-    Both sides use the quantised values, so what one gains the other loses, whatever Q does: the mean is kept.
+    Both sides use the quantised values, so what one gains the other loses, whatever Q does: the mean is kept, while
+    nobody is further away than train/influence.py believes.
     """
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
-        super().__init__(gossip, theta, peer, tools)
         self.sent: Tensor | None = None  # Q(x_i) [n] of the window that waits for its merge
+        super().__init__(gossip, theta, peer, tools)
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         self.sent = packer.add_and_read("theta", self.sections["theta"], theta)
+        self.end_window(theta)
 
     def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction | None:
         assert self.sent is not None, "merge without a close"
         sent, self.sent = self.sent, None
         assert len(parts) <= 1, "a symmetric exchange has two sides"
-        return Correction(0.5 * (parts[0].vectors["theta"] - sent)) if parts else None
+        if not parts:
+            return None
+        moved = self.pull_towards(parts[0].peer, parts[0].vectors["theta"] - sent, share=0.5)
+        self.baseline += moved
+        return Correction(moved)
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
+        super().load(theta, state)
         self.sent = None
 
 
@@ -43,6 +51,6 @@ ALGORITHM = Algorithm(
     questions=(Swap, SwapCommit),
     partners=lambda gossip: 1,
     snapshot_bytes=1.01,
-    memory_bytes=12,
+    memory_bytes=16,  # two published snapshots, what was sent, the baseline and the way to the partner
     aligned=False,  # peers that ask each other at the same time only get in each other's way
 )

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from decentral.core.algorithms import Algorithm
+from decentral.core.errors import ProtocolError
+from decentral.core.reasons import Reason
 from decentral.train.inner import Live, step_clipped
 from decentral.train.sections import Packer
 from decentral.train.update_rules import SCALAR, Parts, UpdateRule
 
+LONGEST_GRADIENT = 1e15  # length of one peer's sum of gradients: a thousand of them still have a norm in fp32
 MAX_STEPS = 1 << 24  # up to here fp32 counts exactly
 
 
@@ -27,6 +30,11 @@ class SynchronousRule(UpdateRule):
 
     sections: Mapping[str, str] = {"gradient": "fp32"}
     donated: Mapping[str, str] = {"theta": "fp32", "exp_avg": "fp32", "exp_avg_sq": "fp32", "steps": SCALAR}
+
+    def check(self, vectors: Mapping[str, Tensor]) -> None:
+        """Finite sums may add up to a norm that is not, and the step of all would be skipped in silence."""
+        if not float(torch.linalg.vector_norm(vectors["gradient"], dtype=torch.float64)) <= LONGEST_GRADIENT:
+            raise ProtocolError(Reason.MAGNITUDE, f"a sum of gradients is longer than {LONGEST_GRADIENT:g}")
 
     def close_round(self, live: Live, packer: Packer) -> None:
         """Packs the sum of the round's gradients."""

@@ -36,6 +36,9 @@ class GossipView(Protocol):
     def holders(self, fragment: int) -> Sequence[PeerId]:
         """All other peers that hold the fragment and train."""
 
+    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
+        """The speed at which that peer can train the fragment at most, by its record; 0: not published yet."""
+
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """How long a transfer of `size` bytes from that peer may take."""
 

@@ -220,8 +220,8 @@ class Apply:
 class Seal:
     """Close the sum of gradients and keep it in this slot -> Sealed. Later backward passes fill the next sum.
 
-    If it is the sum of exactly the `ready` executions, which are all committed, `then` is done at once, before any
-    later forward pass -> Stepped.
+    If it is the sum of exactly the `ready` executions, which are all committed, and sound, `then` is done at once,
+    before any later forward pass -> Stepped.
     """
 
     ready: tuple[int, ...] = ()

@@ -168,10 +168,14 @@ class ExecutionFailed:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """The executions whose gradients are in the sealed sum."""
+    """The executions whose gradients are in the sealed sum.
+
+    If it is not `sound`, its norm is not finite in some fragment, so that no step can be taken with it.
+    """
 
     tokens: tuple[int, ...]
     slot: int = 0
+    sound: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     CODEC = "codec"  # a section is written with an unknown codec
     LEVELS = "levels"  # quantised numbers lie outside their codec's levels
     NAN = "nan"  # a number is not finite
+    MAGNITUDE = "magnitude"  # a number is finite, but larger than any that training gives
     WEIGHT = "weight"  # pushed mass weighs nothing, or too much
     VOCABULARY = "vocabulary"  # a target is not a token
 
@@ -50,6 +51,7 @@ class Reason(StrEnum):
     REPLAY = "replay"  # this snapshot, or a later one, was already taken
     STALE = "stale"  # the snapshot is older than gossip.max_age_s
     NOTHING_NEWER = "nothing-newer"  # there is nothing that the asker does not have
+    OPPOSED = "opposed"  # its progress points against ours, or nowhere: it counts for nothing
     ALONE = "alone"  # there was no partner
     FAILED = "failed"  # every partner failed
     CROSSED = "crossed"  # two peers have asked each other at the same time
@@ -61,6 +63,7 @@ class Reason(StrEnum):
     # This peer cannot do it now
     BUSY = "busy"  # this peer takes no more work at present
     NOT_READY = "not-ready"  # this peer does not train yet, or has not come that far
+    STRANGER = "stranger"  # this peer knows no record of the asker, and answers only what a newcomer has to ask
     LEAVING = "leaving"  # this peer leaves the swarm
     GONE = "gone"  # this peer no longer works on it, or has gone
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 
 from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.gossip.snapshots import MAX_WAITING_PULLS
-from decentral.comm.net.streams import MAX_STREAMS, READ_S, WRITE_S
+from decentral.comm.net.fair_shares import MAX_STREAMS
+from decentral.comm.net.streams import READ_S, WRITE_S
 from decentral.core import jobs
 from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId

@@ -6,14 +6,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
+from decentral.algorithms.pull import PullRule
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Snapshot
 from decentral.core.ids import PeerId
 from decentral.core.synthetic import SyntheticBlob
 from decentral.core.units import Seconds
+from decentral.sim import liars
 from decentral.sim.faults import ALL, Fault
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
+from decentral.sim.virtual_host import VirtualHost
 
 STALE = 0.2  # the share of lookups in the directory that are stale while records come late
 
@@ -125,6 +130,8 @@ class FaultInjector:
         if not isinstance(envelope.message, Snapshot):
             return envelope
         snapshot = envelope.message
+        if member.byzantine in liars.FALSIFIED:
+            return self._falsified(member, envelope)
         match member.byzantine:
             case "replayed":
                 return self._kept.setdefault(("replayed", PeerId(member.peer + asker), snapshot.fragment), envelope)
@@ -138,10 +145,27 @@ class FaultInjector:
                 return self._forge(member.peer, snapshot, _changed(envelope.blob, _scaled))
         return Envelope(snapshot, _changed(envelope.blob, _flipped))
 
+    def _falsified(self, member: SimulatedPeer, envelope: Envelope) -> Envelope:
+        """The answer of a liar that knows what the honest peers have published."""
+        assert member.host is not None
+        assert isinstance(envelope.message, Snapshot)
+        tools, fragment = member.host.training.gossip.tools, envelope.message.fragment
+        others = [one for one in self.swarm.living if one.training and not one.byzantine and one.host is not None]
+        honest = [read for one in others if one.host and (read := _last_published(one.host, fragment)) is not None]
+        falsified = liars.falsify(member.byzantine, member.peer, envelope, tools.codecs, honest)
+        self.forged.add((member.peer, fingerprint(falsified.blob)))
+        return falsified
+
     def _forge(self, peer: PeerId, snapshot: Snapshot, blob: bytes) -> Envelope:
         """A falsified snapshot with the digest that belongs to it."""
         self.forged.add((peer, fingerprint(blob)))
         return Envelope(replace(snapshot, digest=blobs.digest(blob)), blob)
+
+
+def _last_published(host: VirtualHost, fragment: int) -> Tensor | None:
+    """The pseudo-gradient of the window that this peer has closed last, while it is not merged."""
+    held = {one.index: one.rule for one in host.training.gossip.fragments}.get(fragment)
+    return held.published() if isinstance(held, PullRule) else None
 
 
 def fingerprint(blob: bytes) -> bytes:

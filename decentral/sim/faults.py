@@ -14,6 +14,7 @@
     full-disk 1 at 20 for 15      its disk takes nothing: no checkpoint, no journal line, no number
     nat 3 at 0                    others reach it through a relay only
     lie 2 nan at 10 for 20        it is Byzantine: it sends snapshots that are nan, scaled, stale, replayed or corrupted
+    lie 2 flipped at 10 for 20    or one of those that read the honest peers' windows first (sim/liars.py)
     loss 0.05 at 5 for 20         this share of all messages loses a packet
     corrupt 0.02 at 5 for 20      this share of all messages is damaged; also truncate, duplicate, reorder
     late 2 at 5 for 20            directory records are found 2 s late, and a fifth of the lookups are stale
@@ -35,7 +36,8 @@ HOSTS = ("clock", "full-disk")  # faults of one machine, drawn apart from the ot
 PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", "nat", "lie")
 PAIRS = {"oneway": ">", "degrade": "-"}
 SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
-LIES = ("nan", "scaled", "stale", "replayed", "corrupted")
+LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # those that chance draws
+KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")  # sim/liars.py
 LASTING = (
     "freeze",
     "full-disk",
@@ -106,8 +108,8 @@ def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Second
     if kind not in (*PEERS, *HOSTS):
         known = ", ".join([*PEERS, *HOSTS, *PAIRS, *SHARES, "join"])
         raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
-    if kind == "lie" and value not in LIES:
-        raise UserError(f"--faults: a lie is one of {', '.join(LIES)}; got {value!r}")
+    if kind == "lie" and value not in (*LIES, *KNOWING_LIES):
+        raise UserError(f"--faults: a lie is one of {', '.join([*LIES, *KNOWING_LIES])}; got {value!r}")
     either = kind in ("skew", "clock")
     size = _number(value, negative=either) if either or kind == "slow" else 0.0
     return Fault(kind, at, _peers(target), size, lasts, how=(value or "") if kind == "lie" else "")

@@ -14,6 +14,10 @@ from decentral.core.jobs import Layout, Section
 from decentral.core.reasons import Reason
 from decentral.train.sections import Codecs
 
+LARGEST_ACTIVATION = (
+    1e6  # magnitude of a hidden value or its gradient that we believe: backward passes of larger ones overflow
+)
+
 
 class ActivationFormat:
     """Encodes and decodes the micro-batches of one run. `widths[x]`: numbers a token that enter layer x."""
@@ -39,10 +43,15 @@ class ActivationFormat:
         return Section("hidden", self.wire, flat.numel(), len(blob)), blob
 
     def decode(self, sections: Layout, blob: bytes, shape: torch.Size) -> Tensor:
-        """fp32 on the CPU. Raises ProtocolError for what is not one section of this shape, whole and finite."""
+        """fp32 on the CPU. Raises ProtocolError for what is not one section of this shape, whole and believable."""
         if len(sections) != 1 or sections[0].codec != self.wire or sections[0].elements != shape.numel():
             raise ProtocolError(Reason.SHAPE, "not the hidden values of this micro-batch")
-        return self.codecs.decode(self.wire, memoryview(blob), shape.numel()).view(shape)
+        values = self.codecs.decode(self.wire, memoryview(blob), shape.numel()).view(shape)
+        if values.numel() and float(values.abs().amax()) > LARGEST_ACTIVATION:
+            raise ProtocolError(
+                Reason.MAGNITUDE, f"a hidden value or its gradient is larger than {LARGEST_ACTIVATION:g}"
+            )
+        return values
 
     def pack(self, layer: int, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Layout, bytes]:
         """A micro-batch that leaves for this layer."""

@@ -16,7 +16,7 @@ of the formulas, and partners refuse them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,6 +105,20 @@ def as_bytes(codec: str, blob: bytes | memoryview, elements: int) -> Bytes:
     return read
 
 
+def stretches(codec: str, blob: bytes | memoryview, elements: int, begins: Sequence[int], numbers: int) -> bytes:
+    """Of a blockwise codec's bytes: those of the numbers [begin, begin + numbers) for each begin, as a blob of theirs.
+
+    Each begin, and `numbers`, is a multiple of the codec's block. Raises ProtocolError for a blob of the wrong size.
+    """
+    read, block = as_bytes(codec, blob, elements), BLOCKS[codec]
+    scales, levels = read[: 2 * math.ceil(elements / block)], read[2 * math.ceil(elements / block) :]
+    each = size(codec, numbers) - 2 * (numbers // block)  # bytes of levels
+    places = [(begin // block * 2, begin // numbers * each) for begin in begins]
+    parts = [scales[at : at + 2 * (numbers // block)] for at, _ in places]
+    parts += [levels[at : at + each] for _, at in places]
+    return np.concatenate(parts).tobytes()
+
+
 def refuse(codec: str, fault: int) -> None:
     """Raises ProtocolError if `fault`, what a compiled function found wrong with a section, is not zero."""
     if fault & block_kernels.BAD_LEVEL:
@@ -175,11 +189,12 @@ def _tensor(blob: bytes | Bytes, dtype: torch.dtype) -> Tensor:
     )
 
 
+BLOCKS = {"q4": 128, "int8": 256}
 CODECS = {
     codec.name: codec
     for codec in (
-        _blockwise("q4", 4, 128, _fold_pairs, _unfold_pairs),
-        _blockwise("int8", 8, 256, lambda levels: levels, lambda levels: levels.view(torch.int8)),
+        _blockwise("q4", 4, BLOCKS["q4"], _fold_pairs, _unfold_pairs),
+        _blockwise("int8", 8, BLOCKS["int8"], lambda levels: levels, lambda levels: levels.view(torch.int8)),
         _floats("bf16", torch.bfloat16),
         _floats("fp32", torch.float32),
     )

@@ -234,11 +234,12 @@ class Compute(JobRunner):
         return super()._start(newcomer)
 
     def _close_round(self, job: jobs.CloseRound) -> jobs.RoundClosed:
-        """Ends the sums of gradients and encodes them; a sum that is not finite counts as none."""
+        """Ends the sums of gradients and encodes them; if one of them is none that others take, none counts."""
         sums = self.span.stages.sums
         executions, closed = tuple(sums.executions), []
-        for live, tokens in zip(self.span.inner.lives, sums.filled_tokens, strict=True):
-            if tokens and set(executions) <= set(job.executions) and bool(torch.isfinite(live.grad).all()):
+        filled = [one for one in zip(self.span.inner.lives, sums.filled_tokens, strict=True) if one[1]]
+        if set(executions) <= set(job.executions) and all(self.gossip.takes_sum(live) for live, _ in filled):
+            for live, tokens in filled:
                 closed.append(replace(self.gossip.close_round(live.fragment.index, job.round), tokens=tokens))
         sums.clear()
         return jobs.RoundClosed(job.round, executions, tuple(closed))

@@ -221,10 +221,13 @@ class FragmentGossip:
         parts, rejected = gossiped.read(job.contributions)
         steps = gossiped.live.steps + self.steps_to_edge()
         yield from gossiped.correct(gossiped.rule.merge(None, parts, steps))
+        left_out = gossiped.rule.left_out
+        rejected += [(peer, Reason.OPPOSED) for peer in left_out]
         if job.fragment in self.holding:
             yield Phase.EDGE
             self.holding.discard(job.fragment)
-        return jobs.Merged(job.fragment, job.seq, tuple(part.peer for part in parts), tuple(rejected))
+        used = tuple(part.peer for part in parts if part.peer not in left_out)
+        return jobs.Merged(job.fragment, job.seq, used, tuple(rejected))
 
     def _absorb(self, fragment: int, contribution: jobs.Contribution) -> Program:
         yield Phase.BESIDE
@@ -253,6 +256,14 @@ class FragmentGossip:
         return jobs.StateExported(fragment, *packer.finish())
 
     # With exact gradients: both at a step edge
+
+    def takes_sum(self, live: Live) -> bool:
+        """Whether all holders will take the sum of gradients that is in `live`."""
+        try:
+            self._by_index[live.fragment.index].rule.check({"gradient": live.grad})
+        except ProtocolError:
+            return False
+        return True
 
     def close_round(self, fragment: int, seq: int) -> jobs.WindowClosed:
         """Encodes the sum of the round's gradients."""

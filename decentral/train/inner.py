@@ -233,6 +233,11 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> Non
     live.touch()
 
 
+def has_finite_norm(gradient: Tensor) -> bool:
+    """Whether `step_clipped` takes a step with this gradient, or with a part of it."""
+    return bool(torch.isfinite(_norm(gradient)))
+
+
 def _norm(gradient: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
     return norm

@@ -196,7 +196,7 @@ class JobRunner(ABC):
                 return stages.forget(tokens)
             case jobs.Seal(ready, then, slot):
                 sealed = stages.seal(slot)
-                if then is None or set(sealed.tokens) != set(ready):
+                if then is None or not sealed.sound or set(sealed.tokens) != set(ready):
                     return sealed
                 return replace(self._apply(then), executions=sealed.tokens)
             case jobs.Drop(slot):

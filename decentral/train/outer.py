@@ -34,9 +34,6 @@ from torch import Tensor
 Quantise = Callable[[Tensor], Tensor]
 """What the partners will read: decode(encode(x)), fp32 [n]."""
 
-MOST_TIMES_FASTER = 1000  # than we are: what we believe of a partner
-LEAST_TOKENS = 1024  # what a window of ours counts as, when we judge a partner's
-
 
 @dataclass(frozen=True, slots=True)
 class Constants:
@@ -134,17 +131,12 @@ def limited(vector: Tensor, length: Tensor) -> Tensor:
     return scaled
 
 
-def credible(own_tokens: int) -> int:
-    """The most tokens that we believe of a partner's window: devices differ, but no claim counts without limit."""
-    return max(own_tokens, LEAST_TOKENS) * MOST_TIMES_FASTER
-
-
 def rho_of(steps: int, optimizer: str) -> float:
     """How much of a correction is taken that comes `steps` of our steps after the close; all of it up to one step."""
     return 1.0 if optimizer == "muon" else min(1.0, 2 / (1 + max(0, steps)))
 
 
-def token_weights(tokens: Sequence[int]) -> list[float]:
+def token_weights(tokens: Sequence[float]) -> list[float]:
     """Each window's share of all tokens; equal shares when nobody has trained."""
     total = sum(tokens)
     return [count / total for count in tokens] if total else [1 / len(tokens)] * len(tokens)

@@ -26,7 +26,7 @@ from decentral.core.fragments import FORWARD_PART
 from decentral.core.reasons import Reason
 from decentral.train import gpt
 from decentral.train.activations import ActivationFormat
-from decentral.train.inner import Live, step_clipped
+from decentral.train.inner import Live, has_finite_norm, step_clipped
 from decentral.train.step import Device, slow_down
 
 
@@ -135,7 +135,9 @@ class StageRunner:
         return jobs.Forgotten()
 
     def seal(self, slot: int) -> jobs.Sealed:
-        return jobs.Sealed(self.sums.seal(slot), slot)
+        """The sum is sound if `apply` will take its step in every fragment: what is counted is in the weights."""
+        sound = all(has_finite_norm(filled) for filled in self.sums.filled)
+        return jobs.Sealed(self.sums.seal(slot), slot, sound)
 
     def drop(self, slot: int) -> jobs.Forgotten:
         self.sums.sealed_tokens[slot] = [0] * len(self.lives)

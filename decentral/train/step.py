@@ -106,7 +106,9 @@ class StepReport:
 def train_step(
     forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
 ) -> StepReport:
-    """One inner step with the mean gradient of `train.accumulate` micro-batches; one that is not finite is dropped.
+    """One inner step with the mean gradient of `train.accumulate` micro-batches.
+
+    One that is not finite is dropped, and the report counts nothing: what is counted is in the weights.
 
     `lr_step` is the swarm's step, from which the learning rate follows. The loss is the mean over the micro-batches.
     Each rank of an island takes as many micro-batches, and the report is of all of them.
@@ -124,9 +126,11 @@ def train_step(
         losses.append(loss.detach())
         tokens += inputs_BT.numel() * ranks.size
         slow_down(device, time.perf_counter() - began)
-    if torch.isfinite(inner.clip()):
+    counts = bool(torch.isfinite(inner.clip()))
+    if counts:
         inner.step(rate_at(train, lr_step, inner.steps), tokens)
-    return StepReport(float(ranks.end(torch.stack(losses).mean())), tokens, train.accumulate * ranks.size)
+    loss_mean = float(ranks.end(torch.stack(losses).mean()))
+    return StepReport(loss_mean, tokens * counts, train.accumulate * ranks.size * counts)
 
 
 def held_out_loss(forward: ModelForward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:

@@ -95,6 +95,9 @@ class UpdateRule:
     donates_live: bool = True
     """Whether a newcomer's state is read off the live weights, at a step edge."""
 
+    left_out: tuple[PeerId, ...] = ()
+    """The partners whose parts the last merge did not use, because they work against us."""
+
     ready: bool = True
     """Whether all memory that the next window needs is written; else `make_ready` does it, beside training."""
 

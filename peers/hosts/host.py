@@ -90,7 +90,7 @@ class Host:
         self._thread = threading.Thread(target=self._compute, args=(loop,), name="compute", daemon=True)
         self._thread.start()
         self.transport.pace(self.node.meter.pace)
-        await self.transport.serve(self._answer, self.node.answers.blob_bound)
+        await self.transport.serve(self._answer, self.node.answers.blob_bound, self.node.answers.knows)
         self._carry_all(self.node.begin(self.now()))
         self._spawn(self._report_refusals())
         self._spawn(self._report_cores())

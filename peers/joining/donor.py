@@ -19,6 +19,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 MOST_SERVED = 8  # newcomers at a time: eight that are done soon are donors themselves
+STRANGERS_SERVED = 4  # of them, those whose record we do not know: they may have any number of names
 MOST_WAITING = 32  # questions that wait for an export: half of those that a peer answers at once (comm/net/streams.py)
 SERVED_S = 5.0  # time after its last request until a newcomer's place goes to another one
 EXPORT_KEPT_S = 5.0  # any longer, and newcomers would start too far behind the swarm
@@ -52,10 +53,13 @@ class Donor:
     exports: dict[ExportName, Export] = field(default_factory=dict)
     _waiting: dict[ExportName, list[tuple[int, PeerId, StateRequest]]] = field(default_factory=dict)
     _served: dict[PeerId, Seconds] = field(default_factory=dict)  # when each newcomer has last asked
+    _strangers: set[PeerId] = field(default_factory=set)  # of those that are served
 
-    def asked(self, request: int, sender: PeerId, pull: StateRequest, step: int, now: Seconds) -> list[Effect]:
-        """`step`: the learning-rate step of the live weights now."""
-        if not self._admits(sender, now):
+    def asked(
+        self, request: int, sender: PeerId, pull: StateRequest, step: int, now: Seconds, known: bool = True
+    ) -> list[Effect]:
+        """`step`: the learning-rate step of the live weights now. `known`: whether we know the newcomer's record."""
+        if not self._admits(sender, now, known):
             return [_refuse(request, Reason.BUSY)]
         held = (index for index, _ in self.retained) if pull.kept else (fragment.index for fragment in self.fragments)
         if pull.fragment not in held:
@@ -86,12 +90,18 @@ class Donor:
     def forget_old(self, now: Seconds) -> None:
         self.exports = {name: one for name, one in self.exports.items() if now < one.expires_at + FINISHED_S}
 
-    def _admits(self, newcomer: PeerId, now: Seconds) -> bool:
+    def _admits(self, newcomer: PeerId, now: Seconds, known: bool) -> bool:
         """Whether this newcomer is one of those that are served."""
-        if newcomer not in self._served and len(self._served) >= MOST_SERVED:
-            self._served = {peer: at for peer, at in self._served.items() if now < at + SERVED_S}
-            if len(self._served) >= MOST_SERVED:
+        if known:
+            self._strangers.discard(newcomer)
+        if newcomer not in self._served:
+            if len(self._served) >= MOST_SERVED or not known:
+                self._served = {peer: at for peer, at in self._served.items() if now < at + SERVED_S}
+                self._strangers &= self._served.keys()
+            if len(self._served) >= MOST_SERVED or (not known and len(self._strangers) >= STRANGERS_SERVED):
                 return False
+            if not known:
+                self._strangers.add(newcomer)
         self._served[newcomer] = now
         return True
 

@@ -112,7 +112,7 @@ class Fetch:
     incoming: dict[int, Incoming] = field(default_factory=dict)
     donors: list[PeerId] = field(default_factory=list)
     used: set[PeerId] = field(default_factory=set)  # donors that gave a piece
-    step: int = 0  # the newest learning-rate step of those donors
+    steps: dict[PeerId, int] = field(default_factory=dict)  # the newest learning-rate step of each of those donors
     last_piece_at: Seconds = 0.0
     busy: int = 0  # times that a donor served others and refused us
     failures: Counter[PeerId] = field(default_factory=Counter)
@@ -121,6 +121,13 @@ class Fetch:
 
     def begin(self, incoming: Iterable[Incoming], now: Seconds) -> None:
         self.incoming, self.last_piece_at = {one.fragment.index: one for one in incoming}, now
+
+    @property
+    def step(self) -> int:
+        """The learning-rate step to begin with: the lower median of the donors', as one of them may name any. The clock
+        of the swarm (peers/node/progress.py) catches up. Where all pieces have to be of one version, the newest."""
+        steps = sorted(self.steps.values())
+        return (steps[-1] if self.exact else steps[(len(steps) - 1) // 2]) if steps else 0
 
     @property
     def complete(self) -> bool:
@@ -194,7 +201,8 @@ class Fetch:
             incoming.take(message, event.envelope.blob)
         except ProtocolError as error:
             return self._failed(event.peer, error.reason)
-        self.last_piece_at, self.step = now, max(self.step, message.step)
+        self.last_piece_at = now
+        self.steps[event.peer] = max(self.steps.get(event.peer, 0), message.step)
         self.used.add(event.peer)
         return [] if self.complete else self.ask()
 

@@ -24,6 +24,7 @@ ROSTER_S = 4.0  # longest wait for the roster
 JOIN_RETRY_S = 2.0
 MOST_PATIENT = 2  # how many JOIN_RETRY_S longer a newcomer waits between two tries, where all donors are busy
 GIVE_UP_S = 12.0  # without a donor that answers, after which a newcomer starts from what it has
+CLOCK_TIMES, CLOCK_MORE = 2, 1000  # donors may be so far ahead of the roster's median step: records are not new
 HOLDER_RETRIES = 5  # tries to find a fragment's holder again whose record has expired: after a pause all records have
 
 
@@ -50,6 +51,7 @@ class Join:
     chance: Random
     holds: Callable[[PeerId, Fragment], bool] = lambda peer, fragment: True
     newest_retained: Callable[[int], tuple[int, Sequence[PeerId]]] = lambda index: (-1, ())  # step, and who has it
+    swarm_step: Callable[[], int | None] = lambda: None  # median step of the peers that train; None: too few are known
     exact: bool = False  # whether all pieces of a fragment have to be of one version
     phase: JoinPhase = JoinPhase.WAITING
     imported: bool = False
@@ -150,7 +152,12 @@ class Join:
         if self.exact and self.fetch.fetch_again():
             return self.fetch.ask()
         self.phase, self.wake_at = JoinPhase.IMPORTING, None
-        return [ImportState(self.fetch.donated(), self.fetch.step)]
+        return [ImportState(self.fetch.donated(), self._first_step())]
+
+    def _first_step(self) -> int:
+        """The learning-rate step to begin with, by the donors, unless the records of the others contradict them."""
+        known = None if self.exact else self.swarm_step()
+        return self.fetch.step if known is None else min(self.fetch.step, CLOCK_TIMES * known + CLOCK_MORE)
 
     def _start_over(self, reason: str, now: Seconds) -> list[Effect]:
         """What the donors sent is no state of this model: the newcomer asks again, after a pause."""

@@ -32,6 +32,7 @@ PEERS_PER_REFRESH_S = 25  # a large swarm is looked up less often, as a lookup c
 EXPIRY_STEP_S = 1e-3  # each record of ours expires so much later than the one before
 FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotten
 DEAD_AFTER = 2  # unanswered questions in a row
+MOST_DROPPED = 8192  # dropped peers whose last record's time is remembered; beyond them, the first ones are forgotten
 NEIGHBOURS = 24  # holders of a layer that a peer knows
 SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
 
@@ -49,6 +50,7 @@ class RosterEntry:
     record: PeerRecord
     expires: float  # unix seconds
     failures: int = 0  # unanswered questions in a row
+    since: Seconds = 0.0  # when we heard of it first
 
 
 @dataclass(slots=True)
@@ -131,6 +133,7 @@ class Roster:
     changes: int = 0  # how often a record came or went so far
     _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time say nothing of a dropped peer
     _known: dict[PeerId, bytes] = field(default_factory=dict)  # each peer's last record, so that none is read twice
+    _valid: dict[PeerId, float] = field(default_factory=dict)  # when the record of a dropped peer expires
     _expires: Seconds = 0.0  # when our last record does; a directory keeps the record that expires later
     _renew_at: Seconds = 0.0
     _refresh_at: Seconds = 0.0
@@ -151,6 +154,13 @@ class Roster:
             case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SILENT:
                 return self._unanswered(peer, now)
         return []
+
+    def knows(self, peer: PeerId) -> bool:
+        """Whether it has a valid record, also where it has left our own questions unanswered.
+
+        Where records are spread over several keys, nobody reads all of them, and no peer can be told from a stranger.
+        """
+        return peer in self.live or peer in self._valid or self.limits.shards > 1
 
     def renew_soon(self, now: Seconds) -> None:
         """Renews our record at the next chance, because something in it has changed."""
@@ -201,7 +211,8 @@ class Roster:
 
     def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[Effect]:
         effects: list[Effect] = []
-        for subkey, value in sorted(values.items())[: self.limits.max_peers]:
+        known_first = sorted(values.items(), key=lambda one: (one[0] not in self.live, one[0]))
+        for subkey, value in known_first[: self.limits.max_peers]:
             peer = PeerId(subkey)
             if peer == self.own.peer or self._known.get(peer) == value:
                 continue
@@ -210,6 +221,8 @@ class Roster:
                 record = records.unpack(body)
                 if record.run != self.run:
                     raise ProtocolError(Reason.RUN, f"a record of {record.run!r}")
+                if peer not in self.live and len(self.live) >= self.limits.max_peers:
+                    raise ProtocolError(Reason.BUSY, f"{self.limits.max_peers} peers are known already")
             except ProtocolError as error:
                 self.refused[error.reason] += 1
                 continue
@@ -219,6 +232,7 @@ class Roster:
 
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:
         if record.phase == "leaving":
+            self._valid.pop(peer, None)
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time)
             return self._drop(peer, "left", now) if peer in self.live else []
         if record.time <= self._dropped.get(peer, 0.0):
@@ -226,7 +240,8 @@ class Roster:
         known = self.live.get(peer)
         if known is not None and known.record.time >= record.time:
             return []
-        self.live[peer] = RosterEntry(record, expires, known.failures if known else 0)
+        self._valid.pop(peer, None)
+        self.live[peer] = RosterEntry(record, expires, *((known.failures, known.since) if known else (0, now)))
         self.changes += 1
         self.holders.put(peer, record)
         self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
@@ -241,6 +256,7 @@ class Roster:
         if entry.failures < DEAD_AFTER:
             return []
         self._dropped[peer] = entry.record.time
+        self._valid[peer] = entry.expires
         return self._drop(peer, Reason.SILENT, now)
 
     def _forget(self, now: Seconds) -> None:
@@ -250,6 +266,9 @@ class Roster:
         if len(self._dropped) > self.limits.max_peers:
             old = now - FORGET_TTLS * self.limits.record_ttl_s
             self._dropped = {peer: time for peer, time in self._dropped.items() if time > old}
+        while len(self._dropped) > MOST_DROPPED:
+            del self._dropped[next(iter(self._dropped))]
+        self._valid = {peer: until for peer, until in self._valid.items() if until > now}
 
     def _drop(self, peer: PeerId, reason: str, now: Seconds) -> list[Effect]:
         del self.live[peer]

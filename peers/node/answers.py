@@ -14,6 +14,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Message, Refused
 from decentral.comm.wire.transport import Asked, Reply
 from decentral.core.algorithms import algorithm
+from decentral.core.ids import PeerId
 from decentral.core.jobs import RetainedExported, StateExported
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
@@ -35,6 +36,15 @@ ROUTE_QUESTIONS = (
     messages.CommitQuery,
 )
 ROUND_QUESTIONS = (messages.RoundQuery, messages.CollectRequest)
+FOR_STRANGERS = (  # what a newcomer has to ask before others know its record, and what concerns those it names only
+    messages.Hello,
+    messages.Ping,
+    messages.StateRequest,
+    messages.RoundQuery,
+    messages.ForwardStatusQuery,
+    messages.CommitDecision,
+    messages.CommitQuery,
+)
 NO_FRAGMENT = -1
 BLOB_SLACK_BYTES = 1024  # in a snapshot besides its bytes per parameter: parts of blocks, single numbers
 
@@ -61,11 +71,18 @@ class Answers:
 
     def asked(self, event: Asked, now: Seconds) -> list[Effect]:
         self.waiting[event.request] = NO_FRAGMENT
+        if not isinstance(event.envelope.message, FOR_STRANGERS) and not self.knows(event.sender):
+            return [_reply(event, Refused(Reason.STRANGER))]
         run = _run_of(event.envelope.message)
         if run is not None and run != self.setup().run:
             return [_reply(event, self._other_run(run))]
         handler = self.handlers.find(event.envelope.message)
         return handler(event, now) if handler else [_reply(event, Refused(Reason.UNEXPECTED))]
+
+    def knows(self, peer: PeerId) -> bool:
+        """Whether a peer has a standing with us: all others are answered only what a newcomer has to ask."""
+        known = self.gossip.selection.roster.knows(peer) or peer in self.setup().contacts
+        return known or (self.rounds is not None and self.rounds.knows(peer))
 
     def replied(self, request: int) -> None:
         self.waiting.pop(request, None)
@@ -127,7 +144,8 @@ class Answers:
             return [_reply(event, Refused(Reason.NOT_READY))]
         if self.rounds:
             self.rounds.newcomers.hold_for(event.sender, now)
-        return self.donor.asked(event.request, event.sender, message, self._state_step, now)
+        known = self.knows(event.sender)
+        return self.donor.asked(event.request, event.sender, message, self._state_step, now, known)
 
     def _exchange(self, event: Asked, now: Seconds) -> list[Effect]:
         message = event.envelope.message

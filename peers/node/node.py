@@ -44,6 +44,7 @@ from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.node.span_manager import SpanManager
+from decentral.peers.node.swarm_clock import StepClock
 from decentral.peers.node.traffic import TrafficCounter
 from decentral.peers.placement.replica_leases import LeaseTag
 from decentral.peers.placement.span_move import MoveTag
@@ -69,6 +70,7 @@ class Node:
     handlers: Handlers = field(default_factory=Handlers)
     roster: Roster = field(init=False)
     progress: TrainingProgress = field(init=False)
+    clock: StepClock = field(init=False)
     selection: PeerSelection = field(init=False)
     prober: Prober = field(init=False)
     join: Join = field(init=False)
@@ -115,6 +117,7 @@ class Node:
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose_record, roster_chance, holders)
         step = setup.restored_step or 0
         self.progress = TrainingProgress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
+        self.clock = StepClock(self.progress)
         self.selection = PeerSelection(self._present_setup, self.roster, self.meter, self.progress, chance)
         self.prober = Prober(self.meter, chance, None)
         self.handlers.register(self._stepped, jobs.Stepped)
@@ -141,7 +144,7 @@ class Node:
         self.handlers.register(spans.swarm_plans.handle, PlansEvaluated)
 
     def _new_join(self, step: int, restored: bool, chance: Random) -> Join:
-        setup, view = self.setup, (self.selection.donates, self.selection.newest_retained)
+        setup, view = self.setup, (self.selection.donates, self.selection.newest_retained, self.selection.swarm_step)
         contacts = tuple(sorted({*setup.contacts, *self.selection.live()}))
         needed = (setup.run, setup.fragments, setup.state_layouts, contacts)
         return Join(*needed, step, restored, chance, *view, exact=setup.config.synchronous)
@@ -239,7 +242,7 @@ class Node:
             return effects + self.join.roster_known(now, self.selection.donors())
         if self.rounds:
             return effects  # the number of the round is the learning-rate step
-        return effects + self.progress.follow(entry.record.lr_step for entry in self.roster.live.values())
+        return effects + self.clock.follow(entry.record.lr_step for entry in self.roster.live.values())
 
     def _started(self, event: jobs.Started, now: Seconds) -> list[Effect]:
         self.phase = NodePhase.TRAINING

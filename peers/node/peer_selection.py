@@ -12,6 +12,7 @@ from random import Random
 
 from decentral.comm.wire.meter import UNKNOWN_BANDWIDTH, Meter
 from decentral.core.algorithms import algorithm
+from decentral.core.fragments import share
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
@@ -51,6 +52,15 @@ class PeerSelection:
     def _pulls(self, partners: int) -> int:
         """Of so many pulls in a window, those that are made: fewer where the link is thin, for shorter windows."""
         return min(THIN_PARTNERS, partners) if self.thin_stretch.times > 1 else partners
+
+    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
+        """The published speed is that through the whole model; with routes a peer may compute this fragment only."""
+        entry, setup = self.roster.live.get(peer), self.setup()
+        if entry is None:
+            return 0.0
+        cut = next(cut for cut in setup.cuts if cut.index == fragment)
+        part = 1.0 if setup.routes is None else share(setup.cuts, cut.first, cut.last)
+        return entry.record.profile.tokens_per_s / part
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return self.meter.deadline_s(peer, size)
@@ -166,6 +176,11 @@ class PeerSelection:
     def donors(self) -> list[PeerId]:
         """The peers that a newcomer may ask: those that train, or all while nobody trains."""
         return self.trainers() or self.live()
+
+    def swarm_step(self) -> int | None:
+        """The upper median of the learning-rate steps of those that train; None where one of them alone may set it."""
+        steps = sorted(self.roster.live[peer].record.lr_step for peer in self.trainers())
+        return steps[len(steps) // 2] if len(steps) > 2 else None
 
     def live(self) -> list[PeerId]:
         return sorted(self.roster.live)

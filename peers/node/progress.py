@@ -1,15 +1,9 @@
-"""How far training is: step lines, the swarm's learning-rate clock, evaluations, checkpoints, and when to stop.
+"""How far training is: step lines, evaluations, checkpoints, and when to stop."""
 
-The learning-rate step follows the fastest half of the swarm: each peer takes the upper median of what the live peers
-advertise, where that is ahead of its own. So a slow peer does not train at a warm-up rate while the others decay, and
-one peer that claims a billion steps moves nobody.
-"""
-
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from decentral.core.config import SwarmConfig, TrainConfig
-from decentral.core.jobs import Evaluate, Evaluated, Job, JobFailed, Save, Saved, SetClock, Stepped
+from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, Stepped
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
@@ -91,12 +85,6 @@ class TrainingProgress:
             case Woke():
                 return self._due(now)
         return []
-
-    def follow(self, lr_steps: Iterable[int]) -> list[Job]:
-        """Catches up with the upper median of the live peers' learning-rate steps."""
-        known = sorted([*lr_steps, self.lr_step])
-        median = known[len(known) // 2]
-        return [SetClock(median)] if median > self.lr_step else []
 
     def flush(self, now: Seconds) -> list[Effect]:
         """The journal line about the steps since the last one."""

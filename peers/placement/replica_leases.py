@@ -12,6 +12,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
 LEASE_S = 90.0  # more than a move takes after it was granted a lease
+MOST_LEASES = 64  # of one fragment at a time; there are not so many moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,30 @@ class GrantedLeases:
         default_factory=dict
     )  # by fragment, then by the peer with the lease
 
-    def grant(self, fragment: int, peer: PeerId, now: Seconds) -> None:
-        self.until.setdefault(fragment, {})[peer] = now + LEASE_S
+    rests: dict[tuple[int, PeerId], Seconds] = field(default_factory=dict)  # until then the peer gets no other lease
 
-    def end(self, fragment: int, peer: PeerId) -> None:
-        self.until.get(fragment, {}).pop(peer, None)
+    def grant(self, fragment: int, peer: PeerId, now: Seconds) -> bool:
+        """Whether the peer has a lease now. It binds us for LEASE_S, or until it is given back, and then the same peer
+        gets no other one for as long as it had this: so no peer binds us for more than half of the time."""
+        self._forget(now)
+        leases = self.until.setdefault(fragment, {})
+        if peer in leases:
+            return True
+        if now < self.rests.get((fragment, peer), 0.0) or len(leases) >= MOST_LEASES:
+            return False
+        leases[peer], self.rests[fragment, peer] = now + LEASE_S, now + 2 * LEASE_S
+        return True
+
+    def end(self, fragment: int, peer: PeerId, now: Seconds) -> None:
+        until = self.until.get(fragment, {}).pop(peer, None)
+        if until is not None and now < until:
+            self.rests[fragment, peer] = 2 * now - (until - LEASE_S)
+
+    def _forget(self, now: Seconds) -> None:
+        """Forgets what is over."""
+        self.rests = {name: until for name, until in self.rests.items() if now < until}
+        unexpired = {index: {peer: at for peer, at in of.items() if now < at} for index, of in self.until.items()}
+        self.until = {index: of for index, of in unexpired.items() if of}
 
     def bind(self, fragment: int, holders: Collection[PeerId], now: Seconds) -> bool:
         """Whether one of the present holders has an unexpired lease. Expired ones are forgotten."""

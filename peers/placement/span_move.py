@@ -166,7 +166,7 @@ class SpanMove:
                 self.requests.answered(tag.fragment, event.peer if granted else None)
                 return [] if self.requests.unanswered else self._drain(now)
             case Asked(request, sender, Envelope(LeaseRequest(fragment=index, over=True))):
-                self.granted.end(index, sender)
+                self.granted.end(index, sender, now)
                 return [_reply(request, Done())]
             case Asked(request, sender, Envelope(LeaseRequest(fragment=index))):
                 return self._grant(request, sender, index, now)
@@ -262,14 +262,20 @@ class SpanMove:
         return log("move", **how, first=first, last=last, donors=donors, seconds=seconds)
 
     def _grant(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[Effect]:
-        """Answers a lease request. If we are about to give up the same fragment, the lower of the two ids yields."""
+        """Answers a lease request. If we are about to give up the same fragment, the lower of the two ids yields.
+
+        Only a holder of the fragment, by its record, gives it up, and only a lease that is granted ends our own move.
+        """
         if index not in self.held:
             return [_reply(request, Refused(Reason.FRAGMENT))]
+        if sender not in self.view.holders(index):
+            return [_reply(request, Refused(Reason.SPAN))]
         gives_it_up = index in self.lost
         if gives_it_up and (self.phase is MovePhase.SWITCHING or self.own > sender):
             return [_reply(request, Refused(Reason.MOVING))]
+        if not self.granted.grant(index, sender, now):
+            return [_reply(request, Refused(Reason.BUSY))]
         effects = self._fail(Reason.YIELDED, now) if gives_it_up else []
-        self.granted.grant(index, sender, now)
         return [*effects, _reply(request, Done())]
 
     def _new_fetch(self) -> Fetch:

@@ -29,6 +29,7 @@ class SearchSchedule:
     chance: Random
     at: Seconds | None = None  # when the next search is due; None: nothing has changed
     change: str = ""  # what has changed since plans were last evaluated
+    led_by: str = ""  # the change that led to the last search
     _evaluated: Members = field(default_factory=dict)  # the swarm at that evaluation
     _latest: Members = field(default_factory=dict)  # the swarm at the last review
     _changed_at: Seconds = 0.0

@@ -19,7 +19,7 @@ Peers that hold the whole model train without routes, and are in no plan.
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -45,7 +45,8 @@ from decentral.peers.planning.search_schedule import SearchSchedule
 from decentral.scheduler.shared.plan import adopts
 
 MOST_PLANNED_SPANS = 4096
-MOST_PLANS = 8  # the latest plans, which are evaluated at a time
+MOST_PLANS = 8  # plans that are evaluated at a time: of those that have been here for long, the latest ones
+SENIOR_S = HORIZON_S  # after so long in the roster all peers are alike; new names displace nobody's plan
 PLAN_S = HORIZON_S  # age at which all peers drop a plan
 PLAN_LOOKUP_S = 4.0  # between two lookups of others' plans
 FIRST_MOVE_WAIT_S = 6.0  # before the first move: meanwhile an equal plan may turn up that all adopt instead
@@ -111,6 +112,7 @@ class SwarmPlans:
     holders: int  # other holders that a fragment keeps when a peer gives it up
     seed: int
     chance: Random
+    known_for_s: Callable[[PeerId, Seconds], Seconds | None] = lambda peer, now: 0.0  # in the roster; None: not there
     adopted: SwarmPlan | None = None
     search: SearchSchedule = field(init=False)
     _move_at: Seconds = 0.0  # the next try to move
@@ -121,7 +123,6 @@ class SwarmPlans:
     _judged_at: Seconds = 0.0
     _evaluation: Evaluation | None = None
     _number: int = 0  # number of the last evaluation
-    _change: str = ""  # what led to the last search
 
     def __post_init__(self) -> None:
         self.search = SearchSchedule(self.chance)
@@ -176,8 +177,8 @@ class SwarmPlans:
         proposals = tuple(plan for plan, _ in self._known.values())
         has_new, self._has_new = self._has_new, False
         if searches or (has_new and self.search.at is None):
-            self._change = self.search.evaluated(members)
-        self._evaluation = Evaluation(self._number, proposals, dict(members), self._change)
+            self.search.led_by = self.search.evaluated(members)
+        self._evaluation = Evaluation(self._number, proposals, dict(members), self.search.led_by)
         task = PlanTask(self.needs, tuple(sorted(members.items())), self.hidden_bytes, self.holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
@@ -233,11 +234,19 @@ class SwarmPlans:
             known = found.get(PeerId(subkey))
             if plan.run == self.run and sound and (known is None or plan.time > known[0].time):
                 found[PeerId(subkey)] = plan, min(expires, plan.time + PLAN_S)
-        latest = sorted(found, key=lambda proposer: (-found[proposer][0].time, proposer))[:MOST_PLANS]
+        latest = self._best_known(found, now)
         self._known = {proposer: found[proposer] for proposer in latest}
         self._has_new |= any(before.get(one, (None,))[0] != self._known[one][0] for one in latest)
         if all(plan != self.adopted for plan, _ in self._known.values()):
             self.adopted = None  # its proposer has a newer plan
+
+    def _best_known(self, found: Mapping[PeerId, tuple[SwarmPlan, Seconds]], now: Seconds) -> list[PeerId]:
+        """Of whom a plan is kept: our own, then of those longest in the roster, and of these the latest. A peer outside
+        the roster proposes nothing."""
+        ages = {peer: SENIOR_S if peer == self.own.peer else self.known_for_s(peer, now) for peer in found}
+        in_roster = {peer: min(age, SENIOR_S) for peer, age in ages.items() if age is not None}
+        order = sorted(in_roster, key=lambda peer: (-in_roster[peer], -found[peer][0].time, peer))
+        return order[:MOST_PLANS]
 
 
 def is_sound(spans: Spans, fragments: int) -> bool:

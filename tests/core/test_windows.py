@@ -24,6 +24,9 @@ class Stretched:
     def holders(self, fragment: int) -> list[PeerId]:
         return []
 
+    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
+        return 0.0
+
     def deadline_s(self, peer: PeerId, size: int) -> float:
         return 5.0
 

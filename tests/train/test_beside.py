@@ -21,6 +21,7 @@ from decentral.train.job_phases import JobThreads, Phase, Program, finish
 from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer, unpack
 from decentral.train.update_rules import RuleTools
+from tests.algorithms.credulous import believe_all
 
 SIDE = 8
 SIZE = SIDE * SIDE
@@ -56,6 +57,7 @@ class Peer:
         self.gossip = FragmentGossip(gossip, PeerId(name), RuleTools(Exact(), TorchKernels(Exact())))
         self.gossip.hold([self.live])
         self.gossip.begin(newcomer=False)
+        believe_all(self.gossip.of(0).rule)
         self.trained = torch.zeros(SIZE)
         self.steps = 0
         self.outcomes: list[jobs.Outcome] = []

@@ -322,16 +322,28 @@ def test_the_same_sums_in_any_order_of_arrival_give_the_same_bits(setup_of: Make
             assert torch.equal(live.theta, first.theta)
 
 
-def test_a_sum_that_is_not_finite_is_left_out_by_all_and_named(setup_of: MakeSetup) -> None:
+@pytest.mark.parametrize(("number", "reason"), [(float("nan"), "nan"), (3e38, "magnitude"), (1e20, "magnitude")])
+def test_a_sum_that_no_step_could_take_is_left_out_by_all_and_named(
+    setup_of: MakeSetup, number: float, reason: str
+) -> None:
     compute = Compute(with_span(setup_of("C", algorithm="synchronous"), (2, 5)))
     fragment = compute.fragments[0]
     layout = (jobs.Section("gradient", "fp32", fragment.parameters, 4 * fragment.parameters),)
-    bad = jobs.Contribution(PeerId("X"), 16, 0.0, layout, b"\x00\x00\xc0\x7f" * fragment.parameters)
+    blob = compress.encode("fp32", torch.full((fragment.parameters,), number))
+    bad = jobs.Contribution(PeerId("X"), 16, 0.0, layout, blob)
     before = compute.span.inner.lives[0].theta.clone()
     stepped = compute.do(jobs.Advance(0, ((fragment.index, (bad,)),), (), 16, 1, 2.5))
     assert isinstance(stepped, jobs.Stepped)
-    assert stepped.refused == ((fragment.index, PeerId("X"), "nan"),)
+    assert stepped.refused == ((fragment.index, PeerId("X"), reason),)
     assert torch.equal(compute.span.inner.lives[0].theta, before)
+
+
+def test_if_a_fragments_sum_is_none_that_others_take_nothing_of_the_round_counts(setup_of: MakeSetup) -> None:
+    compute = Compute(with_span(setup_of("C", algorithm="synchronous"), (2, 5)))
+    layout, blob, sequences = _entering(compute, 2)
+    compute.do(jobs.Forward(1, 2, 5, sequences, layout, blob))
+    compute.span.inner.lives[0].grad.fill_(1e20)
+    assert compute.do(jobs.CloseRound(0, (1,))) == jobs.RoundClosed(0, (1,), ())
 
 
 def test_a_newcomer_of_a_synchronous_run_takes_the_same_step_as_its_donor(setup_of: MakeSetup) -> None:
@@ -357,3 +369,34 @@ def test_a_newcomer_of_a_synchronous_run_takes_the_same_step_as_its_donor(setup_
         assert (one.steps, other.steps) == (3, 3)
         assert torch.equal(one.theta, other.theta)
         assert torch.equal(one.state.exp_avg_sq, other.state.exp_avg_sq)
+
+
+def _went_back(compute: Compute, token: int, gradient: float) -> jobs.Outcome:
+    """The outcome of a backward pass through layers [2, 4) with a gradient of these numbers."""
+    layout, blob, sequences = _entering(compute, 2)
+    done = compute.do(jobs.Forward(token, 2, 4, sequences, layout, blob))
+    assert isinstance(done, jobs.ForwardDone)
+    elements = done.layout[0].elements
+    section, encoded = compute.span.stages.activations.encode(torch.full((elements,), gradient))
+    return compute.do(jobs.Backward(token, (section,), encoded))
+
+
+def test_a_gradient_that_is_finite_and_absurd_is_refused_before_anything_changes(computes: dict[str, Compute]) -> None:
+    """The whole step was skipped in silence, and all micro-batches in it were journaled as counted."""
+    compute = computes["B"]
+    assert _went_back(compute, 1, 3e38) == jobs.ExecutionFailed(1, "magnitude")
+    assert compute.span.stages.sums.executions == []
+    assert 1 in compute.span.stages.pending, "another peer may give a better gradient"
+    assert isinstance(_went_back(compute, 2, 1e-3), jobs.BackwardDone)
+    assert compute.do(jobs.Seal()) == jobs.Sealed((2,))
+
+
+def test_a_sum_whose_step_would_be_skipped_says_so_and_takes_none(computes: dict[str, Compute]) -> None:
+    compute = computes["B"]
+    for token in (1, 2):
+        assert isinstance(_went_back(compute, token, 1e-3), jobs.BackwardDone)
+    compute.span.stages.sums.filled[-1].fill_(3e38)  # a norm of it is not finite
+    before = [live.theta.clone() for live in compute.span.inner.lives]
+    sealed = compute.do(jobs.Seal((1, 2), jobs.Apply(32, 2, 1.0)))
+    assert sealed == jobs.Sealed((1, 2), sound=False)
+    assert all(torch.equal(live.theta, old) for live, old in zip(compute.span.inner.lives, before, strict=True))

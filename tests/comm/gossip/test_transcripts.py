@@ -70,6 +70,9 @@ class Swarm:
     def holders(self, fragment: int) -> Sequence[PeerId]:
         return [PeerId(str(number)) for number in range(self.others or 2 * len(self.names))]
 
+    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
+        return 0.0
+
     def deadline_s(self, peer: PeerId, size: int) -> float:
         return 5.0
 

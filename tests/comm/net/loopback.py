@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from decentral.comm.net.fair_shares import QuestionShares
 from decentral.comm.net.streams import Server, ask_on
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
+from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, Knows, knows_all
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -61,8 +62,8 @@ class LoopbackTransport:
         finally:
             writer.close()
 
-    async def serve(self, handler: Handler, bound: BlobBound) -> None:
-        self._server = Server(handler, bound)
+    async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
+        self._server = Server(handler, bound, shares=QuestionShares(knows))
 
     def pace(self, rate: Callable[[], float | None]) -> None:
         """Memory has no uplink."""

@@ -71,7 +71,7 @@ def test_questions_one_after_another_share_a_stream() -> None:
 
     peers = play(story)
     assert len(peers.opened) == 1
-    assert (peers.server.open, peers.server.idle, sum(peers.server.refused.values())) == (0, 0, 0)
+    assert (peers.server.shares.streams.used, peers.server.idle.used, sum(peers.server.refused.values())) == (0, 0, 0)
 
 
 def test_questions_at_once_have_streams_of_their_own_and_few_are_kept() -> None:

@@ -14,8 +14,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 
+from decentral.comm.net.fair_shares import MAX_STREAMS
 from decentral.comm.net.libp2p import PROTOCOL, HivemindDirectory, Libp2p, SignedRecords
-from decentral.comm.net.streams import MAX_STREAMS
 from decentral.comm.net.virtual_directory import Records, VirtualDirectory
 from decentral.comm.net.virtual_network import Network
 from decentral.comm.wire import blobs, codec

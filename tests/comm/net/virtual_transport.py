@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from decentral.comm.net.virtual_network import Network, Outcome, Respond
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
-from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, Handler, Tag
+from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, Handler, Knows, Tag, knows_all
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
@@ -29,12 +29,12 @@ class VirtualTransport:
             raise outcome
         return outcome
 
-    async def serve(self, handler: Handler, bound: BlobBound) -> None:
+    async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
         def serve(sender: PeerId, envelope: Envelope, respond: Respond) -> None:
             answering = asyncio.ensure_future(self.answer(handler(sender, envelope)))
             answering.add_done_callback(lambda done: respond(done.result()))
 
-        self._port.serve, self._port.bound = serve, bound
+        self._port.serve, self._port.bound, self._port.shares.knows = serve, bound, knows
 
     async def answer(self, work: Awaitable[Envelope]) -> Envelope | None:
         try:

@@ -133,3 +133,16 @@ def test_what_waits_is_spread_evenly_over_the_slots() -> None:
 )
 def test_hops_reach_the_end_without_a_gap(hops: list[tuple[int, int]], whole: bool) -> None:
     assert reaches_the_end(tuple(Hop("X", *hop) for hop in hops), 2, 5) is whole
+
+
+@pytest.mark.parametrize("state", CommitState)
+def test_a_sum_that_no_step_can_take_counts_for_nothing_whatever_its_origin_peers_decide(state: CommitState) -> None:
+    ledger = GradientLedger(2)
+    ledger.add(1, entry(1), CommitState.COMMITTED)
+    ledger.add(2, entry(2), state)
+    drop, line = ledger.sealed((1, 2), sound=False)
+    assert drop == Drop()
+    assert isinstance(line, Log)
+    assert (line.event, len(line.fields["of"]), line.fields["reason"]) == ("uncounted", 2, "nan")
+    assert not ledger.entries
+    assert ledger.commit(2) == []

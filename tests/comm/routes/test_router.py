@@ -225,7 +225,7 @@ def test_an_execution_that_is_asked_for_again_is_computed_once_and_its_gradient_
         keep(peer, effect)  # type: ignore[arg-type]
 
     world._perform = watched  # type: ignore[method-assign]
-    for number, asker in ((1, "M"), (2, "N")):
+    for number, asker in ((1, "M"), (2, "S")):
         world._handle(last, Asked(number, PeerId(asker), Envelope(request, bytes(20))))
         world.run(0.2)  # before it asks S, which is not there, for its decision
     assert [reply.request for reply in seen] == [1, 2]
@@ -526,3 +526,35 @@ def test_an_origin_peer_keeps_memory_for_executions_that_enter_behind_its_first_
     origin.window.size = 10
     assert origin.admission.has_memory(1)
     assert len(origin.executions) == 12
+
+
+def test_naming_an_execution_takes_it_from_nobody() -> None:
+    """A peer that cannot be before this one got the gradient, and the one that waited was told that it had moved."""
+    world = World(CUTS)
+    last = world.add("C", 2, 4)
+    world.add("M", 0, 2)
+    world.add("thief", 2, 4)
+    world.add("other", 0, 1)
+    last.routes.active = True
+    replies: list[Reply] = []
+    keep = world._perform
+
+    def watched(peer: object, effect: object) -> None:
+        replies.extend([effect] if isinstance(effect, Reply) else [])
+        keep(peer, effect)  # type: ignore[arg-type]
+
+    world._perform = watched  # type: ignore[method-assign]
+    request = ForwardRequest(RUN, "S", 7, 2, 1, 5.0, 20.0, layout(2, 1))
+    world._handle(last, Asked(1, PeerId("M"), Envelope(request, bytes(20))))
+    (execution,) = last.routes.table.by_id.values()
+    until = execution.until
+    for number, thief in ((2, "thief"), (3, "other")):
+        theft = replace(request, hold_s=0.0, patience_s=3000.0)
+        world._handle(last, Asked(number, PeerId(thief), Envelope(theft, bytes(20))))
+        abort = CommitDecision(RUN, (), (ExecutionId("S", 7, 2),))
+        world._handle(last, Asked(10 + number, PeerId(thief), Envelope(abort)))
+    assert execution.until == until
+    world.run(0.5)
+    answers = {reply.request: type(reply.envelope.message) for reply in replies}
+    assert answers[1] is BackwardResponse
+    assert answers[2] is answers[3] is Refused

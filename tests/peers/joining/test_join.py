@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from decentral.comm.net.streams import MAX_STREAMS
+from decentral.comm.net.fair_shares import MAX_STREAMS
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
@@ -425,3 +425,25 @@ def test_a_newcomer_finishes_the_export_that_it_has_begun_and_others_get_a_fresh
     assert donor.asked(3, B, pull, 60, late) == [ExportState(0)]
     donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 60, late)
     assert donor.asked(4, A, pull, 90, late + EXPORT_KEPT_S + FINISHED_S) == [ExportState(0)]
+
+
+@pytest.mark.parametrize(("lie", "known", "begins"), [(1 << 60, None, 50), (1 << 60, 48, 50), (50, None, 50)])
+def test_one_lying_donor_does_not_set_the_newcomers_clock(lie: int, known: int | None, begins: int) -> None:
+    newcomer = Newcomer()
+    newcomer.join.swarm_step = lambda: known
+    newcomer.know_the_roster()
+    while newcomer.asks:
+        ask = newcomer.asks.pop(0)
+        newcomer.answer(ask, step=lie if ask.to == B else 50)
+    (imported,) = [effect for effect in newcomer.effects if isinstance(effect, ImportState)]
+    assert imported.step == begins
+
+
+def test_where_a_liar_is_the_only_donor_the_records_of_the_others_bound_the_clock() -> None:
+    newcomer = Newcomer(donors=[A])
+    newcomer.join.swarm_step = lambda: 48
+    newcomer.know_the_roster()
+    while newcomer.asks:
+        newcomer.answer(newcomer.asks.pop(0), step=1 << 60)
+    (imported,) = [effect for effect in newcomer.effects if isinstance(effect, ImportState)]
+    assert imported.step == 2 * 48 + 1000

@@ -305,7 +305,7 @@ def test_no_record_breaks_us(values: dict[str, bytes]) -> None:
 
 def test_a_held_pull_is_answered_when_its_patience_is_over() -> None:
     played = Played("pull", "training", window_s=1000.0)
-    played.ask(1, STRANGER, Pull(RUN, 0, 0, 0.0, 5.0))
+    played.ask(1, played.known.peer, Pull(RUN, 0, 0, 0.0, 5.0))
     played.pass_time(4.9)
     assert not played.replies
     played.pass_time(0.2)
@@ -315,7 +315,7 @@ def test_a_held_pull_is_answered_when_its_patience_is_over() -> None:
 @pytest.mark.parametrize("algorithm", ["pull", "allreduce"])
 def test_held_questions_are_answered_when_we_leave(algorithm: Algorithm) -> None:
     played = Played(algorithm, "training", window_s=1000.0)
-    played.ask(1, STRANGER, Pull(RUN, 0, 0, 0.0, MAX_PATIENCE_S))
+    played.ask(1, played.known.peer, Pull(RUN, 0, 0, 0.0, MAX_PATIENCE_S))
     played.carry(played.node.leave("interrupted", played.now))
     assert played.answers[1].message == Refused("leaving")
 
@@ -323,7 +323,7 @@ def test_held_questions_are_answered_when_we_leave(algorithm: Algorithm) -> None
 def test_a_question_more_than_can_be_held_is_answered_at_once() -> None:
     played = Played("pull", "training", window_s=1000.0)
     for number in range(300):
-        played.ask(number, STRANGER, Pull(RUN, 0, 0, 0.0, 5.0))
+        played.ask(number, played.known.peer, Pull(RUN, 0, 0, 0.0, 5.0))
     assert sum(played.replies.values()) == 300 - 256
 
 
@@ -387,19 +387,20 @@ def test_a_question_of_another_algorithm_is_refused_with_the_reason(algorithm: A
     }
     message = questions[kind]
     played = Played(algorithm, "training")
-    played.ask(1, STRANGER, message, BLOB if kind in ("Swap", "Push") else b"")
+    played.ask(1, played.known.peer, message, BLOB if kind in ("Swap", "Push") else b"")
     assert played.answers[1].message == Refused("algorithm", f"this run gossips by {algorithm}")
 
 
 def test_a_question_about_a_fragment_that_is_none_is_refused() -> None:
     played = Played("pull", "training")
-    played.ask(1, STRANGER, Pull(RUN, 2, 0, 0.0, 5.0))
+    played.ask(1, played.known.peer, Pull(RUN, 2, 0, 0.0, 5.0))
     assert played.answers[1].message == Refused("fragment")
 
 
 def test_gossip_before_we_train_is_refused() -> None:
     played = Played("pull", "joining")
-    played.ask(1, STRANGER, Pull(RUN, 0, 0, 0.0, 5.0))
+    played.meet(played.known)
+    played.ask(1, played.known.peer, Pull(RUN, 0, 0, 0.0, 5.0))
     assert played.answers[1].message == Refused("not-ready")
 
 

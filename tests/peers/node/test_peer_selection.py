@@ -142,11 +142,12 @@ def test_the_tighter_of_two_bounds_is_named(own: Identity) -> None:
 
 def test_in_the_swarm_s_first_steps_gossip_may_cost_more_and_windows_are_shorter(own: Identity) -> None:
     asks = Swarm(own).asks
-    asks.cost.compute_s, asks.cost.cores = 0.007, 1.0
+    asks.cost.compute_s, asks.cost.cores = 0.006, 1.0
     assert asks.window_s() == 0.125
-    assert asks.windows(1, 10) == (1, "")
-    asks.progress.lr_step = 1000
     assert asks.windows(1, 10) == (2, "cores")
+    asks.progress.lr_step = 1000
+    assert asks.window_s() == 0.5
+    assert asks.windows(1, 10) == (2, "cores"), "four times as long, as three times the share is gone"
 
 
 def test_no_measurement_stretches_windows_without_limit(own: Identity) -> None:

@@ -10,6 +10,7 @@ from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Amount
 from decentral.peers.node.progress import EVALUATION_SHARE, Stop, TrainingProgress
+from decentral.peers.node.swarm_clock import ONE_TIMES, StepClock
 
 
 def training(stop_after: str | None = None, lr_step: int = 0) -> TrainingProgress:
@@ -41,13 +42,21 @@ def stops(effects: list[Effect]) -> list[str]:
 def test_the_clock_follows_the_upper_median_where_it_is_ahead(
     own: int, others: list[int], followed: int | None
 ) -> None:
-    progress = training(lr_step=own)
-    assert progress.follow(others) == ([SetClock(followed)] if followed else [])
+    assert StepClock(training(lr_step=own)).follow(others) == ([SetClock(followed)] if followed else [])
 
 
 def test_one_liar_moves_nobody() -> None:
-    assert training(lr_step=10).follow([10, 1 << 60]) == []
-    assert training(lr_step=10).follow([10, 9, 1 << 60]) == []
+    assert StepClock(training(lr_step=10)).follow([10, 1 << 60]) == []
+    assert StepClock(training(lr_step=10)).follow([10, 9, 1 << 60]) == []
+
+
+def test_where_one_other_peer_alone_is_ahead_it_is_followed_a_multiple_as_fast_as_we_train_ourselves() -> None:
+    progress = training(lr_step=10)
+    clock = StepClock(progress)
+    assert clock.follow([1 << 60]) == []
+    progress.handle(step(1), 100.1)
+    assert clock.follow([1 << 60]) == [SetClock(1 + ONE_TIMES)]
+    assert clock.follow([1 << 60]) == []
 
 
 def test_it_stops_after_steps() -> None:

@@ -29,7 +29,7 @@ def test_a_lease_binds_only_for_its_fragment_and_while_the_peer_holds_that() -> 
 @pytest.mark.parametrize("fragment", [0, 1])
 def test_a_lease_that_was_given_back_binds_no_more(fragment: int) -> None:
     leases = granted()
-    leases.end(fragment, A)
+    leases.end(fragment, A, 100.5)
     assert leases.bind(0, {A}, 101.0) == (fragment == 1)
 
 

@@ -310,7 +310,7 @@ def test_a_lease_ends_with_its_time() -> None:
 
 
 def test_a_peer_that_does_not_hold_a_fragment_grants_no_lease() -> None:
-    swarm = Swarm(A=range(0, 2))
+    swarm = Swarm(A=range(0, 2), B=range(1, 4))
     swarm.tell("A", Asked(1, PeerId("B"), Envelope(LeaseRequest(RUN, 3))))
     assert swarm.effects[PeerId("A")] == [Reply(1, Envelope(Refused("fragment")))]
     swarm.tell("A", Asked(2, PeerId("B"), Envelope(LeaseRequest(RUN, 1))))
@@ -321,3 +321,23 @@ def test_a_move_that_skips_a_phase_is_a_broken_invariant() -> None:
     swarm = Swarm(A=range(0, 2), B=range(0, 2))
     with pytest.raises(AssertionError, match="cannot go from IDLE to DRAINING"):
         swarm["A"]._enter(MovePhase.DRAINING)
+
+
+def test_a_lease_request_of_a_peer_that_does_not_hold_the_fragment_stops_no_move() -> None:
+    swarm = Swarm(A=range(0, 2), B=range(0, 2), C=range(1, 3))
+    swarm.begin("A", range(1, 3))
+    swarm.tell("A", Asked(1, PeerId("stranger"), Envelope(LeaseRequest(RUN, 0))))
+    assert swarm.effects[PeerId("A")][-1] == Reply(1, Envelope(Refused("span")))
+    assert swarm["A"].phase is MovePhase.FETCHING
+    assert swarm.said("A") == []
+
+
+def test_one_holder_cannot_keep_another_from_moving_for_ever() -> None:
+    swarm = Swarm(A=range(0, 2), B=range(0, 2))
+    bound_s = 0
+    for _ in range(1000):
+        swarm.tell("A", Asked(1, PeerId("B"), Envelope(LeaseRequest(RUN, 0))))
+        bound_s += swarm["A"].granted.bind(0, {PeerId("B")}, swarm.now)
+        swarm.now += 1.0
+    assert 0 < bound_s <= 0.55 * 1000
+    assert len(swarm["A"].granted.rests) <= 1

@@ -232,6 +232,18 @@ def test_only_the_latest_plan_of_each_proposer_is_evaluated_and_only_so_many() -
     assert {one.reason for one in evaluation.plans} == {*map(str, range(2 * MOST_PLANS, 3 * MOST_PLANS - 1)), "again"}
 
 
+def test_new_names_displace_no_plan_of_those_that_have_been_here_for_long_and_strangers_propose_nothing() -> None:
+    judge, ages = Judge(), {"old": 5000.0, "A": 0.0} | {f"new{number}": 1.0 for number in range(20)}
+    judge.plans.known_for_s = lambda peer, now: ages.get(peer)
+    proposals = {name: plan(time=100.0 if name != "old" else 50.0, reason=name) for name in [*ages, "stranger"]}
+    judge.hears(proposals, 100.0)
+    assert judge.plans._evaluation is not None
+    kept = {one.reason for one in judge.plans._evaluation.plans}
+    assert len(kept) == MOST_PLANS
+    assert "old" in kept
+    assert "stranger" not in kept
+
+
 def test_a_plan_of_a_time_to_come_is_left_out() -> None:
     assert Judge().hears({"B": plan(time=1e9)}, 100.0) == []
 

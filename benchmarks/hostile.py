@@ -1,0 +1,109 @@
+"""What one hostile peer of five does to the others: the real peers and their real gradients, in virtual time.
+
+    python -m benchmarks.hostile [--lies none,flipped,opposed] [--seeds 0,1,2] [--seconds 300] [--json FILE]
+
+One swarm has four honest peers alone (`none`); in each of the others a fifth one joins last and lies from the start
+(decentral/sim/liars.py has the lies). Loss: of the mean of the honest replicas, on held-out text. A peer takes one step
+in a second; windows last WINDOW_S. The whole peer runs: roster, exchanges, update rule, optimizer (Muon).
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from decentral.core import config
+from decentral.core.ids import PeerId
+from decentral.sim import faults
+from decentral.sim.gradients import Trained, real_gradients
+from decentral.sim.liars import FALSIFIED
+from decentral.sim.run import Scenario, run
+from decentral.sim.swarm import SimulatedPeer, SwarmSettings
+from decentral.sim.virtual_host import Pace, Training
+from decentral.train.step import held_out_loss
+
+HONEST = 4
+WINDOW_S = 5
+STEP_S = 1.0
+LIAR = "sim00004"
+SETTINGS = (
+    "model.width=64 model.depth=2 model.context=64 train.micro_batch=8 train.eval_sequences=256 "
+    "train.learning_rate=1.6e-2 train.warmup_steps=20 gossip.core_share=1 "
+    f"gossip.window_s={WINDOW_S} gossip.start_window_s={STEP_S:g}"
+).split()
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(1)
+    losses: dict[str, dict[int, float]] = defaultdict(dict)
+    for seed in args.seeds:
+        for lie in args.lies:
+            began = time.perf_counter()
+            losses[lie][seed] = held_out(lie, seed, args.seconds, args.set)
+            line = {"lie": lie, "seed": seed, "seconds": args.seconds, "loss": round(losses[lie][seed], 4)}
+            line["took_s"] = round(time.perf_counter() - began, 1)
+            print(json.dumps(line), flush=True)
+            if args.json is not None:
+                with args.json.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    print("\n".join(table(losses)))
+
+
+def held_out(lie: str, seed: int, seconds: float, more: Sequence[str] = ()) -> float:
+    """The held-out loss of the honest peers' mean after one swarm's life."""
+    run_config = config.load(None, [*SETTINGS, f"train.total_steps={int(seconds / STEP_S)}", f"seed={seed}", *more])
+    pace = Pace(STEP_S, 0.05, report_s=10.0)
+    settings = real_gradients(SwarmSettings.of(run_config, pace, (1.0,), 512))
+    trained: dict[PeerId, Trained] = {}
+    made = settings.gradients
+    assert made is not None
+
+    def kept(member: SimulatedPeer) -> Training:
+        training = made(member)
+        assert isinstance(training, Trained)
+        trained[member.peer] = training
+        return training
+
+    lying = [] if lie in ("none", "honest") else faults.parse(f"lie {HONEST} {lie} at 0 for {seconds + 1:g}")
+    peers = HONEST + (lie != "none")
+    run(Scenario(replace(settings, gradients=kept), peers, seconds, seed, tuple(lying), audited=False))
+    return loss_of_mean([one for peer, one in trained.items() if peer != LIAR])
+
+
+def loss_of_mean(replicas: Sequence[Trained]) -> float:
+    first = replicas[0]
+    for number, live in enumerate(first.span.inner.lives):
+        together = torch.stack([one.span.inner.lives[number].theta for one in replicas])
+        live.theta.copy_(together.mean(dim=0))
+    return held_out_loss(first.span.forward, first.held_out, first.setup.device, at_once=64)
+
+
+def table(losses: dict[str, dict[int, float]]) -> Iterator[str]:
+    yield "lie        seeds  loss    relative to no liar: mean, worst"
+    for lie, by_seed in losses.items():
+        base = losses.get("none", {})
+        ratios = [loss / base[seed] - 1 for seed, loss in by_seed.items() if seed in base]
+        apart = f"{mean(ratios):+.3%} {max(ratios):+.3%}" if ratios else ""
+        yield f"{lie:10s} {len(by_seed):5d}  {mean(by_seed.values()):.4f}  {apart}"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="what one hostile peer of five does to the others")
+    known = ["none", "honest", "nan", "scaled", "replayed", "stale", *FALSIFIED]
+    parser.add_argument("--lies", type=lambda text: text.split(","), default=known, help=", ".join(known))
+    parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0])
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config")
+    parser.add_argument("--json", type=Path, help="file to which each result is appended")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

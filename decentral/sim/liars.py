@@ -1,0 +1,120 @@
+"""What a hostile peer sends instead of its snapshots: decoded, falsified, and encoded with the digest that fits.
+
+    zero       slow weights and pseudo-gradient are zero
+    grown      the pseudo-gradient is a hundred times as long
+    huge       every number is near the largest that is finite
+    flipped    its own pseudo-gradient, backwards (sign flip)
+    opposed    the honest peers' mean of this window, backwards, as long as one of theirs (inner-product manipulation:
+               Xie et al., arXiv 1903.03936)
+    little     that mean, less LITTLE standard deviations in each number (a little is enough: Baruch et al.,
+               arXiv 1902.06156)
+    drift      its own, and as much again in one direction that stays the same; its slow weights go that way, too
+    tokens     flipped, with a thousand times the tokens
+    random     noise, as long as its own
+
+Such a liar knows all: it reads what the honest peers have published in the same window before it answers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from decentral.algorithms.pull import PSEUDO_GRADIENT
+from decentral.comm.wire import blobs
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Snapshot
+from decentral.core import rng
+from decentral.train.sections import Codecs, Packer, unpack
+
+GROWN = 100.0
+HUGE = 1e38
+LITTLE = 1.0  # standard deviations
+TOKENS = 1000
+MOST_TOKENS = 1 << 60
+
+Vectors = dict[str, Tensor]
+"""A snapshot's sections by name, fp32 [n]."""
+
+Honest = Sequence[Tensor]
+"""The pseudo-gradients of the honest peers' last windows."""
+
+
+def falsify(kind: str, liar: str, envelope: Envelope, codecs: Codecs, honest: Honest) -> Envelope:
+    """The answer of a liar of this kind, in the place of its honest one. Only snapshots are falsified."""
+    snapshot = envelope.message
+    assert isinstance(snapshot, Snapshot)
+    packer = Packer(codecs)
+    vectors = FALSIFIED[kind](unpack(codecs, snapshot.layout, envelope.blob), honest, liar)
+    for section in snapshot.layout:
+        packer.add(section.name, section.codec, vectors[section.name])
+    layout, blob = packer.finish()
+    tokens = min(TOKENS * snapshot.tokens, MOST_TOKENS) if kind == "tokens" else snapshot.tokens
+    return Envelope(replace(snapshot, layout=layout, tokens=tokens, digest=blobs.digest(blob)), blob)
+
+
+def _zero(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    return {name: torch.zeros_like(vector) for name, vector in own.items()}
+
+
+def _grown(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    return _progress(own, lambda vector: GROWN * vector)
+
+
+def _huge(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    return {name: torch.full_like(vector, HUGE) for name, vector in own.items()}
+
+
+def _flipped(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    return _progress(own, lambda vector: -vector)
+
+
+def _opposed(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    if not honest:
+        return _flipped(own, honest, liar)
+    mean = torch.stack(list(honest)).mean(dim=0)
+    length = torch.stack([one.norm() for one in honest]).mean()
+    return _progress(own, lambda vector: -mean * (length / mean.norm().clamp_min(1e-30)))
+
+
+def _little(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    if len(honest) < 2:
+        return _flipped(own, honest, liar)
+    stacked = torch.stack(list(honest))
+    return _progress(own, lambda vector: stacked.mean(dim=0) - LITTLE * stacked.std(dim=0))
+
+
+def _drift(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    length = own[PSEUDO_GRADIENT].norm() if PSEUDO_GRADIENT in own else 0.0
+    return {name: vector - length * _unit(vector, liar) for name, vector in own.items()}
+
+
+def _random(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    seed = f"{liar} {float(own[PSEUDO_GRADIENT].norm()) if PSEUDO_GRADIENT in own else 0.0}"
+    return _progress(own, lambda vector: vector.norm() * _unit(vector, seed))
+
+
+def _unit(like: Tensor, seed: str) -> Tensor:
+    chance = torch.Generator().manual_seed(rng.seed_of(0, "liar", seed) % 2**63)
+    direction = torch.randn(like.shape, generator=chance)
+    unit: Tensor = direction / direction.norm().clamp_min(1e-30)
+    return unit
+
+
+def _progress(own: Vectors, change: Callable[[Tensor], Tensor]) -> Vectors:
+    """The sections, with the pseudo-gradient changed."""
+    return {name: change(vector) if name == PSEUDO_GRADIENT else vector for name, vector in own.items()}
+
+
+FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
+    "zero": _zero,
+    "grown": _grown,
+    "huge": _huge,
+    "flipped": _flipped,
+    "opposed": _opposed,
+    "little": _little,
+    "drift": _drift,
+    "tokens": _flipped,
+    "random": _random,
+}

@@ -1,0 +1,90 @@
+"""How far one partner may move us: a bound for each thing that a partner says, from what honest training explains.
+
+    tokens       a claim counts as at most TIMES_USUAL_TOKENS the usual one; a partner has at most MOST_SHARE of a merge
+    direction    a pseudo-gradient counts as much as it agrees with ours over the last windows (train/agreement.py)
+    length       a pseudo-gradient is at most TIMES_USUAL as long as is usual in this window
+    slow weights pull us by at most TIMES_USUAL the usual distance, and by the partner's share of that
+
+What is usual is the median of the partners and us, or ours where that is more: less than half of the partners cannot
+raise it. Our own progress is known before any partner's is merged, so the first window ever is bounded like any other:
+after a start, a restart, a join or a gained fragment. One partner moves our slow weights in a window by at most
+MOST_SHARE * TIMES_USUAL * (usual progress + usual distance of slow weights).
+
+Clipping towards our own weights: He, Karimireddy and Jaggi, arXiv 2202.01545, after centred clipping (Karimireddy et
+al., arXiv 2012.10333).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median, median_low
+
+from decentral.core.ids import PeerId
+
+TIMES_USUAL_TOKENS = 4.0  # times the usual claim of a window's tokens, or ours where that is more
+MOST_SHARE = 0.5  # of a merge's weight that one partner has: never more than we and the others
+TIMES_USUAL = 1.5  # times what is usual: the length of a pseudo-gradient, and the way towards slow weights
+RECENT_WINDOWS = 16  # of ours, whose lengths are kept
+RECENT_PARTNERS = 16  # whose last distances are kept, one for each: nobody fills the list alone
+
+
+def token_shares(own: int, claims: Sequence[int], trust: Sequence[float] = ()) -> list[float]:
+    """Each partner's share of a merge; the rest is ours. Honest claims of peers that are alike weigh as they are.
+
+    Who claims no tokens moves nobody, unless nobody has any: then all weigh the same. `trust`: of each, 0 to 1.
+    """
+    most = max(1.0, TIMES_USUAL_TOKENS * usual(own, claims))
+    trusted = trust or [1.0] * len(claims)
+    if own or any(claims):
+        believed = [one * min(float(claim), most) for one, claim in zip(trusted, claims, strict=True)]
+        total = own + sum(believed)
+    else:
+        believed, total = list(trusted), 1.0 + sum(trusted)
+    return [min(MOST_SHARE, one / total) if one else 0.0 for one in believed]
+
+
+def believed_tokens(claims: Sequence[int]) -> list[float]:
+    """Everybody's claims, as all who know them believe them: at most TIMES_USUAL_TOKENS times the usual one."""
+    most = max(1.0, TIMES_USUAL_TOKENS * median_low(claims))
+    return [min(float(claim), most) for claim in claims]
+
+
+def usual(own: float, others: Sequence[float]) -> float:
+    """The lower median of all, or ours where that is more: one other alone never raises it."""
+    return max(own, median_low([own, *others]))
+
+
+def scale(length: float, usual_length: float) -> float:
+    """What to multiply something of this length by, so that it is no longer than TIMES_USUAL what is usual."""
+    limit = TIMES_USUAL * usual_length
+    return limit / length if length > limit else 1.0
+
+
+@dataclass(slots=True)
+class Experience:
+    """What one fragment's windows and partners have been like, as one peer knows it."""
+
+    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_WINDOWS))  # of own pseudo-gradients
+    apart: dict[PeerId, float] = field(default_factory=dict)  # the last distance from each partner
+
+    def closed(self, length: float) -> None:
+        """A window of ours has ended, with so much progress."""
+        self.lengths.append(length)
+
+    @property
+    def progress(self) -> float:
+        """How long a pseudo-gradient of ours usually is: the last one, or the median where that is more."""
+        return max(self.lengths[-1], median(self.lengths)) if self.lengths else 0.0
+
+    def met(self, partners: Iterable[tuple[PeerId, float]]) -> float:
+        """Takes how far these partners' weights are from ours; gives what is usual."""
+        _remember(self.apart, partners)
+        return usual(self.progress, list(self.apart.values()))
+
+
+def _remember(latest: dict[PeerId, float], partners: Iterable[tuple[PeerId, float]]) -> None:
+    for peer, figure in partners:
+        latest.pop(peer, None)
+        latest[peer] = figure
+    while len(latest) > RECENT_PARTNERS:
+        del latest[next(iter(latest))]

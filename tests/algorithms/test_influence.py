@@ -1,0 +1,157 @@
+"""How far one partner may move a peer, under every rule: by what honest progress explains, from the first window on."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentral.algorithms.pull import PSEUDO_GRADIENT
+from decentral.core.jobs import Contribution
+from decentral.train import influence, outer
+from tests.algorithms.test_rules import ALGORITHMS, SIZE, Replica, repacked, vectors
+
+PROGRESS = 2.0  # about how long a window's progress is: 0.1 times a normal vector of 400 numbers
+
+
+def alike(algorithm: str, count: int) -> list[Replica]:
+    """Replicas that began with the same weights and have trained for one window."""
+    found = [Replica(algorithm, chr(ord("A") + n)) for n in range(count)]
+    for seed, replica in enumerate(found):
+        replica.train(seed=seed, tokens=1000)
+    return found
+
+
+def claim(one: Contribution, tokens: int) -> Contribution:
+    return Contribution(one.peer, tokens, one.lr_sum, one.layout, one.blob)
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    return float(torch.linalg.vector_norm(ours - theirs))
+
+
+def moved_by(algorithm: str, lie: Contribution, ours: Replica) -> float:
+    """How far the merge of a lie puts us from where we were."""
+    before = ours.live.theta.clone()
+    ours.merge([lie])
+    return distance(ours.live.theta, before)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("times", [0.0, -1.0, 1000.0])
+def test_one_partner_moves_us_no_further_than_progress_explains(algorithm: str, times: float) -> None:
+    """In its first window: weights of zero, backwards or a thousand times as large, and so many times the tokens."""
+    ours, liar = alike(algorithm, 2)
+    ours.close()
+    theirs = liar.close()
+    weight = {"weight": vectors(theirs)["weight"]} if algorithm == "push_sum" else {}
+    lie = repacked(theirs, {**{name: times * one for name, one in vectors(theirs).items()}, **weight})
+    believed = (
+        influence.TIMES_USUAL_TOKENS if algorithm == "allreduce" else 2
+    )  # there the usual progress is one for each token
+    most = believed * influence.TIMES_USUAL * PROGRESS
+    assert moved_by(algorithm, claim(lie, 1000 * lie.tokens), ours) <= most
+
+
+def test_slow_weights_of_zero_do_not_wipe_the_model_out() -> None:
+    """An untrained model's loss came back after one merge, when slow weights were taken by their claimed tokens."""
+    ours, liar = alike("pull", 2)
+    ours.close()
+    theirs = liar.close()
+    lie = claim(repacked(theirs, {name: torch.zeros_like(one) for name, one in vectors(theirs).items()}), 1 << 40)
+    whole = float(torch.linalg.vector_norm(ours.live.theta))
+    assert moved_by("pull", lie, ours) < 0.25 * whole
+
+
+def test_weights_of_zero_in_a_round_in_which_nobody_trained_change_nothing() -> None:
+    ours, liar = (Replica("allreduce", name) for name in "AB")
+    ours.close()
+    theirs = liar.close()
+    assert moved_by("allreduce", repacked(theirs, {"theta": torch.zeros(SIZE)}), ours) == 0
+
+
+@pytest.mark.parametrize("algorithm", ["symmetric", "push_sum"])
+def test_a_partner_that_comes_often_in_a_window_pulls_us_no_further(algorithm: str) -> None:
+    """A swap ends a window, so the window of a peer that is swapped with all the time has little progress in it."""
+    ours, liar = alike(algorithm, 2)
+    before = ours.live.theta.clone()
+    ours.close()
+    for seed in range(20):
+        if algorithm == "symmetric" and seed:
+            ours.close()
+        liar.train(seed=100 + seed)
+        theirs = liar.close()
+        weight = {"weight": vectors(theirs)["weight"]} if algorithm == "push_sum" else {}
+        ours.merge([repacked(theirs, {**{name: -one for name, one in vectors(theirs).items()}, **weight})])
+    assert distance(ours.live.theta, before) <= 4 * influence.TIMES_USUAL * PROGRESS
+
+
+@pytest.mark.parametrize("event", ["start", "restart", "join"])
+def test_the_first_pseudo_gradient_ever_is_clipped(event: str) -> None:
+    ours, liar = alike("pull", 2)
+    if event == "restart":
+        ours.rule.load(ours.live.theta, {name: one.clone() for name, one in ours.state().items()})
+    if event == "join":
+        ours.rule.adopt(ours.live, {"phi": liar.state()["phi"].clone()})
+        ours.train(seed=7, tokens=1000)
+    mine, theirs = ours.close(), liar.close()
+    own = float(torch.linalg.vector_norm(vectors(mine)[PSEUDO_GRADIENT]))
+    grown = repacked(theirs, {PSEUDO_GRADIENT: 1e6 * vectors(theirs)[PSEUDO_GRADIENT]})
+    assert moved_by("pull", grown, ours) <= 2 * influence.TIMES_USUAL * own
+
+
+def test_a_claim_of_a_thousand_times_the_tokens_is_not_believed() -> None:
+    shares = influence.token_shares(1000, [1000, 1000, 1_000_000])
+    assert shares[2] <= influence.MOST_SHARE
+    assert shares[0] == shares[1] <= shares[2]
+    assert 1 - sum(shares) >= shares[0], "the rest is ours"
+
+
+def test_no_claim_makes_one_partner_more_than_we_are() -> None:
+    assert influence.token_shares(0, [1 << 60]) == [influence.MOST_SHARE]
+    assert influence.token_shares(1, [1 << 60]) == [influence.MOST_SHARE]
+
+
+def test_honest_claims_weigh_as_they_are() -> None:
+    claims = [1000, 800, 300]
+    assert influence.token_shares(900, claims) == pytest.approx(outer.token_weights([900, *claims])[1:])
+
+
+def test_a_slow_peer_among_faster_ones_still_has_its_share_only() -> None:
+    shares = influence.token_shares(100, [1000, 1000, 1000])
+    assert 1 - sum(shares) == pytest.approx(100 / 3100)
+
+
+def test_partners_count_whole_where_a_window_has_no_step_of_ours() -> None:
+    ours, theirs = Replica("pull", "A"), Replica("pull", "B")
+    ours.train(seed=1, tokens=1000)
+    theirs.train(seed=1, tokens=1000)
+    ours.close()
+    ours.merge([theirs.close()])
+    theirs.merge([])
+    theirs.train(seed=2, tokens=1000)
+    ours.close()
+    assert moved_by("pull", theirs.close(), ours) > 0.4 * PROGRESS
+
+
+def test_a_pseudo_gradient_backwards_moves_nobody() -> None:
+    ours, liar = Replica("pull", "A"), Replica("pull", "B")
+    for replica in (ours, liar):
+        replica.train(seed=1, tokens=1000)
+    mine, theirs = ours.close(), liar.close()
+    flipped = repacked(theirs, {PSEUDO_GRADIENT: -vectors(theirs)[PSEUDO_GRADIENT]})
+    alone = Replica("pull", "A")
+    alone.train(seed=1, tokens=1000)
+    alone.close()
+    alone.merge([])
+    ours.merge([flipped])
+    assert torch.equal(ours.live.theta, alone.live.theta)
+    assert mine.tokens == flipped.tokens
+
+
+def test_a_partner_that_works_against_us_is_named_with_the_reason() -> None:
+    ours, liar = alike("pull", 2)
+    liar.live.theta.copy_(ours.live.theta)
+    gossiped = ours.gossiped
+    ours.close()
+    theirs = liar.close()
+    ours.merge([repacked(theirs, {PSEUDO_GRADIENT: -vectors(theirs)[PSEUDO_GRADIENT]})])
+    assert gossiped.rule.left_out == (liar.peer,)

@@ -1,0 +1,119 @@
+"""Whose progress counts: what agrees with ours over windows does, and liars' does not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentral.core import rng
+from decentral.core.ids import PeerId
+from decentral.train import agreement, compress
+from decentral.train.agreement import Agreement, WindowSample
+
+SIZE = 16_384
+SIGNAL = 0.4  # the common part of a window's progress, where its noise has length one: a cosine of 0.14
+WINDOWS = 12
+
+Lie = Callable[[list[Tensor], int], Tensor]
+"""From the honest peers' windows, ours first, and the window's number."""
+
+
+def unit(*seed: int) -> Tensor:
+    chance = torch.Generator().manual_seed(rng.seed_of(0, *seed) % 2**63)
+    return torch.nn.functional.normalize(torch.randn(SIZE, generator=chance), dim=0)
+
+
+def honest_windows(number: int, peers: int = 4) -> list[Tensor]:
+    return [SIGNAL * unit(0) + unit(number, 1 + peer) for peer in range(peers)]
+
+
+def trust_of(lie: Lie | None, windows: int = WINDOWS) -> list[float]:
+    """How much we trust three partners in the last window, one of which may be a liar."""
+    known, trusted = Agreement(), [0.0]
+    for number in range(1, windows + 1):
+        ours, *theirs = honest_windows(number)
+        theirs = [*theirs[:2], lie([ours, *theirs], number)] if lie else theirs
+        trusted = known.trust(ours, [(PeerId(str(place)), one) for place, one in enumerate(theirs)])
+    return trusted
+
+
+LIES: dict[str, Lie] = {
+    "zero": lambda honest, number: torch.zeros(SIZE),
+    "flipped": lambda honest, number: -honest[-1],
+    "opposed": lambda honest, number: -torch.stack(honest).mean(dim=0),
+    "huge": lambda honest, number: torch.full((SIZE,), 1e38),
+    "random": lambda honest, number: unit(number, 99),
+    "replayed": lambda honest, number: unit(1, 99) + SIGNAL * unit(0),
+    "little": lambda honest, number: torch.stack(honest).mean(dim=0) - torch.stack(honest).std(dim=0),
+    "drift": lambda honest, number: honest[-1] - unit(99),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_liar_counts_for_little_and_the_others_for_all(lie: str) -> None:
+    *honest, liar = trust_of(LIES[lie])
+    assert honest == [1.0, 1.0]
+    assert liar < 0.6
+
+
+@pytest.mark.parametrize("windows", [1, 2, 5, 30])
+def test_honest_peers_count_whole_however_little_a_window_agrees(windows: int) -> None:
+    assert trust_of(None, windows) == [1.0, 1.0, 1.0]
+
+
+def test_what_points_against_our_window_counts_for_nothing_at_once_whatever_it_did_before() -> None:
+    known, peer = Agreement(), PeerId("B")
+    for number in range(1, WINDOWS):
+        ours, theirs, *_ = honest_windows(number)
+        assert known.trust(ours, [(peer, theirs)]) == [1.0]
+    ours, theirs, *_ = honest_windows(WINDOWS)
+    assert known.trust(ours, [(peer, -theirs)]) == [0.0]
+
+
+def test_a_slow_peer_counts_whole() -> None:
+    """Its windows have one step where ours have five: a fifth of the signal, and less than half of the noise."""
+    known, trusted = Agreement(), [0.0]
+    for number in range(1, 41):
+        ours, *theirs = honest_windows(number)
+        slow = SIGNAL / 5 * unit(0) + 5**-0.5 * unit(number, 9)
+        trusted = known.trust(ours, [(PeerId(name), one) for name, one in zip("BCD", [*theirs[:2], slow], strict=True)])
+    assert trusted[2] > 0.5
+
+
+def test_a_window_without_a_step_of_ours_says_nothing() -> None:
+    assert Agreement().trust(torch.zeros(8), [(PeerId("B"), torch.ones(8))]) == [1.0]
+
+
+def test_where_chance_alone_decides_nobody_is_left_out() -> None:
+    assert agreement.part_that_counts(-0.2, 0.1, chance=0.7) == 1.0
+
+
+def test_sums_of_few_partners_are_kept() -> None:
+    known = Agreement()
+    for number in range(100):
+        known.trust(torch.ones(8), [(PeerId(str(number)), torch.ones(8))])
+    assert len(known.theirs) == agreement.MOST_KNOWN
+
+
+# The sample
+
+
+def test_a_sample_has_the_numbers_at_its_places() -> None:
+    values = torch.randn(100_001, generator=torch.Generator().manual_seed(0))
+    read = compress.decode("q4", compress.encode("q4", values), len(values))
+    sample = WindowSample.drawn(len(values), values)
+    found = sample.read(compress, compress.encode("q4", values))
+    places = [torch.arange(begin, begin + agreement.STRETCH_NUMBERS) for begin in sample.begins]
+    assert torch.equal(found, read[torch.cat(places)])
+
+
+def test_where_a_sample_lies_follows_from_a_secret() -> None:
+    one, other = (WindowSample.drawn(1_000_000, unit(seed)[:64]) for seed in (1, 2))
+    assert one == WindowSample.drawn(1_000_000, unit(1)[:64])
+    assert one.begins != other.begins
+
+
+def test_a_short_vector_is_its_own_sample() -> None:
+    values = torch.randn(1000)
+    assert len(WindowSample.drawn(1000, values).read(compress, compress.encode("q4", values))) == 1000
