@@ -1,0 +1,23 @@
+"""A peer that goes on from its checkpoint merges nothing that may be in it already."""
+
+import pytest
+
+from decentral.comm.gossip import snapshots
+from decentral.comm.wire import blobs
+from decentral.comm.wire.messages import Snapshot
+from decentral.core.algorithms import FragmentContext
+from decentral.core.config import GossipConfig
+from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Section
+from decentral.core.reasons import Reason
+from tests.core.test_windows import Stretched
+
+LAYOUT, BLOB, NOW = (Section("phi", "fp32", 1, 4),), b"1234", 100.0
+
+
+@pytest.mark.parametrize(("restored_at", "refused"), [(0.0, ""), (94.0, ""), (96.0, Reason.STALE)])
+def test_what_was_published_before_a_restart_is_stale(restored_at: float, refused: str) -> None:
+    view = Stretched(1, 3.0)
+    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, GossipConfig(), view, restored_at=restored_at)
+    snapshot = Snapshot("run", 0, 95_000, 10, 0.1, 95.0, LAYOUT, blobs.digest(BLOB))
+    assert snapshots.check(context, snapshot, BLOB, LAYOUT, 0, NOW) == refused
