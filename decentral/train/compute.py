@@ -238,9 +238,11 @@ class Compute(JobRunner):
         sums = self.span.stages.sums
         executions, closed = tuple(sums.executions), []
         filled = [one for one in zip(self.span.inner.lives, sums.filled_tokens, strict=True) if one[1]]
-        sound = all(self.gossip.of(live.fragment.index).has_sound_sum() for live, _ in filled)
-        for live, tokens in filled if sound and set(executions) <= set(job.executions) else ():
-            closed.append(replace(self.gossip.close_round(live.fragment.index, job.round), tokens=tokens))
+        if set(executions) <= set(job.executions) and all(
+            self.gossip.of(live.fragment.index).takes_sum() for live, _ in filled
+        ):
+            for live, tokens in filled:
+                closed.append(replace(self.gossip.close_round(live.fragment.index, job.round), tokens=tokens))
         sums.clear()
         return jobs.RoundClosed(job.round, executions, tuple(closed))
 
