@@ -14,13 +14,22 @@ from dataclasses import dataclass, field
 from decentral.comm.rounds.members import whole_fragments
 from decentral.comm.routes.ledger import CommitState, GradientEntry
 from decentral.comm.wire import blobs
-from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, Hop, RoundMembers, RoundReport, Snapshot
+from decentral.comm.wire.messages import (
+    CompletedMicroBatch,
+    ExecutionId,
+    Hop,
+    RoundMember,
+    RoundMembers,
+    RoundReport,
+    Snapshot,
+)
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 
+MOST_LOSS = 1e6  # nats of a token; the loss of as many micro-batches as a report can name is one that it can carry
 Versions = dict[int, bytes]
 """A fragment's version, by the fragment's index."""
 
@@ -35,6 +44,23 @@ class ContributionRecord:
     micro_batches_per_step: int = 1
     entries: dict[int, GradientEntry] = field(default_factory=dict)  # by token
     ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # the later hops of our own complete micro-batches
+    members: dict[PeerId, RoundMember] = field(default_factory=dict)  # of the round; none before the first one
+    ends: frozenset[int] = frozenset()  # layers after which a fragment ends
+
+    def begin(self, members: RoundMembers, cuts: Sequence[Fragment]) -> None:
+        """A round begins."""
+        self.members = {PeerId(member.peer): member for member in members}
+        self.ends = frozenset(cut.last for cut in cuts)
+
+    def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
+        """Whether others would take a report that names these hops, and this loss.
+
+        One bad micro-batch makes a whole report invalid, so what a hop says is checked before it is believed.
+        """
+        seats = [(hop, self.members.get(PeerId(hop.peer))) for hop in hops]
+        held = all(seat and seat.first <= hop.first < hop.last <= seat.last for hop, seat in seats)
+        fits = held and {hop.last for hop in hops} <= self.ends
+        return (fits or not self.members) and loss <= MOST_LOSS * tokens
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         self.entries[token] = entry
@@ -53,8 +79,13 @@ class ContributionRecord:
         entries, self.entries, self.ways = self.entries, {}, {}
         return entries
 
-    def completed_micro_batches(self, members: RoundMembers, own: PeerId) -> tuple[list[CompletedMicroBatch], float]:
-        """Our own micro-batches that members alone have executed, for the report, and the sum of their losses."""
+    def completed_micro_batches(
+        self, members: RoundMembers, own: PeerId, cuts: Sequence[Fragment]
+    ) -> tuple[list[CompletedMicroBatch], float]:
+        """Our own micro-batches that members alone have executed, for the report, and the sum of their losses.
+
+        What others would not believe is left out: for one such micro-batch they would refuse the whole report.
+        """
         places = {PeerId(member.peer): place for place, member in enumerate(members)}
         found, loss = [], 0.0
         for token, hops in self.ways.items():
@@ -62,8 +93,10 @@ class ContributionRecord:
             route = [(own, entry.last), *((PeerId(hop.peer), hop.last) for hop in hops)]
             if all(peer in places for peer, _ in route):
                 through, ends = tuple(places[peer] for peer, _ in route), tuple(end for _, end in route)
-                found.append(CompletedMicroBatch(entry.execution.number, entry.tokens, through, ends))
-                loss += entry.loss
+                one = CompletedMicroBatch(entry.execution.number, entry.tokens, through, ends)
+                if _is_route(one, members, own, cuts) and entry.loss <= MOST_LOSS * entry.tokens:
+                    found.append(one)
+                    loss += entry.loss
         return found, loss
 
 

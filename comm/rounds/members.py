@@ -1,4 +1,4 @@
-"""The members of a synchronous round, as pure functions, and the newcomers that want to become members.
+"""The members of a synchronous round, as pure functions, and how long donors hold a round back for newcomers.
 
 The members of the first round are the peer that began it. The members of each later round are those that reported in
 the one before, and those that such a report lets in. So all peers that have heard the same reports agree.
@@ -9,11 +9,11 @@ MAX_HOLD_S after the first one of all that hold. Then no new hold begins for as 
 asks, with however many names, holds up no more than half of the time, and one newcomer has HOLDS_EACH.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.routes.stage import StageConfig
-from decentral.comm.wire.messages import MAX_MEMBERS, MAX_NEWCOMERS, RoundMember, RoundMembers, RoundReport, RoundStatus
+from decentral.comm.wire.messages import MAX_MEMBERS, RoundMember, RoundMembers, RoundReport, RoundStatus
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.latest import keep_latest
@@ -25,7 +25,6 @@ MOST_HOLDS = 16  # donor holds at a time
 HOLDS_EACH = 3  # donor holds for one newcomer within HOLDS_AGAIN_S
 HOLDS_AGAIN_S = 600.0
 MOST_HELD_FOR = 1024  # newcomers whose holds are counted; beyond them, the first ones are forgotten
-MAX_WAITING_NEWCOMERS = 64
 
 
 def whole_fragments(member: RoundMember, cuts: Sequence[Fragment]) -> list[Fragment]:
@@ -82,17 +81,19 @@ def next_members(reports: Mapping[PeerId, RoundReport]) -> RoundMembers:
     """The members of the next round, sorted by peer.
 
     A newcomer has the span that a report gives it, even where it has reported itself. Where two reports give it
-    different spans, the lower peer's report counts.
+    different spans, the lower peer's report counts. Where there are too many, those that have reported stay.
     """
     seats = {report.own.peer: report.own for report in reports.values()}
+    stay, newcomers = sorted(seats), dict[str, RoundMember]()
     for _, report in sorted(reports.items(), reverse=True):
-        seats |= {member.peer: member for member in report.newcomers}
-    return tuple(seats[peer] for peer in sorted(seats))[:MAX_MEMBERS]
+        newcomers |= {member.peer: member for member in report.newcomers}
+    seats |= newcomers
+    peers = [*stay, *sorted(newcomers.keys() - {*stay})][:MAX_MEMBERS]
+    return tuple(seats[peer] for peer in sorted(peers))
 
 
 @dataclass(slots=True)
-class Newcomers:
-    waiting: dict[PeerId, RoundMember] = field(default_factory=dict)  # they ask to be let in, the latest last
+class DonorHolds:
     holds: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when a donor hold ends, at most
     _held_since: Seconds = 0.0  # when the first of these holds began
     _rests_until: Seconds = 0.0  # no hold begins before
@@ -128,17 +129,6 @@ class Newcomers:
             self._rests_until = now + (now - self._held_since)
         self.holds = holds
 
-    def ask_to_join(self, member: RoundMember, complete: bool, now: Seconds) -> None:
-        """`complete` tells that the newcomer has all the state that it needs from us."""
-        peer = PeerId(member.peer)
-        if complete:
-            self._keep({one: hold for one, hold in self.holds.items() if one != peer}, now)
-        keep_latest(self.waiting, peer, member, MAX_WAITING_NEWCOMERS)
-
-    def drop(self, members: Container[PeerId]) -> None:
-        """These peers are members by now."""
-        self.waiting = {peer: one for peer, one in self.waiting.items() if peer not in members}
-
-    def to_let_in(self) -> tuple[RoundMember, ...]:
-        """The newcomers that a report can name, the lowest peers first."""
-        return tuple(one for _, one in sorted(self.waiting.items()))[:MAX_NEWCOMERS]
+    def release(self, newcomer: PeerId, now: Seconds) -> None:
+        """It has all the state that it needs from us."""
+        self._keep({one: hold for one, hold in self.holds.items() if one != newcomer}, now)

@@ -13,7 +13,7 @@ Nobody leads. A member that is gone costs a deadline: the others agree on what t
 rest (comm/rounds/collection.py), and the journal says without what. Its own micro-batches, and what it executed for
 others, do not count where they are not known. A sum with more in it than the reports name counts nowhere.
 
-A newcomer fetches the weights and moments of one round (comm/rounds/newcomers.py). Then it follows: it does what all
+A newcomer fetches the weights and moments of one round (comm/rounds/join_requests.py). Then it follows: it does what all
 do, but executes nothing, until a report lets it in. So do a peer that comes back or was taken for dead, one with
 another version of a fragment than most of its holders, and the lesser of two parts of a swarm that had lost each other.
 """
@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 
 from decentral.comm.rounds import contributions
 from decentral.comm.rounds.contributions import ContributionRecord, Versions
-from decentral.comm.rounds.members import Newcomers, next_members, own_fragments, own_member, whole_fragments
+from decentral.comm.rounds.join_requests import JoinRequests
+from decentral.comm.rounds.members import DonorHolds, next_members, own_fragments, own_member, whole_fragments
 from decentral.comm.rounds.round_state import Round, RoundPhase
 from decentral.comm.rounds.search import RoundSearch, RoundView, queries
 from decentral.comm.rounds.tags import CollectTag, ElsewhereTag, FollowTag
@@ -53,7 +54,8 @@ class Rounds:
     before: Round | None = None  # the round before, for those that are still in it
     behind: str = ""  # why the state has to be fetched anew, if it has
     versions: Versions = field(default_factory=dict)
-    newcomers: Newcomers = field(default_factory=Newcomers)
+    donor_holds: DonorHolds = field(default_factory=DonorHolds)
+    join_requests: JoinRequests = field(default_factory=JoinRequests)
     _search: RoundSearch | None = None
     _fetched: dict[int, int] = field(default_factory=dict)  # the round of each fragment's weights when the search began
     _followed_from: int = 0  # the first round in which we do not act even if we are a member
@@ -69,8 +71,11 @@ class Rounds:
         round = self.now_in
         if round is None:
             return earliest(ends)
-        holds = self.newcomers.holds.values() if round.acting and round.report is None else ()
-        times = round.collection.wake_at, self._follow_again_at, self._elsewhere_at
+        reports = round.acting and round.report is None
+        holds = self.donor_holds.holds.values() if reports else ()
+        waits_for_others = reports and not round.covered and self._has_nothing_to_do
+        let_in_at = self.join_requests.next_at if waits_for_others else None
+        times = round.collection.wake_at, self._follow_again_at, self._elsewhere_at, let_in_at
         return earliest((*times, *(end for end, _ in holds), *ends))
 
     @property
@@ -170,8 +175,10 @@ class Rounds:
         member = RoundMember(sender, query.first, query.last)
         if not whole_fragments(member, self.routes.stage.cuts):
             return Refused(Reason.SPAN)
-        if query.joining:
-            self.newcomers.ask_to_join(member, query.round >= self.number, now)
+        if query.joining and query.round >= self.number:  # it has all the state that it needs from us
+            self.donor_holds.release(sender, now)
+        if query.joining and (self.view.knows(sender) or self.knows(sender)):
+            self.join_requests.ask(member, now)
         run = self.routes.stage.run
         if self.now_in is None:
             return RoundStatus(run, self._search.round if self._search else self.restored, ())
@@ -179,7 +186,7 @@ class Rounds:
 
     def _ask_elsewhere(self, round: Round) -> list[Effect]:
         """Trainers that are neither members nor newcomers may be in a round that we should be in."""
-        ours = {*round.peers, *self.newcomers.waiting}
+        ours = {*round.peers, *self.join_requests.waiting}
         strangers = [peer for peer in self.view.trainers() if peer not in ours][:MAX_NEWCOMERS]
         return queries(ElsewhereTag(), round.stage, round.number, strangers)
 
@@ -188,7 +195,9 @@ class Rounds:
     def _enter(self, number: int, members: tuple[RoundMember, ...], now: Seconds) -> list[Effect]:
         round = Round(self.routes.stage, number, members, number > self._followed_from, self.view.member_deadline_s)
         self.before, self.now_in = self.now_in, round
-        self.newcomers.drop(round.peers)
+        self.join_requests.drop(round.peers)
+        self.join_requests.round_began = now
+        self._record.begin(members, round.stage.cuts)
         round.want_reports(now)
         self._follow_again_at = None if round.listed else now
         return self.routes.begin_round(number, round.acting, round.quota) + self.routes.handle(Woke(), now)
@@ -197,9 +206,9 @@ class Rounds:
         """Takes the round as far as what is here allows."""
         if self.behind:
             return []
-        self.newcomers.expire(now)
-        if round.acting and round.report is None and self._own_work_is_over(round):
-            round.write_report(self._record, self.newcomers.to_let_in(), self.versions)
+        self.donor_holds.expire(now)
+        if round.acting and round.report is None and self._own_work_is_over(round, now):
+            round.write_report(self._record, self.join_requests.to_let_in(now), self.versions)
         effects: list[Effect] = []
         if round.phase is RoundPhase.REPORTS and round.covered and not round.still_covered:
             effects += self.routes.give_up_own()
@@ -215,10 +224,13 @@ class Rounds:
             effects += self._step(round, now)
         return effects + round.collection.ask(now)
 
-    def _own_work_is_over(self, round: Round) -> bool:
+    @property
+    def _has_nothing_to_do(self) -> bool:
+        return self.routes.all_begun_are_over and not self.donor_holds.holds
+
+    def _own_work_is_over(self, round: Round, now: Seconds) -> bool:
         """Whether we have nothing more to do before our report. A round that covers no model has to let others in."""
-        over = self.routes.all_begun_are_over and not self.newcomers.holds
-        return over and (round.covered or bool(self.newcomers.waiting))
+        return self._has_nothing_to_do and (round.covered or bool(self.join_requests.to_let_in(now)))
 
     def _close(self, round: Round, now: Seconds) -> list[Effect]:
         """All reports are here: what they name goes into our sums."""
@@ -243,6 +255,8 @@ class Rounds:
     def _next(self, round: Round, refused: Sequence[tuple[int, PeerId, str]], now: Seconds) -> list[Effect]:
         round.enter(RoundPhase.OVER)
         effects, number = round.journal(refused), round.number + 1
+        known = self.before.peers if self.before else round.peers
+        self.join_requests.round_over({*round.peers} - {*known}, round.reports, now)
         members = next_members(round.reports)
         if members:
             return effects + self._enter(number, members, now)

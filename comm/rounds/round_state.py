@@ -127,7 +127,7 @@ class Round:
     def write_report(self, record: ContributionRecord, newcomers: RoundMembers, versions: Versions) -> None:
         """Our own report: which of our micro-batches are complete, who is let in, and what we hold."""
         stage = self.stage
-        completed, loss = record.completed_micro_batches(self.members, stage.peer)
+        completed, loss = record.completed_micro_batches(self.members, stage.peer, stage.cuts)
         held = tuple(versions[cut.index] for cut in own_fragments(stage))
         self.report = RoundReport(stage.run, self.number, own_member(stage), tuple(completed), loss, newcomers, held)
 

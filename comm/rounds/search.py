@@ -25,6 +25,9 @@ QUERY_DEADLINE_S = 5.0
 class RoundView(Protocol):
     """What rounds need to know of the swarm; peers/node/peer_selection.py has it from the roster and the meter."""
 
+    def knows(self, peer: PeerId) -> bool:
+        """Whether it has a record, or has answered our Hello."""
+
     def acquaintances(self) -> Sequence[PeerId]:
         """Peers that may be in the run already."""
 

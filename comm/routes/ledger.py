@@ -10,6 +10,7 @@ applied when all in it are committed, or dropped when one of them is aborted. Th
 gradients that wait are spread over them evenly: the fewer are in a sum, the fewer are lost with one that is aborted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -55,6 +56,9 @@ class Ledger(Protocol):
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         """The gradients of this execution are in the sum that is being filled."""
 
+    def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
+        """Whether a micro-batch can have gone through these hops, with this sum of losses, as far as we know."""
+
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
         """A micro-batch of our own got through the model. `hops` are those after our own. `add` follows."""
 
@@ -85,6 +89,9 @@ class GradientLedger:
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         self.entries[token], self.states[token] = entry, state
         return self._advance()
+
+    def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
+        return True
 
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
         pass  # the decisions that the hops get are all that they need

@@ -81,8 +81,7 @@ class Answers:
 
     def knows(self, peer: PeerId) -> bool:
         """Whether a peer has a standing with us: all others are answered only what a newcomer has to ask."""
-        known = self.gossip.selection.roster.knows(peer) or peer in self.setup().contacts
-        return known or (self.rounds is not None and self.rounds.knows(peer))
+        return self.gossip.selection.knows(peer) or (self.rounds is not None and self.rounds.knows(peer))
 
     def replied(self, request: int) -> None:
         self.waiting.pop(request, None)
@@ -142,9 +141,9 @@ class Answers:
         fallen_behind = self.rounds is not None and self.rounds.behind != ""
         if not self.trains() and (self.setup().restored_step is None or fallen_behind):
             return [_reply(event, Refused(Reason.NOT_READY))]
-        if self.rounds:
-            self.rounds.newcomers.hold_for(event.sender, now)
         known = self.knows(event.sender)
+        if self.rounds and known:
+            self.rounds.donor_holds.hold_for(event.sender, now)
         return self.donor.asked(event.request, event.sender, message, self._state_step, now, known)
 
     def _exchange(self, event: Asked, now: Seconds) -> list[Effect]:

@@ -144,6 +144,9 @@ class PeerSelection:
     def member_deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return self.meter.first_deadline_s(peer, size)
 
+    def knows(self, peer: PeerId) -> bool:
+        return self.roster.knows(peer) or peer in self.setup().contacts
+
     def acquaintances(self) -> Sequence[PeerId]:
         return sorted({*self.roster.live, *self.setup().contacts})
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from decentral.comm.rounds import contributions, members
-from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, RoundMember, RoundReport, Snapshot
+from decentral.comm.routes.ledger import CommitState, GradientEntry
+from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, Hop, RoundMember, RoundReport, Snapshot
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment, Section
@@ -132,3 +133,40 @@ def test_of_two_rounds_the_one_that_can_train_goes_on_then_the_later_then_the_la
     assert members.precedence(9, (A,), 4) > members.precedence(1, (A, C), 4)
     assert members.precedence(1, MEMBERS, 4) > members.precedence(9, whole, 4)
     assert members.precedence(1, whole, 4) > members.precedence(1, (B, C), 4)
+
+
+@pytest.mark.parametrize(
+    "hops",
+    [
+        (Hop("B", 2, 3), Hop("C", 3, 4)),  # C does not hold the last layer
+        (Hop("B", 2, 3), Hop("nobody", 3, 4)),
+        (Hop("A", 1, 4),),  # A holds no more than two layers
+    ],
+)
+def test_hops_that_others_would_not_believe_are_not_taken_and_never_reported(hops: tuple[Hop, ...]) -> None:
+    """One micro-batch with such hops made the whole report of the honest origin peer invalid."""
+    record = contributions.ContributionRecord()
+    record.begin(MEMBERS, CUTS)
+    good = (Hop("B", 2, 4),)
+    for token, way in ((1, good), (2, hops)):
+        record.completed(token, way)
+        record.add(token, GradientEntry(ExecutionId("A", token, 0), 2, 64, 1.0, True), CommitState.COMMITTED)
+    done, loss = record.completed_micro_batches(MEMBERS, PeerId("A"), CUTS)
+    contributions.check_report(replace(report(A, *done), loss=loss), MEMBERS, PeerId("A"), CUTS)
+    assert ([one.number for one in done], loss) == ([1], 1.0)
+    assert record.believes(good, 1.0, 64)
+    assert not record.believes(hops, 1.0, 64)
+
+
+def test_a_fragment_is_not_cut_by_a_hop() -> None:
+    record = contributions.ContributionRecord()
+    record.begin(MEMBERS, (Fragment(0, 0, 2, 100), Fragment(1, 2, 4, 100)))
+    assert record.believes((Hop("B", 2, 4),), 1.0, 64)
+    assert not record.believes((Hop("C", 0, 3),), 1.0, 64)
+
+
+def test_a_loss_that_no_report_can_carry_is_not_believed() -> None:
+    """Two answers with a loss of 9e17 made a report that nobody could read."""
+    record = contributions.ContributionRecord()
+    record.begin(MEMBERS, CUTS)
+    assert not record.believes((Hop("B", 2, 4),), 9e17, 64)

@@ -109,6 +109,9 @@ class World:
         self.router = FakeRouter(self.stage)
         self.rounds = Rounds(cast(Router, self.router), self)
 
+    def knows(self, peer: PeerId) -> bool:
+        return True
+
     def acquaintances(self) -> Sequence[PeerId]:
         return self.names
 
@@ -136,7 +139,7 @@ class World:
             case ["stop"]:
                 return self.rounds.stop()
             case ["state", "for", peer]:
-                self.rounds.newcomers.hold_for(PeerId(peer), now)
+                self.rounds.donor_holds.hold_for(PeerId(peer), now)
                 return self.rounds.handle(Woke(), now)
             case ["through", number, "by", hops]:
                 self.router.through(int(number), [(peer, int(last)) for peer, last in _pairs(hops)])

@@ -8,9 +8,14 @@ import pytest
 
 from decentral import audit
 from decentral.comm.rounds.collection import GONE_S
+from decentral.comm.rounds.tags import FollowTag
 from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import RoundQuery
+from decentral.comm.wire.transport import Ask
 from decentral.core import config
 from decentral.core.ids import PeerId
+from decentral.sim.swarm import RUN
 from decentral.train.compute import ComputeSetup
 from tests.peers.node.round_world import Make, Span, World, alone, equal, gradients
 
@@ -212,3 +217,30 @@ def test_two_parts_of_a_swarm_that_went_on_apart_become_one_again(make_of: Calla
     assert len(world.rounds(0).now_in.members) == 3  # type: ignore[union-attr]
     assert world.of(2, "behind")[-1]["reason"] == "apart"
     assert all_equal(world)
+
+
+def test_a_stranger_that_asks_to_be_let_in_stops_no_round(make_of: Callable[[int], Make]) -> None:
+    """One key without a record, with a question a second: the members waited for its report in every round."""
+    world, stranger = World(make_of(6), [None, None]), PeerId("0stranger")
+    world.start_all()
+    world.until_round(5)
+    quiet = rounds_in(world, 10.0)
+    world.network.geography._own[stranger] = world.network.geography._own[world.members[0].peer]  # type: ignore[attr-defined]
+    port = world.network.plug(stranger)
+    port.serve = lambda sender, envelope, reply: None  # type: ignore[method-assign]
+
+    def ask() -> None:
+        query = Envelope(RoundQuery(RUN, 0, 0, LAYERS, joining=True))
+        for member in world.living:
+            world.network.ask(port, Ask(FollowTag(), member.peer, query, 5.0), lambda outcome: None)
+        world.agenda.after(1.0, ask)
+
+    ask()
+    assert rounds_in(world, 20.0) >= 1.8 * quiet
+    assert [one.peer for one in world.rounds(0).now_in.members] == [one.peer for one in world.members]  # type: ignore[union-attr]
+
+
+def rounds_in(world: World, seconds: float) -> int:
+    before = world.rounds(0).number
+    world.agenda.run(world.agenda.now + seconds)
+    return world.rounds(0).number - before

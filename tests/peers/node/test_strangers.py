@@ -101,10 +101,10 @@ def test_a_donor_hold_is_bounded_for_each_newcomer_and_for_all_names_together() 
         assert rounds is not None
         for second in range(1200):
             sender = PeerId(f"name{second % names}")
-            rounds.newcomers.hold_for(sender, played.now)
+            rounds.donor_holds.hold_for(sender, played.now)
             played.now += 1.0
-            rounds.newcomers.expire(played.now)
-            held_s += bool(rounds.newcomers.holds)
+            rounds.donor_holds.expire(played.now)
+            held_s += bool(rounds.donor_holds.holds)
         assert 0 < held_s <= 0.55 * 1200
 
 
