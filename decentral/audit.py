@@ -16,7 +16,7 @@ from typing import Any
 
 from decentral import command
 from decentral.core.errors import UserError
-from decentral.core.journal import read
+from decentral.core.journal import deleted, read
 
 Span = tuple[int, int]
 MicroBatch = tuple[str, int]
@@ -40,6 +40,18 @@ def _main(flags: argparse.Namespace) -> None:
     )
     if not result.sound:
         raise SystemExit(1)
+    missing = gaps(found, lines)
+    if missing:
+        print(f"not known whether that is all: {missing}")
+        raise SystemExit(1)
+
+
+def gaps(paths: Sequence[Path], journals: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """What the journals do not say any more, as text: lines that a disk has refused, and files that were deleted."""
+    lost = sum(line["lines"] for own in journals for line in own if line["event"] == "lost")
+    gone = sum(map(deleted, paths))
+    parts = [f"{lost} lines were lost"] * bool(lost) + [f"{gone} full files were deleted"] * bool(gone)
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Inc
         message = answer.envelope.message
         if not isinstance(message, StateChunk) or message.offset != offset:
             raise ProtocolError(message.reason if isinstance(message, Refused) else "unexpected", "no piece of state")
-        incoming.take(message, answer.envelope.blob)
+        incoming.take(holder, message, answer.envelope.blob)
     return incoming.hand_over()
 
 

@@ -21,6 +21,7 @@ from decentral.core.jobs import (
     SectionsEncoded,
     WindowClosed,
 )
+from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import joined
@@ -29,6 +30,7 @@ from decentral.core.units import Seconds
 CLOCK_SKEW_S = 10.0  # a snapshot may be this far in the future
 SNAPSHOTS_KEPT = 2  # the last one, and the one before for a partner that is a round behind, where merges block
 MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
+MOST_PARTS = 3  # answers of a snapshot that are kept: those with all its sections, with only the added ones, with none
 MAX_WAITING_PULLS = 256  # questions that wait for a snapshot which is not there yet
 
 
@@ -112,21 +114,32 @@ class PublishedSnapshot:
     on_request: Layout  # none, once they can be made no more or are added
     added: Layout = ()
     added_blob: bytes = b""
+    parts: dict[Layout, Envelope] = field(default_factory=dict)  # answers with other sections than the snapshot's own
 
     def lacks(self, names: Sequence[str]) -> bool:
         """Whether sections with these names are still to be made; no name stands for all sections."""
         return bool(pick(self.on_request, names))
 
     def reply(self, request: int, names: Sequence[str]) -> Reply:
-        """The sections with these names, as far as they are there."""
-        whole = (*self.snapshot.layout, *self.added)
-        layout = pick(whole, names)
+        """The sections with these names, as far as they are there. All answers that are alike share their bytes."""
+        layout = pick((*self.snapshot.layout, *self.added), names)
         if layout == self.snapshot.layout:
             return Reply(request, Envelope(self.snapshot, self.blob))
+        if layout not in self.parts:
+            keep_latest(self.parts, layout, self._part(layout), MOST_PARTS)
+        return Reply(request, self.parts[layout])
+
+    def add(self, layout: Layout, blob: bytes) -> None:
+        """The sections that were asked for are there."""
+        self.on_request, self.added, self.added_blob = (), layout, blob
+        self.parts.clear()
+
+    def _part(self, layout: Layout) -> Envelope:
+        whole = (*self.snapshot.layout, *self.added)
         blob = joined([self.blob, self.added_blob])
         placed = zip(whole, accumulate(section.size for section in whole), strict=True)
         part = joined([blob[end - section.size : end] for section, end in placed if section in layout])
-        return Reply(request, Envelope(replace(self.snapshot, layout=layout, digest=blobs.digest(part)), part))
+        return Envelope(replace(self.snapshot, layout=layout, digest=blobs.digest(part)), part)
 
 
 @dataclass(slots=True)
@@ -162,7 +175,7 @@ class SnapshotStore:
             return []  # they are of a window from before this fragment was given up and taken up again
         newest = self.latest[-1]
         if newest.snapshot.seq == done.seq:
-            newest.on_request, newest.added, newest.added_blob = (), done.layout, done.blob
+            newest.add(done.layout, done.blob)
         asked, self.encoding = self.encoding, []
         return [newest.reply(request, pull.sections) for request, pull in asked]
 

@@ -57,10 +57,11 @@ class QuestionShares:
 
     def begin(self, sender: PeerId) -> "QuestionShare":
         """A question of this sender begins. Raises ProtocolError if it has its share under way already."""
-        pool = self.streams if self.knows(sender) else self.strangers
+        known = self.knows(sender)
+        pool = self.streams if known else self.strangers
         if not pool.take(sender):
             raise ProtocolError(Reason.BUSY, f"{pool.by_sender.get(sender, 0)} of {pool.used} streams are this peer's")
-        return QuestionShare(sender, pool, self.under_way)
+        return QuestionShare(sender, pool, self.under_way, known)
 
 
 @dataclass(slots=True)
@@ -70,10 +71,16 @@ class QuestionShare:
     sender: PeerId
     pool: FairShare
     under_way: FairShare
+    known: bool = True
     blob_bytes: int = 0
 
     def reserve(self, blob_bytes: int) -> None:
-        """For the question's blob, before it is read. Raises ProtocolError if the sender has its share already."""
+        """For the question's blob, before it is read. Raises ProtocolError if the sender has its share already.
+
+        No question that a stranger may ask has a blob, so none of its bytes is read.
+        """
+        if blob_bytes and not self.known:
+            raise ProtocolError(Reason.STRANGER, "a blob from a peer without a record")
         if blob_bytes and not self.under_way.take(self.sender, blob_bytes):
             raise ProtocolError(Reason.BUSY, f"{self.under_way.used} bytes are under way")
         self.blob_bytes += blob_bytes

@@ -34,6 +34,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from decentral.comm.net.fair_shares import QuestionShares
+from decentral.comm.net.stored_records import StoredRecords
 from decentral.comm.net.streams import Asker, Server, Stream
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import identity
@@ -56,7 +57,6 @@ BYTES_HEADER_BYTES = 5  # of a record as msgpack packs bytes
 MEET_AGAIN = 3  # peers that are asked back into an empty routing table at once
 MOST_CONNECTED = 256  # peers that are remembered as connected; those that we connect to go before those that ask us
 MOST_LEARNED = 4096  # peers whose addresses are remembered; beyond them, those learned longest ago are forgotten
-MOST_STORED = 16384  # records that our node of the DHT stores: of a large swarm, each of a few KiB
 _NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
 TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
@@ -314,7 +314,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     def __init__(self, keys: Iterable[str], now: Callable[[], float]) -> None:
         self.now = now
         self._keys = {DHTID.generate(source=key).to_bytes(): key for key in keys}
-        self._stored: dict[tuple[bytes, bytes], float] = {}  # when each record that we have accepted expires
+        self._stored = StoredRecords(self._keys)
 
     def validate(self, record: DHTRecord) -> bool:
         key = self._keys.get(record.key)
@@ -330,17 +330,8 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             _, expires = identity.open_sealed(key, PeerId(peer), value, self.now())
         except Exception:  # another peer's bytes may raise anything
             return False
-        return bool(expires == record.expiration_time) and self._has_room((record.key, record.subkey), expires)
-
-    def _has_room(self, name: tuple[bytes, bytes], expires: float) -> bool:
-        """Remembers the record. A new name finds no room while MOST_STORED others have not expired."""
-        if name not in self._stored and len(self._stored) >= MOST_STORED:
-            now = self.now()
-            self._stored = {one: until for one, until in self._stored.items() if until > now}
-            if len(self._stored) >= MOST_STORED:
-                return False
-        self._stored[name] = expires
-        return True
+        name = (record.key, record.subkey)
+        return bool(expires == record.expiration_time) and self._stored.take(name, expires, len(value), self.now())
 
 
 def parse_address(address: str) -> tuple[PeerId, str]:

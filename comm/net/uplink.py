@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from decentral.comm.net.uplink_queue import PROBE_HOLD_S, TURN_BYTES, Kind, Turn, UplinkQueue, is_paced, kind_of
+from decentral.comm.net.uplink_queue import PROBE_HOLD_S, TURN_BYTES, Kind, Turn, UplinkQueue, kind_of
 from decentral.comm.wire.blobs import Writer
 from decentral.comm.wire.codec import Envelope
 
@@ -28,9 +28,10 @@ class Uplink:
 
     def paced(self, writer: Writer, envelope: Envelope) -> Writer:
         """A writer for this message: what is written to it leaves in its turn."""
-        if not is_paced(envelope):
+        now = asyncio.get_running_loop().time()
+        if not self.queue.paces(envelope, now):
             return writer
-        turn = self.queue.turn(len(envelope.blob), asyncio.get_running_loop().time())
+        turn = self.queue.turn(len(envelope.blob), now)
         return PacedWriter(self, writer, kind_of(envelope.message), turn)
 
     async def await_turn(self, kind: Kind, turn: Turn, size: int) -> None:

@@ -26,6 +26,7 @@ from decentral.core.units import KiB, Seconds
 TURN_BYTES = 16 * KiB
 UNPACED_BYTES = 4 * KiB  # messages with a smaller blob wait for nothing
 BURST_S = 0.02  # what a late timer may catch up
+PROBED_EVERY_S = 10.0  # of the answers to others' probes one in so long leaves without a pace
 PROBE_HOLD_S = 4.0  # everything else waits for a probe at most so long
 
 Item = TypeVar("Item")
@@ -43,14 +44,9 @@ def kind_of(message: object) -> Kind:
     match message:
         case messages.ForwardRequest() | messages.BackwardResponse():
             return Kind.ACTIVATIONS
-        case messages.StateChunk():
+        case messages.StateChunk() | messages.Probed():
             return Kind.DOWNLOAD
     return Kind.SNAPSHOTS
-
-
-def is_paced(envelope: Envelope) -> bool:
-    """Whether this message waits for its turn at all. Probes have the uplink for themselves."""
-    return not isinstance(envelope.message, messages.Probe | messages.Probed) and len(envelope.blob) >= UNPACED_BYTES
 
 
 @dataclass(order=True, frozen=True, slots=True)
@@ -84,6 +80,7 @@ class UplinkQueue(Generic[Item]):
     rate: Callable[[], float | None] = lambda: None  # bytes/s
     free_at: Seconds = 0.0  # when what has left is through
     held_until: Seconds = 0.0  # a probe has the uplink for itself
+    _probed_at: Seconds = -PROBED_EVERY_S  # when the answer to a probe has last left without a pace
     _waiting: dict[Kind, Waiting[Item]] = field(default_factory=lambda: {kind: Waiting() for kind in Kind})
     _virtual: float = 0.0  # `served` of the kind whose piece left last
     _numbers: "count[int]" = field(default_factory=count)
@@ -91,6 +88,22 @@ class UplinkQueue(Generic[Item]):
     def is_free(self, now: Seconds) -> bool:
         """Whether nobody need wait."""
         return self.rate() is None and now >= self.held_until
+
+    def paces(self, envelope: Envelope, now: Seconds) -> bool:
+        """Whether this message, which leaves now, waits for its turn at all.
+
+        Our probes have the uplink for themselves. What others ask us to send as a probe has it once in a while: they
+        want to know what it carries, but would else take all of it as often as they ask.
+        """
+        match envelope.message:
+            case _ if len(envelope.blob) < UNPACED_BYTES:
+                return False
+            case messages.Probe():
+                return False
+            case messages.Probed() if now >= self._probed_at + PROBED_EVERY_S:
+                self._probed_at = now
+                return False
+        return True
 
     def turn(self, size: float, now: Seconds) -> Turn:
         """The place of a message of so many bytes that comes now."""

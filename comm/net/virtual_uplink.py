@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.comm.net.uplink_queue import PROBE_HOLD_S, TURN_BYTES, Kind, Turn, UplinkQueue, is_paced, kind_of
+from decentral.comm.net.uplink_queue import PROBE_HOLD_S, TURN_BYTES, Kind, Turn, UplinkQueue, kind_of
 from decentral.comm.wire.codec import Envelope
 from decentral.core.agenda import Agenda, Timer
 
@@ -58,7 +58,7 @@ class VirtualUplink:
 
     def paces(self, envelope: Envelope) -> bool:
         """Whether this message has to wait for its turn."""
-        return is_paced(envelope) and not self.queue.is_free(self.agenda.now)
+        return not self.queue.is_free(self.agenda.now) and self.queue.paces(envelope, self.agenda.now)
 
     def send(self, envelope: Envelope, size: float, begin: Begin, through: Callable[[], None]) -> PacedMessage:
         """A message of so many bytes on the link leaves in its turn."""

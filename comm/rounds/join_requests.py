@@ -2,29 +2,32 @@
 
 Whoever is let in draws micro-batches and is waited for, so one that never reports costs the others a round's deadline.
 A newcomer therefore needs a record, and whoever was let in and did not report rests, each time twice as long. Names
-cost little: so after such a round none that has never reported is let in for REST_TIMES as long as that round took, and
-all names together have no more than a part of the time.
+cost little: so after such a round none that has never reported is let in for COMMON_REST_TIMES as long as that round
+took, and all names together have no more than a part of the time.
 """
 
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field
 
 from decentral.comm.wire.messages import RoundMember
+from decentral.comm.wire.transport import Knows, knows_all
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
 LET_IN_EACH = 4  # newcomers in one report
 MAX_WAITING_NEWCOMERS = 64
+WAITING_STRANGERS = 16  # of them, those whose record is not here yet
 STILL_ASKS_S = 15.0  # a newcomer asks every few seconds; after so long without a question it is gone
 FIRST_REST_S, LONGEST_REST_S = 10.0, 600.0  # of a newcomer that was let in and did not report
-REST_TIMES = 4  # the rest of all that have never reported, in durations of the round that waited for one of them
+COMMON_REST_TIMES = 4  # the rest of all that have never reported, in durations of the round that waited for one of them
 LONGEST_COMMON_REST_S = 120.0
 MOST_REMEMBERED = 1024  # newcomers that rest; peers that have reported; beyond them, the first ones are forgotten
 
 
 @dataclass(slots=True)
 class JoinRequests:
+    knows: Knows = knows_all  # whether a peer has a record
     waiting: dict[PeerId, RoundMember] = field(default_factory=dict)  # those that ask, the first one first
     round_began: Seconds = 0.0
     _asked_at: dict[PeerId, Seconds] = field(default_factory=dict)  # when each of them has last asked
@@ -35,19 +38,21 @@ class JoinRequests:
     @property
     def next_at(self) -> Seconds | None:
         """When one of those that wait may be let in."""
-        return min(map(self._ready_at, self.waiting), default=None)
+        return min(map(self._ready_at, filter(self.knows, self.waiting)), default=None)
 
     def ask(self, member: RoundMember, now: Seconds) -> None:
-        """A newcomer with a record asks to be let in. It keeps its place while it goes on asking."""
+        """A newcomer asks to be let in. It keeps its place while it goes on asking; its record may come later."""
         peer = PeerId(member.peer)
         self._forget_silent(now)
-        if peer in self.waiting or len(self.waiting) < MAX_WAITING_NEWCOMERS:
+        strangers = sum(not self.knows(one) for one in self.waiting)
+        room = len(self.waiting) < MAX_WAITING_NEWCOMERS and (self.knows(peer) or strangers < WAITING_STRANGERS)
+        if room or peer in self.waiting:
             self.waiting[peer], self._asked_at[peer] = member, now
 
     def to_let_in(self, now: Seconds) -> tuple[RoundMember, ...]:
         """The newcomers that a report names now."""
         self._forget_silent(now)
-        ready = [one for peer, one in self.waiting.items() if self._ready_at(peer) <= now]
+        ready = [one for peer, one in self.waiting.items() if self.knows(peer) and self._ready_at(peer) <= now]
         return tuple(ready[:LET_IN_EACH])
 
     def drop(self, peers: Container[PeerId]) -> None:
@@ -64,7 +69,7 @@ class JoinRequests:
             rest_s = min(2 * before_s, LONGEST_REST_S)
             keep_latest(self._rests, peer, (now + rest_s, rest_s), MOST_REMEMBERED)
             if peer not in self._reported:
-                common_s = min(REST_TIMES * (now - self.round_began), LONGEST_COMMON_REST_S)
+                common_s = min(COMMON_REST_TIMES * (now - self.round_began), LONGEST_COMMON_REST_S)
                 self._common_rest_until = max(self._common_rest_until, now + common_s)
 
     def _ready_at(self, peer: PeerId) -> Seconds:

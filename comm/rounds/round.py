@@ -13,8 +13,8 @@ Nobody leads. A member that is gone costs a deadline: the others agree on what t
 rest (comm/rounds/collection.py), and the journal says without what. Its own micro-batches, and what it executed for
 others, do not count where they are not known. A sum with more in it than the reports name counts nowhere.
 
-A newcomer fetches the weights and moments of one round (comm/rounds/join_requests.py). Then it follows: it does what all
-do, but executes nothing, until a report lets it in. So do a peer that comes back or was taken for dead, one with
+A newcomer fetches the weights and moments of one round. Then it follows: it does what all do, but executes nothing,
+until a report lets it in (comm/rounds/join_requests.py). So do a peer that comes back or was taken for dead, one with
 another version of a fragment than most of its holders, and the lesser of two parts of a swarm that had lost each other.
 """
 
@@ -62,6 +62,9 @@ class Rounds:
     _follow_again_at: Seconds | None = None
     _elsewhere_at: Seconds = 0.0
     _waiting: list[tuple[Asked, CollectRequest, Seconds]] = field(default_factory=list)  # until then
+
+    def __post_init__(self) -> None:
+        self.join_requests.knows = self.view.knows
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -177,7 +180,7 @@ class Rounds:
             return Refused(Reason.SPAN)
         if query.joining and query.round >= self.number:  # it has all the state that it needs from us
             self.donor_holds.release(sender, now)
-        if query.joining and (self.view.knows(sender) or self.knows(sender)):
+        if query.joining:
             self.join_requests.ask(member, now)
         run = self.routes.stage.run
         if self.now_in is None:

@@ -45,7 +45,7 @@ from decentral.core.outcomes import Stepped as Stepped
 from decentral.core.outcomes import WindowClosed as WindowClosed
 from decentral.core.synthetic import Blob
 
-MOST_UNDER_WAY = 48  # micro-batches at a peer: each is an open question, and comm/net/streams.py answers 64 at once
+MOST_UNDER_WAY = 48  # micro-batches at a peer: each is an open question, and one sender has 64 at another peer
 
 Donated = tuple[int, Layout, Blob]
 """A fragment's state from a donor: the fragment's index, the sections of the blob, and the blob."""

@@ -43,6 +43,7 @@ class Journal:
         self._lost_since = 0.0
         self._file: int | None = None
         self._size = 0  # bytes of the file that are whole lines
+        self._begins = False  # whether the file still wants its first line
         self._cut = False  # whether a part of a line stands at its end
         try:
             self._open()
@@ -90,21 +91,22 @@ class Journal:
 
     def _make_room(self, size: int) -> None:
         """Opens the file if it could not be opened before, and begins a new one if `size` more bytes are too many."""
-        begins = self._file is None
         if self._file is None:
             self._open()
+            self._begins = not self._size
         if self._size and self._size + size > self._file_bytes:
             self._rotate()
-            begins = True
-        if begins and not self._size and self._started:
+            self._begins = True
+        if self._begins and self._started:
             self._append(self._line("continued", **self._started))
+            self._begins = False
 
     def _rotate(self) -> None:
         assert self._file is not None
         older = rotated(self.path)
         self.path.rename(_numbered(self.path, _number(self.path, older[-1]) + 1 if older else 1))
         os.close(self._file)
-        self._file = None
+        self._file, self._begins = None, True
         for file in rotated(self.path)[: -self._files_kept]:
             file.unlink(missing_ok=True)
         self._open()
@@ -134,6 +136,12 @@ def rotated(path: Path) -> list[Path]:
     """The files that this journal has filled and that are still kept, oldest first."""
     found = (file for file in path.parent.glob(f"{path.stem}-*{path.suffix}") if _number(path, file))
     return sorted(found, key=lambda file: _number(path, file))
+
+
+def deleted(path: Path) -> int:
+    """How many of the files that this journal has filled are no more there."""
+    there = rotated(path)
+    return _number(path, there[-1]) - len(there) if there else 0
 
 
 def _numbered(path: Path, number: int) -> Path:

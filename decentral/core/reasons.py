@@ -35,6 +35,7 @@ class Reason(StrEnum):
     # A blob
     DIGEST = "digest"  # the bytes do not have the digest that was announced
     SHAPE = "shape"  # the sections are not those of this fragment or micro-batch
+    DIFFERS = "differs"  # a donor's numbers are far from those of two other holders
     CODEC = "codec"  # a section is written with an unknown codec
     LEVELS = "levels"  # quantised numbers lie outside their codec's levels
     NAN = "nan"  # a number is not finite

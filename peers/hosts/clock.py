@@ -13,6 +13,7 @@ from statistics import median
 
 from decentral.core.units import Seconds
 
+MOST_AHEAD_S = 366 * 24 * 3600.0  # no clock that others go by is further from ours; infinity ended the peer
 CLOCKS_AGREE_S = 2.0  # clocks that differ by less are taken as they are: windows and ages have room for it
 
 
@@ -49,8 +50,10 @@ def agreed_s(ahead_s: Sequence[Seconds]) -> Seconds:
     """The seconds by which a clock is to be set, where those of other peers are so far ahead of it.
 
     It is the median's time; the own clock counts as well where there is no middle one. So of three clocks one that
-    lies, or is wrong, moves nobody; but a newcomer that knows one peer only believes it.
+    lies, or is wrong, moves nobody; but a newcomer that knows one peer only believes it, up to a year. What is more, or
+    no number, is left out.
     """
+    ahead_s = [ahead for ahead in ahead_s if abs(ahead) <= MOST_AHEAD_S]
     if not ahead_s:
         return 0.0
     ahead = median(ahead_s if len(ahead_s) % 2 else [*ahead_s, 0.0])

@@ -2,10 +2,14 @@
 
 The worker encodes a fragment's state when a newcomer asks for it. The export is reused for EXPORT_KEPT_S; one
 who has begun to fetch it may take FINISHED_S more, so that a large state on a slow link is not encoded again and again.
+For peers without a record STRANGER_EXPORTS fragments at a time are encoded; further questions wait until one of these
+was taken whole, or is forgotten. So strangers do not keep the worker encoding, and there is never more than one copy of
+the fragments that this peer holds.
 MOST_SERVED newcomers at a time are served; the others are told that the donor is busy, and ask elsewhere or later.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.wire.codec import Envelope
@@ -20,7 +24,8 @@ from decentral.core.units import Seconds
 
 MOST_SERVED = 8  # newcomers at a time: eight that are done soon are donors themselves
 STRANGERS_SERVED = 4  # of them, those whose record we do not know: they may have any number of names
-MOST_WAITING = 32  # questions that wait for an export: half of those that a peer answers at once (comm/net/streams.py)
+STRANGER_EXPORTS = 2  # fragments that are encoded, or kept, because of strangers alone
+MOST_WAITING = 32  # questions that wait for an export: a quarter of those answered at once (comm/net/fair_shares.py)
 SERVED_S = 5.0  # time after its last request until a newcomer's place goes to another one
 EXPORT_KEPT_S = 5.0  # any longer, and newcomers would start too far behind the swarm
 FINISHED_S = 25.0
@@ -36,7 +41,7 @@ class Export:
     blob: bytes
     expires_at: Seconds
     version: bytes = bytes(16)
-    begun: set[PeerId] = field(default_factory=set)  # newcomers that have pieces of it
+    begun: Counter[PeerId] = field(default_factory=Counter)  # bytes that newcomers have of it
 
     def serves(self, newcomer: PeerId, now: Seconds) -> bool:
         return now < self.expires_at + (FINISHED_S if newcomer in self.begun else 0.0)
@@ -54,6 +59,9 @@ class Donor:
     _waiting: dict[ExportName, list[tuple[int, PeerId, StateRequest]]] = field(default_factory=dict)
     _served: dict[PeerId, Seconds] = field(default_factory=dict)  # when each newcomer has last asked
     _strangers: set[PeerId] = field(default_factory=set)  # of those that are served
+    _unknown: set[PeerId] = field(default_factory=set)  # those that wait for an export, and have no record yet
+    _encoding: set[ExportName] = field(default_factory=set)
+    _for_strangers: set[ExportName] = field(default_factory=set)  # what is encoded or kept because of strangers alone
 
     def asked(
         self, request: int, sender: PeerId, pull: StateRequest, step: int, now: Seconds, known: bool = True
@@ -68,12 +76,13 @@ class Donor:
         export = self.exports.get(name)
         outdated = self.exact and export is not None and not pull.kept and export.step != step
         if export is not None and export.serves(sender, now) and not outdated:
-            return [self._piece(request, sender, pull, export)]
+            return [self._piece(request, sender, pull, export), *self._encode()]
         if sum(map(len, self._waiting.values())) >= MOST_WAITING:
             return [_refuse(request, Reason.BUSY)]
         self._waiting.setdefault(name, []).append((request, sender, pull))
-        job = jobs.ExportRetained(pull.fragment) if pull.kept else jobs.ExportState(pull.fragment)
-        return [job] if len(self._waiting[name]) == 1 else []
+        if not known:
+            self._unknown.add(sender)
+        return self._encode()
 
     def exported(
         self, done: jobs.StateExported | RetainedExported, step: int, now: Seconds, version: bytes = bytes(16)
@@ -81,19 +90,44 @@ class Donor:
         """The worker has encoded a state, or has none: then its layout is empty."""
         name = (done.fragment, isinstance(done, RetainedExported))
         waiting = self._waiting.pop(name, [])
+        self._encoding.discard(name)
         if not done.layout:
+            self._for_strangers.discard(name)
             return [_refuse(request, Reason.FRAGMENT) for request, _, _ in waiting]
         own_step = done.step if isinstance(done, RetainedExported) else step
         export = self.exports[name] = Export(own_step, done.layout, done.blob, now + EXPORT_KEPT_S, version)
-        return [self._piece(request, sender, pull, export) for request, sender, pull in waiting]
+        return [self._piece(request, sender, pull, export) for request, sender, pull in waiting] + self._encode()
 
-    def forget_old(self, now: Seconds) -> None:
+    def forget_old(self, now: Seconds) -> list[Effect]:
+        """Forgets the exports that nobody may want any more, and has those encoded that have waited for it."""
         self.exports = {name: one for name, one in self.exports.items() if now < one.expires_at + FINISHED_S}
+        self._for_strangers &= self.exports.keys() | self._encoding
+        return self._encode() if self._waiting else []
+
+    def recognise(self, knows: Callable[[PeerId], bool]) -> list[Effect]:
+        """Records have come: some of those that wait are no strangers any more."""
+        self._unknown = {peer for peer in self._unknown if not knows(peer)}
+        return self._encode()
+
+    def _encode(self) -> list[Effect]:
+        """What the worker encodes now of the fragments that newcomers wait for."""
+        effects: list[Effect] = []
+        for name, waiting in self._waiting.items():
+            by_strangers = all(sender in self._unknown for _, sender, _ in waiting)
+            if name in self._encoding or (by_strangers and len(self._for_strangers - {name}) >= STRANGER_EXPORTS):
+                continue
+            self._encoding.add(name)
+            self._for_strangers = self._for_strangers | {name} if by_strangers else self._for_strangers - {name}
+            fragment, kept = name
+            effects.append(jobs.ExportRetained(fragment) if kept else jobs.ExportState(fragment))
+        self._unknown &= {sender for waiting in self._waiting.values() for _, sender, _ in waiting}
+        return effects
 
     def _admits(self, newcomer: PeerId, now: Seconds, known: bool) -> bool:
         """Whether this newcomer is one of those that are served."""
         if known:
             self._strangers.discard(newcomer)
+            self._unknown.discard(newcomer)
         if newcomer not in self._served:
             if len(self._served) >= MOST_SERVED or not known:
                 self._served = {peer: at for peer, at in self._served.items() if now < at + SERVED_S}
@@ -106,8 +140,10 @@ class Donor:
         return True
 
     def _piece(self, request: int, newcomer: PeerId, pull: StateRequest, export: Export) -> Reply:
-        export.begun.add(newcomer)
         piece = export.blob[pull.offset : pull.offset + pull.length]
+        export.begun[newcomer] += len(piece)
+        if export.begun[newcomer] >= len(export.blob):  # a stranger that takes all of it may have the next one
+            self._for_strangers.discard((pull.fragment, pull.kept))
         if not piece:
             return _refuse(request, Reason.OFFSET)
         place = (self.run, pull.fragment, pull.offset, len(export.blob), export.step)

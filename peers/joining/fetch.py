@@ -3,6 +3,7 @@
 A piece's bytes travel with their digests, as all blobs do (comm/wire/blobs.py). A donor that fails twice is left out;
 its pieces are asked of the others, and those that are here already stay. Pieces of one fragment may come from several
 donors, since replicas differ by little and a piece can be decoded by itself (no block of a codec crosses a piece).
+When a fragment is here, samples of what each donor sent are compared with other peers' (peers/joining/cross_check.py).
 """
 
 from collections import Counter
@@ -20,6 +21,8 @@ from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, gathered
 from decentral.core.units import MiB, Seconds
+from decentral.peers.joining import cross_check
+from decentral.peers.joining.cross_check import MOST_ASKED, SAMPLE_BYTES, SAMPLE_DEADLINE_S, WITNESSES, DonorSample
 
 PIECE_BYTES = 1 * MiB
 DONORS = 4  # number of donors at a time
@@ -44,6 +47,8 @@ class Incoming:
     holder_misses: int = 0  # times in a row that it had no holder any more
     step: int = 0  # learning-rate step of the newest piece
     version: bytes = b""
+    sources: dict[int, PeerId] = field(default_factory=dict)  # which donor each piece came from, by offset
+    largest: dict[PeerId, tuple[float, int]] = field(default_factory=dict)  # number of each donor, and its sample
     refetched_for: int = 0  # the step of another fragment, for which this one was fetched again
     _from: int = 0  # all pieces before this offset are here or requested
 
@@ -66,9 +71,11 @@ class Incoming:
 
     def forget(self) -> None:
         self.pieces.clear()
+        self.sources.clear()
+        self.largest.clear()
         self.here = self._from = 0
 
-    def take(self, chunk: StateChunk, blob: bytes) -> None:
+    def take(self, donor: PeerId, chunk: StateChunk, blob: bytes) -> None:
         """Adds a piece. Raises ProtocolError if it does not fit the fragment.
 
         The last one puts all together, so that their memory serves the next fragment's pieces.
@@ -79,12 +86,19 @@ class Incoming:
             raise ProtocolError(Reason.SHAPE, "a piece of another length")
         if self.complete():
             return
+        size, at = cross_check.largest(blob)
+        self.largest[donor] = max(self.largest.get(donor, (-1.0, 0)), (size, chunk.offset + at))
+        self.sources[chunk.offset] = donor
         self.total = chunk.total
         self.here += len(blob) - len(self.pieces.get(chunk.offset, b""))
         self.pieces[chunk.offset] = blob
         self.step, self.version = max(self.step, chunk.step), chunk.version
         if self.complete():
             self.pieces = {0: gathered([self.pieces[at] for at in sorted(self.pieces)])}
+
+    def sample(self, donor: PeerId, offset: int, witnesses: list[PeerId]) -> DonorSample:
+        """What the donor said from that offset on. All pieces are here."""
+        return DonorSample(donor, self.pieces[0][offset : offset + SAMPLE_BYTES], (self.step, self.version), witnesses)
 
     def hand_over(self) -> Blob:
         """The whole state, which is not kept here: whoever gets it may change it."""
@@ -94,10 +108,11 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class FetchTag(Tag):
-    """StateRequest: the piece of a fragment's state from `offset` on."""
+    """StateRequest: the piece of a fragment's state from `offset` on, or the sample there of what a donor has sent."""
 
     fragment: int
     offset: int
+    sample_of: PeerId | None = None
 
 
 @dataclass(slots=True)
@@ -116,11 +131,15 @@ class Fetch:
     last_piece_at: Seconds = 0.0
     busy: int = 0  # times that a donor served others and refused us
     failures: Counter[PeerId] = field(default_factory=Counter)
+    accused: set[PeerId] = field(default_factory=set)  # donors whose samples differed from others'
+    known: Sequence[PeerId] = ()  # peers that may be asked
+    samples: dict[tuple[int, int, PeerId], DonorSample] = field(default_factory=dict)  # by fragment, offset and donor
     _in_flight: Counter[PeerId] = field(default_factory=Counter)
     _ahead: dict[int, PeerId] = field(default_factory=dict)  # by fragment: who was asked ahead for its first piece
 
     def begin(self, incoming: Iterable[Incoming], now: Seconds) -> None:
         self.incoming, self.last_piece_at = {one.fragment.index: one for one in incoming}, now
+        self.samples.clear()
 
     @property
     def step(self) -> int:
@@ -131,7 +150,7 @@ class Fetch:
 
     @property
     def complete(self) -> bool:
-        return not self.missing()
+        return not self.missing() and not self.samples
 
     def donated(self) -> tuple[Donated, ...]:
         """The states of all fragments, which are not kept here."""
@@ -139,6 +158,8 @@ class Fetch:
 
     def choose(self, known: Sequence[PeerId]) -> None:
         """Makes some of these peers donors. Those that are donors already stay."""
+        self.known = known
+        known = [peer for peer in known if peer not in self.accused]
         willing = [peer for peer in known if self.failures[peer] < FAILURES]
         if willing and self._some_have_failed_holders_only(known):
             self.failures.clear()
@@ -182,12 +203,17 @@ class Fetch:
     def handle(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """Takes the answer to a request, and gives the next requests."""
         assert isinstance(event.tag, FetchTag)
+        if event.tag.sample_of is not None:
+            self.last_piece_at = now if isinstance(event, Answered) else self.last_piece_at
+            return self._compare(event, event.tag)
         offset, incoming = event.tag.offset, self.incoming.get(event.tag.fragment)
         if offset or self._ahead.pop(event.tag.fragment, None) is None:
             self._in_flight[event.peer] -= 1
         if incoming is None:
             return []  # this fragment is not fetched any more
         incoming.request_over(offset)
+        if event.peer in self.accused:
+            return self.ask()  # what it sent before it was left out
         if isinstance(event, AskFailed):
             return self._failed(event.peer, event.reason)
         message = event.envelope.message
@@ -198,13 +224,72 @@ class Fetch:
         if self.exact and (message.step < incoming.step or (incoming.pieces and message.version != incoming.version)):
             return self._not_now(event.peer)  # it will soon take the step that others have taken
         try:
-            incoming.take(message, event.envelope.blob)
+            incoming.take(event.peer, message, event.envelope.blob)
         except ProtocolError as error:
             return self._failed(event.peer, error.reason)
         self.last_piece_at = now
         self.steps[event.peer] = max(self.steps.get(event.peer, 0), message.step)
         self.used.add(event.peer)
-        return [] if self.complete else self.ask()
+        if incoming.complete():
+            self._draw_samples(incoming)
+        return [] if self.complete else self.ask() + self._ask_witnesses()
+
+    def _draw_samples(self, incoming: Incoming) -> None:
+        """A fragment is here: two samples of each donor's pieces, if there are enough others to compare them with."""
+        index = incoming.fragment.index
+        for donor, (_, peak) in sorted(incoming.largest.items()):
+            others = [peer for peer in self.known if peer != donor and peer not in self.accused]
+            others = [peer for peer in others if self.holds(peer, incoming.fragment)]
+            if len(others) < WITNESSES or len(self.accused) >= cross_check.most_accused(self.known):
+                continue
+            self.chance.shuffle(others)
+            others.sort(key=lambda peer: peer not in self.donors)  # those have encoded the fragment already, perhaps
+            piece = self.chance.choice([offset for offset, source in incoming.sources.items() if source == donor])
+            length = min(PIECE_BYTES, sum(section.size for section in incoming.layout) - piece)
+            anywhere = piece + self.chance.randrange(0, length, SAMPLE_BYTES)
+            for offset in {peak, anywhere}:
+                self.samples[index, offset, donor] = incoming.sample(donor, offset, others[:MOST_ASKED])
+
+    def _ask_witnesses(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for (index, offset, donor), sample in self.samples.items():
+            for _ in range(sample.wanted):
+                question = StateRequest(self.run, index, offset, SAMPLE_BYTES, self.incoming[index].retained)
+                tag = self.tag(index, offset, donor)
+                to = sample.left.pop(0)
+                effects.append(Ask(tag, to, Envelope(question), SAMPLE_DEADLINE_S, SAMPLE_BYTES))
+                sample.under_way += 1
+        return effects
+
+    def _compare(self, event: Answered | AskFailed, tag: FetchTag) -> list[Effect]:
+        """A witness says what it holds, or does not. Once two have, the sample is judged."""
+        name = (tag.fragment, tag.offset, tag.sample_of or PeerId(""))
+        sample = self.samples.get(name)
+        if sample is None:
+            return []  # the fragment is fetched again
+        sample.under_way -= 1
+        if isinstance(event, Answered) and isinstance(chunk := event.envelope.message, StateChunk):
+            comparable = not self.exact or (chunk.step, chunk.version) == sample.version
+            if len(event.envelope.blob) == len(sample.said) and comparable:
+                sample.held.append(event.envelope.blob)
+        if not sample.over:
+            return self._ask_witnesses()
+        del self.samples[name]
+        if sample.donor not in self.accused and cross_check.differs(sample, self.exact):
+            return self._leave_out(sample.donor)
+        return []
+
+    def _leave_out(self, donor: PeerId) -> list[Effect]:
+        """What this donor sent is not what others hold: all fragments with pieces of it are fetched again."""
+        self.accused.add(donor)
+        self.used.discard(donor)
+        self.steps.pop(donor, None)
+        self.failures[donor] = FAILURES
+        for index, incoming in self.incoming.items():
+            if donor in incoming.sources.values():
+                incoming.forget()
+                self.samples = {name: one for name, one in self.samples.items() if name[0] != index}
+        return [log("donor_failed", peer=donor, reason=Reason.DIFFERS), *self._not_now(donor)]
 
     def _ask_one(self, donor: PeerId, position: int) -> list[Effect]:
         """The next request for this donor."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
 
-from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import StateChunk
 from decentral.comm.wire.transport import Answered, AskFailed
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Layout, Start, StateImported
@@ -25,6 +23,7 @@ JOIN_RETRY_S = 2.0
 MOST_PATIENT = 2  # how many JOIN_RETRY_S longer a newcomer waits between two tries, where all donors are busy
 GIVE_UP_S = 12.0  # without a donor that answers, after which a newcomer starts from what it has
 CLOCK_TIMES, CLOCK_MORE = 2, 1000  # donors may be so far ahead of the roster's median step: records are not new
+DONORS_COMPARED = 3  # so many donors, if there are, say which step they are at before we keep our own checkpoint
 HOLDER_RETRIES = 5  # tries to find a fragment's holder again whose record has expired: after a pause all records have
 
 
@@ -142,11 +141,15 @@ class Join:
                 del self.fetch.incoming[index]
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        match event:
-            case Answered(envelope=Envelope(StateChunk(step=step))) if self.restored and step < self.own_step:
-                return self._finish("checkpoint")  # the swarm is behind us, and exchanges will reconcile the two
         effects = self.fetch.handle(event, now)
+        if self.restored and self._swarm_is_behind():
+            return self._finish("checkpoint")  # exchanges will reconcile the two
         return self._import() if self.fetch.complete else effects
+
+    def _swarm_is_behind(self) -> bool:
+        """Whether our checkpoint is ahead of the donors: of the lower median of a few, as one of them may name any."""
+        enough = self.fetch.complete or len(self.fetch.steps) >= min(DONORS_COMPARED, len(self.fetch.donors))
+        return bool(self.fetch.steps) and enough and self.fetch.step < self.own_step
 
     def _import(self) -> list[Effect]:
         if self.exact and self.fetch.fetch_again():

@@ -9,6 +9,7 @@ sample of the swarm, and its costs do not grow with the number of peers.
 """
 
 import bisect
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from decentral.core import rng
 from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -28,6 +30,8 @@ from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
 
 REFRESH_SOON_S = 0.5  # until the next lookup after an unknown peer has asked us something
+SOUGHT_EACH = 4  # such lookups for one unknown peer
+MOST_SOUGHT = 1024  # unknown peers whose lookups are counted; beyond them, the first ones are forgotten
 PEERS_PER_REFRESH_S = 25  # a large swarm is looked up less often, as a lookup costs in proportion to its size
 EXPIRY_STEP_S = 1e-3  # each record of ours expires so much later than the one before
 FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotten
@@ -121,6 +125,34 @@ class Holders:
 
 
 @dataclass(slots=True)
+class SoonerLookups:
+    """When records are looked up before it is time, because peers ask that we do not know.
+
+    Strangers do not have us read all records as often as they ask: for each name a few lookups come sooner, and after
+    each that finds nobody new the rest is twice as long, until one has come in its own time.
+    """
+
+    rest_s: Seconds = REFRESH_SOON_S  # from a lookup to one that comes sooner
+    _looked_at: Seconds = -math.inf
+    _sooner: bool = False  # whether the next lookup does
+    _sought: dict[PeerId, int] = field(default_factory=dict)  # such lookups, by the unknown peer
+
+    def instead_of(self, at: Seconds, peer: PeerId, now: Seconds) -> Seconds:
+        """When the lookup comes that would come `at`."""
+        soon, sought = max(now + REFRESH_SOON_S, self._looked_at + self.rest_s), self._sought.get(peer, 0)
+        if soon >= at or sought >= SOUGHT_EACH:
+            return at
+        keep_latest(self._sought, peer, sought + 1, MOST_SOUGHT)
+        self._sooner = True
+        return soon
+
+    def looked(self, now: Seconds, longest_s: Seconds) -> None:
+        rest_s = 2 * self.rest_s if self._sooner else self.rest_s / 2
+        self.rest_s = max(REFRESH_SOON_S, min(rest_s, longest_s))
+        self._looked_at, self._sooner = now, False
+
+
+@dataclass(slots=True)
 class Roster:
     run: RunId
     own: Signer
@@ -137,6 +169,7 @@ class Roster:
     _expires: Seconds = 0.0  # when our last record does; a directory keeps the record that expires later
     _renew_at: Seconds = 0.0
     _refresh_at: Seconds = 0.0
+    _sooner: SoonerLookups = field(default_factory=SoonerLookups)
     _expiry_at: Seconds | None = None  # when to drop all expired records together
 
     @property
@@ -166,10 +199,10 @@ class Roster:
         """Renews our record at the next chance, because something in it has changed."""
         self._renew_at = min(self._renew_at, now)
 
-    def refresh_soon(self, now: Seconds) -> None:
+    def refresh_soon(self, peer: PeerId, now: Seconds) -> None:
         """Looks up records soon, because an unknown peer has asked us something, and is probably a newcomer."""
         if self.limits.shards == 1:  # with more nobody knows all peers
-            self._refresh_at = min(self._refresh_at, now + REFRESH_SOON_S)
+            self._refresh_at = self._sooner.instead_of(self._refresh_at, peer, now)
 
     def look_up(self, now: Seconds) -> list[Effect]:
         """Looks up records at once."""
@@ -195,6 +228,7 @@ class Roster:
         if now < self._refresh_at:
             return []
         self._refresh_at = now + max(self.limits.refresh_s, len(self.live) / PEERS_PER_REFRESH_S)
+        self._sooner.looked(now, self.limits.refresh_s)
         self._forget(now)
         lookups = [records.key_of(self.run, self.own.peer, self.limits.shards)]
         if self.limits.shards > 1:
@@ -246,6 +280,7 @@ class Roster:
         self.holders.put(peer, record)
         self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
         if known is None:
+            self._sooner.rest_s = REFRESH_SOON_S
             joined = log("peer_joined", peer=peer, device=record.profile.device, region=record.profile.region)
             return [Learn(peer, record.addresses), joined]
         return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []

@@ -213,12 +213,12 @@ class Node:
                 effects += self.route_planner.routes.handle(event, now)
         if self.span_manager and _is_due(self.span_manager.span_move.wake_at, now):
             effects += self.span_manager.span_move.handle(event, now)
-        self.donor.forget_old(now)
+        effects += self.donor.forget_old(now)
         return effects + self.traffic.lines(now)
 
     def _asked(self, event: Asked, now: Seconds) -> list[Effect]:
         if event.sender not in self.roster.live:
-            self.roster.refresh_soon(now)
+            self.roster.refresh_soon(event.sender, now)
         self.traffic.received(event)
         return self.answers.asked(event, now)
 
@@ -237,7 +237,7 @@ class Node:
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
         if self.span_manager and event.key == plan_key(self.setup.run):
             return self.span_manager.swarm_plans.handle(event, now)
-        effects = self.roster.handle(event, now)
+        effects = self.roster.handle(event, now) + self.donor.recognise(self.answers.knows)
         if self.join.phase is not JoinPhase.DONE:
             return effects + self.join.roster_known(now, self.selection.donors())
         if self.rounds:

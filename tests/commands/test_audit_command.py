@@ -56,3 +56,16 @@ def test_a_micro_batch_that_counted_twice_is_exit_1(tmp_path: Path) -> None:
 def test_a_folder_without_journals_is_exit_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert audit.main([str(tmp_path)]) == 2
     assert "has no journal.jsonl" in capfd.readouterr().err
+
+
+def test_what_the_journals_lost_is_said_and_is_exit_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A peer whose disk was full, or that has deleted old files, may have counted more than its journal says."""
+    write(tmp_path / "a", line(("A", 1, 0, 3)), {"t": 2.0, "event": "lost", "lines": 7, "since": 1.0, "reason": "full"})
+    with pytest.raises(SystemExit):
+        audit.main([str(tmp_path)])
+    assert "7 lines were lost" in capfd.readouterr().out
+    write(tmp_path / "b" / "peer", line(("A", 1, 0, 3)))
+    (tmp_path / "b" / "peer" / "journal-3.jsonl").write_text("")
+    with pytest.raises(SystemExit):
+        audit.main([str(tmp_path / "b")])
+    assert "2 full files were deleted" in capfd.readouterr().out

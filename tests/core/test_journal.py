@@ -267,3 +267,25 @@ def test_every_line_is_strict_json_also_when_a_loss_is_none(path: Path) -> None:
     line = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert line == {"t": 1.0, "event": "step", "loss": None, "aside": {"gossip": None}}
     assert list(read(path)) == [line]
+
+
+def test_a_file_that_began_on_a_full_disk_still_says_whose_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `continued` line was refused, and never came."""
+    journal, real, full = Journal(path, clock=lambda: 1.0, file_bytes=200), os.write, [False]
+    journal.write("started", peer="Qm")
+
+    def write_unless_full(file: int, data: bytes) -> int:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data)
+
+    monkeypatch.setattr(os, "write", write_unless_full)
+    while not rotated(path):
+        size = path.stat().st_size
+        full[0] = size > 100
+        journal.write("step", pad="x" * 60)
+    assert path.stat().st_size == 0
+    full[0] = False
+    journal.write("step")
+    journal.close()
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["continued", "lost", "step"]

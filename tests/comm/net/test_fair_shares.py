@@ -70,6 +70,18 @@ def test_strangers_share_a_small_part_and_leave_the_rest_to_those_with_a_record(
     assert shares.begin(HONEST).pool.used == 1
 
 
+def test_no_byte_of_a_stranger_s_blob_is_read_or_reserved() -> None:
+    """Nine strangers with 200 bytes each had all of the memory for blobs under way."""
+    shares = QuestionShares(knows=lambda peer: peer == HONEST)
+    for number in range(9):
+        with pytest.raises(ProtocolError) as caught:
+            shares.begin(PeerId(f"name {number}")).reserve(120 << 20)
+        assert caught.value.reason == "stranger"
+    assert shares.under_way.used == 0
+    shares.begin(PeerId("name")).reserve(0)
+    shares.begin(HONEST).reserve(120 << 20)
+
+
 class Crowd:
     """A server whose answers wait until a test lets them go, and askers on streams of their own."""
 

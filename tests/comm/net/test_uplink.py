@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from decentral.comm.net.uplink import PacedWriter, Uplink
-from decentral.comm.net.uplink_queue import BURST_S, PROBE_HOLD_S, TURN_BYTES, UNPACED_BYTES, Kind, Turn, kind_of
+from decentral.comm.net.uplink_queue import (
+    BURST_S,
+    PROBE_HOLD_S,
+    PROBED_EVERY_S,
+    TURN_BYTES,
+    UNPACED_BYTES,
+    Kind,
+    Turn,
+    kind_of,
+)
 from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
 
@@ -194,3 +203,12 @@ def test_activations_come_before_snapshots_and_these_before_downloads() -> None:
     activations = messages.ForwardRequest.__new__(messages.ForwardRequest)
     snapshot = messages.Snapshot.__new__(messages.Snapshot)
     assert kind_of(activations) > kind_of(snapshot) > kind_of(state)
+
+
+def test_answers_to_probes_have_the_uplink_for_themselves_once_in_a_while_only() -> None:
+    """Whoever asked for them, with however many names, got all of it past everything that waits."""
+    queue, probed = paced().queue, Envelope(messages.Probed(0), bytes(messages.MAX_PROBE_BYTES))
+    unpaced = [now for now in range(100) if not queue.paces(probed, float(now))]
+    assert unpaced == list(range(0, 100, int(PROBED_EVERY_S)))
+    assert kind_of(probed.message) is Kind.DOWNLOAD
+    assert not queue.paces(Envelope(messages.Probe(0), bytes(messages.MAX_PROBE_BYTES)), 1.0)

@@ -55,6 +55,9 @@ def test_the_time_of_a_suspension_counts(monkeypatch: pytest.MonkeyPatch) -> Non
         ([1.5], 0.0),
         ([-HOUR_S], -HOUR_S),
         ([HOUR_S, HOUR_S + 1], HOUR_S),
+        ([float("inf")], 0.0),  # it ended the peer
+        ([float("nan"), HOUR_S], HOUR_S),
+        ([1e300, HOUR_S, HOUR_S], HOUR_S),
         ([HOUR_S, 0.1], 0.0),  # ours and one other against one
         ([1e9, 0.1, -0.2], 0.0),
         ([HOUR_S, HOUR_S, -1e9], HOUR_S),

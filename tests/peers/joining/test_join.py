@@ -12,7 +12,15 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ExportState, Fragment, ImportState, Section, Start, StateExported, StateImported
 from decentral.core.machine import Effect, Log, Woke
-from decentral.peers.joining.donor import EXPORT_KEPT_S, FINISHED_S, MOST_SERVED, MOST_WAITING, SERVED_S, Donor
+from decentral.peers.joining.donor import (
+    EXPORT_KEPT_S,
+    FINISHED_S,
+    MOST_SERVED,
+    MOST_WAITING,
+    SERVED_S,
+    STRANGER_EXPORTS,
+    Donor,
+)
 from decentral.peers.joining.fetch import DONORS, FRAGMENTS_AHEAD, IN_FLIGHT, PIECE_BYTES, Fetch, Incoming
 from decentral.peers.joining.join import (
     GIVE_UP_S,
@@ -163,8 +171,28 @@ def test_donors_behind_our_checkpoint_teach_us_nothing() -> None:
     new = Newcomer(own_step=100, restored=True)
     new.know_the_roster()
     new.answer(new.next_of(A), step=90)
+    new.answer(new.next_of(B), step=90)
     assert new.starts == [Start(newcomer=False)]
     assert new.join.phase is JoinPhase.DONE
+
+
+@pytest.mark.parametrize("flaw", [{"step": 0}, {"step": 0, "layout": OTHER}, {"step": 1 << 60}])
+def test_one_donor_does_not_tell_a_peer_with_a_checkpoint_where_the_swarm_is(flaw: dict[str, object]) -> None:
+    """One chunk with a low step, of whatever shape, made it keep weights of long ago."""
+    new = Newcomer(donors=(A, B, PeerId("C")), own_step=40, restored=True)
+    new.know_the_roster()
+    new.answer(new.asks.pop(0), **flaw)
+    assert not new.starts
+    assert new.finish().step == 50
+
+
+def test_a_liar_that_names_a_late_step_does_not_have_a_peer_give_up_its_newer_checkpoint() -> None:
+    new = Newcomer(donors=(A, B, PeerId("C")), own_step=100, restored=True)
+    new.know_the_roster()
+    new.answer(new.asks.pop(0), step=1 << 60)
+    while not new.starts:
+        new.answer(new.asks.pop(0))
+    assert new.starts == [Start(newcomer=False)]
 
 
 def test_a_checkpoint_that_is_behind_catches_up_and_is_no_newcomer() -> None:
@@ -409,7 +437,7 @@ def test_a_fragment_that_is_whole_is_not_asked_for_again() -> None:
     for at, piece in enumerate(pieces):
         place = (RUN, 0, at * PIECE_BYTES, SIZE, 50, LAYOUT)
         one.request_over(at * PIECE_BYTES)
-        one.take(StateChunk(*place), piece)
+        one.take(A, StateChunk(*place), piece)
     assert one.next_offset() is None
     assert one.hand_over() == b"".join(pieces)
 
@@ -447,3 +475,45 @@ def test_where_a_liar_is_the_only_donor_the_records_of_the_others_bound_the_cloc
         newcomer.answer(newcomer.asks.pop(0), step=1 << 60)
     (imported,) = [effect for effect in newcomer.effects if isinstance(effect, ImportState)]
     assert imported.step == 2 * 48 + 1000
+
+
+def test_a_stranger_does_not_keep_the_donor_encoding() -> None:
+    """One byte of each fragment, once a second, had the whole model encoded every five seconds."""
+    fragments = [Fragment(number, number, number + 1, 400_000) for number in range(8)]
+    donor, exports, now = Donor(RUN, fragments), 0, 0.0
+    for second in range(300):
+        now = float(second)
+        effects: list[Effect] = donor.forget_old(now)
+        for fragment in fragments:
+            effects += donor.asked(second, PeerId("stranger"), StateRequest(RUN, fragment.index, 0, 1), 5, now, False)
+        for one in effects:
+            if isinstance(one, ExportState):
+                exports += 1
+                donor.exported(StateExported(one.fragment, LAYOUT, bytes(SIZE)), 5, now)
+        assert len(donor.exports) <= STRANGER_EXPORTS
+    assert 0 < exports <= STRANGER_EXPORTS * (300 / (EXPORT_KEPT_S + FINISHED_S) + 1)
+
+
+def test_a_newcomer_whose_record_comes_is_no_stranger_and_gets_what_it_waits_for() -> None:
+    fragments = [Fragment(number, number, number + 1, 400_000) for number in range(8)]
+    donor = Donor(RUN, fragments)
+    pulls = [StateRequest(RUN, fragment.index, 0, PIECE_BYTES) for fragment in fragments]
+    first = [one for number, pull in enumerate(pulls[:6]) for one in donor.asked(number, A, pull, 5, 0.0, False)]
+    assert first == [ExportState(0), ExportState(1)]
+    assert len(donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 5, 0.5)) == 1
+    assert donor.recognise({B}.__contains__) == []
+    assert donor.recognise({A}.__contains__) == [ExportState(number) for number in (2, 3, 4, 5)]
+    assert donor.asked(7, A, pulls[6], 5, 1.0) == [ExportState(6)]
+
+
+def test_a_visitor_that_takes_each_fragment_whole_need_not_wait_for_the_next_one() -> None:
+    fragments = [Fragment(number, number, number + 1, 400_000) for number in range(8)]
+    donor = Donor(RUN, fragments)
+    for fragment in fragments:
+        for offset in range(0, SIZE, PIECE_BYTES):
+            pull = StateRequest(RUN, fragment.index, offset, PIECE_BYTES)
+            effects = donor.asked(offset, A, pull, 5, 0.0, known=False)
+            if not offset:
+                assert effects == [ExportState(fragment.index)]
+                effects = donor.exported(StateExported(fragment.index, LAYOUT, bytes(SIZE)), 5, 0.0)
+            assert [type(one) for one in effects] == [Reply]

@@ -264,7 +264,7 @@ def test_a_record_under_the_wrong_shard_is_forged(sharded: Roster) -> None:
 def test_a_stranger_s_question_leads_to_no_lookup_where_nobody_knows_everybody(sharded: Roster) -> None:
     sharded.handle(Woke(), NOW)
     before = sharded.wake_at
-    sharded.refresh_soon(NOW + 1)
+    sharded.refresh_soon(PeerId("stranger"), NOW + 1)
     assert sharded.wake_at == before
 
 
@@ -277,3 +277,36 @@ def test_a_full_roster_keeps_those_that_it_knows_and_takes_no_others(roster: Ros
     roster.handle(Found(KEY, {everyone[0]: by_peer[everyone[0]]}), NOW)
     assert sorted(roster.live) == everyone[1:], "the newcomer's id comes first, and it does not help it"
     assert roster.refused[Reason.BUSY] == 1
+
+
+def lookups(roster: Roster, seconds: float, names: int) -> int:
+    """How many a minute's questions of strangers cause, one each tenth of a second, of so many names."""
+    found, steps = 0, round(seconds * 10)
+    for step in range(steps):
+        now = NOW + step / 10
+        if names:
+            roster.refresh_soon(PeerId(f"stranger{step % names}"), now)
+        found += sum(isinstance(one, Lookup) for one in roster.handle(Woke(), now))
+    return found
+
+
+@pytest.mark.parametrize("names", [1, 1000])
+def test_strangers_do_not_have_us_read_all_records_as_often_as_they_ask(roster: Roster, names: int) -> None:
+    """They made it 100 times a minute."""
+    quiet = 60 / roster.limits.refresh_s
+    assert lookups(roster, 60.0, names) <= 1.5 * quiet + 5
+
+
+def test_a_newcomer_s_first_question_has_its_record_looked_up_soon(roster: Roster) -> None:
+    roster.handle(Woke(), NOW)
+    roster.refresh_soon(other(), NOW + 1.0)
+    assert not [one for one in roster.handle(Woke(), NOW + 1.4) if isinstance(one, Lookup)]
+    assert [one for one in roster.handle(Woke(), NOW + 1.5) if isinstance(one, Lookup)]
+
+
+def test_one_name_that_asks_on_and_on_does_not_delay_the_next_newcomer(roster: Roster) -> None:
+    lookups(roster, 60.0, 1)
+    for second in range(60, 101, 4):
+        roster.handle(Woke(), NOW + second)
+    roster.refresh_soon(other(), NOW + 101.0)
+    assert [one for one in roster.handle(Woke(), NOW + 101.5) if isinstance(one, Lookup)]

@@ -227,7 +227,7 @@ def test_a_stranger_that_asks_to_be_let_in_stops_no_round(make_of: Callable[[int
     quiet = rounds_in(world, 10.0)
     world.network.geography._own[stranger] = world.network.geography._own[world.members[0].peer]  # type: ignore[attr-defined]
     port = world.network.plug(stranger)
-    port.serve = lambda sender, envelope, reply: None  # type: ignore[method-assign]
+    port.serve = lambda sender, envelope, reply: None
 
     def ask() -> None:
         query = Envelope(RoundQuery(RUN, 0, 0, LAYERS, joining=True))
