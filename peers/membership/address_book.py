@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from decentral.core import strict_json
 from decentral.core.ids import PeerId
 
 ADDRESSES_KEPT = 64  # peers: enough to find some of a swarm
@@ -24,7 +25,7 @@ class AddressBook:
         """The book in this file. It is empty if there is no file, or a damaged one, as it holds hints only."""
         book = cls(path)
         try:
-            entries = json.loads(path.read_text())
+            entries = strict_json.loads(path.read_text())
             book.known = {PeerId(peer): tuple(map(str, addresses)) for peer, addresses in entries.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             pass
