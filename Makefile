@@ -2,14 +2,15 @@
 #   make swarm   a virtual environment, the package, and a local swarm of four peers for 90 s
 #   make test    the same, and all tests, types and style, and 300 small simulated swarms with faults by chance
 # And for a long night: make soak SECONDS=3600 goes on with swarms that nobody has simulated yet; soak-report.json
-# says how many, and for each that was violated its seed and the line that replays it.
+# says how many, and for each that was violated its seed and the line that replays it. make fuzz SECONDS=600 looks for
+# bytes that crash a decoder, by coverage; what it finds stays in tests/fuzz/corpus/.
 
 PYTHON ?= python3.11
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 SECONDS ?= 3600
 
-.PHONY: swarm test check sweep soak install clean
+.PHONY: swarm test check sweep soak fuzz install clean
 
 swarm: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --summary swarm-summary.json
@@ -23,6 +24,10 @@ sweep: install
 soak: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.simulate --sweep 100000000 --seed $$(date +%s) --for-seconds $(SECONDS) \
 		--shrink --report soak-report.json
+
+fuzz: install
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[fuzz]"
+	OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz.guided --seconds $(SECONDS)
 
 check: install
 	$(RUN) -m ruff check .

@@ -257,6 +257,8 @@ class Roster:
             return []
         self._dropped[peer] = entry.record.time
         self._valid[peer] = entry.expires
+        while len(self._valid) > MOST_DROPPED:
+            del self._valid[next(iter(self._valid))]
         return self._drop(peer, Reason.SILENT, now)
 
     def _forget(self, now: Seconds) -> None:

@@ -55,6 +55,7 @@ PROFILE = Profile("cpu", 1 << 30, 1e9, 1e4)
 MOST_EFFECTS = 4000  # of one event: all questions that can wait, of all kinds, are answered when a peer leaves
 MOST_WAKES = 200  # at one time
 PATIENCE_S = 90.0  # for an answer: the longest that a question may wait, and what the device takes
+QUIET_S = 100.0  # at the end of a life, in which all that waits has to get its answer
 MOST_ASKED = 512  # questions of the node that are remembered, to answer them a second time
 
 
@@ -162,16 +163,19 @@ class FuzzedNode:
             self.pass_time(0.05)
             return
         asks = self.over if again else self.asked
-        ask = asks[self.chance.randrange(len(asks))]
+        place = self.chance.randrange(len(asks))
+        ask = asks[place]
         if not again:
-            self._close(ask)
+            self.over.append(self.asked.pop(place))
+            del self.over[:-MOST_ASKED]
         name = f"answer to {type(ask.envelope.message).__name__}"
-        if self.chance.random() < 0.06:
+        calm = self._present().calm
+        if not calm and self.chance.random() < 0.06:
             reason = self.chance.choice(("deadline", "unreachable", "cut"))
             self._answered(name, AskFailed(ask.tag, ask.to, reason, 1.0), reason)
             return
         envelope = grammar.spoilt(self._present(), grammar.answer(self._present(), ask))
-        if self.chance.random() < 0.08:
+        if not calm and self.chance.random() < 0.08:
             envelope = Envelope(Refused(self.chance.choice(grammar.REFUSALS), self.chance.choice(("", "7"))))
         try:
             message, _ = grammar.sent(self.chance, envelope)
@@ -312,11 +316,6 @@ class FuzzedNode:
         self.deliver(Found(key, {peer: VirtualSigner(peer).seal(key, body, expires)}))
         kept = peer in self.node.span_manager.swarm_plans._known
         self.figures.add("plan", "" if kept else "refused")
-
-    def _close(self, ask: Ask) -> None:
-        self.asked.remove(ask)
-        self.over.append(ask)
-        del self.over[:-MOST_ASKED]
 
 
 def _require_valid(effect: Ask | Reply) -> None:

@@ -121,7 +121,9 @@ def _files(name: str, folder: Path) -> Iterator[bytes]:
             yield save(arrays)
         case "retained_file":
             layout = [{"name": "theta", "codec": "int8", "elements": 6, "size": 8}]
-            yield save({"state": np.zeros(8, np.uint8)}, {"facts": json.dumps({"run": RUN, "step": 3, "layout": layout})})
+            yield save(
+                {"state": np.zeros(8, np.uint8)}, {"facts": json.dumps({"run": RUN, "step": 3, "layout": layout})}
+            )
         case "position_file":
             yield b"1024"
         case "run_file":

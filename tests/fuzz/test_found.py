@@ -15,6 +15,7 @@ from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.roster import MOST_DROPPED
 from tests.peers.node.test_node import LAYOUT, PROFILE, RUN, Played, identity
 
 LARGEST = (1 << 62) - 1  # that a message can carry
@@ -71,6 +72,17 @@ def test_a_step_in_a_state_that_nobody_reaches_is_refused(algorithm: Any) -> Non
 def test_a_clock_that_nobody_reaches_is_not_followed() -> None:
     played = Played("pull", "training")
     assert all(clock.step < 1 << 61 for clock in played.node.clock.follow([LARGEST] * 5))
+
+
+def test_peers_that_never_answer_are_not_remembered_without_end() -> None:
+    """Each name whose record we had read, and who left two questions unanswered, stayed known until its record ended."""
+    played = Played("pull", "training")
+    roster = played.node.roster
+    entry = roster.live[played.known.peer]
+    for number in range(MOST_DROPPED + 100):
+        roster.live[PeerId(f"silent{number}")] = dataclasses.replace(entry, failures=1)
+        roster._unanswered(PeerId(f"silent{number}"), played.now)
+    assert len(roster._valid) <= MOST_DROPPED
 
 
 @pytest.mark.parametrize("failed", [True, False])
