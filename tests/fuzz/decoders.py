@@ -1,8 +1,8 @@
 """Every function that reads bytes which others wrote, or which a disk may have spoilt: one table, DECODERS.
 
-Whatever the bytes are, a decoder returns, or says what is wrong by the errors that it promises: ProtocolError of others'
-bytes, UserError of the user's own files. Anything else is a crash. tests/fuzz/test_corpus.py gives each its corpus and
-finds decoders that are missing here; tests/fuzz/guided.py looks for new bytes by coverage (make fuzz).
+Whatever the bytes are, a decoder returns, or says what is wrong by the errors that it promises: ProtocolError for bytes
+of others, UserError for the user's own files. Anything else is a crash. tests/fuzz/test_corpus.py gives each a corpus,
+and finds decoders that are missing here; tests/fuzz/guided.py looks for new bytes by coverage (make fuzz).
 """
 
 import dataclasses

@@ -13,7 +13,6 @@ fails now and then (tests/fuzz/device.py). A seed decides all of it.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from random import Random
 from typing import Any, Literal
 
 from decentral.comm.net.fair_shares import QuestionShare, QuestionShares
@@ -34,7 +33,7 @@ from decentral.peers.joining.fetch import FetchTag
 from decentral.peers.membership import records
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.gossip_cost import CoresUsed
-from decentral.peers.node.node import Node, NodePhase
+from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
@@ -140,7 +139,7 @@ class FuzzedNode:
         sender = sender or self._sender()
         self._request += 1
         try:
-            message, size = grammar.sent(self.chance, envelope)
+            message, _ = grammar.sent(self.chance, envelope)
             if len(envelope.blob) > self.node.answers.blob_bound(message):
                 raise ProtocolError("oversize")
             share = self.shares.begin(sender)

@@ -71,12 +71,14 @@ def readers() -> Iterator[str]:
     """Functions of the product that raise ProtocolError, or call a library's parser."""
     for module, path in MODULES.items():
         for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                for node in ast.walk(function):
-                    if isinstance(node, ast.Raise) and "ProtocolError(" in ast.unparse(node):
-                        yield f"{module}.{function.name}"
-                    elif isinstance(node, ast.Call) and ast.unparse(node.func) in PARSERS:
-                        yield f"{module}.{function.name}"
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and any(map(_reads, ast.walk(function))):
+                yield f"{module}.{function.name}"
+
+
+def _reads(node: ast.AST) -> bool:
+    if isinstance(node, ast.Raise):
+        return "ProtocolError(" in ast.unparse(node)
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in PARSERS
 
 
 def test_every_function_that_reads_bytes_of_others_is_in_the_table() -> None:

@@ -75,7 +75,7 @@ def test_a_clock_that_nobody_reaches_is_not_followed() -> None:
 
 
 def test_peers_that_never_answer_are_not_remembered_without_end() -> None:
-    """Each name whose record we had read, and who left two questions unanswered, stayed known until its record ended."""
+    """Each name whose record we had read, and who left two questions unanswered, was known until its record ended."""
     played = Played("pull", "training")
     roster = played.node.roster
     entry = roster.live[played.known.peer]

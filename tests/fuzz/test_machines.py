@@ -73,7 +73,7 @@ def machine_of(kind: Kind, only: tuple[type[Message], ...]) -> type[RuleBasedSta
         def __init__(self) -> None:
             super().__init__()
             self.fuzzed = FuzzedNode(kind, 0, only)
-            for _ in range(SETTLED):  # the node has joined, is in a round, has executions
+            for _ in range(0 if kind == "newcomer" else SETTLED):  # it has joined, is in a round, has executions
                 self.fuzzed.step()
 
         @rule(seed=seeds)
