@@ -50,7 +50,7 @@ MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class ->
     "peers.node.handlers.Handlers": ("handle", "allreduce", ()),
     "peers.node.node.Node": ("handle", "spans", ()),
     "peers.node.progress.TrainingProgress": ("handle", "pull", ()),
-    "peers.node.swarm_clock.StepClock": ("follow", "pull", ()),
+    "peers.node.step_clock.StepClock": ("follow", "pull", ()),
     "peers.placement.layer_recovery.LayerRecovery": ("span_to_take", "spans", (messages.LeaseRequest,)),
     "peers.placement.replica_leases.GrantedLeases": ("grant", "spans", (messages.LeaseRequest,)),
     "peers.placement.span_move.SpanMove": ("handle", "spans", (messages.LeaseRequest, messages.StateRequest)),
