@@ -42,7 +42,7 @@ MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class ->
     "comm.rounds.members.Newcomers": ("ask_to_join", "synchronous", (*ROUNDS, messages.StateRequest)),
     "comm.routes.router.Router": ("handle", "spans", ROUTES),
     "peers.joining.donor.Donor": ("asked", "pull", (messages.StateRequest,)),
-    "peers.joining.fetch.Fetch": ("handle", "newcomer", ()),
+    "peers.joining.fetch.Fetch": ("handle", "synchronous", ()),
     "peers.joining.join.Join": ("handle", "newcomer", ()),
     "peers.membership.prober.Prober": ("handle", "pull", (messages.Probe, messages.Ping)),
     "peers.membership.roster.Roster": ("handle", "pull", ()),
