@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
 
 from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.comm.net import libp2p
@@ -121,11 +123,11 @@ def seal(data: bytes) -> None:
 def dht_record(data: bytes) -> None:
     """What our node of the DHT is asked to store: a byte for the length of the subkey, the subkey, the value."""
     size = data[0] if data else 0
-    record = libp2p.DHTRecord(DHT_KEY, data[1 : 1 + size], data[1 + size :], NOW + 60)
+    record = DHTRecord(DHT_KEY, data[1 : 1 + size], data[1 + size :], NOW + 60)
     assert libp2p.SignedRecords([KEY], lambda: NOW).validate(record) in (True, False)
 
 
-DHT_KEY: bytes = libp2p.DHTID.generate(source=KEY).to_bytes()
+DHT_KEY: bytes = DHTID.generate(source=KEY).to_bytes()
 
 
 def record(data: bytes) -> None:
@@ -178,7 +180,7 @@ def section(data: bytes) -> None:
     name, blob = CODECS[choice], data[3:]
     by_formula = refused(lambda data: compress.decode_by_formula(name, data, elements), blob)
     assert refused(lambda data: compress.decode(name, data, elements), blob) == by_formula
-    values = compress.decode(name, bytearray(blob), elements)
+    values = compress.decode(name, memoryview(bytearray(blob)), elements)
     assert torch.isfinite(values).all()
     assert torch.equal(values, compress.decode_by_formula(name, blob, elements))
 

@@ -294,7 +294,7 @@ class FuzzedNode:
     def _introduce(self, count: int) -> None:
         """Records of liars, or bytes that are none."""
         names = self._present().crowd if count > 1 else (self._sender(),)
-        values = {}
+        values = dict[str, bytes]()
         for peer in names:
             made = grammar.record(self._present(), peer)
             body = records.pack(made)

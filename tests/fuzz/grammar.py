@@ -7,7 +7,7 @@ fuzzer that guessed would be refused at the door, and test nothing behind it.
 import dataclasses
 from collections.abc import Callable
 from random import Random
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from decentral.comm.wire import blobs, codec, messages
 from decentral.comm.wire.codec import Envelope
@@ -18,13 +18,14 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Section
 from decentral.peers.joining.fetch import PIECE_BYTES
 from decentral.peers.membership.prober import zeros
-from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.node.node import Node
 from decentral.peers.planning.swarm_plans import SwarmPlan
 from tests.fuzz import values
 from tests.fuzz.device import HIDDEN, ON_REQUEST, STATE, TOKENS, WINDOW, blob_of
 
 T = TypeVar("T")
+PHASES: tuple[PeerPhase, ...] = (*("training",) * 8, "joining", "leaving")  # of records
 CROWD, CROWD_S = 8, 30.0  # liars that say most, and for how long
 ONE_FIELD = 0.2  # share of messages with one field of any value
 ANY_MESSAGE = 0.04  # share of messages that are of any kind, with any fields
@@ -289,12 +290,12 @@ def _collected(known: Known, collect: messages.CollectRequest) -> Envelope:
 def record(known: Known, peer: PeerId) -> PeerRecord:
     """A peer's record as the node expects it, or one with a field of any value."""
     first, last = known.span()
-    made = values.maker(PeerRecord)(known.chance)
+    made: PeerRecord = values.maker(PeerRecord)(known.chance)
     plain = dataclasses.replace(
         made, run=known.run, time=known.now, first=first, last=last, addresses=made.addresses[:2]
     )
     if known.chance.random() < 0.85:
-        phase = known.chance.choice(("training",) * 8 + ("joining", "leaving"))
+        phase = known.chance.choice(PHASES)
         kept = tuple((index, known.chance.randrange(9)) for index in range(known.chance.randrange(3)))
         plain = dataclasses.replace(
             plain, phase=phase, step=5, lr_step=known.chance.randrange(9), kept=kept, window_s=0.0
@@ -306,7 +307,8 @@ def record(known: Known, peer: PeerId) -> PeerRecord:
 
 def plan(known: Known) -> SwarmPlan:
     """A plan of the swarm's peers, or one with a field of any value."""
-    spans = tuple((peer, *sorted(known.chance.sample(range(len(known.cuts) + 1), 2))) for peer in _some(known))
+    drawn = [(peer, sorted(known.chance.sample(range(len(known.cuts) + 1), 2))) for peer in _some(known)]
+    spans = tuple((peer, begin, end) for peer, (begin, end) in drawn)
     figures = (known.chance.choice((1e3, 1e6)), known.chance.randrange(3), "because")
     return _spoilt(SwarmPlan(known.run, known.now - 1, bytes(16), *figures, spans), known.chance)
 
@@ -332,7 +334,8 @@ def spoilt(known: Known, envelope: Envelope) -> Envelope:
 
 def _spoilt(value: T, chance: Random, share: float = ONE_FIELD) -> T:
     """The dataclass, or a copy with one field of any value, at whatever depth."""
-    kinds = values.fields(type(value))
+    kind: Any = type(value)
+    kinds = values.fields(kind)
     if not kinds or chance.random() >= share:
         return value
     name = chance.choice(list(kinds))

@@ -71,7 +71,7 @@ def test_a_step_in_a_state_that_nobody_reaches_is_refused(algorithm: Any) -> Non
 
 def test_a_clock_that_nobody_reaches_is_not_followed() -> None:
     played = Played("pull", "training")
-    assert all(clock.step < 1 << 61 for clock in played.node.clock.follow([LARGEST] * 5))
+    assert played.node.clock.follow([LARGEST] * 5) == []
 
 
 def test_peers_that_never_answer_are_not_remembered_without_end() -> None:
