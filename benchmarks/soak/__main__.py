@@ -13,6 +13,7 @@ Whatever ends this process ends the peers, and then no mount, namespace or devic
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     console = Console(highlight=False)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # all is taken down, as with Ctrl-C
     missing = "it was not asked for" if flags.loopback else without_lab()
     kinds = [kind for kind in faults.KINDS if kind != "cut" or not missing]
     if missing:

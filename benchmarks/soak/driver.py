@@ -74,6 +74,8 @@ class Driver:
         self._ticked = now
         if now - before > STALL_S:
             self.found.stalls.append((before, now))
+            for hit, _ in self.open:
+                hit.stalled_s += 0.0 if hit.lifted is None else now - before
         self.swarm.follow()
         for hit, fault in list(self.open):
             self._advance(hit, fault, now)
@@ -128,8 +130,8 @@ class Driver:
         elif self._recovered(hit):
             hit.over = now
             self.open.remove((hit, fault))
-            self._say(f"place {hit.place}: {hit.kind} is over, {now - hit.lifted:.1f} s after it was taken back")
-        elif now > hit.lifted + MOST_RECOVERY_S:
+            self._say(f"place {hit.place}: {hit.kind} is over, {hit.recovered_s:.1f} s after it was taken back")
+        elif now > hit.lifted + hit.stalled_s + MOST_RECOVERY_S:
             self.open.remove((hit, fault))
             self._say(f"place {hit.place} has not recovered from {hit.kind}")
 

@@ -21,6 +21,12 @@ class Hit:
     late_s: float = 0.0  # it waited so long for others to recover
     lifted: float | None = None  # taken back, or the peer was started again
     over: float | None = None  # the peer trains, and where the network was hit exchanges, again
+    stalled_s: float = 0.0  # between the two the whole soak stood still for so long
+
+    @property
+    def recovered_s(self) -> float | None:
+        """How long it took, once the fault had been taken back."""
+        return None if self.lifted is None or self.over is None else self.over - self.lifted - self.stalled_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,8 +137,8 @@ def _recovered(found: Evidence) -> Iterator[str]:
     for hit in found.hits:
         if hit.over is None:
             yield f"place {hit.place} did not recover from {hit.kind} at {hit.began - found.faulty[0]:.0f} s"
-        elif hit.lifted is not None and hit.over - hit.lifted > MOST_RECOVERY_S:
-            yield f"place {hit.place} took {hit.over - hit.lifted:.0f} s to recover from {hit.kind}"
+        elif (took := hit.recovered_s) is not None and took > MOST_RECOVERY_S:
+            yield f"place {hit.place} took {took:.0f} s to recover from {hit.kind}"
 
 
 def _memory(found: Evidence) -> Iterator[str]:

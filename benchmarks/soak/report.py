@@ -45,7 +45,7 @@ def report(found: Evidence) -> dict[str, Any]:
 def _of_kind(found: Evidence, kind: str) -> dict[str, Any]:
     """How often it came, and how long recovering took once it had been taken back."""
     hits = [hit for hit in found.hits if hit.kind == kind]
-    took = [hit.over - hit.lifted for hit in hits if hit.over is not None and hit.lifted is not None]
+    took = [seconds for hit in hits if (seconds := hit.recovered_s) is not None]
     times = {"median_s": median(took), "most_s": max(took)} if took else {"median_s": None, "most_s": None}
     return {"times": len(hits), **times}
 

@@ -152,6 +152,7 @@ def test_time_in_which_the_soak_itself_stood_still_says_nothing(found: Evidence)
     for place in range(3):
         found.journals[place][0] = [line for line in found.journals[place][0] if not 400 < line["t"] <= 460]
     found.stalls = [(400.0, 460.0)]
+    found.hits.append(Hit("cut", 1, 390.0, lifted=395.0, over=600.0, stalled_s=60.0))
     assert judge.violations(found) == []
 
 
