@@ -34,6 +34,7 @@ LIMIT_S = 60.0  # deadline of a whole test against hanging, not a measurement
 class Swarm:
     """Peers by name, on one in-memory network."""
 
+    limit_s = LIMIT_S
     directory_use = LOOKING_OFTEN
     gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.05})
 
@@ -117,7 +118,7 @@ class Swarm:
         """Runs the story; whatever comes of it, no compute thread is left."""
 
         async def limited() -> None:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(self.limit_s):
                 await story
 
         try:
