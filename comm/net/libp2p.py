@@ -131,7 +131,7 @@ class Libp2p:
         keep_latest(self._addresses, peer, addresses, MOST_LEARNED)
 
     def pace(self, rate: Callable[[], float | None]) -> None:
-        self._uplink.rate = rate
+        self._uplink.queue.rate = rate
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         try:
