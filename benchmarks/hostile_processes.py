@@ -38,11 +38,13 @@ class HostileSwarm(LocalSwarm):
         flags = ["--credulous"] if self.credulous else []
         if number == HONEST:
             flags = ["--lie", self.lie] if self.lie != "honest" else []
-        if flags:
-            arguments = ["tests.hostile.peer" if one == "decentral.peer" else one for one in arguments]
-            place = list(arguments).index("tests.hostile.peer") + 1
-            arguments = [*arguments[:place], *flags, *arguments[place:]]
-        return super().spawn(number, arguments, **options)
+        return super().spawn(number, hostile(arguments, flags) if flags else arguments, **options)
+
+
+def hostile(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The command line of a peer, made that of one which is not as it should be."""
+    place = list(arguments).index("decentral.peer")
+    return [*arguments[:place], "tests.hostile.peer", *flags, *arguments[place + 1 :]]
 
 
 def run(lie: str, settings: Sequence[str], steps: int, credulous: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """An hour of real faults: peers are killed, frozen, cut off and sent away, their disks are filled, one each 20 s.
 
-    python -m benchmarks.soak [--seconds 3600] [--quiet 300] [--every 20] [--seed N] [--places 6] [--json FILE]
+    python -m benchmarks.soak [--seconds 3600] [--quiet 300] [--every 20] [--seed N] [--places 6] [--lie KIND]
+                             [--json FILE]
 
 Real peers and real libp2p: half of them hold the whole model, the others a part, through which micro-batches travel by
 routes. All train in quiet first; then the faults begin (benchmarks/soak/faults.py has the kinds), and the survivors'
@@ -9,6 +10,7 @@ violated (benchmarks/soak/judge.py), and 2 with one line for a mistake.
 
 With root on Linux each peer has a network namespace and a disk of its own, in memory; packets stay in this machine.
 Without, peers run on loopback, a full disk is a limit of the process, and nobody is cut off: the report says so.
+With --lie the last peer, which holds a part of the model, is a hostile one (tests/hostile/peer.py).
 Whatever ends this process ends the peers, and then no mount, namespace or device is left.
 """
 
@@ -32,6 +34,7 @@ from benchmarks.soak.swarm import LAYERS, SoakSwarm, lab_of, local_flags, withou
 from decentral import command
 from decentral.core.errors import UserError
 from decentral.local import PEER_LEAVE_S, PEER_START_S
+from decentral.sim.liars import FALSIFIED
 
 QUIET_S = 300.0
 WARM_UP_S = 20.0  # from when all have joined: windows are short, and kernels are compiled
@@ -59,7 +62,7 @@ def _main(flags: argparse.Namespace) -> None:
         driver.quiet(flags.quiet)
         driver.faults(plan, flags.seconds)
         driver.end()
-    result = {"seed": flags.seed, "lab": not missing, "every_s": flags.every, **report(found)}
+    result = {"seed": flags.seed, "lab": not missing, "every_s": flags.every, "lie": flags.lie, **report(found)}
     if flags.json:
         write_json(flags.json, result)
     console.print("\n".join(table(result)), markup=False, soft_wrap=True)
@@ -78,7 +81,7 @@ def _swarm(flags: argparse.Namespace, loopback: bool, generations: int) -> Itera
         disks: Disks = LimitedFiles(places) if loopback else MountedDisks(places)
         stack.callback(disks.close)
         lab = None if loopback else stack.enter_context(lab_of(flags.places, lasts))
-        swarm = SoakSwarm(asked, disks, lab, generations)
+        swarm = SoakSwarm(asked, disks, lab, generations, flags.lie)
         stack.callback(swarm.kill)
         yield swarm
 
@@ -92,6 +95,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=20.0, metavar="S", help="from one fault to the next")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the faults; default: the time")
     parser.add_argument("--places", type=int, default=6, metavar="N", help="peers at a time")
+    parser.add_argument("--lie", default="", choices=["", *FALSIFIED], metavar="KIND", help=", ".join(FALSIFIED))
     parser.add_argument("--loopback", action="store_true", help="no lab, although it can run here")
     parser.add_argument("--json", type=Path, metavar="FILE")
     flags = parser.parse_args(argv)

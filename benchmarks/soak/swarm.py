@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.hostile_processes import hostile
 from benchmarks.processes import resident_bytes, started_at
 from benchmarks.soak.disks import Disks, used_bytes
 from benchmarks.soak.evidence import Line, Sample
@@ -63,10 +64,12 @@ def without_lab() -> str:
 class SoakSwarm(LocalSwarm):
     """Its peers' journals are followed all the time, and kept."""
 
-    def __init__(self, flags: argparse.Namespace, disks: Disks, lab: Lab | None, generations: int) -> None:
-        """`generations`: how many peers may live at a place, one after the other."""
+    def __init__(
+        self, flags: argparse.Namespace, disks: Disks, lab: Lab | None, generations: int, lie: str = ""
+    ) -> None:
+        """`generations`: how many peers may live at a place, one after the other. `lie`: what the last place sends."""
         super().__init__(flags, disks.places[0].parent)
-        self.lab, self.size = lab, flags.peers
+        self.lab, self.size, self.lie = lab, flags.peers, lie
         self.listen = LISTEN if lab else LOOPBACK
         self.throttles, flags.memory = self.throttles * generations, flags.memory * generations
         self.disks = disks
@@ -77,6 +80,8 @@ class SoakSwarm(LocalSwarm):
         return [self.disks.places[n % self.size] / f"peer-{n}" for n in range(len(self.throttles))]
 
     def spawn(self, number: int, arguments: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+        if self.lie and number % self.size == self.size - 1:
+            arguments = hostile(arguments, ["--lie", self.lie])
         if self.lab is not None:
             return self.lab.popen(number % self.size, arguments, start_new_session=True, **options)
         return subprocess.Popen(arguments, start_new_session=True, preexec_fn=namespaces.die_with_parent, **options)
