@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from decentral.algorithms import pull
+from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.train import influence
 from tests.algorithms.credulous import Credulous, Trustful
 
@@ -16,6 +17,7 @@ def without_defences(replace: Replace) -> None:
     replace(pull, "Experience", Credulous)
     replace(pull, "Agreement", Trustful)
     replace(influence, "token_shares", believed_shares)
+    replace(TokenClaims, "believed", lambda self, peer, tokens, tokens_per_s, now: tokens)
 
 
 def believed_shares(own: int, claims: Sequence[int], trust: Sequence[float] = ()) -> list[float]:
