@@ -179,6 +179,26 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
+class Likeness:
+    """How like one gradient is to another: their cosine, and its length over the other's."""
+
+    cosine: float
+    ratio: float
+
+
+UNLIKE = Likeness(-1.0, 0.0)
+"""That of what is no gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How like the last gradient is to each one before."""
+
+    token: int
+    likeness: tuple[Likeness, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
     """A Forget or a Drop is done."""
 
@@ -216,7 +236,7 @@ class RoundClosed:
     sums: tuple[WindowClosed, ...]
 
 
-StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Forgotten | Stepped
+StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Compared | Forgotten | Stepped
 GossipOutcome = WindowClosed | Rested | NotHeld | SectionsEncoded | Merged | Absorbed | StateExported
 SpanOutcome = SpanChanged | RetainedExported
 StateOutcome = StateImported | ClockSet | Evaluated | Saved | Started

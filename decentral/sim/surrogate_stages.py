@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Layout
+from decentral.core.outcomes import UNLIKE
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, Numbers, SurrogateModel, loss_of
@@ -97,6 +98,12 @@ class SurrogateStages:
         for token in tokens:
             self.pending.pop(token, None)
         return jobs.Forgotten()
+
+    def compare(self, job: jobs.Compare) -> jobs.Compared:
+        """Gradients of one micro-batch are equal at all peers, whatever their weights."""
+        *others, newest = (_read(blob) for blob in job.blobs)
+        same, apart = jobs.Likeness(1.0, 1.0), UNLIKE
+        return jobs.Compared(job.token, tuple(same if newest == other else apart for other in others))
 
     def seal(self, slot: int) -> jobs.Sealed:
         self._sealed[slot] = tuple(self._filled), self._sums

@@ -42,6 +42,8 @@ class StageLayers(Protocol):
 
     def forget(self, tokens: Sequence[int]) -> jobs.Forgotten: ...
 
+    def compare(self, job: jobs.Compare) -> jobs.Compared: ...
+
     def seal(self, slot: int) -> jobs.Sealed: ...
 
     def drop(self, slot: int) -> jobs.Forgotten: ...
@@ -187,11 +189,13 @@ class JobRunner(ABC):
             case jobs.Draw():
                 number = self.numbers.take(self.counters.micro_batches)
                 self.counters.micro_batches = max(self.counters.micro_batches, self.numbers.least)
-                return self._draw(job, number)
+                return self._draw(job, number, number if self.synchronous else self.numbers.name(number))
             case jobs.Forward():
                 return stages.forward(job)
             case jobs.Backward():
                 return stages.backward(job)
+            case jobs.Compare():
+                return stages.compare(job)
             case jobs.Forget(tokens):
                 return stages.forget(tokens)
             case jobs.Seal(ready, then, slot):
@@ -221,8 +225,8 @@ class JobRunner(ABC):
         return jobs.Started(self.lr_step)
 
     @abstractmethod
-    def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
-        """Begins this peer's micro-batch with this number."""
+    def _draw(self, job: jobs.Draw, number: int, name: int) -> jobs.Outcome:
+        """Begins this peer's micro-batch with this number. `name`: the number by which other peers know it."""
 
     @abstractmethod
     def _evaluate(self) -> Program: ...

@@ -25,7 +25,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.fragments import FORWARD_PART
 from decentral.core.reasons import Reason
 from decentral.train import gpt
-from decentral.train.activations import ActivationFormat
+from decentral.train.activations import ActivationFormat, likeness
 from decentral.train.inner import Live, has_finite_norm, step_clipped
 from decentral.train.step import Device, slow_down
 
@@ -133,6 +133,19 @@ class StageRunner:
         for token in tokens:
             self.pending.pop(token, None)
         return jobs.Forgotten()
+
+    def compare(self, job: jobs.Compare) -> jobs.Compared:
+        """What does not decode is like nothing."""
+        *others, newest = (self._decoded(job, blob) for blob in job.blobs)
+        return jobs.Compared(job.token, tuple(likeness(newest, other) for other in others))
+
+    def _decoded(self, job: jobs.Compare, blob: bytes) -> Tensor | None:
+        formats = self.activations
+        shape = torch.Size((job.sequences, formats.context, formats.widths[job.first]))
+        try:
+            return formats.decode(job.layout, blob, shape)
+        except ProtocolError:
+            return None
 
     def seal(self, slot: int) -> jobs.Sealed:
         """The sum is sound if `apply` will take its step in every fragment: what is counted is in the weights."""
