@@ -10,8 +10,8 @@ its answer; and the request to the others names the micro-batch's twin (`twin`),
 gives out, and that only those tell from a number of its own who have seen both. Its gradients are aborted.
 
 What that costs: the passes through the layers behind this peer, and the sums that the aborted executions are in. Of
-what it sends on, a peer spends AUDIT_SHARE on audits, and OPENING_CREDIT micro-batches once: a new peer's first answers are
-audited one by one, and as long as they are right, ever fewer of the later ones.
+what it sends on, a peer spends AUDIT_SHARE on audits, and OPENING_CREDIT micro-batches once: a new peer's first answers
+are audited one by one, and as long as they are right, ever fewer of the later ones.
 """
 
 import itertools

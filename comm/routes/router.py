@@ -32,7 +32,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
 from decentral.core.jobs import BackwardDone, Compared, ExecutionFailed, ForwardDone, Sealed, Stepped
-from decentral.core.machine import Effect, Woke, earliest
+from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.units import Seconds
 
 
@@ -107,7 +107,7 @@ class Router:
         self.forwarding.hold(stage)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
-        """Effects: Ask, Reply, jobs of stages, the journal's lines `counted`, `uncounted`, `abandoned`, `audit`."""
+        """Effects: Ask, Reply, jobs, the journal's lines `counted`, `applied`, `uncounted`, `abandoned` and `audit`."""
         heard: list[Effect] | None = None
         if isinstance(event, Asked):
             answer = self.admission.answer(event)
@@ -151,11 +151,12 @@ class Router:
             case Sealed(tokens, slot, sound):
                 self.audits.stepped(len(tokens))
                 return self.ledger.sealed(tokens, slot, sound)
-            case Stepped(spent=spent, executions=executions):
+            case Stepped(spent=spent, executions=executions, applied=applied):
                 self.load.stepped(spent.busy)
                 if executions:
                     self.audits.stepped(len(executions))
-                return self.ledger.stepped(executions) if executions else []
+                told = [] if applied is None else [log("applied", of=[list(one) for one in applied])]
+                return told + (self.ledger.stepped(executions) if executions else [])
         return []
 
     # What synchronous rounds (comm/rounds/round.py) ask for

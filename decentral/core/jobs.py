@@ -15,6 +15,7 @@ from decentral.core.fragments import Section as Section
 from decentral.core.fragments import share as share
 from decentral.core.ids import PeerId
 from decentral.core.outcomes import Absorbed as Absorbed
+from decentral.core.outcomes import AppliedTokens as AppliedTokens
 from decentral.core.outcomes import BackwardDone as BackwardDone
 from decentral.core.outcomes import ClockSet as ClockSet
 from decentral.core.outcomes import Compared as Compared

@@ -13,6 +13,9 @@ from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Seconds
 
+AppliedTokens = tuple[tuple[int, int, int], ...]
+"""What a step took into the weights: the layers [first, last) of each fragment, and its tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
@@ -25,6 +28,7 @@ class Stepped:
     spent: TimeSpent
     micro_batches: int
     executions: tuple[int, ...] = ()  # after a Seal: the tokens of the executions in the step
+    applied: AppliedTokens | None = None  # after a step with gradients of routes
     refused: tuple[tuple[int, PeerId, str], ...] = ()  # after an Advance: fragment, the sum's peer, and the reason
 
 

@@ -39,7 +39,9 @@ PAIRS = {"oneway": ">", "degrade": "-"}
 SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
 LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # those that chance draws
 KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")  # sim/liars.py
-HOP_LIES = ("hop-flipped", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss")  # sim/route_liars.py
+HOP_LIES = (
+    *("hop-flipped", "hop-opposed", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss"),
+)  # sim/route_liars.py
 LASTING = (
     "freeze",
     "full-disk",

@@ -2,6 +2,7 @@
 
     hop-flipped   the gradient backwards (sign flip)
     hop-zero      no gradient
+    hop-opposed   the gradient backwards, ten times as long
     hop-grown     the gradient, ten times as long
     hop-replayed  the gradient that it gave back the time before
     hop-random    noise, as long as the gradient: it has computed nothing
@@ -48,6 +49,7 @@ def _noise(gradient: Tensor, seed: str) -> Tensor:
 
 FALSE_GRADIENTS: Mapping[str, Callable[[Tensor, str], Tensor]] = {
     "hop-flipped": lambda gradient, seed: -gradient,
+    "hop-opposed": lambda gradient, seed: -HOP_GROWN * gradient,
     "hop-zero": lambda gradient, seed: torch.zeros_like(gradient),
     "hop-grown": lambda gradient, seed: HOP_GROWN * gradient,
     "hop-random": _noise,

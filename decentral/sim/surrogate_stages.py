@@ -115,9 +115,10 @@ class SurrogateStages:
         self._sealed.pop(slot, None)
         return jobs.Forgotten()
 
-    def apply(self, lr_step: int, slot: int) -> None:
+    def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens:
         """One step of descent on each fragment that has tokens in the sealed sum; a dropped sum moves nothing."""
         sealed, sums = self._sealed.pop(slot, ((), self._sums))
+        taken: list[tuple[int, int, int]] = []
         for index, (live, fragment) in enumerate(zip(self.lives, self.fragments, strict=True)):
             through = [one for one in sealed if one.first <= fragment.first and fragment.last <= one.last]
             tokens = sum(one.tokens for one in through)
@@ -126,7 +127,9 @@ class SurrogateStages:
             noise = self.chance.normal(0.0, STEP_NOISE / len(through) ** 0.5, NUMBERS)
             self.weights[index] -= DESCENT_RATE * sums[index] / tokens - noise
             live.count(tokens, self.model.config.train.peak_rate)
+            taken.append((fragment.first, fragment.last, tokens))
         self.applied = sealed
+        return tuple(taken)
 
     def _layout(self, execution: SurrogateGradient, layer: int) -> Layout:
         return self.model.layout(layer, execution.tokens // self.model.config.model.context)

@@ -48,7 +48,7 @@ class StageLayers(Protocol):
 
     def drop(self, slot: int) -> jobs.Forgotten: ...
 
-    def apply(self, lr_step: int, slot: int) -> None: ...
+    def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens: ...
 
 
 class WorkingSpan(HeldSpan, Protocol):
@@ -210,8 +210,8 @@ class JobRunner(ABC):
         raise AssertionError(f"{type(self).__name__} does no {job!r}")
 
     def _apply(self, job: jobs.Apply) -> jobs.Stepped:
-        self.span.stages.apply(self.lr_step, job.slot)
-        return self.counters.stepped(job.tokens, job.loss, job.micro_batches)
+        applied = self.span.stages.apply(self.lr_step, job.slot)
+        return replace(self.counters.stepped(job.tokens, job.loss, job.micro_batches), applied=applied)
 
     def _follow(self, lr_step: int) -> None:
         """Takes over the swarm's learning-rate step where it is ahead of ours; in a synchronous run they are equal."""

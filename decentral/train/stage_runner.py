@@ -156,13 +156,16 @@ class StageRunner:
         self.sums.sealed_tokens[slot] = [0] * len(self.lives)
         return jobs.Forgotten()
 
-    def apply(self, lr_step: int, slot: int) -> None:
+    def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens:
         """The optimizer's step on each fragment, with the mean gradient of what is sealed there."""
         sums = self.sums
-        for live, gradient, tokens in zip(self.lives, sums.sealed[slot], sums.sealed_tokens[slot], strict=True):
-            if tokens:
-                step_clipped(live, gradient.div_(tokens), lr_step, tokens)
+        applied = [
+            (live.fragment.first, live.fragment.last, tokens)
+            for live, gradient, tokens in zip(self.lives, sums.sealed[slot], sums.sealed_tokens[slot], strict=True)
+            if tokens and step_clipped(live, gradient.div_(tokens), lr_step, tokens)
+        ]
         self.drop(slot)
+        return tuple(applied)
 
     def _through(self, entering: Tensor, input_BTD: Tensor | None, first: int, last: int) -> PendingBackward:
         """`entering`: tokens_BT at layer 0, else hidden_BTD. The model's last layer is left to its loss."""
