@@ -10,8 +10,8 @@ its answer; and the request to the others names the micro-batch's twin (`twin`),
 gives out, and that only those tell from a number of its own who have seen both. Its gradients are aborted.
 
 What that costs: the passes through the layers behind this peer, and the sums that the aborted executions are in. Of
-what it sends on, a peer spends AUDIT_SHARE on audits, and OPENING_CREDIT micro-batches once: a new peer's first answers
-are audited one by one, and as long as they are right, ever fewer of the later ones.
+what it sends on, a peer spends AUDIT_SHARE on audits, and OPENING_AUDITS of them once: a new peer's first answers are
+audited one by one, and as long as they are right, ever fewer of the later ones.
 """
 
 import itertools
@@ -32,8 +32,8 @@ from decentral.core.machine import Effect, log
 from decentral.core.units import Seconds
 
 AUDIT_SHARE = 0.01  # of the micro-batches that are sent on, what audits may cost, the sums that they spoil included
-STEADY = 0.5  # of that, what peers without a wrong answer are audited for; the rest is saved for those with one
-OPENING_CREDIT = 24.0  # micro-batches; also the most that is saved
+STEADY = 0.5  # of that, what peers without a wrong answer are audited for; the rest is left for those with one
+OPENING_AUDITS = 8  # requests of audits that are paid for later
 OPEN_AUDITS = 4  # audits at a time: each keeps a micro-batch's activations
 MOST_ASKED = 6  # peers that are asked in one audit, those that were busy included
 OPINIONS = 3
@@ -102,10 +102,15 @@ class RouteAudits:
 
     forwarding: Forwarding
     chance: Random | None
-    credit: float = OPENING_CREDIT
+    owed: float = 0.0  # micro-batches that audits have cost beyond their share
     open: dict[int, Audit] = field(default_factory=dict)
-    _in_sum: float = 1.0  # micro-batches in one of our sums, running average: what others lose with an aborted one
+    _in_sum: float = field(
+        init=False
+    )  # micro-batches in a sum here, running average: as many are lost with an aborted one
     _tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        self._in_sum = self.forwarding.stage.micro_batches_per_step + 1.0
 
     @property
     def cost(self) -> float:
@@ -118,13 +123,16 @@ class RouteAudits:
 
     def gave_back(self, execution: StageExecution, event: Answered, now: Seconds) -> list[Effect]:
         """The next peer has answered with what may be the gradient. By chance it is audited."""
-        self.credit = min(OPENING_CREDIT, self.credit + AUDIT_SHARE)
+        self.owed = max(0.0, self.owed - AUDIT_SHARE)
         response, chance = event.envelope.message, self.chance
         assert isinstance(response, BackwardResponse)
         if chance is None or self.forwarding.stage.synchronous or len(self.open) >= OPEN_AUDITS:
             return []
         seldom = self.cost / (AUDIT_SHARE * STEADY)
-        if self.credit < self.cost or chance.random() * min(seldom, self.forwarding.trust.interval(event.peer)) >= 1:
+        if (
+            self.owed > (OPENING_AUDITS - 1) * self.cost
+            or chance.random() * min(seldom, self.forwarding.trust.interval(event.peer)) >= 1
+        ):
             return []
         hop, sent_at, id = execution.sent, now - event.seconds, execution.next_id
         audit = Audit(
@@ -152,7 +160,7 @@ class RouteAudits:
         hop.to, hop.attempts = chance.choice(new), hop.attempts + 1
         hop.tried.append(hop.to)
         self.open[audit.token] = audit
-        self.credit -= self.cost
+        self.owed += self.cost
         of_micro_batch = known.stage.run, id.origin, id.number, id.first, audit.sequences
         drawn = max(0.0, now - audit.age_s)
         request = ForwardRequest(*of_micro_batch, audit.patience_s, audit.hold_s, hop.layout, drawn=drawn)
@@ -173,7 +181,7 @@ class RouteAudits:
                 audit.opinions.append(Opinion(event.peer, response, blob))
                 blobs = tuple(one.blob for one in audit.opinions)
                 return [Compare(audit.token, response.layout, audit.sequences, audit.id.first, blobs)]
-        self.credit += self.cost  # it took no part
+        self.owed -= self.cost  # it took no part
         return self._ask(audit, now, self._drawing)
 
     def compared(self, event: Compared, now: Seconds) -> list[Effect]:
