@@ -21,7 +21,7 @@ from random import Random
 
 from decentral.comm.routes.execution import NextHop, StageExecution
 from decentral.comm.routes.forwarding import Forwarding
-from decentral.comm.routes.pacing import NEWEST_WEIGHT
+from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S, NEWEST_WEIGHT, ROUTE_SLACK
 from decentral.comm.routes.tags import AuditTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_ROUTE_S, BackwardResponse, ExecutionId, ForwardRequest
@@ -37,6 +37,7 @@ OPENING_AUDITS = 8  # requests of audits that are paid for later
 OPEN_AUDITS = 4  # audits at a time: each keeps a micro-batch's activations
 MOST_ASKED = 6  # peers that are asked in one audit, those that were busy included
 OPINIONS = 3
+LEAST_BLAME = 0.25  # of a wrong answer, however many hops its peer names: they may be made up
 
 # What honest replicas' answers differ by, and a margin: docs/results/security.md has the measurements.
 LEAST_COSINE = 0.5
@@ -73,6 +74,7 @@ class Audit:
     sequences: int
     patience_s: Seconds
     hold_s: Seconds
+    deadline_s: Seconds  # after which another peer is asked: whoever never answers must not keep audits from others
     age_s: Seconds  # of the micro-batch when it was sent on
     opinions: list[Opinion]
     likeness: dict[tuple[int, int], Likeness] = field(default_factory=dict)  # of pairs of opinions
@@ -143,6 +145,7 @@ class RouteAudits:
             sequences=execution.sequences,
             patience_s=min(MAX_ROUTE_S, execution.deadline() - sent_at),
             hold_s=min(MAX_ROUTE_S, execution.until - sent_at),
+            deadline_s=max(HOP_DEADLINE_FLOOR_S, ROUTE_SLACK * event.seconds),
             age_s=sent_at - execution.drawn,
             opinions=[Opinion(event.peer, response, event.envelope.blob)],
         )
@@ -165,7 +168,11 @@ class RouteAudits:
         drawn = max(0.0, now - audit.age_s)
         request = ForwardRequest(*of_micro_batch, audit.patience_s, audit.hold_s, hop.layout, drawn=drawn)
         tag = AuditTag(audit.token, hop.attempts)
-        return [Ask(tag, hop.to, Envelope(request, hop.payload), audit.patience_s, hop.layout[0].size)]
+        return [
+            Ask(
+                tag, hop.to, Envelope(request, hop.payload), min(audit.patience_s, audit.deadline_s), hop.layout[0].size
+            )
+        ]
 
     def answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """A peer that was asked in an audit has answered, or has not."""
@@ -200,7 +207,7 @@ class RouteAudits:
             return self._end(audit, "undecided", now)
         for at, opinion in enumerate(audit.opinions):
             if at == alone:
-                self.forwarding.trust.was_wrong(opinion.peer, 1 / len(opinion.response.hops), now)
+                self.forwarding.trust.was_wrong(opinion.peer, max(LEAST_BLAME, 1 / len(opinion.response.hops)), now)
             else:
                 self.forwarding.trust.was_right(opinion.peer)
         return self._end(audit, "wrong", now, audit.opinions[alone].peer)

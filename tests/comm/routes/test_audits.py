@@ -203,3 +203,11 @@ def test_what_cannot_be_an_answer_blames_nobody() -> None:
     world.run(20.0)
     assert wrong(world) == set()
     assert all(not peer.routes.audits.open for peer in world.peers.values())
+
+
+def test_who_never_answers_does_not_keep_audits_from_others() -> None:
+    """Y takes requests and says nothing; the audits go on with the others, and find X."""
+    world = swarm("XYZW", liars="X")
+    world.loses = lambda now, ask: ask.to == "Y" and isinstance(ask.envelope.message, ForwardRequest)
+    played(world, 25.0)
+    assert wrong(world) == {"X"}
