@@ -28,8 +28,8 @@ class Stepped:
     spent: TimeSpent
     micro_batches: int
     executions: tuple[int, ...] = ()  # after a Seal: the tokens of the executions in the step
-    applied: AppliedTokens | None = None  # after a step with gradients of routes
     refused: tuple[tuple[int, PeerId, str], ...] = ()  # after an Advance: fragment, the sum's peer, and the reason
+    applied: AppliedTokens | None = None  # after a step with gradients of routes
 
 
 @dataclass(frozen=True, slots=True)

@@ -441,7 +441,8 @@ def test_gradients_are_compared_by_direction_and_length(
     gradient_BTD = torch.randn(2, stages.activations.context, stages.activations.widths[2])
     (section, blob), (_, other) = map(stages.activations.encode, (gradient_BTD, changed(gradient_BTD)))
     compared = stages.compare(jobs.Compare(1, (section,), 2, 2, (blob, other)))
-    assert compared.likeness == (jobs.Likeness(pytest.approx(cosine), pytest.approx(ratio)),)
+    (found,) = compared.likeness
+    assert (found.cosine, found.ratio) == pytest.approx((cosine, ratio), abs=1e-5)
 
 
 def test_what_is_no_gradient_is_like_none(computes: dict[str, Compute]) -> None:
