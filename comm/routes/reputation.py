@@ -11,6 +11,7 @@ one of those behind it may be to blame, and it audits them itself.
 from dataclasses import dataclass, field
 
 from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
 WRONG_WEIGHT = 0.25  # of a peer's routes are left after each wrong answer
@@ -67,8 +68,6 @@ class Reputations:
             known.suspended_until, known.suspensions = now + lasts_s, known.suspensions + 1
 
     def _judged(self, peer: PeerId) -> PeerReputation:
-        known = self.by_peer.pop(peer, None) or PeerReputation()
-        self.by_peer[peer] = known
-        if len(self.by_peer) > MOST_JUDGED:
-            del self.by_peer[next(iter(self.by_peer))]
+        known = self.by_peer.get(peer) or PeerReputation()
+        keep_latest(self.by_peer, peer, known, MOST_JUDGED)
         return known

@@ -261,6 +261,7 @@ class VirtualHost:
     def start(self) -> None:
         self.port.serve, self.port.bound = self._serve, self.node.answers.blob_bound
         self.port.shares.knows = self.node.answers.knows
+        self.port.uplink.queue.rate = self.node.meter.pace
         self._carry_all(Woke(), self.node.begin(self.clock()))
 
     def stop(self, reason: str) -> None:
