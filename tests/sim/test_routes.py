@@ -100,7 +100,7 @@ def test_a_layer_whose_holders_all_die_is_taken_over_by_another_peer() -> None:
     assert counted[130] > counted[100] + 64 * 8
 
 
-SLOW = replace(scenario("slow 3 x5 at 30 for 300", seconds=180.0), peers=6, seed=7)
+SLOW = replace(scenario("slow 3 x5 at 30 for 300", seconds=180.0), peers=6, seed=8)
 
 
 def test_peers_follow_one_plan_and_move_while_they_train() -> None:
