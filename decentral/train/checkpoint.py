@@ -221,6 +221,11 @@ class MicroBatchNumbers:
             reserved = secrets.randbelow(ELSEWHERE)
         return cls(reserved, lambda new: write_atomically(path, json.dumps(new).encode()))
 
+    def name(self, number: int) -> int:
+        """The number by which other peers know this micro-batch: one of a pair by chance, so that the other may name
+        its audits (comm/routes/audits.py), and few can tell the two."""
+        return 2 * number + self.draw(2)
+
     def take(self, wished: int) -> int:
         """The next number, from `wished` on where the disk can reserve it."""
         for number in self._elsewhere:
