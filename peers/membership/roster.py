@@ -291,7 +291,7 @@ class Roster:
         if entry.failures < DEAD_AFTER:
             return []
         self._dropped[peer] = entry.record.time
-        self._valid[peer] = entry.expires
+        keep_latest(self._valid, peer, entry.expires, MOST_DROPPED)
         return self._drop(peer, Reason.SILENT, now)
 
     def _forget(self, now: Seconds) -> None:
