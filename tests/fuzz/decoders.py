@@ -207,7 +207,7 @@ def pieces(data: bytes) -> None:
         head, data = data[:size], data[size:]
         message, blob_bytes = codec.decode(head)
         if isinstance(message, messages.StateChunk):
-            incoming.take(message, data[:blob_bytes])
+            incoming.take(PeerId("donor"), message, data[:blob_bytes])
             assert incoming.here <= sum(one.size for one in STATE)
         data = data[blob_bytes:]
     if incoming.complete():
