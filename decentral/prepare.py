@@ -13,11 +13,12 @@ import signal
 import sys
 from collections import deque
 from dataclasses import asdict, replace
+from functools import partial
 
-from decentral import __version__, launch, state, view
+from decentral import __version__, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
-from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.identity import Signer
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
@@ -28,7 +29,7 @@ from decentral.peers.hosts.host import Host
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
-from decentral.peers.node.node import Node
+from decentral.peers.node.node import NO_MEMBER, Node
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.reach_swarm import SwarmAccess, connect
@@ -51,7 +52,7 @@ def prove_kernels(device: str) -> tuple[OuterKernels, str]:
 
 
 async def claim_layers(
-    flags: argparse.Namespace, folder: state.StateFolder, own: Identity, access: SwarmAccess
+    flags: argparse.Namespace, folder: state.StateFolder, own: Signer, access: SwarmAccess
 ) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
@@ -115,11 +116,13 @@ async def prepare(
         memory_budget=MemoryBudget(memory.needs(run), claimed.memory_bytes, compute.span.all_state_layouts()),
         retained=compute.retained_states(),
         versions=compute.counters.versions,
+        private=access.private,
     )
     records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))
     now = access.clock
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
-    return Host(Node(setup), transport, access.directory, compute, journal, book, now)
+    keep = partial(invitation_files.keep_revocations, folder.path)
+    return Host(Node(setup), transport, access.directory, compute, journal, book, now, keep_revocations=keep)
 
 
 def _without(error: DamagedCheckpoint, flags: argparse.Namespace, access: SwarmAccess) -> None:
@@ -163,6 +166,7 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
     view.say(f"kernels of gossip: {flags.kernels}")
     shown.introduce(node, folder.path)
+    view.say(view.openness(setup, folder.path))
     for warning in flags.warnings:
         view.say(f"warning: {warning}")
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
@@ -184,6 +188,8 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         shown.close()
         host.journal.close()
     view.farewell(node, folder.path, reason, host.unsaved)
+    if reason.startswith(NO_MEMBER):
+        raise UserError(reason.removeprefix(f"{NO_MEMBER}: "))
     if reason.startswith("error") or host.unsaved:
         raise SystemExit(1)
 

@@ -176,6 +176,12 @@ class Roster:
         self._refresh_at = now
         return self._refresh(now)
 
+    def exclude(self, peer: PeerId, now: Seconds) -> list[Effect]:
+        """Drops a peer that is no member of this private swarm any more; its records are not opened again."""
+        self._known.pop(peer, None)
+        self._valid.pop(peer, None)
+        return self._drop(peer, Reason.REVOKED, now) if peer in self.live else []
+
     def leave(self, now: Seconds) -> list[Effect]:
         return [self._announce(now, leaving=True)]
 

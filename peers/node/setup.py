@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout, RetainedStates
@@ -34,6 +35,7 @@ class NodeSetup:
     memory_budget: MemoryBudget | None = None  # None: this peer never changes its layers
     retained: RetainedStates = ()  # states on our disk of layers that were given up
     versions: Mapping[int, bytes] = field(default_factory=dict)  # the checkpoint's, by fragment, if synchronous
+    private: PrivateSwarm | None = None  # None: the swarm is public
 
     @property
     def whole(self) -> bool:
