@@ -18,12 +18,13 @@ from pathlib import Path
 from decentral import command, invitation_files
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.invitations import FOR_EVER, ID_BYTES, MAX_HOLDER_CHARS, Permission, Revocations
+from decentral.comm.wire.private_swarm import revoked_key
 from decentral.core.errors import UserError
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
 from decentral.invitation_files import FounderFile
 from decentral.peers.membership.address_book import AddressBook
-from decentral.peers.membership.revocation_watch import COPY_S, revoked_key
+from decentral.peers.membership.revocation_watch import COPY_S
 from decentral.state import StateFolder
 from decentral.visit import visit
 

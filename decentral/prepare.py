@@ -19,6 +19,7 @@ from decentral import __version__, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.invitations import Permission
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
@@ -65,9 +66,13 @@ async def claim_layers(
         memory_bytes = launch.model_bytes(flags.memory, access.config, kept, flags.island)
     else:
         memory_bytes = flags.memory or measure.memory_bytes(device.device)
-    request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
+    originates = access.private is None or access.private.may(Permission.TRAIN)
+    request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept, originates)
     needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
     claimed = await claim(request, needs, access.directory, RealClock(access.clock))
+    if not originates and (claimed.span is None or access.config.synchronous):
+        limits = "a part of the model (give less --memory), in a run that is not synchronous"
+        raise UserError(f"this peer's invitation is to donate: it may hold {limits}; ask for one to train")
     memory.check_machine(access.config, claimed.span, measure.machine_bytes())
     return request, claimed
 

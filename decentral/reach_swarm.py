@@ -12,7 +12,7 @@ from decentral import invitation_files, state
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import FOR_EVER, Permission, is_private
-from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm
+from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
 from decentral.core import config, swarm_config
 from decentral.core.errors import UserError
@@ -23,7 +23,7 @@ from decentral.invitation_files import FounderFile
 from decentral.peers.hosts.clock import SwarmClock, difference
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
-from decentral.peers.membership.revocation_watch import ENDINGS, revoked_key
+from decentral.peers.membership.revocation_watch import ENDINGS
 from decentral.peers.planning import swarm_plans
 from decentral.visit import refused_member, say_hello
 

@@ -12,7 +12,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity, Signer
 from decentral.comm.wire.invitations import Holding, is_private
 from decentral.comm.wire.messages import VERSION, Hello, Message, Refused, Welcome
-from decentral.comm.wire.private_swarm import NOT_COUNTED, TELLS, MemberSigner, PrivateSwarm
+from decentral.comm.wire.private_swarm import NOT_COUNTED, TELLS, MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
 from decentral.core import config, swarm_config
 from decentral.core.errors import UserError
@@ -20,7 +20,6 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
-from decentral.peers.membership.revocation_watch import revoked_key
 
 HELLO_S = 15.0
 CHECK = "check the address, that the peer there runs, and its port"

@@ -34,12 +34,13 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from decentral.comm.net.fair_shares import QuestionShares
-from decentral.comm.net.streams import Asker, Server, Stream
+from decentral.comm.net.member_calls import MemberCalls
+from decentral.comm.net.streams import Asker, Server, Stream, exchange_proofs
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import identity
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
-from decentral.comm.wire.private_swarm import MAX_SEAL_BYTES, PrivateSwarm, opener
+from decentral.comm.wire.private_swarm import MAX_SEAL_BYTES, PrivateSwarm, storable
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, Knows, knows_all
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
@@ -109,7 +110,7 @@ class Libp2p:
         some = random.sample(sorted(self._addresses), min(MEET_AGAIN, len(self._addresses)))
         await asyncio.gather(*map(self._reach, some))
         if self._directory is not None:
-            await self._directory.revive(self._p2p, some)
+            await self._directory.revive(self._calls, some)
 
     async def addresses(self) -> tuple[str, ...]:
         """Our addresses for others, each ending in /p2p/<our id>; the loopback ones come last."""
@@ -165,8 +166,8 @@ class Libp2p:
         self._server = Server(handler, bound, self._uplink, shares=QuestionShares(knows))
         await self._listen()
 
-    async def enclose(self, private: PrivateSwarm) -> None:
-        """From now on only members of this swarm are asked and answered. To be called before anybody is.
+    async def enclose(self, private: PrivateSwarm | None) -> None:
+        """From now on only members of this swarm are asked and answered; None: anybody, as before the first call.
 
         Proofs are answered at once, whatever else is not yet: other members' nodes of the DHT want to talk to ours.
         """
@@ -174,7 +175,7 @@ class Libp2p:
         if self._server is None:
             await self.serve(_not_yet, lambda _: 0)
         assert self._server is not None
-        self._server.private, self._server.shares.admits = private, private.admits
+        self._server.enclose(private)
 
     async def drop(self, peer: PeerId) -> None:
         """Ends all connections to a peer that is no member any more."""
@@ -205,8 +206,18 @@ class Libp2p:
     async def directory(self, keys: Iterable[str], known: Iterable[PeerId]) -> "HivemindDirectory":
         """Our node of the DHT. It stores records of these keys only, and begins with peers that we are connected to."""
         valid = SignedRecords(keys, self._now, self._private)
-        self._directory = HivemindDirectory(await _dht_node(self._p2p, valid, known), valid, self._connected)
+        self._directory = HivemindDirectory(await _dht_node(self._calls, valid, known), valid, self._connected)
         return self._directory
+
+    @property
+    def _calls(self) -> Any:
+        """The P2P by which our node of the DHT calls others."""
+        return MemberCalls(self._p2p, self._private, self._prove) if self._private else self._p2p
+
+    async def _prove(self, to: PeerId) -> None:
+        """Both prove to be members. Raises AskError, and _NETWORK_ERRORS."""
+        assert self._private is not None
+        await exchange_proofs(self._private, self._asker.ask_any, to)
 
     def processor_s(self) -> Seconds:
         """Of the daemon. Only Linux says so of another process."""
@@ -260,7 +271,7 @@ class DaemonPlace:
         return replace(self, listen=tuple(re.sub("/tcp/0$", f"/tcp/{port}", address) for address in self.listen))
 
 
-async def _dht_node(p2p: P2P, valid: "SignedRecords", known: Iterable[PeerId]) -> DHTNode:
+async def _dht_node(p2p: Any, valid: "SignedRecords", known: Iterable[PeerId]) -> DHTNode:
     return await DHTNode.create(
         p2p=p2p,
         initial_peers=[Multiaddr(f"/p2p/{peer}") for peer in known] or None,
@@ -280,7 +291,7 @@ class HivemindDirectory:
         """`connected`: the peers that the transport is connected to, as they come and go."""
         self._dht, self._valid, self._connected = dht, valid, connected
 
-    async def revive(self, p2p: P2P, known: Iterable[PeerId]) -> None:
+    async def revive(self, p2p: Any, known: Iterable[PeerId]) -> None:
         """A new node in the place of the one whose daemon has ended. It has no records: others send them again."""
         with suppress(Exception):  # it wants to tell the daemon, which is gone
             async with asyncio.timeout(DHT_END_S):
@@ -346,7 +357,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
     """
 
     def __init__(self, keys: Iterable[str], now: Callable[[], float], private: PrivateSwarm | None = None) -> None:
-        self.now, self._open = now, opener(private)
+        self.now, self._open = now, storable(private)
         self.hidden: Callable[[str], str] = private.hidden if private else lambda key: key
         self._most_bytes = BYTES_HEADER_BYTES + (MAX_SEAL_BYTES if private else 0)
         self._keys = {DHTID.generate(source=self.hidden(key)).to_bytes(): key for key in keys}

@@ -20,7 +20,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import MAX_REVOCATIONS_BYTES
 from decentral.comm.wire.messages import MAX_ROUTE_S, MembershipProof, Message, Probe, Refused
 from decentral.comm.wire.private_swarm import MAX_UNPROVEN_BYTES, NOT_COUNTED, PrivateSwarm, refuse_unproven
-from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
+from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, knows_all
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
@@ -76,8 +76,8 @@ class Asker:
         """
         if isinstance(envelope.message, Probe) and envelope.blob:
             async with self.uplink.alone():
-                return await ask_member(self.private, self._ask, to, envelope, max_blob_bytes)
-        return await ask_member(self.private, self._ask, to, envelope, max_blob_bytes)
+                return await ask_member(self.private, self.ask_any, to, envelope, max_blob_bytes)
+        return await ask_member(self.private, self.ask_any, to, envelope, max_blob_bytes)
 
     def close(self) -> None:
         for stream in self._all():
@@ -89,7 +89,8 @@ class Asker:
         for stream in self.kept.pop(peer, []):
             stream.writer.close()
 
-    async def _ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
+    async def ask_any(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
+        """Asks a peer whoever it is."""
         kept = self._take(to)
         if kept is not None:
             with suppress(NoAnswer):
@@ -158,12 +159,17 @@ async def ask_member(
         message = answer.envelope.message
         if not (isinstance(message, Refused) and message.reason in NOT_COUNTED):
             return answer
+    await exchange_proofs(private, ask, to)
+    return await ask(to, envelope, max_blob_bytes)
+
+
+async def exchange_proofs(private: PrivateSwarm, ask: AskOnce, to: PeerId) -> None:
+    """Shows our proof to a peer, and takes its own. Raises AskError if one of the two is no member for the other."""
     proved = await ask(to, private.question(), MAX_REVOCATIONS_BYTES)
     try:
         private.heard(to, proved.envelope)
     except ProtocolError as error:
         raise AskError(error.reason, error.detail) from None
-    return await ask(to, envelope, max_blob_bytes)
 
 
 async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope, max_blob_bytes: int) -> Answer:
@@ -223,6 +229,10 @@ class Server:
             first = await self._next_question(sender, reader)
             if first is None:
                 return
+
+    def enclose(self, private: PrivateSwarm | None) -> None:
+        """From now on only members of this swarm are answered; None: anybody."""
+        self.private, self.shares.admits = private, private.admits if private else knows_all
 
     def drop(self, peer: PeerId) -> None:
         """Ends the streams of a peer that is no member any more, with what they hold."""

@@ -25,7 +25,7 @@ from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MembershipProof, Message, Refused
 from decentral.comm.wire.private_swarm import PrivateSwarm
-from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound
+from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, knows_all
 from decentral.core.agenda import Agenda, TimeLimit, Timer
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -57,9 +57,9 @@ class Port:
     asked: dict["Question", None] = field(default_factory=dict)  # questions of this peer that are under way
     private: PrivateSwarm | None = None  # None: the swarm is public
 
-    def enclose(self, private: PrivateSwarm) -> None:
-        """From now on only members of this swarm are asked and answered."""
-        self.private, self.shares.admits = private, private.admits
+    def enclose(self, private: PrivateSwarm | None) -> None:
+        """From now on only members of this swarm are asked and answered; None: anybody."""
+        self.private, self.shares.admits = private, private.admits if private else knows_all
 
     def check(self, sender: PeerId, envelope: Envelope) -> None:
         """Raises ProtocolError for a question that is refused, or whose blob is too large."""

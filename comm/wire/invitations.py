@@ -173,7 +173,7 @@ def read_proof(proof: bytes, run: RunId, peer: PeerId) -> Invitation:
     *fields, signature = _parts(proof, (str, bytes, str, float, str, bytes, bytes, bytes, bytes))
     invitation = invitation_of(tuple(fields))
     if invitation.run != run:
-        raise ProtocolError(Reason.RUN, "the invitation is for another run")
+        raise ProtocolError(Reason.UNINVITED, "the invitation is for another run")
     invitation.require_founder()
     _verify(invitation.key, signature, _membership(run, peer))
     return invitation

@@ -111,19 +111,22 @@ class PrivateSwarm:
 
     def verify(self, peer: PeerId, proof: bytes) -> Invitation:
         """The invitation that counts at present and that this peer proves to hold. Raises ProtocolError."""
-        known = self.members.get(peer)
-        if known is None or known.proof != proof:
-            known = Member(proof, invitations.read_proof(proof, self.run, peer))
-            self._remember(peer, known)
-        if (reason := self._counts(known.invitation)) is not None:
+        invitation = self._read(peer, proof)
+        if (reason := self._counts(invitation)) is not None:
             raise ProtocolError(reason, TELLS[reason])
-        return known.invitation
+        return invitation
 
-    def _remember(self, peer: PeerId, member: Member) -> None:
+    def _read(self, peer: PeerId, proof: bytes) -> Invitation:
+        """The invitation that the peer proves to hold, whether it counts at present or not. Raises ProtocolError."""
+        known = self.members.get(peer)
+        if known is not None and known.proof == proof:
+            return known.invitation
+        invitation = invitations.read_proof(proof, self.run, peer)
         self.members.pop(peer, None)
-        self.members[peer] = member
+        self.members[peer] = Member(proof, invitation)
         while len(self.members) > MOST_MEMBERS:
             del self.members[next(iter(self.members))]
+        return invitation
 
     def _counts(self, invitation: Invitation) -> Reason | None:
         if invitation.id in self.revocations.ids:
@@ -151,11 +154,13 @@ class PrivateSwarm:
             case MembershipProof(proof):
                 self.verify(peer, proof)
                 return
-            case Refused(reason, detail):
+            case Refused(reason):
                 if reason == Reason.REVOKED:
                     self.learn(answer.blob)
-                tells = detail if reason in TELLS else f"it does not prove to be a member of {self.run} ({reason})"
-                raise ProtocolError(reason if reason in TELLS else Reason.UNINVITED, tells)
+                if reason in (Reason.REVOKED, Reason.EXPIRED):
+                    raise ProtocolError(reason, TELLS[Reason(reason)])
+                tells = f"it takes no invitation to {self.run}, so it is in another swarm ({reason})"
+                raise ProtocolError(Reason.UNINVITED, tells)
         raise ProtocolError(Reason.UNEXPECTED, "no proof")
 
     # Revocations
@@ -188,8 +193,12 @@ class PrivateSwarm:
         nonce = hashlib.blake2b(content, key=own_key, digest_size=NONCE_BYTES).digest()
         return nonce + ChaCha20Poly1305(own_key).encrypt(nonce, content, b"")
 
-    def open(self, key: str, peer: PeerId, sealed: bytes) -> bytes:
-        """The record of a member. Raises ProtocolError if it is none of this swarm's, or its peer no member."""
+    def unseal(self, key: str, peer: PeerId, sealed: bytes) -> bytes:
+        """The record of a peer that was invited. Raises ProtocolError if it is none of this swarm's.
+
+        Nodes of the DHT ask no more: they refuse all records of a key together if they refuse one of them, and that
+        must not depend on whether a revocation has reached them.
+        """
         if not NONCE_BYTES + TAG_BYTES < len(sealed) <= identity.max_record_bytes(key) + MAX_SEAL_BYTES:
             raise ProtocolError(Reason.OVERSIZE, f"a sealed record of {len(sealed)} bytes")
         cipher = ChaCha20Poly1305(self._record_key(key, peer))
@@ -204,9 +213,18 @@ class PrivateSwarm:
             raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
         if type(proof) is not bytes or type(record) is not bytes:
             raise ProtocolError(Reason.GARBAGE, "not a record")
-        invitation = self.verify(peer, proof)
-        if not key.endswith("/revoked") and not invitation.may.allows(Permission.DONATE):
-            raise ProtocolError(Reason.PERMISSION, TELLS[Reason.PERMISSION])
+        self._read(peer, proof)
+        return record
+
+    def open(self, key: str, peer: PeerId, sealed: bytes) -> bytes:
+        """The record of a peer that may have one, and is a member at present. Raises ProtocolError."""
+        record = self.unseal(key, peer, sealed)
+        invitation = self.members[peer].invitation
+        reason = self._counts(invitation)
+        if reason is None and not (key == revoked_key(self.run) or invitation.may.allows(Permission.DONATE)):
+            reason = Reason.PERMISSION
+        if reason is not None:
+            raise ProtocolError(reason, TELLS[reason])
         return record
 
     def _record_key(self, key: str, peer: PeerId) -> bytes:
@@ -232,11 +250,16 @@ class MemberSigner:
         return self.inner.open(key, peer, self.private.open(key, peer, record), now)
 
 
-def opener(private: PrivateSwarm | None, inner: OpenRecord = identity.open_sealed) -> OpenRecord:
-    """How records of this swarm are opened by one who has no identity to sign with; None: it is a public swarm."""
+def revoked_key(run: RunId) -> str:
+    """The key of a private run's revocations in the DHT. Each that announces them has a subkey."""
+    return f"{run}/revoked"
+
+
+def storable(private: PrivateSwarm | None) -> OpenRecord:
+    """How a node of the DHT opens what it is to store or has found; None: it is a public swarm's."""
     if private is None:
-        return inner
-    return lambda key, peer, record, now: inner(key, peer, private.open(key, peer, record), now)
+        return identity.open_sealed
+    return lambda key, peer, record, now: identity.open_sealed(key, peer, private.unseal(key, peer, record), now)
 
 
 def refuse_unproven() -> ProtocolError:

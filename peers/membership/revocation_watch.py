@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 from decentral.comm.wire.identity import MAX_LIFETIME_S, Signer
-from decentral.comm.wire.private_swarm import PrivateSwarm
+from decentral.comm.wire.private_swarm import PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import Announce, Found, Lookup
 from decentral.core.errors import ProtocolError
-from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.ids import PeerId
+from decentral.core.machine import Effect, Woke, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -45,11 +45,6 @@ class MembershipOver:
     reason: str
 
 
-def revoked_key(run: RunId) -> str:
-    """The key of a private run's revocations in the DHT. Each that announces them has a subkey."""
-    return f"{run}/revoked"
-
-
 @dataclass(slots=True)
 class RevocationWatch:
     own: Signer
@@ -66,7 +61,10 @@ class RevocationWatch:
 
     @property
     def wake_at(self) -> Seconds | None:
-        return None if self._told else earliest((self._look_at, self.private.until))
+        """The next look, or what is to be told before."""
+        if self._told:
+            return None
+        return min(self._look_at, self.private.until if self._warned else self.private.until - WARN_S)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:

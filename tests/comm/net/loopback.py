@@ -42,10 +42,10 @@ class LoopbackTransport:
         self._server: Server | None = None
         self._private: PrivateSwarm | None = None
 
-    async def enclose(self, private: PrivateSwarm) -> None:
+    async def enclose(self, private: PrivateSwarm | None) -> None:
         self._private = private
         if self._server is not None:
-            self._server.private, self._server.shares.admits = private, private.admits
+            self._server.enclose(private)
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         try:
@@ -74,8 +74,8 @@ class LoopbackTransport:
             writer.close()
 
     async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
-        admits = self._private.admits if self._private else knows_all
-        self._server = Server(handler, bound, shares=QuestionShares(knows, admits), private=self._private)
+        self._server = Server(handler, bound, shares=QuestionShares(knows))
+        self._server.enclose(self._private)
 
     def pace(self, rate: Callable[[], float | None]) -> None:
         """Memory has no uplink."""

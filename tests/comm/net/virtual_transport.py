@@ -52,7 +52,7 @@ class VirtualTransport:
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody can find everybody."""
 
-    async def enclose(self, private: PrivateSwarm) -> None:
+    async def enclose(self, private: PrivateSwarm | None) -> None:
         self._port.enclose(private)
 
     async def drop(self, peer: PeerId) -> None:

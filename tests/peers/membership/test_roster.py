@@ -277,3 +277,10 @@ def test_a_full_roster_keeps_those_that_it_knows_and_takes_no_others(roster: Ros
     roster.handle(Found(KEY, {everyone[0]: by_peer[everyone[0]]}), NOW)
     assert sorted(roster.live) == everyone[1:], "the newcomer's id comes first, and it does not help it"
     assert roster.refused[Reason.BUSY] == 1
+
+
+def test_a_peer_that_is_excluded_is_out_at_once(roster: Roster) -> None:
+    find(roster, sealed())
+    assert left(roster.exclude(other(), NOW)) == ["revoked"]
+    assert not roster.knows(other())
+    assert roster.exclude(other(), NOW) == []
