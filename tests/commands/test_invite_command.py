@@ -17,7 +17,7 @@ from decentral.core.ids import PeerId
 from decentral.invitation_files import FounderFile, read_holding
 from decentral.peers.hosts.clock import SwarmClock
 from tests.comm.wire.invited import founder
-from tests.commands.peer_processes import TINY, Peers, exchanged
+from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
 
 LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 
@@ -177,7 +177,8 @@ def address(peers: Peers) -> str:
 
 def ended(peers: Peers, name: str) -> tuple[int, list[str]]:
     """The exit code of a peer's process, and its last two lines."""
-    code = peers.processes.pop(name).wait(120)
+    code = peers.processes[name].wait(LIMIT_S)
+    del peers.processes[name]
     return code, (peers.folder / name / "output.txt").read_text().splitlines()[-2:]
 
 
@@ -199,9 +200,8 @@ def test_an_invitation_that_does_not_count_gets_one_line(swarm: Peers, whose: st
         holding = founder().invite("ann", 9e9, Permission.TRAIN, os.urandom)
     else:
         with FounderFile.open(home) as ours:
-            holding = ours.invite(
-                "ann", 1e9 if whose == "expired" else 9e9, Permission("look" if "look" in whose else "train")
-            )
+            may = Permission.LOOK if whose == "to look" else Permission.TRAIN
+            holding = ours.invite("ann", 1e9 if whose == "expired" else 9e9, may)
     invitation_files.write_holding(path, holding)
     if whose == "revoked":
         assert run("--state-dir", str(home), "--revoke", str(path)) == 0
@@ -225,9 +225,8 @@ def test_an_invited_peer_trains_comes_back_without_its_file_and_stops_when_it_is
     path = invited(swarm.folder / "founder", "bob")
     swarm.start("bob", "--join", address(swarm), "--invite", str(path))
     swarm.until("bob exchanges with the founder", lambda: exchanged(swarm, "bob"))
-    first = swarm.processes.pop("bob")
-    first.send_signal(signal.SIGINT)
-    assert first.wait(120) == 0
+    swarm.processes["bob"].send_signal(signal.SIGINT)
+    assert ended(swarm, "bob")[0] == 0
     path.rename(path.with_suffix(".moved"))
     swarm.start("bob")
     since = swarm.lines("bob", "stopped")[-1]["t"]
@@ -245,11 +244,11 @@ def test_an_invited_peer_trains_comes_back_without_its_file_and_stops_when_it_is
 def test_whoever_may_look_looks(swarm: Peers, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = invited(swarm.folder / "founder", "carol", may="look")
     command = [sys.executable, "-m", "decentral.export", "--join", address(swarm), "--out", str(tmp_path / "model")]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert refused.returncode == 2
     assert "this swarm is private" in refused.stderr
     assert not (tmp_path / "model").exists()
-    allowed = subprocess.run([*command, "--invite", str(path)], capture_output=True, text=True, timeout=120)
+    allowed = subprocess.run([*command, "--invite", str(path)], capture_output=True, text=True, timeout=LIMIT_S)
     assert allowed.returncode == 0, allowed.stderr
     assert (tmp_path / "model" / "config.json").exists()
     capsys.readouterr()

@@ -1,7 +1,7 @@
 """A peer of a private swarm answers members and asks members, over loopback, in virtual time and over libp2p alike."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -74,13 +74,14 @@ def test_an_uninvited_peer_is_refused_and_no_handler_hears_of_it(pair: PrivatePa
 
 @pytest.mark.parametrize("whose", ["expired", "revoked", "another run's", "another peer's", "a forged founder's"])
 def test_any_other_invitation_is_refused_and_no_handler_hears_of_it(pair: PrivatePair, whose: str) -> None:
-    ours = {
+    makers: dict[str, Callable[[], PrivateSwarm]] = {
         "expired": lambda: pair.a_member(until=NOW),
         "revoked": pair.a_member,
         "another run's": lambda: pair.a_member(by=founder("other")),
         "another peer's": pair.a_member,
         "a forged founder's": lambda: pair.a_member(by=forger()),
-    }[whose]()
+    }
+    ours = makers[whose]()
     if whose == "another peer's":
         ours.proof = member("QmVictim").proof
     pair.reset(ours)

@@ -36,7 +36,7 @@ class Watched:
         return self.watch.handle(Woke(), now)
 
     def find(self, *values: tuple[PrivateSwarm, bytes], expires: float = NOW + COPY_S) -> list[Effect]:
-        found = {one.own: signer(one).seal(KEY, packed, expires) for one, packed in values}
+        found: dict[str, bytes] = {one.own: signer(one).seal(KEY, packed, expires) for one, packed in values}
         return self.watch.handle(Found(KEY, found), self.now)
 
 
