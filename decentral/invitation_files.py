@@ -34,7 +34,7 @@ from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.hosts.clock import SwarmClock
 
-MAX_FILE_BYTES = 16 * 1024  # of an invitation; it has about 700
+MAX_INVITATION_BYTES = 16 * 1024  # of an invitation; it has about 700
 FOUNDER = "founder"  # whom the founder's own invitation is for
 FORMAT = 1
 
@@ -183,7 +183,7 @@ def _founder_path(folder: Path) -> Path:
 
 def _read(path: Path, wrong: str) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES * (64 if path.name == "founder.json" else 1):
+        if path.stat().st_size > MAX_INVITATION_BYTES * (64 if path.name == "founder.json" else 1):
             raise ValueError("it is too large")
         content = json.loads(path.read_text())
     except OSError as error:

@@ -30,7 +30,8 @@ from decentral.peers.hosts.host import Host
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
-from decentral.peers.node.node import NO_MEMBER, Node
+from decentral.peers.membership.revocation_watch import NO_MEMBER
+from decentral.peers.node.node import Node
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.reach_swarm import SwarmAccess, connect

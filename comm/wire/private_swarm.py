@@ -45,7 +45,7 @@ OpenRecord = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]  # a Sig
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ProvenMember:
     """A peer that has shown this proof."""
 
     proof: bytes
@@ -61,7 +61,7 @@ class PrivateSwarm:
     now: Callable[[], Seconds]
     revocations: Revocations = NOTHING_REVOKED
     revoked_us: bool = False  # the founder's own list says so
-    members: dict[PeerId, Member] = field(default_factory=dict)  # in the order in which they were verified
+    members: dict[PeerId, ProvenMember] = field(default_factory=dict)  # in the order in which they were verified
     proof: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ class PrivateSwarm:
             return known.invitation
         invitation = invitations.read_proof(proof, self.run, peer)
         self.members.pop(peer, None)
-        self.members[peer] = Member(proof, invitation)
+        self.members[peer] = ProvenMember(proof, invitation)
         while len(self.members) > MOST_MEMBERS:
             del self.members[next(iter(self.members))]
         return invitation

@@ -75,6 +75,10 @@ class SwarmSettings:
         kept = memory.needs(self.config, self.fragments).activations
         return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, layout)
 
+    @property
+    def run(self) -> RunId:
+        return self.founder.run if self.founder else RUN
+
     def state_layouts(self) -> list[jobs.Layout]:
         if self.donated is not None:
             return list(self.donated)
@@ -135,7 +139,6 @@ class SimulatedSwarm:
     ) -> None:
         self.settings, self.seed, self.geography = settings, seed, geography
         self.observer = observer  # None in large swarms: looking at an event would cost as much as the event
-        self.run = settings.founder.run if settings.founder else RUN
         self.agenda = Agenda()
         self.network_faults = NetworkFaults(self.agenda, rng.stream(seed, "sky"))
         self.network = Network(self.agenda, geography, self.network_faults)
@@ -202,8 +205,8 @@ class SimulatedSwarm:
         spans = self.settings.spans
         saved = member.disk.checkpoint
         kept = saved.span if saved is not None else spans[member.number % len(spans)] if spans else None
-        signer = self._signer(member, self._private(member))
-        return claim_span.SpanRequest(self.settings.config, self.run, signer, (), memory_bytes, kept)
+        signer = _signer(member, _private(member, self.clock(member)))
+        return claim_span.SpanRequest(self.settings.config, self.settings.run, signer, (), memory_bytes, kept)
 
     def _begin_life(
         self, member: SimulatedPeer, contacts: tuple[PeerId, ...], claimed: claim_span.ClaimedSpan | None = None
@@ -333,7 +336,7 @@ class SimulatedSwarm:
         contacts: tuple[PeerId, ...],
         claimed: claim_span.ClaimedSpan | None,
     ) -> NodeSetup:
-        settings, private = self.settings, self._private(member)
+        settings, private = self.settings, _private(member, self.clock(member))
         memory_bytes = claimed.memory_bytes if claimed else 1 << 34
         profile = Profile("simulated", memory_bytes, 1e12, settings.tokens_per_step / self._step_s(member))
         first, last = member.span
@@ -345,8 +348,8 @@ class SimulatedSwarm:
         moves = claimed and settings.moves and not settings.spans and surrogate
         return NodeSetup(
             config=settings.config,
-            run=self.run,
-            own=self._signer(member, private),
+            run=self.settings.run,
+            own=_signer(member, private),
             private=private,
             fragments=held,
             state_layouts=[self._state_layouts[one.index] for one in held],
@@ -360,16 +363,6 @@ class SimulatedSwarm:
             retained=surrogate.retained_states() if surrogate else (),
         )
 
-    def _private(self, member: SimulatedPeer) -> PrivateSwarm | None:
-        """The member as one of a private swarm; one that nobody has invited believes that the swarm is public."""
-        if member.holding is None:
-            return None
-        return PrivateSwarm(member.peer, member.holding, self.clock(member), member.revocations)
-
-    def _signer(self, member: SimulatedPeer, private: PrivateSwarm | None) -> Signer:
-        signer = VirtualSigner(member.peer)
-        return MemberSigner(signer, private) if private else signer
-
     def _keep(self, member: SimulatedPeer, keep_disk: bool) -> None:
         """What the next life will find on the disk."""
         assert member.host is not None
@@ -379,3 +372,13 @@ class SimulatedSwarm:
         if not keep_disk:
             member.revocations = NOTHING_REVOKED
             member.disk, member.has_run = SurrogateDisk(), False
+
+
+def _private(member: SimulatedPeer, clock: Callable[[], Seconds]) -> PrivateSwarm | None:
+    """The member as one of a private swarm; one that nobody has invited believes that the swarm is public."""
+    return PrivateSwarm(member.peer, member.holding, clock, member.revocations) if member.holding else None
+
+
+def _signer(member: SimulatedPeer, private: PrivateSwarm | None) -> Signer:
+    signer = VirtualSigner(member.peer)
+    return MemberSigner(signer, private) if private else signer

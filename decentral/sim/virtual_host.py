@@ -32,7 +32,7 @@ from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Seconds
-from decentral.peers.membership.revocation_watch import Exclude
+from decentral.peers.membership.revocation_watch import Exclude, MembershipOver
 from decentral.peers.membership.roster import Learn
 from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
@@ -352,7 +352,7 @@ class VirtualHost:
                     self.connection.network.drop(self.port, peer)
             case EvaluatePlans():
                 self.agenda.after(EVALUATION_S, lambda: self.deliver(evaluate_plans(effect)))
-            case Stop(reason):
+            case Stop(reason) | MembershipOver(reason):
                 self.agenda.after(0.0, lambda: self.stop(reason))
             case _:
                 assert isinstance(effect, jobs.Job), f"no one carries out {effect!r}"

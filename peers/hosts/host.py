@@ -32,7 +32,7 @@ from decentral.core.units import Seconds
 from decentral.peers.hosts.clock import CLOCKS_AGREE_S, SwarmClock, difference
 from decentral.peers.hosts.host_watch import HostWatch
 from decentral.peers.membership.address_book import AddressBook
-from decentral.peers.membership.revocation_watch import Exclude
+from decentral.peers.membership.revocation_watch import Exclude, MembershipOver
 from decentral.peers.membership.roster import Learn
 from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.node import Node
@@ -197,7 +197,7 @@ class Host:
                     self._spawn(self.transport.drop(peer))
             case EvaluatePlans():
                 self._spawn(self._evaluate(effect))
-            case Stop(reason):
+            case Stop(reason) | MembershipOver(reason):
                 self.stop(reason)
             case _:
                 assert isinstance(effect, jobs.Job), f"no host carries out {effect!r}"

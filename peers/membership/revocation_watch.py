@@ -23,6 +23,7 @@ LOOK_S = 15.0  # between two looks for revocations
 COPIES = 3  # of the latest list that are to be in the DHT
 COPY_S = MAX_LIFETIME_S / 2  # how long an announced list lasts; there is room for clocks that differ
 FRESH_S = COPY_S / 4  # a copy that expires sooner is not counted
+NO_MEMBER = "no member"  # begins the reason with which a peer stops whose invitation counts no longer
 WARN_S = 3600.0  # before its invitation expires the user is told
 ENDINGS = {
     Reason.REVOKED: "the swarm's founder has revoked this peer's invitation",
@@ -40,7 +41,7 @@ class Exclude:
 
 @dataclass(frozen=True, slots=True)
 class MembershipOver:
-    """Effect: this peer is no member any more; it saves and stops."""
+    """Effect: this peer is no member any more; it saves and stops with this reason, which begins with NO_MEMBER."""
 
     reason: str
 
@@ -51,6 +52,7 @@ class RevocationWatch:
     private: PrivateSwarm
     chance: Random
     peers: Callable[[], int]  # how many others look for revocations, roughly
+    exclude: Callable[[PeerId, Seconds], list[Effect]]  # what a peer's exclusion makes of the roster
     _look_at: Seconds = 0.0
     _told: bool = False  # whether the end of our membership was told
     _warned: bool = False
@@ -88,19 +90,20 @@ class RevocationWatch:
                 packed, expires = self.own.open(self.key, PeerId(subkey), value, now)
             except ProtocolError:
                 continue
-            effects += self._learn(packed)
+            effects += self._learn(packed, now)
             copies += packed == self.private.revocations.packed and expires > now + FRESH_S
         missing = COPIES - copies if self.private.revocations.number else 0
         if self.chance.random() * (1 + self.peers()) < missing and self.private.over() is None:
             effects.append(self._announce(now))
         return effects + self._over()
 
-    def _learn(self, packed: bytes) -> list[Effect]:
+    def _learn(self, packed: bytes, now: Seconds) -> list[Effect]:
         excluded = self.private.learn(packed)
         if excluded is None:
             return []
-        number = self.private.revocations.number
-        return [Exclude(tuple(excluded), packed), log("revoked", number=number, peers=sorted(excluded))]
+        line = log("revoked", number=self.private.revocations.number, peers=sorted(excluded))
+        dropped = [effect for peer in excluded for effect in self.exclude(peer, now)]
+        return [Exclude(tuple(excluded), packed), line, *dropped]
 
     def _announce(self, now: Seconds) -> Announce:
         expires = now + COPY_S
@@ -119,4 +122,4 @@ class RevocationWatch:
         if over is None or self._told:
             return []
         self._told = True
-        return [MembershipOver(ENDINGS[over])]
+        return [MembershipOver(f"{NO_MEMBER}: {ENDINGS[over]}")]

@@ -33,7 +33,6 @@ from decentral.peers.joining.donor import Donor
 from decentral.peers.joining.join import Join, JoinPhase, JoinTag
 from decentral.peers.membership.prober import Prober, ProbeTag
 from decentral.peers.membership.records import PeerRecord
-from decentral.peers.membership.revocation_watch import Exclude, MembershipOver, RevocationWatch
 from decentral.peers.membership.roster import Holders, Roster
 from decentral.peers.node.answers import ROUND_QUESTIONS, ROUTE_QUESTIONS, Answers
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
@@ -41,7 +40,7 @@ from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.handlers import Handlers
 from decentral.peers.node.own_record import OwnRecord
 from decentral.peers.node.peer_selection import PeerSelection
-from decentral.peers.node.progress import Stop, TrainingProgress
+from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.node.span_manager import SpanManager
@@ -53,7 +52,6 @@ from decentral.peers.planning.plan_evaluation import PlansEvaluated
 from decentral.peers.planning.swarm_plans import key_of as plan_key
 
 PROBE_AFTER_S = 2.0  # from the start of training to the first probe
-NO_MEMBER = "no member"  # begins the reason with which a peer stops whose invitation counts no longer
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged | jobs.Absorbed
 
 
@@ -83,7 +81,6 @@ class Node:
     route_planner: RoutePlanner | None = None  # None: this peer takes part in no routes
     rounds: Rounds | None = None  # None: the run is not synchronous
     span_manager: SpanManager | None = None  # None: this peer never changes its layers
-    revocations: RevocationWatch | None = None  # None: the swarm is public
 
     # The machines, and what each of them handles
 
@@ -127,8 +124,7 @@ class Node:
         self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.JobFailed)
         self.handlers.register(lambda event, now: self.prober.handle(event, now, self.selection.live()), ProbeTag)
         if setup.private:
-            chance = rng.stream(run.seed, "revocations", setup.own.peer)
-            self.revocations = RevocationWatch(setup.own, setup.private, chance, lambda: len(self.roster.live))
+            self.roster.watch_revocations(setup.private, rng.stream(run.seed, "revocations", setup.own.peer))
 
     def _make_routes(self) -> None:
         setup = self.setup
@@ -175,8 +171,6 @@ class Node:
             times.append(self.span_manager.wake_at if self.phase is NodePhase.TRAINING else None)
         if self.rounds:
             times.append(self.rounds.wake_at)
-        if self.revocations:
-            times.append(self.revocations.wake_at)
         return earliest(times)
 
     def begin(self, now: Seconds) -> list[Effect]:
@@ -221,8 +215,6 @@ class Node:
                 effects += self.route_planner.routes.handle(event, now)
         if self.span_manager and _is_due(self.span_manager.span_move.wake_at, now):
             effects += self.span_manager.span_move.handle(event, now)
-        if self.revocations and _is_due(self.revocations.wake_at, now):
-            effects += self._excluding(self.revocations.handle(event, now), now)
         self.donor.forget_old(now)
         return effects + self.traffic.lines(now)
 
@@ -247,24 +239,14 @@ class Node:
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
         if self.span_manager and event.key == plan_key(self.setup.run):
             return self.span_manager.swarm_plans.handle(event, now)
-        if self.revocations and event.key == self.revocations.key:
-            return self._excluding(self.revocations.handle(event, now), now)
         effects = self.roster.handle(event, now)
+        if self.roster.revocations and event.key == self.roster.revocations.key:
+            return effects
         if self.join.phase is not JoinPhase.DONE:
             return effects + self.join.roster_known(now, self.selection.donors())
         if self.rounds:
             return effects  # the number of the round is the learning-rate step
         return effects + self.clock.follow(entry.record.lr_step for entry in self.roster.live.values())
-
-    def _excluding(self, effects: list[Effect], now: Seconds) -> list[Effect]:
-        """With the effects of a revocation, those of dropping whom it names, and of stopping where it names us."""
-        for effect in list(effects):
-            match effect:
-                case Exclude(peers):
-                    effects += [more for peer in peers for more in self.roster.exclude(peer, now)]
-                case MembershipOver(reason):
-                    effects.append(Stop(f"{NO_MEMBER}: {reason}"))
-        return [effect for effect in effects if not isinstance(effect, MembershipOver)]
 
     def _started(self, event: jobs.Started, now: Seconds) -> list[Effect]:
         self.phase = NodePhase.TRAINING

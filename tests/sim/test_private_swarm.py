@@ -7,7 +7,7 @@ from random import Random
 from decentral.comm.wire.invitations import FounderKeys
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.core import config
-from decentral.peers.node.node import NO_MEMBER
+from decentral.peers.membership.revocation_watch import NO_MEMBER
 from decentral.sim.geography import SwarmGeography, TypicalLink
 from decentral.sim.swarm import EPOCH, SimulatedPeer, SimulatedSwarm, SwarmSettings
 from decentral.sim.sweep import SETTINGS

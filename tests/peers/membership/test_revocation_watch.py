@@ -29,7 +29,8 @@ class Watched:
     def __init__(self, until: float = FOR_EVER, others: int = 0) -> None:
         self.now = NOW
         self.private = member("QmA", until=until, now=lambda: self.now)
-        self.watch = RevocationWatch(signer(self.private), self.private, Random(0), lambda: others)
+        roster = (lambda: others, lambda peer, now: [])
+        self.watch = RevocationWatch(signer(self.private), self.private, Random(0), *roster)
 
     def wake(self, now: float) -> list[Effect]:
         self.now = now
@@ -141,7 +142,7 @@ def test_what_is_no_list_is_ignored() -> None:
 def test_a_revoked_peer_stops_with_one_word_of_why_and_says_it_once() -> None:
     watched = Watched()
     effects = watched.find((herald(), revoking(watched.private)))
-    assert over(effects) == ["the swarm's founder has revoked this peer's invitation"]
+    assert over(effects) == ["no member: the swarm's founder has revoked this peer's invitation"]
     assert announced(effects) == []
     assert watched.wake(NOW + 60) == []
     assert watched.watch.wake_at is None
@@ -163,4 +164,4 @@ def test_an_expiring_invitation_is_told_an_hour_before_and_ends_the_peer() -> No
     assert "expires in 60 minutes" in line.fields["reason"]
     assert not [one for one in watched.wake(end - 60) if isinstance(one, Log)]
     assert watched.private.until == end
-    assert over(watched.wake(end)) == [revocation_watch.ENDINGS[Reason.EXPIRED]]
+    assert over(watched.wake(end)) == [f"no member: {revocation_watch.ENDINGS[Reason.EXPIRED]}"]
