@@ -24,7 +24,8 @@ from decentral.comm.wire.identity import Identity
 from decentral.core import config, jobs, memory_needs
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import Journal, read
-from decentral.peers.hosts.host import Host, clock
+from decentral.peers.hosts.clock import SwarmClock
+from decentral.peers.hosts.host import Host
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node
@@ -114,7 +115,7 @@ class Swarm:
             routes=place,
             memory_budget=MemoryBudget(self.needs, self.half, compute.span.all_state_layouts()),
         )
-        now = clock()
+        now = SwarmClock()
         journal, book = Journal(folder / "journal.jsonl", now), AddressBook(folder / "peers.json")
         directory = LoopbackDirectory(self.network)
         self.computes.append(compute)

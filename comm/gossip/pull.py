@@ -34,6 +34,7 @@ from decentral.core.jobs import (
     SectionsEncoded,
     WindowClosed,
 )
+from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect, Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -225,7 +226,7 @@ class PullExchange(Exchange):
             return refused
         if pick(whole, names) != snapshot.layout:
             self._light_windows = RARER * self.whole_every  # it had no slow weights any more: they are due next time
-        snapshots.remember(self.seen, event.peer, snapshot.seq)
+        keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
         line = self.context.exchange_line(event.peer, "done", "", event.seconds, moved)
         line.fields["age_s"] = round(now - snapshot.time, 3)

@@ -18,6 +18,7 @@ from decentral.comm.wire.messages import Done, Push, Refused
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Absorb, Absorbed, WindowClosed
+from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect, Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -109,9 +110,7 @@ class PushExchange(Exchange):
         refused = snapshots.check(self.context, push.offered, blob, self._closed.layout, 0, now)
         if refused:
             return [Reply(request, Envelope(Refused(refused)))]
-        self._arrived[name] = None
-        while len(self._arrived) > PUSHES_REMEMBERED:
-            del self._arrived[next(iter(self._arrived))]
+        keep_latest(self._arrived, name, None, PUSHES_REMEMBERED)
         self._absorbing[name] = [request]
         return [Absorb(self.context.fragment, contribution(sender, push.offered, blob))]
 

@@ -98,14 +98,6 @@ def contribution(peer: PeerId, header: Snapshot | WindowClosed, blob: bytes) -> 
     return Contribution(peer, header.tokens, header.lr_sum, header.layout, blob)
 
 
-def remember(seen: dict[PeerId, int], peer: PeerId, seq: int) -> None:
-    """The number of the partner's last snapshot; of MOST_SEEN partners, those heard last."""
-    seen.pop(peer, None)
-    seen[peer] = seq
-    while len(seen) > MOST_SEEN:
-        del seen[next(iter(seen))]
-
-
 def pick(layout: Layout, names: Sequence[str]) -> Layout:
     """The sections with these names; all sections if no name is given."""
     return tuple(section for section in layout if section.name in names) if names else layout

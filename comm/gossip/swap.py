@@ -22,6 +22,7 @@ from decentral.comm.wire.messages import Done, Refused, Snapshot, Swap, SwapComm
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Merge, Merged, WindowClosed
+from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect, Woke, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -149,18 +150,12 @@ class SwapExchange(Exchange):
         self._rests_until = now + REST_TIMES * (now - self._began)
         return self._merge(Reason.NO_COMMIT)
 
-    def _trust(self, partner: PeerId) -> None:
-        self._trusted.pop(partner, None)
-        self._trusted[partner] = None
-        while len(self._trusted) > MOST_TRUSTED:
-            del self._trusted[next(iter(self._trusted))]
-
     def _committed(self, request: int, sender: PeerId, commit: SwapCommit) -> list[Effect]:
         if sender != self._partner or commit.seq != self._offered_seq:
             return [Reply(request, Envelope(Refused(Reason.NO_OFFER)))]
         if self.state is ExchangePhase.OFFERED:
             self._committed_seq = commit.seq
-            self._trust(sender)
+            keep_latest(self._trusted, sender, None, MOST_TRUSTED)
             return [Reply(request, Envelope(Done())), *self._merge("", self._theirs)]
         again = commit.seq == self._committed_seq  # our first acknowledgement was lost
         return [Reply(request, Envelope(Done() if again else Refused(Reason.NO_OFFER)))]
@@ -172,7 +167,7 @@ class SwapExchange(Exchange):
         assert self._closed is not None
         refused = snapshots.check(self.context, snapshot, blob, self._closed.layout, self._seen.get(peer, 0), now)
         if not refused:
-            snapshots.remember(self._seen, peer, snapshot.seq)
+            keep_latest(self._seen, peer, snapshot.seq, snapshots.MOST_SEEN)
             self._theirs = contribution(peer, snapshot, blob)
         return refused
 

@@ -8,6 +8,7 @@ than it publishes is believed no more than that, over time; and who publishes mo
 from dataclasses import dataclass, field
 
 from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
 CLAIM_SLACK = 2.0  # times the published speed, which is a mean and follows a change late
@@ -24,10 +25,8 @@ class TokenClaims:
         if tokens_per_s <= 0:
             return tokens
         most = CLAIM_SLACK * CLAIM_BURST_S * tokens_per_s
-        since, left = self.left.pop(peer, (now, most))
+        since, left = self.left.get(peer, (now, most))
         budget = min(most, left + CLAIM_SLACK * tokens_per_s * max(0.0, now - since))
         believed = min(tokens, int(budget))
-        self.left[peer] = now, budget - believed
-        while len(self.left) > MOST_BUDGETS:
-            del self.left[next(iter(self.left))]
+        keep_latest(self.left, peer, (now, budget - believed), MOST_BUDGETS)
         return believed

@@ -44,6 +44,7 @@ from decentral.comm.wire.private_swarm import MAX_SEAL_BYTES, PrivateSwarm, stor
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, Knows, knows_all
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -131,13 +132,10 @@ class Libp2p:
         return peer
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
-        self._addresses.pop(peer, None)
-        self._addresses[peer] = addresses
-        while len(self._addresses) > MOST_LEARNED:
-            del self._addresses[next(iter(self._addresses))]
+        keep_latest(self._addresses, peer, addresses, MOST_LEARNED)
 
     def pace(self, rate: Callable[[], float | None]) -> None:
-        self._uplink.rate = rate
+        self._uplink.queue.rate = rate
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         try:

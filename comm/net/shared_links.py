@@ -18,6 +18,7 @@ from typing import Protocol
 from decentral.comm.net.congestion import CongestionWindow, Sender
 from decentral.core.agenda import Agenda, Timer
 from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
 QUEUE_S = 0.25  # the longest that a packet waits before a link; one that would wait longer is dropped (tail drop)
@@ -107,10 +108,8 @@ class SharedLinks:
         return min(QUEUE_S, waits_s)
 
     def _window(self, source: PeerId, target: PeerId) -> CongestionWindow:
-        window = self.windows.pop((source, target), None) or CongestionWindow(used_at=self.agenda.now)
-        self.windows[source, target] = window  # the latest comes last
-        if len(self.windows) > MOST_WINDOWS:
-            del self.windows[next(iter(self.windows))]
+        window = self.windows.get((source, target)) or CongestionWindow(used_at=self.agenda.now)
+        keep_latest(self.windows, (source, target), window, MOST_WINDOWS)
         return window
 
     # Rounds

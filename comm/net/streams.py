@@ -205,21 +205,24 @@ class Server:
     refusing: FairShare = field(default_factory=lambda: FairShare(LINGERING))  # streams on which a refusal leaves
     private: PrivateSwarm | None = None  # None: the swarm is public
     turning_away: FairShare = field(default_factory=lambda: FairShare(UNPROVEN_STREAMS))  # as `refusing`: no members
-    streams: dict[PeerId, set["asyncio.Task[object]"]] = field(
+    streams: dict[PeerId, set["asyncio.Task[None]"]] = field(
         default_factory=dict
     )  # in a private swarm; no set is empty
 
     async def answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
         """Answers the questions on this stream, until the asker hangs up, pauses for IDLE_S, or asks something bad."""
-        task = asyncio.current_task()
-        if self.private is None or task is None:
+        if self.private is None:
             await self._answer_all(sender, reader, writer)
             return
-        self.streams.setdefault(sender, set()).add(task)
+        answering = asyncio.ensure_future(self._answer_all(sender, reader, writer))
+        self.streams.setdefault(sender, set()).add(answering)
         try:
-            await self._answer_all(sender, reader, writer)
+            await asyncio.wait([answering])
+            if not answering.cancelled():  # it is where the peer was dropped
+                answering.result()
         finally:
-            self.streams[sender].discard(task)
+            answering.cancel()
+            self.streams[sender].discard(answering)
             if not self.streams[sender]:
                 del self.streams[sender]
 

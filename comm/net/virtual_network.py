@@ -3,8 +3,8 @@
 A question travels as in comm/net/streams.py: it is read within READ_S, answered within STREAM_ANSWER_S, the answer is
 written within WRITE_S, each asker has its share of what a peer answers at a time (comm/net/fair_shares.py), and the
 asker gives up at its deadline. Messages take the delay of their link, and blobs the time that comm/net/shared_links.py
-gives them. Envelopes are handed over as they are; only those that a fault damages go through the real codec
-(comm/net/fault_model.py).
+gives them; where a peer knows its uplink to be thin they leave at its pace (comm/net/virtual_uplink.py). Envelopes are
+handed over as they are; only those that a fault damages go through the real codec (comm/net/fault_model.py).
 
     ask     question travels -> Asked at the other's host -> Reply -> answer travels -> Answered
             refused at once (nobody listens there), cut (it died), or nothing until the deadline (silence)
@@ -21,9 +21,10 @@ from decentral.comm.net.fault_model import NetworkFaultModel, read, written
 from decentral.comm.net.shared_links import Geography, SharedLinks, Transfer
 from decentral.comm.net.streams import STREAM_ANSWER_S, WRITE_S
 from decentral.comm.net.virtual_proofs import ProvenAsk
+from decentral.comm.net.virtual_uplink import PacedMessage, VirtualUplink
 from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import MembershipProof, Message, Refused
+from decentral.comm.wire.messages import MembershipProof, Message, Probe, Refused
 from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, knows_all
 from decentral.core.agenda import Agenda, TimeLimit, Timer
@@ -47,6 +48,7 @@ class Port:
     """A peer's place on the network."""
 
     peer: PeerId
+    uplink: VirtualUplink
     serve: Serve | None = None
     bound: BlobBound = lambda _: 0
     frozen: bool = False  # the process is stopped: nothing is read, and nothing it writes leaves
@@ -83,6 +85,7 @@ class Question:
     first_byte_s: Seconds = 0.0  # from the question's beginning until the answer's
     timers: list[Timer] = field(default_factory=list)  # of the asker
     transfer: Transfer | None = None
+    paced: PacedMessage | None = None  # what leaves piece by piece
     share: QuestionShare | None = None  # of its target's, while it is answered
 
 
@@ -122,7 +125,7 @@ class Network:
         self._header_bytes: dict[type[Message], int] = {}
 
     def plug(self, peer: PeerId) -> Port:
-        self.ports[peer] = Port(peer)
+        self.ports[peer] = Port(peer, VirtualUplink(self.agenda))
         return self.ports[peer]
 
     def unplug(self, peer: PeerId) -> None:
@@ -164,7 +167,10 @@ class Network:
         question = Question(source, ask.to, ask.envelope, self.agenda.now, ask.max_blob_bytes, done)
         source.asked[question] = None
         question.timers.append(self.agenda.after(ask.deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
-        self._connect(question, CONNECT_RETRY_S)
+        if _is_upload_probe(question):
+            source.uplink.hold(lambda: self._connect(question, CONNECT_RETRY_S))
+        else:
+            self._connect(question, CONNECT_RETRY_S)
 
     def _connect(self, question: Question, again_s: Seconds) -> None:
         """Opens the stream and sends the question. Where packets are lost, TCP tries again, ever more rarely."""
@@ -284,6 +290,8 @@ class Network:
         for timer in question.timers:
             timer.cancel()
         self._stop_transfer(question)
+        if _is_upload_probe(question):
+            question.source.uplink.let_go()
         port = self.ports.get(question.target)
         if port is not None and question.writing is not None and self._reaches(question.source.peer, question.target):
             self._close(question, port)
@@ -295,6 +303,8 @@ class Network:
         self._stop_transfer(question)
 
     def _stop_transfer(self, question: Question) -> None:
+        if question.paced is not None:
+            question.paced.given_up, question.paced = True, None
         if question.transfer is not None:
             self.links.stop(question.transfer)
             question.transfer = None
@@ -320,19 +330,26 @@ class Network:
             arriving = read(wire, port.bound if port and not back else lambda _: question.max_blob_bytes if back else 0)
 
         def landed() -> None:
-            question.transfer = None
+            question.transfer = question.paced = None
             arrived = self._answered if back else self._arrive
             self.agenda.after(delay_s, lambda: arrived(question, arriving))
 
-        if back:
-            question.first_byte_s = self.agenda.now + delay_s - question.began
-        size = self._size(envelope)
+        def begin(done: Callable[[], None]) -> None:
+            if back:
+                question.first_byte_s = self.agenda.now + delay_s - question.began
+            if size > SMALL_MESSAGE_BYTES:
+                question.transfer = self.links.start(source, target, size * WITH_HEADERS, done)
+            else:
+                self.links.use(source, target)
+                done()
+
+        size, sender = self._size(envelope), self.ports.get(source)
         if size <= SMALL_MESSAGE_BYTES:
             delay_s += self.links.queue_s(source, target)
-            self.links.use(source, target)
-            landed()
+        if sender is not None and sender.uplink.paces(envelope):
+            question.paced = sender.uplink.send(envelope, size, begin, landed)
         else:
-            question.transfer = self.links.start(source, target, size * WITH_HEADERS, landed)
+            begin(landed)
 
     def _size(self, envelope: Envelope) -> int:
         """Bytes on the wire. Headers of one kind of message differ by a few bytes; the first one stands for all."""
@@ -341,3 +358,8 @@ class Network:
             self._header_bytes[kind] = 4 + len(codec.encode(envelope.message, len(envelope.blob)))
         chunks = -(-len(envelope.blob) // blobs.CHUNK_BYTES)
         return self._header_bytes[kind] + len(envelope.blob) + chunks * blobs.DIGEST_BYTES
+
+
+def _is_upload_probe(question: Question) -> bool:
+    """Whether nothing else leaves the asker meanwhile, as in comm/net/streams.py."""
+    return isinstance(question.envelope.message, Probe) and bool(question.envelope.blob)

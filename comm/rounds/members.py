@@ -16,6 +16,7 @@ from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import MAX_MEMBERS, MAX_NEWCOMERS, RoundMember, RoundMembers, RoundReport, RoundStatus
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
+from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
 HOLD_S = 3.0
@@ -113,11 +114,9 @@ class Newcomers:
         """Whether a new hold may begin for this newcomer; it is counted."""
         if len(self.holds) >= MOST_HOLDS or (not self.holds and now < self._rests_until):
             return False
-        count, until = self._begun.pop(peer, (0, 0.0))
+        count, until = self._begun.get(peer, (0, 0.0))
         count, until = (count + 1, until) if now < until else (1, now + HOLDS_AGAIN_S)
-        self._begun[peer] = min(count, HOLDS_EACH + 1), until
-        while len(self._begun) > MOST_HELD_FOR:
-            del self._begun[next(iter(self._begun))]
+        keep_latest(self._begun, peer, (min(count, HOLDS_EACH + 1), until), MOST_HELD_FOR)
         return count <= HOLDS_EACH
 
     def expire(self, now: Seconds) -> None:
@@ -134,10 +133,7 @@ class Newcomers:
         peer = PeerId(member.peer)
         if complete:
             self._keep({one: hold for one, hold in self.holds.items() if one != peer}, now)
-        self.waiting.pop(peer, None)
-        self.waiting[peer] = member
-        while len(self.waiting) > MAX_WAITING_NEWCOMERS:
-            del self.waiting[next(iter(self.waiting))]
+        keep_latest(self.waiting, peer, member, MAX_WAITING_NEWCOMERS)
 
     def drop(self, members: Container[PeerId]) -> None:
         """These peers are members by now."""

@@ -19,6 +19,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, CommitQuery, ExecutionId, Hop
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId, RunId
+from decentral.core.latest import keep_latest
 from decentral.core.machine import earliest
 from decentral.core.units import Seconds
 
@@ -53,9 +54,7 @@ class CommitProtocol:
         """A micro-batch of ours has its gradients at every hop: from now on they count."""
         for hop in hops:
             self._box(PeerId(hop.peer)).commit.append(ExecutionId(id.origin, id.number, hop.first))
-        self._routes[id.number] = frozenset((hop.peer, hop.first) for hop in hops)
-        if len(self._routes) > COMMITS_KEPT:
-            del self._routes[next(iter(self._routes))]
+        keep_latest(self._routes, id.number, frozenset((hop.peer, hop.first) for hop in hops), COMMITS_KEPT)
 
     def abort(self, peer: PeerId, execution: ExecutionId) -> None:
         self._box(peer).abort.append(execution)

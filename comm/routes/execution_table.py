@@ -18,6 +18,7 @@ from decentral.comm.wire.messages import CommitDecision, ExecutionId, Refused
 from decentral.comm.wire.transport import Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, Forget, Forward
+from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
 
@@ -137,9 +138,7 @@ class ExecutionTable:
             if execution is not None and execution.state is HELD and sender == id.origin:
                 effects += self.ledger.commit(execution.token)
                 self.end_held(execution, Reason.COUNTED)
-                self.counted[id] = None
-                if len(self.counted) > COUNTED_KEPT:
-                    del self.counted[next(iter(self.counted))]
+                keep_latest(self.counted, id, None, COUNTED_KEPT)
         for id in decision.abort:
             execution = self.by_id.get(id)
             if execution is not None and self._withdraws(sender, execution):

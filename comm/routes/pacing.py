@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from decentral.comm.wire.messages import MAX_ROUTE_S
 from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
 Choice = TypeVar("Choice", int, PeerId)
@@ -98,12 +99,11 @@ class MicroBatchWindow:
         """
         fading = FADES * (seconds - self._fastest_s) if self._fastest_s < math.inf else 0.0
         self._fastest_s = min(seconds, self._fastest_s + fading)
-        known = self.bases.pop(route, None)
+        known = self.bases.get(route)
         self._new += NEWEST_WEIGHT * ((known is None) - self._new)
-        base = self.bases[route] = known or RouteBase(seconds)  # the last used one comes last
+        base = known or RouteBase(seconds)
         base.saw(seconds)
-        if len(self.bases) > MOST_ROUTES:
-            del self.bases[next(iter(self.bases))]
+        keep_latest(self.bases, route, base, MOST_ROUTES)
         return self._fastest_s if known is None and len(self.bases) > MANY_ROUTES else base.least
 
 
@@ -173,10 +173,9 @@ class PeerScheduler:
         return median(self.seconds.values()) if self.seconds else unknown_s
 
     def served(self, peer: PeerId, seconds: Seconds) -> None:
-        known = self.seconds.pop(peer, None)
-        self.seconds[peer] = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
-        if len(self.seconds) > MOST_NEXT_PEERS:
-            del self.seconds[next(iter(self.seconds))]  # the one that has answered least recently
+        known = self.seconds.get(peer)
+        mean = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
+        keep_latest(self.seconds, peer, mean, MOST_NEXT_PEERS)
 
     def missed(self, peer: PeerId) -> None:
         others = [seconds for other, seconds in self.seconds.items() if other != peer]

@@ -15,6 +15,7 @@ from statistics import median
 
 from decentral.comm.wire.slow_start import rate_of, transfer_s
 from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
 from decentral.core.units import KiB, MiB, Seconds
 
 UPLOADS = 6  # the last ones, that tell what our uplink carries
@@ -89,10 +90,7 @@ class Meter:
 
     def saw(self, peer: PeerId, seconds: Seconds, first_byte_s: Seconds, sent: int, received: int) -> None:
         """Records that a question took `seconds`, and `first_byte_s` until its answer began; with so many bytes."""
-        link = self.links[peer] = self.links.pop(peer, Link())  # the latest comes last
-        while len(self.links) > MOST_LINKS:
-            del self.links[next(iter(self.links))]
-            self._typical_down = None
+        link = self._link(peer)
         if sent < LARGE:
             link.latencies.append(first_byte_s)
         if max(sent, received) < LARGE:
@@ -110,8 +108,15 @@ class Meter:
 
     def missed(self, peer: PeerId) -> None:
         """Records that an answer of this peer did not come in time."""
-        link = self.links.setdefault(peer, Link())
+        link = self._link(peer)
         link.late = min(MOST_LATE, link.late + 1)
+
+    def _link(self, peer: PeerId) -> Link:
+        link = self.links.get(peer) or Link()
+        if len(self.links) == MOST_LINKS:
+            self._typical_down = None
+        keep_latest(self.links, peer, link, MOST_LINKS)
+        return link
 
     def latency_s(self, peer: PeerId) -> float:
         known = self.links.get(peer, Link()).latency_s

@@ -24,6 +24,7 @@ from decentral.comm.wire.invitations import NOTHING_REVOKED, Holding, Invitation
 from decentral.comm.wire.messages import ForwardRequest, MembershipProof, Message, Refused, RoundQuery
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -122,10 +123,7 @@ class PrivateSwarm:
         if known is not None and known.proof == proof:
             return known.invitation
         invitation = invitations.read_proof(proof, self.run, peer)
-        self.members.pop(peer, None)
-        self.members[peer] = ProvenMember(proof, invitation)
-        while len(self.members) > MOST_MEMBERS:
-            del self.members[next(iter(self.members))]
+        keep_latest(self.members, peer, ProvenMember(proof, invitation), MOST_MEMBERS)
         return invitation
 
     def _counts(self, invitation: Invitation) -> Reason | None:

@@ -264,6 +264,7 @@ class VirtualHost:
         self.port.shares.knows = self.node.answers.knows
         if self.node.setup.private is not None:
             self.port.enclose(self.node.setup.private)
+        self.port.uplink.queue.rate = self.node.meter.pace
         self._carry_all(Woke(), self.node.begin(self.clock()))
 
     def stop(self, reason: str) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from decentral.core import rng
 from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
 from decentral.train import compress
 from decentral.train.influence import usual
 from decentral.train.outer_kernels import PSEUDO_GRADIENT_CODEC
@@ -79,10 +80,8 @@ class Agreement:
         partners = [(peer, _at_most(vector, MOST_TIMES_OURS * _length(window))) for peer, vector in partners]
         self.ours = window if self.ours is None else KEPT * self.ours + window
         for peer, vector in partners:
-            before = self.theirs.pop(peer, None)
-            self.theirs[peer] = vector if before is None else KEPT * before + vector
-        while len(self.theirs) > MOST_KNOWN:
-            del self.theirs[next(iter(self.theirs))]
+            before = self.theirs.get(peer)
+            keep_latest(self.theirs, peer, vector if before is None else KEPT * before + vector, MOST_KNOWN)
         return [
             0.0 if cosine(window, vector) < -AGAINST * chance_of(window) else steady * agreeing
             for (_, vector), steady, agreeing in zip(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 
 from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
 
 TIMES_USUAL_TOKENS = 4.0  # times the usual claim of a window's tokens, or ours where that is more
 MOST_SHARE = 0.5  # of a merge's weight that one partner has: never more than we and the others
@@ -78,13 +79,6 @@ class Experience:
 
     def met(self, partners: Iterable[tuple[PeerId, float]]) -> float:
         """Takes how far these partners' weights are from ours; gives what is usual."""
-        _remember(self.apart, partners)
+        for peer, apart in partners:
+            keep_latest(self.apart, peer, apart, RECENT_PARTNERS)
         return usual(self.progress, list(self.apart.values()))
-
-
-def _remember(latest: dict[PeerId, float], partners: Iterable[tuple[PeerId, float]]) -> None:
-    for peer, figure in partners:
-        latest.pop(peer, None)
-        latest[peer] = figure
-    while len(latest) > RECENT_PARTNERS:
-        del latest[next(iter(latest))]

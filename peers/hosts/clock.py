@@ -32,9 +32,9 @@ class SwarmClock:
         return self._steady() + self._offset
 
     def agree(self, ahead_s: Sequence[Seconds]) -> Seconds:
-        """Takes the swarm's time: `ahead_s` says how far other peers' clocks are ahead of this one. Only to be called
-        before the peer begins. Gives the seconds by which the clock was set.
+        """Takes the swarm's time, and gives the seconds by which the clock was set.
 
+        `ahead_s` says how far other peers' clocks are ahead of this one. To be called before the peer begins only.
         """
         set_s = agreed_s(ahead_s)
         self._offset += set_s

@@ -29,7 +29,7 @@ from decentral.core.journal import Journal
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
-from decentral.peers.hosts.clock import CLOCKS_AGREE_S, SwarmClock, difference
+from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
 from decentral.peers.hosts.host_watch import HostWatch
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.revocation_watch import Exclude, MembershipOver
@@ -59,11 +59,6 @@ class Computing(Protocol):
     def run(self, report: Callable[[jobs.Outcome], None]) -> None: ...
 
 
-def clock() -> SwarmClock:
-    """A clock of unix time that never jumps."""
-    return SwarmClock()
-
-
 @dataclass(slots=True)
 class Host:
     node: Node
@@ -85,6 +80,9 @@ class Host:
     _stopped: asyncio.Future[str] = field(init=False)
     _thread: threading.Thread = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.watch = HostWatch(self.journal, self.now)
+
     async def run(self) -> str:
         """Trains until something stops it, writes a checkpoint, tells the others, and gives the reason."""
         loop = asyncio.get_running_loop()
@@ -100,9 +98,6 @@ class Host:
         reason = await self._stopped
         await self._leave(reason)
         return reason
-
-    def __post_init__(self) -> None:
-        self.watch = HostWatch(self.journal, self.now)
 
     def troubles(self) -> list[str]:
         """What is wrong with this machine at present, a line each."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
 
 ADDRESSES_KEPT = 64  # peers: enough to find some of a swarm
 
@@ -34,10 +35,7 @@ class AddressBook:
         """Remembers them, in the file as well. One that the disk refuses is written with the next that it takes."""
         if self._written and self.known.get(peer) == addresses:
             return
-        self.known.pop(peer, None)
-        self.known[peer] = addresses
-        while len(self.known) > ADDRESSES_KEPT:
-            del self.known[next(iter(self.known))]
+        keep_latest(self.known, peer, addresses, ADDRESSES_KEPT)
         self._written = False
         with suppress(OSError):  # they are hints: a full disk is the checkpoint's to tell
             temporary = self.path.with_name(self.path.name + ".new")

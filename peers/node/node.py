@@ -44,7 +44,7 @@ from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.node.span_manager import SpanManager
-from decentral.peers.node.swarm_clock import StepClock
+from decentral.peers.node.step_clock import StepClock
 from decentral.peers.node.traffic import TrafficCounter
 from decentral.peers.placement.replica_leases import LeaseTag
 from decentral.peers.placement.span_move import MoveTag

@@ -20,6 +20,7 @@ from decentral.train.inner import Live
 from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer
 from decentral.train.update_rules import RuleTools, Window
+from tests.comm.gossip.partners import Partners
 
 SIDE = 128
 HOLDERS = 3  # of a fragment, in a run with exact gradients
@@ -122,31 +123,9 @@ def test_an_algorithm_has_either_exchanges_or_exact_gradients(algorithm: Algorit
     assert (count is None) == (algorithm.blocking or algorithm.exact)
 
 
-class Alone:
-    """A view of a swarm without partners, and windows of ten seconds."""
-
-    def partners(self, fragment: int, now: float) -> list[PeerId]:
-        return []
-
-    def holders(self, fragment: int) -> list[PeerId]:
-        return []
-
-    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
-        return 0.0
-
-    def deadline_s(self, peer: PeerId, size: int) -> float:
-        return 5.0
-
-    def window_s(self) -> float:
-        return 10.0
-
-    def period_s(self, fragment: int, size: int) -> float:
-        return 10.0
-
-
 @pytest.mark.parametrize("algorithm", [one for one in RECORDS if one.id != "synchronous"])
 def test_a_machine_begins_with_the_window_that_it_is_told(algorithm: Algorithm) -> None:
-    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, settings(algorithm), Alone(), round=7)
+    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, settings(algorithm), Partners(), round=7)
     assert algorithm.machine is not None
     machine = algorithm.machine(context, context.next_close(3.0, 0))
     assert machine.wake_at == 5.0

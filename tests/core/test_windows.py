@@ -8,32 +8,20 @@ from decentral.comm.gossip.snapshots import Exchange
 from decentral.core.algorithms import FragmentContext, algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId
+from decentral.core.units import Seconds
+from tests.comm.gossip.partners import Partners
 
 FRAGMENTS = 5
 
 
-class Stretched:
-    """A view of a swarm: so many of the shortest windows make one."""
+class Stretched(Partners):
+    """So many of the shortest windows make one."""
 
-    def __init__(self, windows: int, window_s: float) -> None:
-        self.windows, self.shortest_s = windows, window_s
+    def __init__(self, windows: int, window_s: Seconds) -> None:
+        super().__init__(window_s=window_s)
+        self.windows = windows
 
-    def partners(self, fragment: int, now: float) -> list[PeerId]:
-        return []
-
-    def holders(self, fragment: int) -> list[PeerId]:
-        return []
-
-    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
-        return 0.0
-
-    def deadline_s(self, peer: PeerId, size: int) -> float:
-        return 5.0
-
-    def window_s(self) -> float:
-        return self.shortest_s
-
-    def period_s(self, fragment: int, size: int) -> float:
+    def period_s(self, fragment: int, size: int) -> Seconds:
         return self.shortest_s * self.windows
 
 

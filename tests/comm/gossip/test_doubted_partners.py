@@ -13,35 +13,22 @@ from decentral.core.jobs import Merged, WindowClosed
 from decentral.core.machine import Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
+from tests.comm.gossip.partners import Partners
 
 LAYOUT = (Section("x", "fp32", 1, 4),)
 LIAR, HONEST = PeerId("L"), PeerId("H")
 
 
-class Turns:
+class Turns(Partners):
     """Draws two peers at a time of those that it has, in turn."""
 
     def __init__(self, peers: Sequence[PeerId]) -> None:
-        self.peers, self.draws = peers, count()
+        super().__init__(peers)
+        self.draws = count()
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         turn = next(self.draws)
         return [self.peers[(turn + place) % len(self.peers)] for place in range(min(2, len(self.peers)))]
-
-    def holders(self, fragment: int) -> Sequence[PeerId]:
-        return self.peers
-
-    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
-        return 0.0
-
-    def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        return 5.0
-
-    def window_s(self) -> Seconds:
-        return 10.0
-
-    def period_s(self, fragment: int, size: int) -> Seconds:
-        return 10.0
 
 
 def windows(peers: Sequence[PeerId], number: int) -> list[list[PeerId]]:

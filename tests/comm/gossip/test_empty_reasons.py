@@ -18,33 +18,14 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Absorb, Merge, Merged, WindowClosed
 from decentral.core.machine import Effect, Woke
 from decentral.core.units import Seconds
+from tests.comm.gossip.partners import Partners
 
 OWN, PARTNER, BLOB = PeerId("A"), PeerId("B"), b"abcd"
 LAYOUT = (Section("x", "fp32", 1, 4),)
 
 
-class View:
-    def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
-        return [PARTNER]
-
-    def holders(self, fragment: int) -> Sequence[PeerId]:
-        return [PARTNER]
-
-    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
-        return 0.0
-
-    def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        return 5.0
-
-    def window_s(self) -> Seconds:
-        return 10.0
-
-    def period_s(self, fragment: int, size: int) -> Seconds:
-        return 10.0
-
-
 def context(peer: PeerId) -> FragmentContext:
-    return FragmentContext(RunId("run"), peer, 0, 0.0, GossipConfig(), View())
+    return FragmentContext(RunId("run"), peer, 0, 0.0, GossipConfig(), Partners([PARTNER]))
 
 
 def closed(seq: int) -> WindowClosed:

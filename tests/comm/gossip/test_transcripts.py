@@ -15,7 +15,7 @@ A message may name a flaw (run, fragment, digest, shape) and when it was written
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,7 @@ from decentral.core.jobs import (
     WindowClosed,
 )
 from decentral.core.machine import Effect, Log, Woke
+from tests.comm.gossip.partners import Partners
 
 LIGHT, PHI = (Section("pseudo_gradient", "q4", 4, 2),), (Section("phi", "int8", 6, 6),)
 LAYOUT = (*LIGHT, *PHI)
@@ -55,32 +56,20 @@ FLAWS = {
 }
 
 
-@dataclass
-class Swarm:
-    """The view of a machine: the partners that its scenario names, and windows of ten seconds."""
+class Swarm(Partners):
+    """The partners that a scenario names, and what the machine has asked them.
 
-    names: Sequence[PeerId]
-    others: int = 0  # that hold the fragment; 0: twice as many as partners
-    on_request: bool = False  # whether slow weights are encoded only when a partner asks for them
-    asked: dict[str, Ask] = field(default_factory=dict)  # the last question to each
+    `others` hold the fragment, or twice as many as partners. With `on_request` slow weights are encoded only when a
+    partner asks for them.
+    """
 
-    def partners(self, fragment: int, now: float) -> Sequence[PeerId]:
-        return self.names
+    def __init__(self, names: Sequence[PeerId], others: int = 0, on_request: bool = False) -> None:
+        super().__init__(names)
+        self.others, self.on_request = others, on_request
+        self.asked: dict[str, Ask] = {}  # the last question to each
 
     def holders(self, fragment: int) -> Sequence[PeerId]:
-        return [PeerId(str(number)) for number in range(self.others or 2 * len(self.names))]
-
-    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
-        return 0.0
-
-    def deadline_s(self, peer: PeerId, size: int) -> float:
-        return 5.0
-
-    def window_s(self) -> float:
-        return 10.0
-
-    def period_s(self, fragment: int, size: int) -> float:
-        return 10.0
+        return [PeerId(str(number)) for number in range(self.others or 2 * len(self.peers))]
 
 
 def scenarios() -> Iterator[tuple[str, list[str]]]:
@@ -102,7 +91,7 @@ def test_the_machine_does_what_the_transcript_says(lines: list[str]) -> None:
         written, event = line.partition(" -> ")[0].split(" ", 1)
         now = float(written)
         if event == "partners" or event.startswith("partners "):
-            swarm.names, effects = peers(event.partition(" ")[2]), []
+            swarm.peers, effects = peers(event.partition(" ")[2]), []
         elif event == "next":
             effects = [f"at {machine.wake_at:g}" if machine.wake_at is not None else "never"]
         else:

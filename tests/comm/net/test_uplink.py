@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 
-from decentral.comm.net.uplink import (
-    BURST_S,
-    PROBE_HOLD_S,
-    TURN_BYTES,
-    UNPACED_BYTES,
-    Kind,
-    PacedWriter,
-    Turn,
-    Uplink,
-    kind_of,
-)
+from decentral.comm.net.uplink import PacedWriter, Uplink
+from decentral.comm.net.uplink_queue import BURST_S, PROBE_HOLD_S, TURN_BYTES, UNPACED_BYTES, Kind, Turn, kind_of
 from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
 
@@ -56,6 +47,12 @@ def play(story: Coroutine[Any, Any, None]) -> None:
         runner.run(story)
 
 
+def paced() -> Uplink:
+    uplink = Uplink()
+    uplink.queue.rate = lambda: RATE
+    return uplink
+
+
 async def send(uplink: Uplink, wire: Wire, kind: Kind, pieces: int) -> None:
     writer = PacedWriter(uplink, wire, kind, Turn(0.0, 0))
     writer.write(bytes(pieces * TURN_BYTES))
@@ -65,7 +62,7 @@ async def send(uplink: Uplink, wire: Wire, kind: Kind, pieces: int) -> None:
 def test_bytes_leave_at_the_uplink_s_rate() -> None:
     async def story() -> None:
         wire = Wire()
-        await send(Uplink(lambda: RATE), wire, Kind.SNAPSHOTS, 5)
+        await send(paced(), wire, Kind.SNAPSHOTS, 5)
         assert [when for when, _ in wire.left] == pytest.approx([0, 1, 2, 3, 4], abs=BURST_S)
 
     play(story())
@@ -73,7 +70,7 @@ def test_bytes_leave_at_the_uplink_s_rate() -> None:
 
 def test_several_messages_share_the_rate() -> None:
     async def story() -> None:
-        uplink, wires = Uplink(lambda: RATE), [Wire(), Wire()]
+        uplink, wires = paced(), [Wire(), Wire()]
         await asyncio.gather(*(send(uplink, wire, Kind.SNAPSHOTS, 3) for wire in wires))
         assert sorted(when for wire in wires for when, _ in wire.left) == pytest.approx([*range(6)], abs=BURST_S)
         assert abs(wires[0].left[-1][0] - wires[1].left[-1][0]) < 2.1
@@ -83,7 +80,7 @@ def test_several_messages_share_the_rate() -> None:
 
 def test_a_small_message_does_not_wait_for_a_large_one_but_no_message_waits_for_ever() -> None:
     async def story() -> None:
-        uplink, large, small, later = Uplink(lambda: RATE), Wire(), [Wire(), Wire()], Wire()
+        uplink, large, small, later = paced(), Wire(), [Wire(), Wire()], Wire()
         sending = [asyncio.create_task(answer(uplink, large, 12))]
         await asyncio.sleep(2.5)
         sending += [asyncio.create_task(answer(uplink, wire, 2)) for wire in small]
@@ -116,7 +113,7 @@ def test_where_no_rate_is_known_a_message_leaves_whole_and_at_once() -> None:
 
 def test_each_kind_has_its_share_while_all_have_bytes_to_send() -> None:
     async def story() -> None:
-        uplink, wires = Uplink(lambda: RATE), {kind: Wire() for kind in Kind}
+        uplink, wires = paced(), {kind: Wire() for kind in Kind}
         sending = [asyncio.create_task(send(uplink, wires[kind], kind, 500)) for kind in Kind]
         await asyncio.sleep(210)
         seen = Counter({kind: len(wire.left) for kind, wire in wires.items()})
@@ -130,7 +127,7 @@ def test_each_kind_has_its_share_while_all_have_bytes_to_send() -> None:
 
 def test_a_kind_that_was_idle_has_saved_nothing_up() -> None:
     async def story() -> None:
-        uplink, download, snapshots = Uplink(lambda: RATE), Wire(), Wire()
+        uplink, download, snapshots = paced(), Wire(), Wire()
         sending = asyncio.create_task(send(uplink, download, Kind.DOWNLOAD, 500))
         await asyncio.sleep(100)
         before = len(download.left)
@@ -161,7 +158,7 @@ def test_a_probe_has_the_uplink_for_itself_but_not_for_ever() -> None:
 
 def test_a_probe_waits_until_what_has_left_is_through() -> None:
     async def story() -> None:
-        uplink = Uplink(lambda: RATE)
+        uplink = paced()
         await send(uplink, Wire(), Kind.SNAPSHOTS, 1)
         async with uplink.alone():
             assert asyncio.get_running_loop().time() == pytest.approx(1.0, abs=BURST_S)
@@ -171,7 +168,7 @@ def test_a_probe_waits_until_what_has_left_is_through() -> None:
 
 def test_a_message_that_was_given_up_takes_no_time_of_the_uplink() -> None:
     async def story() -> None:
-        uplink, wire = Uplink(lambda: RATE), Wire()
+        uplink, wire = paced(), Wire()
         await send(uplink, Wire(), Kind.SNAPSHOTS, 1)
         given_up = asyncio.create_task(send(uplink, Wire(), Kind.SNAPSHOTS, 9))
         await asyncio.sleep(0)
@@ -184,7 +181,7 @@ def test_a_message_that_was_given_up_takes_no_time_of_the_uplink() -> None:
 
 def test_small_messages_and_probes_wait_for_nothing() -> None:
     async def story() -> None:
-        uplink, wire = Uplink(lambda: RATE), Wire()
+        uplink, wire = paced(), Wire()
         assert uplink.paced(wire, Envelope(messages.Ping(0))) is wire
         assert uplink.paced(wire, Envelope(messages.Probe(0), bytes(1 << 20))) is wire
         assert uplink.paced(wire, Envelope(messages.Refused("busy", ""), bytes(UNPACED_BYTES))) is not wire

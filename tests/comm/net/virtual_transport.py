@@ -47,7 +47,7 @@ class VirtualTransport:
             return None
 
     def pace(self, rate: Callable[[], float | None]) -> None:
-        """The virtual network divides the links."""
+        self._port.uplink.queue.rate = rate
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody can find everybody."""

@@ -11,7 +11,8 @@ from decentral.comm.wire.identity import Identity
 from decentral.core import config, jobs, journal
 from decentral.core.ids import PeerId, RunId
 from decentral.core.units import Amount
-from decentral.peers.hosts.host import Host, clock
+from decentral.peers.hosts.clock import SwarmClock
+from decentral.peers.hosts.host import Host
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node
@@ -60,10 +61,10 @@ class Swarm:
                 memory_budget=self.memory_budget(compute),
             )
         )
-        lines = journal.Journal(setup.folder / "journal.jsonl", clock())
+        lines = journal.Journal(setup.folder / "journal.jsonl", SwarmClock())
         book = AddressBook(setup.folder / "peers.json")
         transport = self.network.transport(own.peer)
-        self.hosts[name] = Host(node, transport, LoopbackDirectory(self.network), compute, lines, book, clock())
+        self.hosts[name] = Host(node, transport, LoopbackDirectory(self.network), compute, lines, book, SwarmClock())
         return self.hosts[name]
 
     def routes(self, peer: PeerId, compute: Compute) -> stage.StageConfig:

@@ -29,8 +29,8 @@ class Watched:
     def __init__(self, until: float = FOR_EVER, others: int = 0) -> None:
         self.now = NOW
         self.private = member("QmA", until=until, now=lambda: self.now)
-        roster = (lambda: others, lambda peer, now: [])
-        self.watch = RevocationWatch(signer(self.private), self.private, Random(0), *roster)
+        own = signer(self.private)
+        self.watch = RevocationWatch(own, self.private, Random(0), lambda: others, lambda peer, now: [])
 
     def wake(self, now: float) -> list[Effect]:
         self.now = now

@@ -10,7 +10,7 @@ from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Amount
 from decentral.peers.node.progress import EVALUATION_SHARE, Stop, TrainingProgress
-from decentral.peers.node.swarm_clock import ONE_TIMES, StepClock
+from decentral.peers.node.step_clock import ONE_TIMES, StepClock
 
 
 def training(stop_after: str | None = None, lr_step: int = 0) -> TrainingProgress:

@@ -1,4 +1,4 @@
-"""The swarm's learning-rate clock.
+"""The learning-rate clock, which the swarm has in common.
 
 The learning-rate step follows the fastest half of the swarm: each peer takes the upper median of what the live peers
 advertise, where that is ahead of its own. So a slow peer does not train at a warm-up rate while the others decay, and
