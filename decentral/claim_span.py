@@ -39,6 +39,7 @@ class SpanRequest:
     addresses: tuple[str, ...]
     memory_bytes: int
     kept: tuple[int, int] | None  # the layers of its checkpoint, if it has one
+    originates: bool = True  # whether it may train on data of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,5 +160,6 @@ def stage_config(request: SpanRequest, model: RoutedModel, held: Sequence[Fragme
         activations=model.activations,
         slots=request.run.routes.slots,
         overlap=request.run.routes.overlap,
+        originates=request.originates,
         synchronous=request.run.synchronous,
     )

@@ -20,6 +20,7 @@ from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout
 from decentral.core.synthetic import Blob
+from decentral.invitation_files import read_holding
 from decentral.peers.joining.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
-    run, holders = asyncio.run(from_swarm(flags.join)) if flags.join else from_folders(flags.state_dir)
+    run, holders = asyncio.run(from_swarm(flags.join, flags.invite)) if flags.join else from_folders(flags.state_dir)
     weights = replicas.average(holders)
     files = huggingface.write(Path(flags.out), run, replicas.layers_with(run, weights))
     counts = [sum(index in own for own in holders) for index in weights]
@@ -72,9 +73,9 @@ def _state_folders(path: Path) -> list[Path]:
     return found
 
 
-async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]:
+async def from_swarm(join: Sequence[str], invite: str | None = None) -> tuple[config.Config, list[Weights]]:
     """The weights that live peers give to a newcomer. Raises UserError if no peer answers or trains."""
-    async with visit(join) as swarm:
+    async with visit(join, read_holding(Path(invite)) if invite else None) as swarm:
         live = await look(swarm)
         for holder, record in live.items():
             swarm.transport.learn(holder, record.addresses)
@@ -84,7 +85,9 @@ async def from_swarm(join: Sequence[str]) -> tuple[config.Config, list[Weights]]
 async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:
     """The peers that train, from their records in the DHT. Raises UserError if there are none."""
     for _ in range(EXPORT_LOOKS):
-        found = await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, swarm.clock())
+        found = await records.lookup(
+            swarm.directory, swarm.run, swarm.config.swarm.shards, swarm.clock(), swarm.own.open
+        )
         live = {holder: record for holder, record in found.items() if record.phase == "training"}
         if live and all(contact in live for contact in swarm.contacts):
             return live
@@ -145,6 +148,7 @@ def donated_layouts(settings: config.Config) -> list[tuple[Fragment, Layout]]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(prog="python -m decentral.export", description="A swarm's model for transformers.")
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a live peer")
+    parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     parser.add_argument("--state-dir", nargs="+", default=[], metavar="DIR", help="peers' state folders")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where to write the model")
     flags = parser.parse_args(argv)

@@ -75,7 +75,7 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
             await loading
             from decentral import prepare
 
-            request, claimed = await prepare.claim_layers(flags, folder, own, access)
+            request, claimed = await prepare.claim_layers(flags, folder, access.signer(own), access)
             host = await prepare.prepare(flags, folder, transport, access, request, claimed)
             await prepare.train(flags, folder, host)
         finally:
@@ -99,7 +99,7 @@ def _load(flags: argparse.Namespace) -> None:
 def _forget_start(flags: argparse.Namespace, folder: state.StateFolder) -> None:
     """Makes ranks that were started again go on from the folder, whatever the user's line said of the start."""
     if folder.read_run():
-        flags.config, flags.set = None, []
+        flags.config, flags.set, flags.private, flags.invite = None, [], False, None
     if AddressBook.load(folder.path / "peers.json").known:
         flags.join = []  # that peer may be gone by now
 
@@ -108,6 +108,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(prog="python -m decentral.peer", description="One peer of a swarm that trains together.")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
+    parser.add_argument("--invite", metavar="FILE", help="this peer's invitation, where the swarm is private")
+    parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers join")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
     parser.add_argument("--data", metavar="PATH", help="this peer's own text or tokens, where the run needs them")
     parser.add_argument("--data-glob", metavar="PATTERN", help="which files of a folder of text; default **/*.txt")

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -63,6 +64,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     place = "a YAML or JSON file, or a shipped name such as eight-cities"
     parser.add_argument("topology", metavar="TOPOLOGY", nargs="?", help=place)
     parser.add_argument("--join", metavar="ADDR", help="instead of TOPOLOGY: the address of a peer of a live swarm")
+    parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
     objectives = "sync: least communication of a synchronous step (default); "
     objectives += "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)"
@@ -97,7 +99,7 @@ def _swarm(options: argparse.Namespace) -> tuple[Topology, Config | None]:
     """The devices and links to plan for, and the live swarm's own config."""
     if options.join is None:
         return topologies.load(options.topology), None
-    profiles, config = asyncio.run(_live(options.join))
+    profiles, config = asyncio.run(_live(options.join, options.invite))
     if len(profiles) < 2:
         raise UserError(f"--join: that swarm has {len(profiles)} peer; a plan needs at least 2: try when more joined")
     return topologies.topology_from_profiles(profiles, {}), config
@@ -113,14 +115,16 @@ def _plan(topology: Topology, config: Config | None, options: argparse.Namespace
         return throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
 
 
-async def _live(address: str) -> tuple[dict[str, dict[str, Any]], Config]:
+async def _live(address: str, invite: str | None) -> tuple[dict[str, dict[str, Any]], Config]:
     """Each peer's own signed profile, by peer id, and the swarm's config. Raises UserError if nobody answers."""
+    from decentral.invitation_files import read_holding
     from decentral.visit import visit
 
-    async with visit([address]) as swarm:
+    async with visit([address], read_holding(Path(invite)) if invite else None) as swarm:
         known: dict[PeerId, PeerRecord] = {}
         for _ in range(PLAN_LOOKS):
-            known |= await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, swarm.clock())
+            shards = swarm.config.swarm.shards
+            known |= await records.lookup(swarm.directory, swarm.run, shards, swarm.clock(), swarm.own.open)
             if len(known) > 1:
                 break
             await asyncio.sleep(LOOK_PAUSE_S)

@@ -14,11 +14,13 @@ import signal
 import sys
 from collections import deque
 from dataclasses import asdict, replace
+from functools import partial
 
-from decentral import __version__, launch, state, view
+from decentral import __version__, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, stage_config
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
-from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.invitations import Permission
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
@@ -29,6 +31,7 @@ from decentral.peers.hosts.host import Host
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
+from decentral.peers.membership.revocation_watch import NO_MEMBER
 from decentral.peers.node.node import Node
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
@@ -52,7 +55,7 @@ def prove_kernels(device: str) -> tuple[OuterKernels, str]:
 
 
 async def claim_layers(
-    flags: argparse.Namespace, folder: state.StateFolder, own: Identity, access: SwarmAccess
+    flags: argparse.Namespace, folder: state.StateFolder, own: Signer, access: SwarmAccess
 ) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
@@ -65,9 +68,13 @@ async def claim_layers(
         memory_bytes = launch.model_bytes(flags.memory, access.config, kept, flags.island)
     else:
         memory_bytes = flags.memory or measure.memory_bytes(device.device)
-    request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept)
+    originates = access.private is None or access.private.may(Permission.TRAIN)
+    request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept, originates)
     needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
     claimed = await claim(request, needs, access.directory, RealClock(access.clock))
+    if not originates and (claimed.span is None or access.config.synchronous):
+        limits = "a part of the model (give less --memory), in a run that is not synchronous"
+        raise UserError(f"this peer's invitation is to donate: it may hold {limits}; ask for one to train")
     memory.check_machine(access.config, claimed.span, measure.machine_bytes())
     return request, claimed
 
@@ -117,11 +124,13 @@ async def prepare(
         retained=compute.retained_states(),
         secret=secrets.randbits(128),
         versions=compute.counters.versions,
+        private=access.private,
     )
     records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))
     now = access.clock
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
-    return Host(Node(setup), transport, access.directory, compute, journal, book, now)
+    keep = partial(invitation_files.keep_revocations, folder.path)
+    return Host(Node(setup), transport, access.directory, compute, journal, book, now, keep_revocations=keep)
 
 
 def _without(error: DamagedCheckpoint, flags: argparse.Namespace, access: SwarmAccess) -> None:
@@ -165,6 +174,7 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
     view.say(f"kernels of gossip: {flags.kernels}")
     shown.introduce(node, folder.path)
+    view.say(view.openness(setup, folder.path))
     for warning in flags.warnings:
         view.say(f"warning: {warning}")
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
@@ -186,6 +196,8 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         shown.close()
         host.journal.close()
     view.farewell(node, folder.path, reason, host.unsaved)
+    if reason.startswith(NO_MEMBER):
+        raise UserError(reason.removeprefix(f"{NO_MEMBER}: "))
     if reason.startswith("error") or host.unsaved:
         raise SystemExit(1)
 

@@ -6,21 +6,31 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from decentral import state
+from decentral import invitation_files, state
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.invitations import FOR_EVER, Permission, is_private
+from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
 from decentral.core import config, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import OwnInputs
+from decentral.core.reasons import Reason
+from decentral.invitation_files import FounderFile
 from decentral.peers.hosts.clock import SwarmClock, difference
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.revocation_watch import ENDINGS
 from decentral.peers.planning import swarm_plans
-from decentral.visit import say_hello
+from decentral.visit import refused_member, say_hello
 
 CLOCKS_ASKED = 9  # peers whose clocks are compared with ours
+MOST_NAME_CHARS = 37  # of a private run, whose name also has the hash of the founder's key
+
+Run = tuple[RunId, config.Config]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,11 @@ class SwarmAccess:
     directory: HivemindDirectory
     addresses: tuple[str, ...]
     clock: SwarmClock
+    private: PrivateSwarm | None  # None: the swarm is public
+
+    def signer(self, own: Signer) -> Signer:
+        """How this peer signs its records, and opens those of others."""
+        return MemberSigner(own, self.private) if self.private else own
 
 
 async def reach_swarm(
@@ -44,36 +59,101 @@ async def reach_swarm(
     """
     own = OwnInputs(flags.trust_model_code, flags.data, flags.data_glob)
     kept = folder.read_run(own)
-    if kept and (flags.config or flags.set):
-        raise UserError(f"{folder.path} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
-    if flags.join and (flags.config or flags.set):
-        raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
-    contacts, welcome = await say_hello(flags.join, transport, kept[0] if kept else RunId(""))
+    _check_flags(flags, kept, folder.path)
+    known = kept if kept or flags.join else _begin(flags, folder.path, own)
+    private = _membership(flags, folder.path, known, transport.peer, clock)
+    if private:
+        await transport.enclose(private)
+    contacts, welcome = await say_hello(
+        flags.join, transport, known[0] if known else private.run if private else RunId("")
+    )
+    if known is None:
+        assert welcome is not None, "say_hello raises where no peer answers"
+        known = RunId(welcome.run), swarm_config.received(welcome.config).adopt(own)
     if kept:
-        run, settings = kept
-        contacts += await _reconnect(folder, transport)
-    elif welcome:
-        run, settings = RunId(welcome.run), swarm_config.received(welcome.config).adopt(own)
-    else:
-        settings = config.load(flags.config, flags.set, own)
-        run = RunId(f"{settings.name}-{secrets.token_hex(3)}")
+        contacts += await _reconnect(folder, transport, private)
+    run, settings = known
     folder.write_run(run, settings)
+    if private:
+        invitation_files.write_holding(invitation_files.kept_path(folder.path), private.holding)
     addresses = records.publishable(await transport.addresses())
     folder.write_listen(addresses)
-    keys = [*records.keys(run, settings.swarm.shards), swarm_plans.key_of(run)]
+    keys = [
+        *records.keys(run, settings.swarm.shards),
+        swarm_plans.key_of(run),
+        *([revoked_key(run)] if private else ()),
+    ]
     directory = await transport.directory(keys, contacts)
-    known = tuple(dict.fromkeys(contacts))
-    if set_s := clock.agree(await directory.clocks_ahead_s(known[:CLOCKS_ASKED])):
-        theirs = "the other peers'" if len(known) > 1 else f"that of {known[0]}"
+    contacts = list(dict.fromkeys(contacts))
+    if set_s := clock.agree(await directory.clocks_ahead_s(contacts[:CLOCKS_ASKED])):
+        theirs = "the other peers'" if len(contacts) > 1 else f"that of {contacts[0]}"
         flags.warnings.append(f"this machine's clock is {difference(-set_s)} {theirs}; this peer goes by theirs")
-    return SwarmAccess(run, settings, known, directory, addresses, clock)
+    if private and (over := private.over()):
+        raise UserError(ENDINGS[over])
+    return SwarmAccess(run, settings, tuple(contacts), directory, addresses, clock, private)
 
 
-async def _reconnect(folder: state.StateFolder, transport: Libp2p) -> list[PeerId]:
-    """Connects to the peers that are where they were before this peer restarted."""
+def _check_flags(flags: argparse.Namespace, kept: Run | None, folder: Path) -> None:
+    """Raises UserError for flags that say otherwise than the folder, or the swarm, or each other."""
+    if kept and (flags.config or flags.set):
+        raise UserError(f"{folder} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
+    if flags.join and (flags.config or flags.set):
+        raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
+    if flags.private and (flags.join or kept):
+        raise UserError("--private begins a new swarm; leave it out with --join, or to go on with a state folder")
+    if flags.invite and not (flags.join or kept):
+        raise UserError("--invite is for a swarm that is there: give --join ADDR, the address of one of its peers")
+    if flags.invite and kept and not is_private(kept[0]):
+        raise UserError(f"--invite: {folder} belongs to run {kept[0]}, which is public; use another --state-dir")
+
+
+def _begin(flags: argparse.Namespace, folder: Path, own: OwnInputs) -> Run:
+    """A new run. A private one's founder is this folder. Raises UserError."""
+    settings = config.load(flags.config, flags.set, own)
+    if not flags.private:
+        return RunId(f"{settings.name}-{secrets.token_hex(3)}"), settings
+    if len(settings.name) > MOST_NAME_CHARS:
+        raise UserError(f"the name of a private run has at most {MOST_NAME_CHARS} characters; it is {settings.name!r}")
+    founder = FounderFile.create(folder, settings.name)
+    holding = founder.own_holding(Permission.TRAIN, FOR_EVER)
+    invitation_files.write_holding(invitation_files.kept_path(folder), holding)
+    return founder.keys.run, settings
+
+
+def _membership(
+    flags: argparse.Namespace, folder: Path, known: Run | None, peer: PeerId, clock: SwarmClock
+) -> PrivateSwarm | None:
+    """This peer as a member by --invite, else by the folder; None: the swarm is public. Raises UserError."""
+    if not (flags.invite or (known and is_private(known[0]))):
+        return None
+    path = Path(flags.invite) if flags.invite else invitation_files.kept_path(folder)
+    if not path.exists():
+        raise UserError(f"{path} is not there; {folder} belongs to a private swarm: give --invite FILE")
+    holding = invitation_files.read_holding(path)
+    if known and holding.invitation.run != known[0]:
+        raise UserError(f"{path} is for run {holding.invitation.run}, but {folder} belongs to {known[0]}")
+    if not holding.invitation.may.allows(Permission.DONATE):
+        raise UserError(f"{path} allows only to look (decentral.plan, decentral.export); ask the founder for another")
+    return invitation_files.member(folder, holding, peer, clock)
+
+
+async def _reconnect(folder: state.StateFolder, transport: Libp2p, private: PrivateSwarm | None) -> list[PeerId]:
+    """Connects to the peers that are where they were before this peer restarted.
+
+    In a private swarm each has to take us for a member. Raises UserError if the founder has revoked our invitation.
+    """
     known = AddressBook.load(folder.path / "peers.json").known
     reached = await asyncio.gather(*(connect(transport, addresses) for addresses in known.values()))
-    return [peer for peer in reached if peer is not None]
+    peers = [peer for peer in reached if peer is not None]
+    if private is None:
+        return peers
+    refusals = await asyncio.gather(*(refused_member(transport, peer, private.run) for peer in peers))
+    if private.revoked_us:
+        raise UserError(ENDINGS[Reason.REVOKED])
+    trouble = [said for said in refusals if said]
+    if peers and len(trouble) == len(peers):
+        raise UserError(f"all {len(peers)} peers that this folder knows refuse this one: {trouble[0]}")
+    return [peer for peer, said in zip(peers, refusals, strict=True) if not said]
 
 
 async def connect(transport: Libp2p, addresses: Sequence[str]) -> PeerId | None:

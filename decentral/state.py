@@ -20,7 +20,7 @@ from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.train.measure import Measured
 
 DISK_REMEDY = "make room there, or use another --state-dir"
-ANYWHERE = "/ip4/0.0.0.0/tcp/0"
+ANYWHERE, HERE = "/ip4/0.0.0.0/tcp/0", "/ip4/127.0.0.1/tcp/0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,17 @@ class StateFolder:
         found = ((address, kept.get(address, address)) for address in asked)
         return [known if isinstance(known, str) else address for address, known in found]
 
+    def listening(self) -> list[str]:
+        """Where a peer with this folder can be reached from this machine."""
+        known = self._hints("listen.json").get(HERE)
+        return [known] if isinstance(known, str) else []
+
     def write_listen(self, addresses: Sequence[str]) -> None:
         """Keeps the port that `tcp/0` became."""
         ports = {address.split("/tcp/")[1].split("/")[0] for address in addresses if "/tcp/" in address}
         if len(ports) == 1:
             port = ports.pop()
-            places = (ANYWHERE, "/ip4/127.0.0.1/tcp/0")
+            places = (ANYWHERE, HERE)
             with suppress(UserError):  # another port is found by the records that others read
                 self._write("listen.json", {place: place.removesuffix("0") + port for place in places})
 

@@ -96,10 +96,20 @@ def introduction(node: Node, folder: Path) -> str:
     )
 
 
+def openness(setup: NodeSetup, folder: Path) -> str:
+    """Who may join, in one line."""
+    if setup.private is None:
+        return "this swarm is public: anybody who has an address may join, read the weights and change them"
+    if (folder / "founder.json").exists():
+        return f"this swarm is private; invite others with: python -m decentral.invite --state-dir {folder} --for NAME"
+    return "this swarm is private: only those whom its founder has invited take part"
+
+
 def _needed(setup: NodeSetup) -> list[str]:
     """The flags without which nobody can join: no peer takes code or paths from another."""
     code = setup.config.model.layers
     named = ["--trust-model-code", shlex.quote(code)] if code is not None else []
+    named += ["--invite", "FILE"] if setup.private else []
     return named if setup.config.data.kind == "python-stdlib" else [*named, "--data", "PATH"]
 
 

@@ -9,15 +9,20 @@ from pathlib import Path
 from decentral import state
 from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import VERSION, Hello, Refused, Welcome
+from decentral.comm.wire.identity import Identity, Signer
+from decentral.comm.wire.invitations import Holding, is_private
+from decentral.comm.wire.messages import VERSION, Hello, Message, Refused, Welcome
+from decentral.comm.wire.private_swarm import NOT_COUNTED, TELLS, MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
 from decentral.core import config, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.reasons import Reason
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 
 HELLO_S = 15.0
+CHECK = "check the address, that the peer there runs, and its port"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +35,31 @@ class VisitedSwarm:
     contacts: list[PeerId]
     directory: HivemindDirectory
     clock: SwarmClock
+    own: Signer  # who looks; it opens the records in the DHT
 
 
 @asynccontextmanager
-async def visit(join: Sequence[str]) -> AsyncIterator[VisitedSwarm]:
-    """Connects for as long as the swarm is looked at. Raises UserError if no peer at these addresses answers."""
+async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIterator[VisitedSwarm]:
+    """Connects for as long as the swarm is looked at. Raises UserError if no peer at these addresses answers.
+
+    `holding`: the invitation to a private swarm.
+    """
     with tempfile.TemporaryDirectory() as folder:
         clock = SwarmClock()
         transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [], clock)
+        private = PrivateSwarm(transport.peer, holding, clock) if holding else None
         try:
-            contacts, welcome = await say_hello(join, transport, RunId(""))
+            if private:
+                await transport.enclose(private)
+            contacts, welcome = await say_hello(join, transport, private.run if private else RunId(""))
             assert welcome is not None, "say_hello raises where no peer answers"
             run, settings = RunId(welcome.run), swarm_config.received(welcome.config).built_in()
-            directory = await transport.directory(records.keys(run, settings.swarm.shards), contacts)
+            keys = [*records.keys(run, settings.swarm.shards), *([revoked_key(run)] if private else ())]
+            directory = await transport.directory(keys, contacts)
             clock.agree(await directory.clocks_ahead_s(contacts))
-            yield VisitedSwarm(transport, run, settings, contacts, directory, clock)
+            identity = Identity.load_or_create(Path(folder) / "identity.key")
+            own = MemberSigner(identity, private) if private else identity
+            yield VisitedSwarm(transport, run, settings, contacts, directory, clock, own)
         finally:
             await transport.close()
 
@@ -57,15 +72,37 @@ async def say_hello(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple
             peer = await transport.connect(address)
             answer = await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)
         except AskError as error:
-            trouble = f"--join {address}: {error}"
+            trouble = f"--join {address}: {_why(error.reason, error.detail) or f'{error}; {CHECK}'}"
             continue
         message = answer.envelope.message
-        if isinstance(message, Welcome):
+        if isinstance(message, Welcome) and is_private(RunId(message.run)) and message.run != run:
+            trouble = f"--join {address}: it says to be in private run {message.run}, and proves it to nobody"
+        elif isinstance(message, Welcome):
             contacts.append(peer)
             welcome = welcome or message
         else:
-            reason = message.detail if isinstance(message, Refused) else "it gave no welcome"
-            trouble = f"--join {address}: refused: {reason} (this peer speaks protocol {VERSION})"
+            trouble = f"--join {address}: {_no_welcome(message)}"
     if join and not contacts:
-        raise UserError(f"{trouble}; check the address, that the peer there runs, and its port")
+        raise UserError(trouble)
     return contacts, welcome
+
+
+async def refused_member(transport: Libp2p, peer: PeerId, run: RunId) -> str:
+    """Why this peer of a private swarm does not take us for a member; "": it does, or does not answer."""
+    try:
+        message = (await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)).envelope.message
+    except AskError as error:
+        return _why(error.reason, error.detail)
+    return _why(message.reason, message.detail) if isinstance(message, Refused) else ""
+
+
+def _no_welcome(message: Message) -> str:
+    if isinstance(message, Refused):
+        refused = f"refused: {message.detail} (this peer speaks protocol {VERSION}); {CHECK}"
+        return _why(message.reason, "") or refused
+    return f"refused: it gave no welcome (this peer speaks protocol {VERSION}); {CHECK}"
+
+
+def _why(reason: str, detail: str) -> str:
+    """What a user is told who is not taken for a member; "" for any other reason."""
+    return (detail or TELLS[Reason(reason)]) if reason in NOT_COUNTED else ""

@@ -2,7 +2,8 @@
 
 Dynamic thresholds (Choudhury and Hahne, 1998): a sender may have as much under way as is free. So one sender alone gets
 half, n greedy ones get 1/(n+1) of it each, and as much stays free for one that asks little: nobody has to be sent away
-for it. Peers without a record in our roster (strangers) share a small part of their own by the same rule.
+for it. Peers without a record in our roster (strangers) share a small part of their own by the same rule, and so do,
+in a private swarm, those that have not proved yet that they are members.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from decentral.core.units import MiB
 
 MAX_STREAMS = 128  # questions answered at the same time, half of them of one sender; more are refused as busy
 STRANGER_STREAMS = 32  # of them, those of all peers that are not in our roster together
+UNPROVEN_STREAMS = 16  # in a private swarm, those of all peers together on which a proof may come, beside the others
 IDLE_STREAMS = 256  # streams on which a peer waits for a next question; it closes others after their answer
 UNDER_WAY_BYTES = 1024 * MiB  # of the blobs of questions that are read or answered; a sender's first one may exceed it
 
@@ -51,14 +53,19 @@ class QuestionShares:
     """What all questions that a peer answers may take."""
 
     knows: Knows = knows_all
+    admits: Knows = knows_all  # whether it is a member, where the swarm is private
     streams: FairShare = field(default_factory=lambda: FairShare(MAX_STREAMS))
     strangers: FairShare = field(default_factory=lambda: FairShare(STRANGER_STREAMS))
+    unproven: FairShare = field(default_factory=lambda: FairShare(UNPROVEN_STREAMS))
     under_way: FairShare = field(default_factory=lambda: FairShare(UNDER_WAY_BYTES))
 
     def begin(self, sender: PeerId) -> "QuestionShare":
         """A question of this sender begins. Raises ProtocolError if it has its share under way already."""
-        known = self.knows(sender)
-        pool = self.streams if known else self.strangers
+        known = self.admits(sender) and self.knows(sender)
+        if not self.admits(sender):
+            pool = self.unproven
+        else:
+            pool = self.streams if known else self.strangers
         if not pool.take(sender):
             raise ProtocolError(Reason.BUSY, f"{pool.by_sender.get(sender, 0)} of {pool.used} streams are this peer's")
         return QuestionShare(sender, pool, self.under_way, known)

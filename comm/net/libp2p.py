@@ -34,11 +34,14 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from decentral.comm.net.fair_shares import QuestionShares
+from decentral.comm.net.member_calls import MemberCalls
 from decentral.comm.net.stored_records import StoredRecords
-from decentral.comm.net.streams import Asker, Server, Stream
+from decentral.comm.net.streams import Asker, Server, Stream, exchange_proofs
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import identity
 from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Refused
+from decentral.comm.wire.private_swarm import MAX_SEAL_BYTES, PrivateSwarm, storable
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, Knows, knows_all
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
@@ -76,6 +79,7 @@ class Libp2p:
         self._uplink = Uplink()
         self._asker = Asker(self._open, self._uplink)
         self._directory: HivemindDirectory | None = None
+        self._private: PrivateSwarm | None = None  # None: the swarm is public
 
     @classmethod
     async def start(
@@ -103,11 +107,11 @@ class Libp2p:
             await self._p2p.shutdown()
         self._p2p = await self._place.at_ports_of(self._p2p).start()
         if self._server is not None:
-            await self._listen(self._server)
+            await self._listen()
         some = random.sample(sorted(self._addresses), min(MEET_AGAIN, len(self._addresses)))
         await asyncio.gather(*map(self._reach, some))
         if self._directory is not None:
-            await self._directory.revive(self._p2p, some)
+            await self._directory.revive(self._calls, some)
 
     async def addresses(self) -> tuple[str, ...]:
         """Our addresses for others, each ending in /p2p/<our id>; the loopback ones come last."""
@@ -154,16 +158,42 @@ class Libp2p:
         return Stream(reader, writer)
 
     async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
+        if self._server is not None:
+            self._server.handler, self._server.bound, self._server.shares.knows = handler, bound, knows
+            return
         self._server = Server(handler, bound, self._uplink, shares=QuestionShares(knows))
-        await self._listen(self._server)
+        await self._listen()
 
-    async def _listen(self, server: Server) -> None:
+    async def enclose(self, private: PrivateSwarm | None) -> None:
+        """From now on only members of this swarm are asked and answered; None: anybody, as before the first call.
+
+        Proofs are answered at once, whatever else is not yet: other members' nodes of the DHT want to talk to ours.
+        """
+        self._private = self._asker.private = private
+        if self._server is None:
+            await self.serve(_not_yet, lambda _: 0)
+        assert self._server is not None
+        self._server.enclose(private)
+
+    async def drop(self, peer: PeerId) -> None:
+        """Ends all connections to a peer that is no member any more."""
+        self._asker.drop(peer)
+        self._connected.discard(peer)
+        self._addresses.pop(peer, None)
+        if self._server is not None:
+            self._server.drop(peer)
+        with suppress(*_NETWORK_ERRORS, TimeoutError):
+            async with asyncio.timeout(CONNECT_S):
+                await self._p2p._client.disconnect(PeerID.from_base58(peer))
+
+    async def _listen(self) -> None:
         async def on_stream(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             sender = PeerId(info.peer_id.to_base58())
             if len(self._connected) < MOST_CONNECTED:
                 self._connected.add(sender)
             with closing(writer):
-                await server.answer_on(sender, reader, writer)
+                assert self._server is not None
+                await self._server.answer_on(sender, reader, writer)
 
         await self._p2p.add_binary_stream_handler(PROTOCOL, on_stream)
 
@@ -173,9 +203,19 @@ class Libp2p:
 
     async def directory(self, keys: Iterable[str], known: Iterable[PeerId]) -> "HivemindDirectory":
         """Our node of the DHT. It stores records of these keys only, and begins with peers that we are connected to."""
-        valid = SignedRecords(keys, self._now)
-        self._directory = HivemindDirectory(await _dht_node(self._p2p, valid, known), valid, self._connected)
+        valid = SignedRecords(keys, self._now, self._private)
+        self._directory = HivemindDirectory(await _dht_node(self._calls, valid, known), valid, self._connected)
         return self._directory
+
+    @property
+    def _calls(self) -> Any:
+        """The P2P by which our node of the DHT calls others."""
+        return MemberCalls(self._p2p, self._private, self._prove) if self._private else self._p2p
+
+    async def _prove(self, to: PeerId) -> None:
+        """Both prove to be members. Raises AskError, and _NETWORK_ERRORS."""
+        assert self._private is not None
+        await exchange_proofs(self._private, self._asker.ask_any, to)
 
     def processor_s(self) -> Seconds:
         """Of the daemon. Only Linux says so of another process."""
@@ -229,7 +269,7 @@ class DaemonPlace:
         return replace(self, listen=tuple(re.sub("/tcp/0$", f"/tcp/{port}", address) for address in self.listen))
 
 
-async def _dht_node(p2p: P2P, valid: "SignedRecords", known: Iterable[PeerId]) -> DHTNode:
+async def _dht_node(p2p: Any, valid: "SignedRecords", known: Iterable[PeerId]) -> DHTNode:
     return await DHTNode.create(
         p2p=p2p,
         initial_peers=[Multiaddr(f"/p2p/{peer}") for peer in known] or None,
@@ -249,7 +289,7 @@ class HivemindDirectory:
         """`connected`: the peers that the transport is connected to, as they come and go."""
         self._dht, self._valid, self._connected = dht, valid, connected
 
-    async def revive(self, p2p: P2P, known: Iterable[PeerId]) -> None:
+    async def revive(self, p2p: Any, known: Iterable[PeerId]) -> None:
         """A new node in the place of the one whose daemon has ended. It has no records: others send them again."""
         with suppress(Exception):  # it wants to tell the daemon, which is gone
             async with asyncio.timeout(DHT_END_S):
@@ -260,7 +300,7 @@ class HivemindDirectory:
         try:
             async with asyncio.timeout(STORE_S):
                 await self._meet_again()
-                return bool(await self._dht.store(key, value, expires, subkey=subkey))
+                return bool(await self._dht.store(self._valid.hidden(key), value, expires, subkey=subkey))
         except (*_NETWORK_ERRORS, TimeoutError):
             return False
 
@@ -268,7 +308,7 @@ class HivemindDirectory:
         try:
             async with asyncio.timeout(FETCH_S):
                 await self._meet_again()
-                found = await self._dht.get(key, latest=True)
+                found = await self._dht.get(self._valid.hidden(key), latest=True)
         except (*_NETWORK_ERRORS, TimeoutError):
             return {}
         return _plain(found)
@@ -309,29 +349,38 @@ class HivemindDirectory:
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Our node of the DHT stores and returns only records of our keys that are signed by the peer they name."""
+    """Our node of the DHT stores and returns only records of our keys that are signed by the peer they name.
 
-    def __init__(self, keys: Iterable[str], now: Callable[[], float]) -> None:
-        self.now = now
-        self._keys = {DHTID.generate(source=key).to_bytes(): key for key in keys}
+    In a private swarm that peer also has to prove that it is a member.
+    """
+
+    def __init__(self, keys: Iterable[str], now: Callable[[], float], private: PrivateSwarm | None = None) -> None:
+        self.now, self._open = now, storable(private)
+        self.hidden: Callable[[str], str] = private.hidden if private else lambda key: key
+        self._most_bytes = BYTES_HEADER_BYTES + (MAX_SEAL_BYTES if private else 0)
+        self._keys = {DHTID.generate(source=self.hidden(key)).to_bytes(): key for key in keys}
         self._stored = StoredRecords(self._keys)
 
     def validate(self, record: DHTRecord) -> bool:
         key = self._keys.get(record.key)
         if key is None or len(record.subkey) > MAX_SUBKEY_BYTES:
             return False
-        if len(record.value) > identity.max_record_bytes(key) + BYTES_HEADER_BYTES:
+        if len(record.value) > identity.max_record_bytes(key) + self._most_bytes:
             return False
         try:
             peer = MSGPackSerializer.loads(record.subkey)
             value = DHTProtocol.serializer.loads(record.value)
             if not isinstance(peer, str) or not isinstance(value, bytes):
                 return False
-            _, expires = identity.open_sealed(key, PeerId(peer), value, self.now())
+            _, expires = self._open(key, PeerId(peer), value, self.now())
         except Exception:  # another peer's bytes may raise anything
             return False
         name = (record.key, record.subkey)
         return bool(expires == record.expiration_time) and self._stored.take(name, expires, len(value), self.now())
+
+
+async def _not_yet(_sender: PeerId, _question: Envelope) -> Envelope:
+    return Envelope(Refused(Reason.NOT_READY))
 
 
 def parse_address(address: str) -> tuple[PeerId, str]:

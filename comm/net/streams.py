@@ -13,17 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from decentral.comm.net.fair_shares import IDLE_STREAMS, FairShare, QuestionShare, QuestionShares
+from decentral.comm.net.fair_shares import IDLE_STREAMS, UNPROVEN_STREAMS, FairShare, QuestionShare, QuestionShares
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import MAX_ROUTE_S, Probe, Refused
-from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
+from decentral.comm.wire.invitations import MAX_REVOCATIONS_BYTES
+from decentral.comm.wire.messages import MAX_ROUTE_S, MembershipProof, Message, Probe, Refused
+from decentral.comm.wire.private_swarm import MAX_UNPROVEN_BYTES, NOT_COUNTED, PrivateSwarm, refuse_unproven
+from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, knows_all
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 
 READ_S = 30.0  # for a question to arrive whole
+PROOF_READ_S = 5.0  # for the proof of one who is not known as a member of a private swarm
 STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # to find the answer: a micro-batch has to come back from its route's end
 WRITE_S = 60.0  # for the answer to leave
 KEEP_S = 30.0  # an asker closes a stream that it has not used for so long
@@ -63,6 +66,7 @@ class Asker:
 
     open: Callable[[PeerId], Awaitable[Stream]]
     uplink: Uplink = field(default_factory=Uplink)
+    private: PrivateSwarm | None = None  # None: the swarm is public
     kept: dict[PeerId, list[Stream]] = field(default_factory=dict)  # no list is empty
 
     async def ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
@@ -72,15 +76,21 @@ class Asker:
         """
         if isinstance(envelope.message, Probe) and envelope.blob:
             async with self.uplink.alone():
-                return await self._ask(to, envelope, max_blob_bytes)
-        return await self._ask(to, envelope, max_blob_bytes)
+                return await ask_member(self.private, self.ask_any, to, envelope, max_blob_bytes)
+        return await ask_member(self.private, self.ask_any, to, envelope, max_blob_bytes)
 
     def close(self) -> None:
         for stream in self._all():
             stream.writer.close()
         self.kept.clear()
 
-    async def _ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
+    def drop(self, peer: PeerId) -> None:
+        """Closes the streams to this peer."""
+        for stream in self.kept.pop(peer, []):
+            stream.writer.close()
+
+    async def ask_any(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
+        """Asks a peer whoever it is."""
         kept = self._take(to)
         if kept is not None:
             with suppress(NoAnswer):
@@ -132,6 +142,36 @@ class Asker:
         return [stream for streams in self.kept.values() for stream in streams]
 
 
+AskOnce = Callable[[PeerId, Envelope, int], Awaitable[Answer]]
+
+
+async def ask_member(
+    private: PrivateSwarm | None, ask: AskOnce, to: PeerId, envelope: Envelope, max_blob_bytes: int
+) -> Answer:
+    """Asks with `ask`. In a private swarm both have shown that they are members before; raises AskError if not.
+
+    The other side may have forgotten us, or know an older proof of ours: then we show it again, and ask again.
+    """
+    if private is None:
+        return await ask(to, envelope, max_blob_bytes)
+    if private.admits(to):
+        answer = await ask(to, envelope, max_blob_bytes)
+        message = answer.envelope.message
+        if not (isinstance(message, Refused) and message.reason in NOT_COUNTED):
+            return answer
+    await exchange_proofs(private, ask, to)
+    return await ask(to, envelope, max_blob_bytes)
+
+
+async def exchange_proofs(private: PrivateSwarm, ask: AskOnce, to: PeerId) -> None:
+    """Shows our proof to a peer, and takes its own. Raises AskError if one of the two is no member for the other."""
+    proved = await ask(to, private.question(), MAX_REVOCATIONS_BYTES)
+    try:
+        private.heard(to, proved.envelope)
+    except ProtocolError as error:
+        raise AskError(error.reason, error.detail) from None
+
+
 async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope, max_blob_bytes: int) -> Answer:
     """Writes a question and reads its answer. Raises AskError. The caller puts its deadline around this and opening."""
     began = time.monotonic()
@@ -163,14 +203,44 @@ class Server:
     shares: QuestionShares = field(default_factory=QuestionShares)  # of the questions that are read or answered
     idle: FairShare = field(default_factory=lambda: FairShare(IDLE_STREAMS))  # streams on which a next one may come
     refusing: FairShare = field(default_factory=lambda: FairShare(LINGERING))  # streams on which a refusal leaves
+    private: PrivateSwarm | None = None  # None: the swarm is public
+    turning_away: FairShare = field(default_factory=lambda: FairShare(UNPROVEN_STREAMS))  # as `refusing`: no members
+    streams: dict[PeerId, set["asyncio.Task[None]"]] = field(
+        default_factory=dict
+    )  # in a private swarm; no set is empty
 
     async def answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
         """Answers the questions on this stream, until the asker hangs up, pauses for IDLE_S, or asks something bad."""
+        if self.private is None:
+            await self._answer_all(sender, reader, writer)
+            return
+        answering = asyncio.ensure_future(self._answer_all(sender, reader, writer))
+        self.streams.setdefault(sender, set()).add(answering)
+        try:
+            await asyncio.wait([answering])
+            if not answering.cancelled():  # it is where the peer was dropped
+                answering.result()
+        finally:
+            answering.cancel()
+            self.streams[sender].discard(answering)
+            if not self.streams[sender]:
+                del self.streams[sender]
+
+    async def _answer_all(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
         first: int | None = None
         while await self._answer_one(sender, reader, writer, first):
             first = await self._next_question(sender, reader)
             if first is None:
                 return
+
+    def enclose(self, private: PrivateSwarm | None) -> None:
+        """From now on only members of this swarm are answered; None: anybody."""
+        self.private, self.shares.admits = private, private.admits if private else knows_all
+
+    def drop(self, peer: PeerId) -> None:
+        """Ends the streams of a peer that is no member any more, with what they hold."""
+        for task in self.streams.get(peer, ()):
+            task.cancel()
 
     async def _next_question(self, sender: PeerId, reader: blobs.Reader) -> int | None:
         """The length of the next question's header; None if none comes. An idle stream takes no share of questions."""
@@ -205,16 +275,39 @@ class Server:
         self, share: QuestionShare, reader: blobs.Reader, writer: blobs.Writer, length: int | None
     ) -> bool:
         """Whether the asker is still there. Raises ProtocolError for a question that is refused, perhaps half read."""
-        async with asyncio.timeout(READ_S):
+        private, sender = self.private, share.sender
+        unproven = private is not None and not private.admits(sender)
+
+        def bound(message: Message) -> int:
+            if private is not None:
+                private.check(sender, message)
+            return self.bound(message)
+
+        async with asyncio.timeout(PROOF_READ_S if unproven else READ_S):
             if length is None:
                 length = await blobs.read_length(reader)
-            question, _ = await blobs.read_rest(reader, length, self.bound, share.reserve)
+            if unproven and length > MAX_UNPROVEN_BYTES:
+                raise refuse_unproven()
+            question, _ = await blobs.read_rest(reader, length, bound, share.reserve)
+        if private is not None and isinstance(question.message, MembershipProof):
+            return await self._answer_proof(private, sender, question.message, writer)
         async with asyncio.timeout(STREAM_ANSWER_S):
-            answer = await self.handler(share.sender, question)
+            answer = await self.handler(sender, question)
         return await self._write(writer, answer)
 
+    async def _answer_proof(
+        self, private: PrivateSwarm, sender: PeerId, proof: MembershipProof, writer: blobs.Writer
+    ) -> bool:
+        """Whether another question may follow: only from a member."""
+        answer = private.answer(sender, proof)
+        if isinstance(answer.message, Refused):
+            self.refused[answer.message.reason] += 1
+        return await self._write(writer, answer) and private.admits(sender)
+
     async def _refuse(self, sender: PeerId, error: ProtocolError, reader: blobs.Reader, writer: blobs.Writer) -> None:
-        if not self.refusing.take(sender):
+        member = self.private is None or self.private.admits(sender)
+        room = self.refusing if member else self.turning_away
+        if not room.take(sender):
             return
         try:
             if await self._write(writer, Envelope(Refused(error.reason, str(error)[:200]))):
@@ -222,7 +315,7 @@ class Server:
         except TimeoutError:
             self.refused[Reason.DEADLINE] += 1
         finally:
-            self.refusing.give_back(sender)
+            room.give_back(sender)
 
     async def _write(self, writer: blobs.Writer, answer: Envelope) -> bool:
         """Whether the asker is still there."""

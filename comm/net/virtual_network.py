@@ -13,17 +13,20 @@ handed over as they are; only those that a fault damages go through the real cod
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from decentral.comm.net.congestion import WITH_HEADERS
 from decentral.comm.net.fair_shares import QuestionShare, QuestionShares
 from decentral.comm.net.fault_model import NetworkFaultModel, read, written
 from decentral.comm.net.shared_links import Geography, SharedLinks, Transfer
 from decentral.comm.net.streams import STREAM_ANSWER_S, WRITE_S
+from decentral.comm.net.virtual_proofs import ProvenAsk
 from decentral.comm.net.virtual_uplink import PacedMessage, VirtualUplink
 from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Message, Probe, Refused
-from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound
+from decentral.comm.wire.messages import MembershipProof, Message, Probe, Refused
+from decentral.comm.wire.private_swarm import PrivateSwarm
+from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, knows_all
 from decentral.core.agenda import Agenda, TimeLimit, Timer
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -54,6 +57,19 @@ class Port:
     refused: Counter[str] = field(default_factory=Counter)
     waiting: deque[Callable[[], None]] = field(default_factory=deque)  # what happens when the process goes on
     asked: dict["Question", None] = field(default_factory=dict)  # questions of this peer that are under way
+    private: PrivateSwarm | None = None  # None: the swarm is public
+
+    def enclose(self, private: PrivateSwarm | None) -> None:
+        """From now on only members of this swarm are asked and answered; None: anybody."""
+        self.private, self.shares.admits = private, private.admits if private else knows_all
+
+    def check(self, sender: PeerId, envelope: Envelope) -> None:
+        """Raises ProtocolError for a question that is refused, or whose blob is too large."""
+        if self.private is not None:
+            self.private.check(sender, envelope.message)
+        if len(envelope.blob) > self.bound(envelope.message):
+            kind = type(envelope.message).__name__
+            raise ProtocolError(Reason.OVERSIZE, f"{kind} with a blob of {len(envelope.blob)} bytes")
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +138,13 @@ class Network:
         for question in list(port.open):
             self.cut(question, peer)
 
+    def drop(self, port: Port, peer: PeerId) -> None:
+        """Ends the questions between a port and a peer that is no member any more."""
+        for question in [one for one in port.open if one.source.peer == peer]:
+            self.cut(question, port.peer)
+        for question in [one for one in port.asked if one.target == peer]:
+            self._fail(question, Reason.CUT)
+
     def thaw(self, port: Port) -> None:
         """Lets the process go on: all that arrived or was to leave while it was frozen does so now, in order."""
         port.frozen = False
@@ -131,7 +154,16 @@ class Network:
     # A question
 
     def ask(self, source: Port, ask: Ask, done: Callable[[Outcome], None]) -> None:
-        """Calls `done` once, with an Answer or an AskError, within `ask.deadline_s` of virtual time."""
+        """Calls `done` once, with an Answer or an AskError, within `ask.deadline_s` of virtual time.
+
+        In a private swarm up to two more questions go before, each within that time.
+        """
+        if source.private is None:
+            self._send(source, ask, done)
+        else:
+            ProvenAsk(source.private, partial(self._send, source), ask, done).begin()
+
+    def _send(self, source: Port, ask: Ask, done: Callable[[Outcome], None]) -> None:
         question = Question(source, ask.to, ask.envelope, self.agenda.now, ask.max_blob_bytes, done)
         source.asked[question] = None
         question.timers.append(self.agenda.after(ask.deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
@@ -173,15 +205,15 @@ class Network:
                 raise envelope
             if question.share is None:  # a message that arrives twice is one question
                 question.share = port.shares.begin(question.source.peer)
-            if len(envelope.blob) > port.bound(envelope.message):
-                raise ProtocolError(
-                    Reason.OVERSIZE, f"{type(envelope.message).__name__} with a blob of {len(envelope.blob)} bytes"
-                )
+            port.check(question.source.peer, envelope)
             if not question.share.blob_bytes:
                 question.share.reserve(len(envelope.blob))
         except ProtocolError as error:
             port.refused[error.reason] += 1
             serving.respond(Envelope(Refused(error.reason, str(error)[:200])))
+            return
+        if port.private is not None and isinstance(envelope.message, MembershipProof):
+            serving.respond(port.private.answer(question.source.peer, envelope.message))
             return
         assert port.serve is not None, "nobody serves here"
         self._answers.watch(lambda: serving.question is None, serving.late)

@@ -158,7 +158,8 @@ class OwnMicroBatches:
         self.look_at = None
         stage = self.admission.stage
         alone = stage.last == stage.layers and not stage.synchronous
-        if not self.admission.active or self.admission.draining or stage.first > 0 or alone:
+        elsewhere = stage.first > 0 or not stage.originates
+        if not self.admission.active or self.admission.draining or elsewhere or alone:
             return jobs
         own = sum(execution.own for execution in self.table.by_token.values())
         while self.quota != 0 and self.admission.may_begin(own):

@@ -29,6 +29,7 @@ class StageConfig:
     activations: tuple[int, ...] = ()  # bytes that a micro-batch keeps in each of the cuts; none: all take the same
     slots: int = 1  # for sealed sums of gradients that are not committed yet
     overlap: bool = False  # begin more before the last ones' step is taken: busier devices, stale gradients
+    originates: bool = True  # its own data are trained on; else it executes others' micro-batches only
     synchronous: bool = False  # steps are taken in rounds, by all peers at once: comm/rounds/round.py
     _entries: tuple[int, ...] = field(init=False, repr=False)  # layers of ours with which others' executions may begin
     _memory: dict[tuple[int, int], float] = field(init=False, repr=False, compare=False, default_factory=dict)

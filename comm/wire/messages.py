@@ -2,6 +2,7 @@
 
     question            blob             answer            blob              what for
     Hello               -                Welcome           -                 a newcomer asks for the run and its config
+    MembershipProof     -                MembershipProof   -                 private swarm: both prove to be members
     Ping                -                Pong              -                 latency
     Probe               up to 4 MiB      Probed            up to 4 MiB       bandwidth, up and down
     Pull                -                Snapshot          the snapshot      one-sided exchange; allreduce, by number
@@ -29,6 +30,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, Strict
 
+from decentral.comm.wire.invitations import MAX_PROOF_BYTES
 from decentral.core.config import MAX_CONFIG_BYTES
 from decentral.core.fragments import Layout
 from decentral.core.plain_text import plain_text
@@ -68,6 +70,13 @@ class Hello:
 class Welcome:
     run: Run
     config: Annotated[str, Strict(), Field(max_length=MAX_CONFIG_BYTES)]  # plain JSON: core/swarm_config.py
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipProof:
+    """The first question to a peer of a private swarm, and its answer: comm/wire/invitations.py reads the proof."""
+
+    proof: Annotated[bytes, Strict(), Field(min_length=1, max_length=MAX_PROOF_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +381,7 @@ class Refused:
     detail: Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))] = ""
 
 
-LinkMessage = Hello | Welcome | Ping | Pong | Probe | Probed
+LinkMessage = Hello | Welcome | MembershipProof | Ping | Pong | Probe | Probed
 GossipMessage = Pull | Snapshot | Swap | SwapCommit | Push
 StateMessage = StateRequest | StateChunk | LeaseRequest
 RouteMessage = Offer | Load | ForwardRequest | BackwardResponse | ForwardStatusQuery | CommitDecision | CommitQuery

@@ -123,7 +123,7 @@ class AskError(Exception):
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 Handler = Callable[[PeerId, Envelope], Awaitable[Envelope]]
@@ -159,6 +159,9 @@ class Transport(Protocol):
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Remembers the addresses at which a peer says that it listens."""
+
+    async def drop(self, peer: PeerId) -> None:
+        """Ends all connections to a peer, with the questions on them."""
 
     @property
     def refused(self) -> Mapping[str, int]:

@@ -14,3 +14,4 @@ class ProtocolError(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason  # one word, for the journal's counters
+        self.detail = detail

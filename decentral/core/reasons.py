@@ -46,7 +46,12 @@ class Reason(StrEnum):
     # Records in the DHT
     IDENTITY = "identity"  # the key does not belong to that peer
     SIGNATURE = "signature"  # the signature does not fit
-    EXPIRED = "expired"  # the record has expired, or would last too long
+    EXPIRED = "expired"  # the record, or an invitation, has expired, or the record would last too long
+
+    # Membership of a private swarm
+    UNINVITED = "uninvited"  # the peer has not proved that the swarm's founder has invited it
+    REVOKED = "revoked"  # the founder has revoked the peer's invitation
+    PERMISSION = "permission"  # the peer's invitation does not allow this
 
     # Snapshots and exchanges
     REPLAY = "replay"  # this snapshot, or a later one, was already taken

@@ -11,6 +11,9 @@ from decentral import claim_span
 from decentral.comm.net.virtual_directory import Records
 from decentral.comm.net.virtual_network import Network
 from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.invitations import FOR_EVER, NOTHING_REVOKED, FounderKeys, Holding, Permission, Revocations
+from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm
 from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
 from decentral.core.config import Config
@@ -55,6 +58,7 @@ class SwarmSettings:
     moves: bool = True  # peers change their spans, by plans and to recover lost layers; not where `spans` is given
     unquantised: bool = False  # blobs hold numbers as they are, which is faster for thousands of peers
     gradients: Callable[["SimulatedPeer"], Training] | None = None  # real training instead of a surrogate workload
+    founder: FounderKeys | None = None  # whose invitations the peers need; None: the swarm is public
     donated: tuple[jobs.Layout, ...] | None = None  # fragments' states as newcomers get them, where they are real
 
     @classmethod
@@ -70,6 +74,10 @@ class SwarmSettings:
         layout = cache(ActivationFormat(self.config, compress, gpt.widths(self.config.model)).layout)
         kept = memory.needs(self.config, self.fragments).activations
         return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, layout)
+
+    @property
+    def run(self) -> RunId:
+        return self.founder.run if self.founder else RUN
 
     def state_layouts(self) -> list[jobs.Layout]:
         if self.donated is not None:
@@ -97,6 +105,8 @@ class SimulatedPeer:
     lost_lines: int = 0  # of its journal, since its disk is full
     byzantine: str = ""  # how it falsifies its answers, if it does
     stretched: float = 1.0  # how much slower than its pace it is at present
+    holding: Holding | None = None  # its invitation, where the swarm is private
+    revocations: Revocations = NOTHING_REVOKED  # what its disk knows to be revoked
 
     @property
     def life(self) -> VirtualHost | None:
@@ -154,6 +164,9 @@ class SimulatedSwarm:
         """A new member, which does not live yet."""
         number = len(self.members)
         member = SimulatedPeer(number, PeerId(f"sim{number:05d}"))
+        if self.settings.founder:
+            chance = rng.stream(self.seed, "invitation", number)
+            member.holding = self.settings.founder.invite(member.peer, FOR_EVER, Permission.TRAIN, chance.randbytes)
         self.members.append(member)
         self.by_peer[member.peer] = member
         self.geography.add(member.peer, number)
@@ -192,7 +205,8 @@ class SimulatedSwarm:
         spans = self.settings.spans
         saved = member.disk.checkpoint
         kept = saved.span if saved is not None else spans[member.number % len(spans)] if spans else None
-        return claim_span.SpanRequest(self.settings.config, RUN, VirtualSigner(member.peer), (), memory_bytes, kept)
+        signer = _signer(member, _private(member, self.clock(member)))
+        return claim_span.SpanRequest(self.settings.config, self.settings.run, signer, (), memory_bytes, kept)
 
     def _begin_life(
         self, member: SimulatedPeer, contacts: tuple[PeerId, ...], claimed: claim_span.ClaimedSpan | None = None
@@ -322,7 +336,7 @@ class SimulatedSwarm:
         contacts: tuple[PeerId, ...],
         claimed: claim_span.ClaimedSpan | None,
     ) -> NodeSetup:
-        settings = self.settings
+        settings, private = self.settings, _private(member, self.clock(member))
         memory_bytes = claimed.memory_bytes if claimed else 1 << 34
         profile = Profile("simulated", memory_bytes, 1e12, settings.tokens_per_step / self._step_s(member))
         first, last = member.span
@@ -334,8 +348,9 @@ class SimulatedSwarm:
         moves = claimed and settings.moves and not settings.spans and surrogate
         return NodeSetup(
             config=settings.config,
-            run=RUN,
-            own=VirtualSigner(member.peer),
+            run=self.settings.run,
+            own=_signer(member, private),
+            private=private,
             fragments=held,
             state_layouts=[self._state_layouts[one.index] for one in held],
             layers=settings.fragments[-1].last,
@@ -353,5 +368,18 @@ class SimulatedSwarm:
         """What the next life will find on the disk."""
         assert member.host is not None
         member.address_book = tuple(sorted(member.host.node.roster.live)) or member.address_book
+        if private := member.host.node.setup.private:
+            member.revocations = private.revocations
         if not keep_disk:
+            member.revocations = NOTHING_REVOKED
             member.disk, member.has_run = SurrogateDisk(), False
+
+
+def _private(member: SimulatedPeer, clock: Callable[[], Seconds]) -> PrivateSwarm | None:
+    """The member as one of a private swarm; one that nobody has invited believes that the swarm is public."""
+    return PrivateSwarm(member.peer, member.holding, clock, member.revocations) if member.holding else None
+
+
+def _signer(member: SimulatedPeer, private: PrivateSwarm | None) -> Signer:
+    signer = VirtualSigner(member.peer)
+    return MemberSigner(signer, private) if private else signer

@@ -32,6 +32,7 @@ from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Seconds
+from decentral.peers.membership.revocation_watch import Exclude, MembershipOver
 from decentral.peers.membership.roster import Learn
 from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
@@ -261,6 +262,8 @@ class VirtualHost:
     def start(self) -> None:
         self.port.serve, self.port.bound = self._serve, self.node.answers.blob_bound
         self.port.shares.knows = self.node.answers.knows
+        if self.node.setup.private is not None:
+            self.port.enclose(self.node.setup.private)
         self.port.uplink.queue.rate = self.node.meter.pace
         self._carry_all(Woke(), self.node.begin(self.clock()))
 
@@ -345,9 +348,12 @@ class VirtualHost:
                 self.agenda.after(self.connection.lookup_s, lambda: self._look_up(key))
             case Learn():
                 pass
+            case Exclude(peers):
+                for peer in peers:
+                    self.connection.network.drop(self.port, peer)
             case EvaluatePlans():
                 self.agenda.after(EVALUATION_S, lambda: self.deliver(evaluate_plans(effect)))
-            case Stop(reason):
+            case Stop(reason) | MembershipOver(reason):
                 self.agenda.after(0.0, lambda: self.stop(reason))
             case _:
                 assert isinstance(effect, jobs.Job), f"no one carries out {effect!r}"

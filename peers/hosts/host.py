@@ -32,6 +32,7 @@ from decentral.core.units import Seconds
 from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
 from decentral.peers.hosts.host_watch import HostWatch
 from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.revocation_watch import Exclude, MembershipOver
 from decentral.peers.membership.roster import Learn
 from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.node import Node
@@ -68,6 +69,7 @@ class Host:
     book: AddressBook
     now: Callable[[], Seconds]
     wall: Callable[[], Seconds] = time.time  # the machine's clock
+    keep_revocations: Callable[[bytes], None] = lambda packed: None  # in the state folder
     unsaved: str = ""  # why the last checkpoint failed; "": it did not
     watch: HostWatch = field(init=False)
     _requests: dict[int, asyncio.Future[Envelope]] = field(default_factory=dict)
@@ -184,9 +186,13 @@ class Host:
             case Learn(peer, addresses):
                 self.transport.learn(peer, addresses)
                 self.book.learn(peer, addresses)
+            case Exclude(peers, revocations):
+                self.keep_revocations(revocations)
+                for peer in peers:
+                    self._spawn(self.transport.drop(peer))
             case EvaluatePlans():
                 self._spawn(self._evaluate(effect))
-            case Stop(reason):
+            case Stop(reason) | MembershipOver(reason):
                 self.stop(reason)
             case _:
                 assert isinstance(effect, jobs.Job), f"no host carries out {effect!r}"

@@ -23,7 +23,7 @@ from decentral.core.units import KiB
 SAMPLE_BYTES = 2 * KiB  # smaller than what is paced (comm/net/uplink_queue.py): it waits behind no piece
 SAMPLE_DEADLINE_S = 10.0
 WITNESSES = 2  # peers that each sample is compared with: one liar of three does not move the median far
-MOST_ASKED = 4  # witnesses asked for one sample until two have answered
+MOST_WITNESSES = 4  # witnesses asked for one sample until two have answered
 MOST_DISTANCE = 0.5  # of a sample from the median, over the median's length; honest replicas differed by 0.14
 MOST_SPREADS = 4.0  # and in distances of the two others from each other, where that is more
 ACCUSED_SHARE = 3  # of so many peers one may be left out for this: where most differ, replicas do

@@ -22,7 +22,7 @@ from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, gathered
 from decentral.core.units import MiB, Seconds
 from decentral.peers.joining import cross_check
-from decentral.peers.joining.cross_check import MOST_ASKED, SAMPLE_BYTES, SAMPLE_DEADLINE_S, WITNESSES, DonorSample
+from decentral.peers.joining.cross_check import MOST_WITNESSES, SAMPLE_BYTES, SAMPLE_DEADLINE_S, WITNESSES, DonorSample
 
 PIECE_BYTES = 1 * MiB
 DONORS = 4  # number of donors at a time
@@ -249,8 +249,8 @@ class Fetch:
             piece = self.chance.choice([offset for offset, source in incoming.sources.items() if source == donor])
             length = min(PIECE_BYTES, sum(section.size for section in incoming.layout) - piece)
             anywhere = piece + self.chance.randrange(0, length, SAMPLE_BYTES)
-            for offset in {peak, anywhere}:
-                self.samples[index, offset, donor] = incoming.sample(donor, offset, others[:MOST_ASKED])
+            for offset in sorted({peak, anywhere}):
+                self.samples[index, offset, donor] = incoming.sample(donor, offset, others[:MOST_WITNESSES])
 
     def _ask_witnesses(self) -> list[Effect]:
         effects: list[Effect] = []

@@ -17,6 +17,7 @@ from itertools import chain
 from random import Random
 
 from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.comm.wire.transport import Announce, Answered, AskFailed, Found, Lookup
 from decentral.core import rng
 from decentral.core.config import SwarmConfig
@@ -28,6 +29,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.revocation_watch import RevocationWatch
 
 REFRESH_SOON_S = 0.5  # until the next lookup after an unknown peer has asked us something
 SOUGHT_EACH = 4  # such lookups for one unknown peer
@@ -163,6 +165,7 @@ class Roster:
     live: dict[PeerId, RosterEntry] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)  # records, by reason
     changes: int = 0  # how often a record came or went so far
+    revocations: RevocationWatch | None = None  # None: the swarm is public
     _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time say nothing of a dropped peer
     _known: dict[PeerId, bytes] = field(default_factory=dict)  # each peer's last record, so that none is read twice
     _valid: dict[PeerId, float] = field(default_factory=dict)  # when the record of a dropped peer expires
@@ -174,14 +177,18 @@ class Roster:
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest((self._renew_at, self._refresh_at, self._expiry_at))
+        revocations_at = self.revocations.wake_at if self.revocations else None
+        return earliest((self._renew_at, self._refresh_at, self._expiry_at, revocations_at))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
-                return self._expire(now) + self._renew(now) + self._refresh(now)
+                watched = self.revocations.handle(event, now) if self.revocations else []
+                return watched + self._expire(now) + self._renew(now) + self._refresh(now)
             case Found(key, values) if key in records.keys(self.run, self.limits.shards):
                 return self._found(key, values, now)
+            case Found() if self.revocations:
+                return self.revocations.handle(event, now)
             case Answered(peer=peer) if peer in self.live:
                 self.live[peer].failures = 0
             case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SILENT:
@@ -208,6 +215,16 @@ class Roster:
         """Looks up records at once."""
         self._refresh_at = now
         return self._refresh(now)
+
+    def watch_revocations(self, private: PrivateSwarm, chance: Random) -> None:
+        """From now on members whom the founder of this private swarm revokes are excluded."""
+        self.revocations = RevocationWatch(self.own, private, chance, lambda: len(self.live), self.exclude)
+
+    def exclude(self, peer: PeerId, now: Seconds) -> list[Effect]:
+        """Drops a peer that is no member of this private swarm any more; its records are not opened again."""
+        self._known.pop(peer, None)
+        self._valid.pop(peer, None)
+        return self._drop(peer, Reason.REVOKED, now) if peer in self.live else []
 
     def leave(self, now: Seconds) -> list[Effect]:
         return [self._announce(now, leaving=True)]

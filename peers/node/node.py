@@ -124,6 +124,8 @@ class Node:
         self.handlers.register(self._stepped, jobs.Stepped)
         self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.JobFailed)
         self.handlers.register(lambda event, now: self.prober.handle(event, now, self.selection.live()), ProbeTag)
+        if setup.private:
+            self.roster.watch_revocations(setup.private, rng.stream(run.seed, "revocations", setup.own.peer))
 
     def _make_routes(self) -> None:
         setup = self.setup
@@ -238,7 +240,10 @@ class Node:
     def _found(self, event: Found, now: Seconds) -> list[Effect]:
         if self.span_manager and event.key == plan_key(self.setup.run):
             return self.span_manager.swarm_plans.handle(event, now)
-        effects = self.roster.handle(event, now) + self.donor.recognise(self.answers.knows)
+        effects = self.roster.handle(event, now)
+        if self.roster.revocations and event.key == self.roster.revocations.key:
+            return effects
+        effects += self.donor.recognise(self.answers.knows)
         if self.join.phase is not JoinPhase.DONE:
             return effects + self.join.roster_known(now, self.selection.donors())
         if self.rounds:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout, RetainedStates
@@ -35,6 +36,7 @@ class NodeSetup:
     retained: RetainedStates = ()  # states on our disk of layers that were given up
     secret: int = 0  # nobody else knows it: which answers of others are audited follows from it
     versions: Mapping[int, bytes] = field(default_factory=dict)  # the checkpoint's, by fragment, if synchronous
+    private: PrivateSwarm | None = None  # None: the swarm is public
 
     @property
     def whole(self) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from decentral.comm.net.fair_shares import QuestionShares
-from decentral.comm.net.streams import Server, ask_on
+from decentral.comm.net.streams import Server, ask_member, ask_on
 from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, Knows, knows_all
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
@@ -39,18 +40,28 @@ class LoopbackTransport:
         self.peer = peer
         self._network = network
         self._server: Server | None = None
+        self._private: PrivateSwarm | None = None
+
+    async def enclose(self, private: PrivateSwarm | None) -> None:
+        self._private = private
+        if self._server is not None:
+            self._server.enclose(private)
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await ask_member(self._private, self._ask, to, envelope, max_blob_bytes)
+        except TimeoutError:
+            raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
+
+    async def _ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
         ours, theirs = pipe()
         other = self._network.peers.get(to)
         if other is None or other._server is None:
             raise AskError(Reason.UNREACHABLE, "no such peer")
         answering = asyncio.create_task(other.answer(self.peer, *theirs))
         try:
-            async with asyncio.timeout(deadline_s):
-                return await ask_on(*ours, envelope, max_blob_bytes)
-        except TimeoutError:
-            raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
+            return await ask_on(*ours, envelope, max_blob_bytes)
         finally:
             ours[1].close()
             answering.cancel()
@@ -64,12 +75,17 @@ class LoopbackTransport:
 
     async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
         self._server = Server(handler, bound, shares=QuestionShares(knows))
+        self._server.enclose(self._private)
 
     def pace(self, rate: Callable[[], float | None]) -> None:
         """Memory has no uplink."""
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody is in the same process."""
+
+    async def drop(self, peer: PeerId) -> None:
+        if self._server is not None:
+            self._server.drop(peer)
 
     @property
     def refused(self) -> Mapping[str, int]:

@@ -374,7 +374,7 @@ def test_a_peer_answers_so_many_questions_at_a_time_and_says_that_it_is_busy_to_
     messages = pair.do(crowd())
     busy = [message for message in messages if message != Pong(7)]
     assert {message.reason for message in busy if isinstance(message, Refused)} == {"busy"}
-    assert len(messages) - len(busy) == MAX_STREAMS // 2  # one sender's share
+    assert MAX_STREAMS // 4 < len(messages) - len(busy) <= MAX_STREAMS // 2  # one sender's share
 
 
 def test_a_peer_that_is_gone_is_unreachable(pair: Pair) -> None:

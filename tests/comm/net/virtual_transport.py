@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from decentral.comm.net.virtual_network import Network, Outcome, Respond
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
+from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, Handler, Knows, Tag, knows_all
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -50,6 +51,12 @@ class VirtualTransport:
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Everybody can find everybody."""
+
+    async def enclose(self, private: PrivateSwarm | None) -> None:
+        self._port.enclose(private)
+
+    async def drop(self, peer: PeerId) -> None:
+        self._network.drop(self._port, peer)
 
     @property
     def refused(self) -> Mapping[str, int]:

@@ -28,6 +28,7 @@ SNAPSHOT = messages.Snapshot(
 EXAMPLES: list[Message] = [
     messages.Hello(),
     messages.Welcome("gpt-3fa2c1", "name: é\n"),
+    messages.MembershipProof(b"proof"),
     messages.Ping(0),
     messages.Pong((1 << 62) - 1),
     messages.Probe(messages.MAX_PROBE_BYTES),

@@ -310,3 +310,10 @@ def test_one_name_that_asks_on_and_on_does_not_delay_the_next_newcomer(roster: R
         roster.handle(Woke(), NOW + second)
     roster.refresh_soon(other(), NOW + 101.0)
     assert [one for one in roster.handle(Woke(), NOW + 101.5) if isinstance(one, Lookup)]
+
+
+def test_a_peer_that_is_excluded_is_out_at_once(roster: Roster) -> None:
+    find(roster, sealed())
+    assert left(roster.exclude(other(), NOW)) == ["revoked"]
+    assert not roster.knows(other())
+    assert roster.exclude(other(), NOW) == []

@@ -200,6 +200,7 @@ executions = st.builds(messages.ExecutionId, words(64) | st.just(str(STRANGER)),
 MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     messages.Hello: st.builds(Hello, runs()),
     messages.Welcome: st.builds(Welcome, runs(), words(100)),
+    messages.MembershipProof: st.builds(messages.MembershipProof, st.binary(min_size=1, max_size=200)),
     messages.Ping: st.builds(Ping, numbers()),
     messages.Pong: st.builds(Pong, numbers()),
     messages.Probe: st.builds(messages.Probe, st.integers(0, 1000) | st.just(messages.MAX_PROBE_BYTES)),

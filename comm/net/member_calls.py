@@ -1,0 +1,54 @@
+"""Remote calls of the DHT's nodes in a private swarm: to members and from members only.
+
+hivemind's DHT calls others by unary calls of its P2P object. It gets one that looks the same: what strangers call
+raises before the DHT sees it, so they learn no peers, read no records, even encrypted ones, and store none; and before
+we call a peer, both have proved to be members.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from decentral.comm.wire.private_swarm import PrivateSwarm
+from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
+
+Call = Callable[[Any, Any], Awaitable[Any]]
+Prove = Callable[[PeerId], Awaitable[None]]
+
+
+class MemberCalls:
+    """A P2P of hivemind whose calls are for members."""
+
+    def __init__(self, p2p: Any, private: PrivateSwarm, prove: Prove) -> None:
+        """`prove` shows our proof to a peer, and takes its own. It raises AskError if one of the two is no member."""
+        self._p2p, self._private, self._prove = p2p, private, prove
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._p2p, name)
+
+    async def add_protobuf_handler(self, name: str, handler: Call, *types: Any, **options: Any) -> None:
+        """Registers a handler that members may call."""
+
+        async def for_members(request: Any, context: Any) -> Any:
+            refusal = self._private.refusal(PeerId(context.remote_id.to_base58()))
+            if refusal is not None:
+                raise PermissionError(_marked(refusal))
+            return await handler(request, context)
+
+        await self._p2p.add_protobuf_handler(name, for_members, *types, **options)
+
+    async def call_protobuf_handler(self, peer: Any, *call: Any) -> Any:
+        """Calls a member. One that does not know us any more, or not yet, is shown our proof, and called again."""
+        to = PeerId(peer.to_base58())
+        if self._private.admits(to):
+            try:
+                return await self._p2p.call_protobuf_handler(peer, *call)
+            except Exception as error:  # hivemind's error of a handler that has raised, with its text
+                if _marked(Reason.UNINVITED) not in str(error):
+                    raise
+        await self._prove(to)
+        return await self._p2p.call_protobuf_handler(peer, *call)
+
+
+def _marked(reason: Reason) -> str:
+    return f"members only: {reason}"

@@ -1,0 +1,202 @@
+"""The files of a private swarm: an invitation, the founder's keys, and the founder's list of revocations.
+
+    FILE (--out, --invite)     an invitation with its secrets
+    STATE/invitation.json      the same, as a member keeps it
+    STATE/revoked              the latest list that a member has seen, so that no restart forgets it
+    STATE/founder.json         the founder's keys, and what was invited and revoked; only where the run began
+
+All but the list are secrets, and can be read by their owner only.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decentral.comm.wire.invitations import (
+    FOR_EVER,
+    KEY_BYTES,
+    NOTHING_REVOKED,
+    FounderKeys,
+    Holding,
+    Invitation,
+    Permission,
+    Revocations,
+    invitation_of,
+)
+from decentral.comm.wire.private_swarm import PrivateSwarm
+from decentral.core.atomic_file import SECRET, write_atomically
+from decentral.core.errors import ProtocolError, UserError
+from decentral.core.ids import PeerId, RunId
+from decentral.peers.hosts.clock import SwarmClock
+
+MAX_INVITATION_BYTES = 16 * 1024  # of an invitation; it has about 700
+FOUNDER = "founder"  # whom the founder's own invitation is for
+FORMAT = 1
+
+
+def write_holding(path: Path, holding: Holding) -> None:
+    """Writes an invitation with its secrets, for its owner only. Raises UserError."""
+    one = holding.invitation
+    content = {
+        "decentral invitation": FORMAT,
+        "note": "whoever has this file can take part as its holder: send it as you would send a password",
+        "run": one.run,
+        "id": one.text(),
+        "for": one.holder,
+        "until": one.until,
+        "may": one.may.value,
+        "founder": one.founder.hex(),
+        "key": one.key.hex(),
+        "signature": one.signature.hex(),
+        "secret": holding.secret.hex(),
+        "swarm_key": holding.swarm_key.hex(),
+    }
+    _write(path, content)
+
+
+def read_holding(path: Path) -> Holding:
+    """Raises UserError if the file is no invitation that its run's founder has signed."""
+    content = _read(path, "no invitation")
+    try:
+        if content.get("decentral invitation") != FORMAT:
+            raise ValueError("another format")
+        texts = (str(content[name]) for name in ("id", "founder", "key", "signature", "secret", "swarm_key"))
+        number, founder, key, signature, secret, swarm_key = map(bytes.fromhex, texts)
+        about = (str(content["run"]), number, str(content["for"]), float(content["until"]), str(content["may"]))
+        invitation = invitation_of((*about, founder, key, signature))
+        invitation.require_founder()
+        if len(secret) != KEY_BYTES or len(swarm_key) != KEY_BYTES:
+            raise ValueError("a key is cut")
+    except (KeyError, ValueError, TypeError, ProtocolError) as error:
+        raise UserError(f"{path} is no invitation ({error}); ask the founder for it again") from None
+    return Holding(invitation, secret, swarm_key)
+
+
+@dataclass(slots=True)
+class FounderFile:
+    """The founder's keys, and what was made with them."""
+
+    path: Path
+    keys: FounderKeys
+    invited: list[dict[str, Any]] = field(default_factory=list)  # id, for, until, may
+    number: int = 0  # of the latest list of revocations
+    revoked: frozenset[bytes] = frozenset()
+
+    @classmethod
+    def create(cls, folder: Path, name: str) -> "FounderFile":
+        """Begins a private run of this name, and keeps its keys. Raises UserError."""
+        founder = cls(_founder_path(folder), FounderKeys.create(name, os.urandom))
+        founder.save()
+        return founder
+
+    @classmethod
+    @contextmanager
+    def open(cls, folder: Path) -> Iterator["FounderFile"]:
+        """The founder's file, which no other process changes meanwhile; its peer may run. Raises UserError."""
+        path = _founder_path(folder)
+        if not path.exists():
+            raise UserError(
+                f"--state-dir {folder}: no private swarm was begun there (python -m decentral.peer --private)"
+            )
+        with (folder / "founder.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            content = _read(path, "no founder's file")
+            try:
+                keys = (bytes.fromhex(content[name]) for name in ("secret", "swarm_key"))
+                revoked = frozenset(map(bytes.fromhex, content["revoked"]))
+                found = cls(
+                    path, FounderKeys(RunId(content["run"]), *keys), content["invited"], content["number"], revoked
+                )
+            except (KeyError, ValueError, TypeError) as error:
+                raise UserError(f"{path} is damaged ({error}); get it back from a copy") from None
+            yield found
+
+    def save(self) -> None:
+        """Raises UserError."""
+        keys = {"run": self.keys.run, "secret": self.keys.secret.hex(), "swarm_key": self.keys.swarm_key.hex()}
+        revoked = sorted(one.hex() for one in self.revoked)
+        _write(self.path, {**keys, "invited": self.invited, "number": self.number, "revoked": revoked})
+
+    def invite(self, holder: str, until: float, may: Permission) -> Holding:
+        """A new invitation, which is noted. Raises UserError."""
+        holding = self.keys.invite(holder, until, may, os.urandom)
+        one = holding.invitation
+        self.invited.append({"id": one.text(), "for": holder, "until": until, "may": may.value})
+        self.save()
+        return holding
+
+    def revoke(self, number: bytes, now: float) -> Revocations:
+        """The next list, with this invitation and those revoked before that have not expired. Raises UserError."""
+        ends = {str(one.get("id")): float(one.get("until", 0.0)) for one in self.invited}
+        if number.hex() not in ends:
+            raise UserError(f"no invitation {number.hex()} was made here; --list shows those that were")
+        lasting = {one for one in self.revoked if ends.get(one.hex(), FOR_EVER) > now}
+        self.number, self.revoked = self.number + 1, frozenset({*lasting, number})
+        self.save()
+        return self.keys.revoke(self.number, self.revoked)
+
+    def own_holding(self, may: Permission, until: float) -> Holding:
+        """An invitation for the founder itself, which is not noted: nobody else has it."""
+        return self.keys.invite(FOUNDER, until, may, os.urandom)
+
+
+def member(folder: Path, holding: Holding, peer: PeerId, clock: SwarmClock) -> PrivateSwarm:
+    """This peer as a member, with what the folder knows to be revoked."""
+    known = NOTHING_REVOKED
+    with suppress(OSError, ProtocolError):
+        one = holding.invitation
+        known = Revocations.parse((folder / "revoked").read_bytes(), one.run, one.founder)
+    return PrivateSwarm(peer, holding, clock, known)
+
+
+def keep_revocations(folder: Path, packed: bytes) -> None:
+    """Keeps the latest list. On a full disk it is read from the DHT again."""
+    with suppress(OSError):
+        write_atomically(folder / "revoked", packed)
+
+
+def kept_path(folder: Path) -> Path:
+    """Where a member keeps its invitation."""
+    return folder / "invitation.json"
+
+
+def described(one: Invitation, now: float) -> str:
+    """An invitation in a few words, for its user."""
+    if one.until >= FOR_EVER:
+        return f"to {one.may}, without an end"
+    left = one.until - now
+    return (
+        f"to {one.may}, for {left / 86400:.1f} days"
+        if left > 2 * 86400
+        else f"to {one.may}, for {left / 3600:.1f} hours"
+    )
+
+
+def _founder_path(folder: Path) -> Path:
+    return folder / "founder.json"
+
+
+def _read(path: Path, wrong: str) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_INVITATION_BYTES * (64 if path.name == "founder.json" else 1):
+            raise ValueError("it is too large")
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is {wrong} ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is {wrong}")
+    return content
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    try:
+        write_atomically(path, json.dumps(content, indent=1).encode() + b"\n", SECRET)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from None

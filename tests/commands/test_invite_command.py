@@ -1,0 +1,254 @@
+"""A private swarm as its users meet it: real processes, what each of them says, and with which code it ends."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decentral import invitation_files, invite, peer, plan
+from decentral.comm.wire.invitations import FOR_EVER, Permission
+from decentral.core.ids import PeerId
+from decentral.invitation_files import FounderFile, read_holding
+from decentral.peers.hosts.clock import SwarmClock
+from tests.comm.wire.invited import founder
+from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+
+LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
+
+
+def run(*arguments: str) -> int:
+    return invite.main(arguments)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """The state folder in which a private swarm was begun."""
+    folder = tmp_path / "founder"
+    folder.mkdir()
+    FounderFile.create(folder, "gpt")
+    return folder
+
+
+def invited(folder: Path, name: str = "ann", **flags: str) -> Path:
+    out = folder.parent / f"{name}.invite"
+    more = [part for key, value in flags.items() for part in (f"--{key}", value)]
+    assert run("--state-dir", str(folder), "--for", name, "--out", str(out), *more) == 0
+    return out
+
+
+# The command and its files
+
+
+def test_an_invitation_is_a_secret_file_that_says_for_whom_and_what(
+    begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = invited(begun, until="12h", may="look")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    one = read_holding(path).invitation
+    assert (one.holder, one.may) == ("ann", Permission.LOOK)
+    said = capsys.readouterr().out
+    assert "for ann to look, for 12.0 hours" in said
+    assert "as you would send a password" in said
+
+
+def test_the_founder_s_keys_are_for_its_owner_only(begun: Path) -> None:
+    assert stat.S_IMODE((begun / "founder.json").stat().st_mode) == 0o600
+
+
+def test_a_file_that_is_there_is_not_overwritten(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = invited(begun)
+    before = path.read_bytes()
+    assert run("--state-dir", str(begun), "--for", "bob", "--out", str(path)) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_the_list_shows_who_was_invited_until_when_and_whether_it_counts(
+    begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = invited(begun)
+    invited(begun, "bob", may="donate")
+    assert run("--state-dir", str(begun), "--revoke", str(path)) == 2  # nobody is there to hear of it
+    assert "revoked here, but no address of a running peer is known" in capsys.readouterr().err
+    assert run("--state-dir", str(begun), "--list") == 0
+    _, ann, bob = capsys.readouterr().out.splitlines()
+    assert ann.split()[1:3] + ann.split()[-1:] == ["revoked", "train", "ann"]
+    assert bob.split()[1:3] + bob.split()[-1:] == ["valid", "donate", "bob"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "give one of --for NAME"),
+        (["--for", "ann"], "needs --out FILE"),
+        (["--for", "ann", "--list"], "give one of"),
+        (["--for", "[red]", "--out", "x"], "printable characters, no brackets"),
+        (["--for", "ann", "--out", "x", "--until", "soon"], "--until"),
+        (["--for", "ann", "--out", "x", "--until", "99999d"], "--until"),
+        (["--for", "ann", "--out", "x", "--may", "rule"], "--may"),
+        (["--revoke", "0123456789abcdef"], "no invitation 0123456789abcdef was made here"),
+        (["--revoke", "none.invite"], "cannot read none.invite"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(begun: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--state-dir", str(begun), *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_only_the_founder_invites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--state-dir", str(tmp_path), "--list") == 2
+    assert "no private swarm was begun there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change", [{"until": 9e9}, {"may": "train"}, {"run": "gpt"}, {"secret": "00"}, {"for": 1}, {"id": None}]
+)
+def test_a_changed_invitation_is_none(
+    begun: Path, change: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = invited(begun, may="look")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert plan.main(["--join", "/ip4/127.0.0.1/tcp/1/p2p/QmX", "--invite", str(path)]) == 2
+    assert "is no invitation" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_expired_invitations_leave_the_list_of_revocations(begun: Path) -> None:
+    with FounderFile.open(begun) as ours:
+        old = ours.invite("old", 1000.0, Permission.TRAIN).invitation.id
+        new = ours.invite("new", 9000.0, Permission.TRAIN).invitation.id
+        assert ours.revoke(old, 500.0).ids == {old}
+        assert ours.revoke(new, 2000.0).ids == {new}
+        assert ours.number == 2
+
+
+def test_a_restart_remembers_what_was_revoked(begun: Path) -> None:
+    with FounderFile.open(begun) as ours:
+        holding = ours.invite("ann", FOR_EVER, Permission.TRAIN)
+        invitation_files.keep_revocations(begun, ours.revoke(holding.invitation.id, 0.0).packed)
+    again = invitation_files.member(begun, holding, PeerId("QmA"), SwarmClock())
+    assert again.over() == "revoked"
+
+
+# Peers
+
+
+def refusal(capfd: pytest.CaptureFixture[str], folder: Path, *flags: str) -> str:
+    """What a peer says before it exits 2."""
+    assert peer.main([*LOOPBACK, "--plain", "--state-dir", str(folder), *flags]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--private", "--join", "/ip4/127.0.0.1/tcp/1/p2p/QmX"], "--private begins a new swarm"),
+        (["--invite", "none.invite"], "give --join ADDR"),
+        (["--private", "--set", "name=" + "n" * 38], "at most 37 characters"),
+    ],
+)
+def test_a_peer_s_wrong_flags_are_one_line(
+    tmp_path: Path, flags: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(capfd, tmp_path / "peer", *flags)
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
+    """The founder of a private swarm, which trains."""
+    peers = Peers(tmp_path_factory.mktemp("private"))
+    peers.start("founder", "--private", *TINY)
+    peers.until("the founder trains", lambda: bool(peers.lines("founder", "joined")))
+    yield peers
+    peers.end()
+
+
+def address(peers: Peers) -> str:
+    return str(peers.lines("founder", "started")[0]["addresses"][0])
+
+
+def ended(peers: Peers, name: str) -> tuple[int, list[str]]:
+    """The exit code of a peer's process, and its last two lines."""
+    code = peers.processes[name].wait(LIMIT_S)
+    del peers.processes[name]
+    return code, (peers.folder / name / "output.txt").read_text().splitlines()[-2:]
+
+
+@pytest.mark.swarm
+def test_an_uninvited_peer_gets_one_line_and_not_a_byte_of_the_config(swarm: Peers) -> None:
+    swarm.start("uninvited", "--join", address(swarm))
+    code, lines = ended(swarm, "uninvited")
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].endswith("this swarm is private: ask its founder for an invitation, and give it with --invite FILE")
+    assert not (swarm.folder / "uninvited" / "run.json").exists()
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("whose", ["expired", "revoked", "of another swarm", "to look"])
+def test_an_invitation_that_does_not_count_gets_one_line(swarm: Peers, whose: str) -> None:
+    home = swarm.folder / "founder"
+    path = swarm.folder / f"{whose}.invite"
+    if whose == "of another swarm":
+        holding = founder().invite("ann", 9e9, Permission.TRAIN, os.urandom)
+    else:
+        with FounderFile.open(home) as ours:
+            may = Permission.LOOK if whose == "to look" else Permission.TRAIN
+            holding = ours.invite("ann", 1e9 if whose == "expired" else 9e9, may)
+    invitation_files.write_holding(path, holding)
+    if whose == "revoked":
+        assert run("--state-dir", str(home), "--revoke", str(path)) == 0
+        swarm.until("the founder's peer knows", lambda: bool(swarm.lines("founder", "revoked")))
+    name = whose.replace(" ", "-")
+    swarm.start(name, "--join", address(swarm), "--invite", str(path))
+    code, lines = ended(swarm, name)
+    assert (code, len(lines)) == (2, 1)
+    said = {
+        "expired": "the invitation has expired",
+        "revoked": "founder has revoked the invitation",
+        "of another swarm": "so it is in another swarm",
+        "to look": "allows only to look",
+    }[whose]
+    assert said in lines[0]
+    assert not (swarm.folder / name / "run.json").exists()
+
+
+@pytest.mark.swarm
+def test_an_invited_peer_trains_comes_back_without_its_file_and_stops_when_it_is_revoked(swarm: Peers) -> None:
+    path = invited(swarm.folder / "founder", "bob")
+    swarm.start("bob", "--join", address(swarm), "--invite", str(path))
+    swarm.until("bob exchanges with the founder", lambda: exchanged(swarm, "bob"))
+    swarm.processes["bob"].send_signal(signal.SIGINT)
+    assert ended(swarm, "bob")[0] == 0
+    path.rename(path.with_suffix(".moved"))
+    swarm.start("bob")
+    since = swarm.lines("bob", "stopped")[-1]["t"]
+    swarm.until("bob exchanges again", lambda: exchanged(swarm, "bob", since))
+    assert run("--state-dir", str(swarm.folder / "founder"), "--revoke", str(path.with_suffix(".moved"))) == 0
+    code, lines = ended(swarm, "bob")
+    assert code == 2
+    assert lines[-1] == "error: the swarm's founder has revoked this peer's invitation"
+    swarm.until("the founder drops bob", lambda: bool(swarm.lines("founder", "peer_left")))
+    swarm.start("bob")
+    assert ended(swarm, "bob")[0] == 2
+
+
+@pytest.mark.swarm
+def test_whoever_may_look_looks(swarm: Peers, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = invited(swarm.folder / "founder", "carol", may="look")
+    command = [sys.executable, "-m", "decentral.export", "--join", address(swarm), "--out", str(tmp_path / "model")]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert refused.returncode == 2
+    assert "this swarm is private" in refused.stderr
+    assert not (tmp_path / "model").exists()
+    allowed = subprocess.run([*command, "--invite", str(path)], capture_output=True, text=True, timeout=LIMIT_S)
+    assert allowed.returncode == 0, allowed.stderr
+    assert (tmp_path / "model" / "config.json").exists()
+    capsys.readouterr()
