@@ -352,7 +352,9 @@ DECODERS: dict[str, Decoder] = {
         ),
     ),
     "donated_state": Decoder(donated_state, ("train.fragment_gossip.unpacked", "train.sections.unpack")),
-    "pieces": Decoder(pieces, ("peers.joining.fetch.take",)),
+    "pieces": Decoder(
+        pieces, ("peers.joining.fetch.take", "peers.joining.cross_check.largest", "peers.joining.cross_check._numbers")
+    ),
     "activation": Decoder(activation, ("train.activations.unpack", "train.activations.decode")),
     "gradient": Decoder(gradient, ("train.activations.decode",)),
     "token_claim": Decoder(token_claim, ("comm.gossip.token_claims.believed",)),
