@@ -12,7 +12,7 @@ from decentral.comm.routes.router import Router
 from decentral.comm.wire.meter import Meter
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
-from decentral.peers.membership.records import MOST_KEPT, PeerPhase, PeerRecord, Profile
+from decentral.peers.membership.records import MOST_KEPT, MOST_PER_S, PeerPhase, PeerRecord, Profile
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
@@ -66,8 +66,8 @@ class OwnRecord:
         measured = self.progress.tokens_per_s if setup.whole else self.routes.load.speed if self.routes else 0.0
         return replace(
             setup.profile,
-            down=self.meter.typical_down() or 0.0,
-            up=self.meter.best_up() or 0.0,
+            down=min(MOST_PER_S, self.meter.typical_down() or 0.0),
+            up=min(MOST_PER_S, self.meter.best_up() or 0.0),
             latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
-            tokens_per_s=measured or setup.profile.tokens_per_s,
+            tokens_per_s=min(MOST_PER_S, measured or setup.profile.tokens_per_s),
         )
