@@ -119,7 +119,7 @@ class Holders:
         return self._near[layer]
 
     def _add(self, first: int, last: int, units: int) -> None:
-        """Whole numbers add up exactly: an absurd speed, when it is gone again, takes nothing of the others' with it."""
+        """Whole numbers add up exactly: an absurd speed that is gone again takes nothing of the others' with it."""
         total = self._totals[first, last] = self._totals.get((first, last), 0) + units
         self.speeds[first, last] = total * SPEED_UNIT
 

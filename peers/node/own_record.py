@@ -42,7 +42,7 @@ class OwnRecord:
         return speed != 0 and not 0.8 < published / speed < 1.25
 
     def compose(self, phase: PeerPhase, now: Seconds) -> PeerRecord:
-        setup, progress, profile = self.setup(), self.progress, self.profile()
+        setup, progress, profile = self.setup(), self.progress, self.profile(now)
         self.published, self.window_s = profile, self.gossip.needed_s
         return PeerRecord(
             run=setup.run,
@@ -60,10 +60,10 @@ class OwnRecord:
             kept=self.donor.retained[:MOST_KEPT],
         )
 
-    def profile(self) -> Profile:
+    def profile(self, now: Seconds) -> Profile:
         setup = self.setup()
         # A peer with the whole model trains alone. The speed of the others is that of their part in routes.
-        measured = self.progress.tokens_per_s if setup.whole else self.routes.load.speed if self.routes else 0.0
+        measured = self.progress.speed(now) if setup.whole else self.routes.load.speed if self.routes else 0.0
         return replace(
             setup.profile,
             down=min(MOST_PER_S, self.meter.typical_down() or 0.0),

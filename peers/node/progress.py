@@ -1,5 +1,6 @@
 """How far training is: step lines, evaluations, checkpoints, and when to stop."""
 
+import math
 from dataclasses import asdict, dataclass, field
 
 from decentral.core.config import SwarmConfig, TrainConfig
@@ -16,6 +17,8 @@ CHECKPOINT_BYTES_PER_S = (
 )
 EVALUATION_SHARE = 0.005  # of the time
 RATE_S = 10.0  # time constant of the average of tokens/s
+PAUSE_STEPS = 4  # times as long as between the last two steps: a longer silence is a pause, not a long step
+LEAST_SPEED = 1e-3  # tokens/s of a peer that has stopped to train: 0 would say that it was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class TrainingProgress:
     micro_batches: int = 0
     _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
     _line_at: Seconds = 0.0
+    _stepped_at: Seconds | None = None
+    _step_s: Seconds = 0.0  # between the last two steps
     _eval_at: Seconds | None = None
     _save_at: Seconds | None = None
     _saving_since: Seconds | None = None
@@ -86,6 +91,13 @@ class TrainingProgress:
                 return self._due(now)
         return []
 
+    def speed(self, now: Seconds) -> float:
+        """Tokens/s, which fall while no step is taken."""
+        if self._stepped_at is None or not self.tokens_per_s:
+            return self.tokens_per_s
+        pause_s = now - self._stepped_at - max(RATE_S, PAUSE_STEPS * self._step_s)
+        return max(LEAST_SPEED, self.tokens_per_s * math.exp(-max(0.0, pause_s) / RATE_S))
+
     def flush(self, now: Seconds) -> list[Effect]:
         """The journal line about the steps since the last one."""
         if not self._steps:
@@ -104,6 +116,8 @@ class TrainingProgress:
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
         self._steps.append(step)
+        self._step_s = now - (self.joined_at or now if self._stepped_at is None else self._stepped_at)
+        self._stepped_at = now
         if self._save_at is None and self._saving_since is None:
             self._save_at = now
         self.step, self.lr_step = step.step, step.lr_step
