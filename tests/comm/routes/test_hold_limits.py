@@ -24,7 +24,8 @@ class LastStage:
         self.now, self.asked = 0.0, 0
 
     def handle(self, event: object) -> list[Effect]:
-        found, waiting = [], list(self.routes.handle(event, self.now))
+        found: list[Effect] = []
+        waiting = list(self.routes.handle(event, self.now))
         while waiting:
             match waiting.pop(0):
                 case Ask(CommitQueryTag() as tag, to, Envelope(CommitQuery(executions=executions))):

@@ -38,7 +38,7 @@ def test_gossip_has_the_part_of_the_traffic_that_its_own_questions_and_as_many_o
     traffic = TrafficCounter()
     for _ in range(10):
         traffic.received(Answered(PullTag(0, 1), A, Envelope(Pong(0)), 0.1, 0.1, 0, 1000))
-        traffic.received(Asked(1, A, Envelope(Pull(RunId("run"), 0, 1, 5.0, ()))))
+        traffic.received(Asked(1, A, Envelope(Pull(RunId("run"), 0, 1, 5.0, 0.0))))
         traffic.emitted(Reply(1, Envelope(Pong(0), bytes(1000))))
     taken = traffic.gossip()
     assert taken.part == 1.0
