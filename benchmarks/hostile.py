@@ -1,10 +1,14 @@
 """What one hostile peer of five does to the others: the real peers and their real gradients, in virtual time.
 
     python -m benchmarks.hostile [--lies none,flipped,opposed] [--seeds 0,1,2] [--seconds 300] [--json FILE]
+    python -m benchmarks.hostile --real [--lies none,flipped] [--credulous] [--steps 300] [--json FILE]
 
 One swarm has four honest peers alone (`none`); in each of the others a fifth one joins last and lies from the start
 (decentral/sim/liars.py has the lies). Loss: of the mean of the honest replicas, on held-out text. A peer takes one step
 in a second; windows last WINDOW_S. The whole peer runs: roster, exchanges, update rule, optimizer (Muon).
+
+With --real the peers are processes over libp2p on loopback, and the liar floods the others with questions besides
+(benchmarks/hostile_processes.py); with --credulous the honest ones have no defences.
 """
 
 import argparse
@@ -18,6 +22,7 @@ from statistics import mean
 
 import torch
 
+from benchmarks import hostile_processes
 from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.sim import faults
@@ -42,12 +47,18 @@ SETTINGS = (
 def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)
+    settings = [*SETTINGS, *args.set]
     losses: dict[str, dict[int, float]] = defaultdict(dict)
     for seed in args.seeds:
         for lie in args.lies:
             began = time.perf_counter()
-            losses[lie][seed] = held_out(lie, seed, args.seconds, args.set)
-            line = {"lie": lie, "seed": seed, "seconds": args.seconds, "loss": round(losses[lie][seed], 4)}
+            if args.real:
+                result = hostile_processes.run(lie, [*settings, f"seed={seed}"], args.steps, args.credulous)
+                line = {"lie": lie, "seed": seed, "credulous": args.credulous, **result}
+                losses[lie][seed] = result["loss"]
+            else:
+                losses[lie][seed] = held_out(lie, seed, args.seconds, args.set)
+                line = {"lie": lie, "seed": seed, "seconds": args.seconds, "loss": round(losses[lie][seed], 4)}
             line["took_s"] = round(time.perf_counter() - began, 1)
             print(json.dumps(line), flush=True)
             if args.json is not None:
@@ -97,12 +108,18 @@ def table(losses: dict[str, dict[int, float]]) -> Iterator[str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="what one hostile peer of five does to the others")
     known = ["none", "honest", "nan", "scaled", "replayed", "stale", *FALSIFIED]
-    parser.add_argument("--lies", type=lambda text: text.split(","), default=known, help=", ".join(known))
+    real = ["none", "honest", *FALSIFIED]
+    parser.add_argument("--lies", type=lambda text: text.split(","), help=", ".join(known))
+    parser.add_argument("--real", action="store_true", help="processes over libp2p, for steps and not for seconds")
+    parser.add_argument("--credulous", action="store_true", help="with --real: honest peers without defences")
+    parser.add_argument("--steps", type=int, default=300, help="of each honest peer, with --real")
     parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0])
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config")
     parser.add_argument("--json", type=Path, help="file to which each result is appended")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.lies = args.lies or (real if args.real else known)
+    return args
 
 
 if __name__ == "__main__":

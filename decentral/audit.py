@@ -4,19 +4,26 @@ A `counted` line says which micro-batches' gradients went into an optimizer's st
 executions of a micro-batch, which has the origin peer's id and number, may count in the same layer. If together they
 cover all layers, the micro-batch counted everywhere. If not, it counted in part: a peer died after others had counted
 it, or was told too late.
+
+An `applied` line says how many tokens an optimizer's step took into each fragment's weights. What a peer has counted,
+its steps must have taken: of each of its lives, layer by layer, whatever it counts beyond that is a claim without
+weights behind it, but for the last few lines, whose steps may have died with the process.
 """
 
 import argparse
 import itertools
 import sys
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from decentral import command
 from decentral.core.errors import UserError
 from decentral.core.journal import read
+
+NOT_TAKEN_YET = 8  # `counted` lines whose steps may not have been taken when a process ended: one for each sealed sum
 
 Span = tuple[int, int]
 MicroBatch = tuple[str, int]
@@ -37,6 +44,7 @@ def _main(flags: argparse.Namespace) -> None:
         f"{len(found)} journals: {result.everywhere} micro-batches counted once in all {layers} layers "
         f"({result.tokens:,} tokens), {result.in_part} in a part of them, {len(result.twice)} twice; "
         f"{result.dropped} executions' gradients thrown away"
+        + (f"; {result.unapplied:,} tokens counted that no step took" if result.unapplied else "")
     )
     if not result.sound:
         raise SystemExit(1)
@@ -51,10 +59,11 @@ class CountAudit:
     twice: tuple[MicroBatch, ...]  # those that some layer counted twice
     dropped: int  # executions whose gradients were thrown away
     tokens: int  # tokens of the micro-batches that counted everywhere
+    unapplied: int = 0  # tokens that a peer counted in a layer, and took no optimizer's step with
 
     @property
     def sound(self) -> bool:
-        return not self.twice
+        return not self.twice and not self.unapplied
 
     def figures(self) -> dict[str, int]:
         figures = {"everywhere": self.everywhere, "in_part": self.in_part, "twice": len(self.twice)}
@@ -85,12 +94,53 @@ class MicroBatchCounts:
         return CountAudit(len(everywhere), in_part, twice, self.dropped, sum(self.tokens[name] for name in everywhere))
 
 
+@dataclass(slots=True)
+class LifeClaims:
+    """What one life of a peer has counted, and what its optimizer's steps have taken, in tokens by layer."""
+
+    counted: Counter[int] = field(default_factory=Counter)
+    applied: Counter[int] = field(default_factory=Counter)
+    tells: bool = False  # whether its journal says what its steps took
+    _last: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=NOT_TAKEN_YET))
+
+    def add(self, event: str, fields: Mapping[str, Any]) -> None:
+        if event == "applied":
+            self.tells = True
+            for first, last, tokens in fields["of"]:
+                self.applied.update(dict.fromkeys(range(first, last), tokens))
+        elif event == "counted":
+            self.counted.update(_by_layer(fields))
+            self._last.append(fields)
+
+    @property
+    def unapplied(self) -> int:
+        """The tokens that were counted in some layer and not taken, the last lines aside: of the worst layer."""
+        open_claims = sum(map(_by_layer, self._last), Counter[int]())
+        claims = self.counted - open_claims if self.tells else Counter[int]()
+        return max((self.counted - self.applied - open_claims)[layer] for layer in claims) if claims else 0
+
+
+def _by_layer(counted: Mapping[str, Any]) -> Counter[int]:
+    """The tokens of a `counted` line in each layer."""
+    found: Counter[int] = Counter()
+    for _, _, first, last, tokens in counted["of"]:
+        found.update(dict.fromkeys(range(first, last), tokens))
+    return found
+
+
 def audit(journals: Iterable[Iterable[Mapping[str, Any]]], layers: int) -> CountAudit:
     """Counts all lines of all peers' journals, over all their lives."""
-    counts = MicroBatchCounts()
-    for line in itertools.chain.from_iterable(journals):
-        counts.add(line["event"], line)
-    return counts.result(layers)
+    counts, unapplied = MicroBatchCounts(), 0
+    for journal in journals:
+        life = LifeClaims()
+        for line in journal:
+            counts.add(line["event"], line)
+            if line["event"] == "started":
+                unapplied += life.unapplied
+                life = LifeClaims()
+            life.add(line["event"], line)
+        unapplied += life.unapplied
+    return replace(counts.result(layers), unapplied=unapplied)
 
 
 def overlap(spans: Sequence[Span]) -> bool:

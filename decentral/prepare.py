@@ -9,6 +9,7 @@ To load this module takes about a second: decentral/peer.py does it while libp2p
 
 import argparse
 import asyncio
+import secrets
 import signal
 import sys
 from collections import deque
@@ -114,6 +115,7 @@ async def prepare(
         routes=stage_config(request, _model(compute), compute.fragments, claimed.capacity),
         memory_budget=MemoryBudget(memory.needs(run), claimed.memory_bytes, compute.span.all_state_layouts()),
         retained=compute.retained_states(),
+        secret=secrets.randbits(128),
         versions=compute.counters.versions,
     )
     records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from decentral.core import config, swarm_config
+from decentral.core import config, strict_json, swarm_config
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
@@ -105,7 +105,7 @@ class StateFolder:
         if not path.exists():
             return None
         try:
-            content: dict[str, Any] = json.loads(path.read_text())
+            content: dict[str, Any] = strict_json.loads(path.read_text())
             if not isinstance(content, dict):
                 raise ValueError("not a mapping")
             return content

@@ -37,7 +37,8 @@ _TUNSETIFF, _TUN, _NO_HEADER = 0x400454CA, 0x0001, 0x1000
 _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK = 0x8914, 0x8916, 0x891C
 _SIOCSIFMTU, _SIOCSIFTXQLEN, _SIOCADDRT = 0x8922, 0x8943, 0x890B
 _UP_AND_RUNNING = 0x41
-_MS_REC_PRIVATE, _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 0x4000 | 0x40000, 1, 29
+_MS_REC_PRIVATE, _MNT_DETACH = 0x4000 | 0x40000, 2
+_PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -91,11 +92,26 @@ def wake_exactly() -> None:
     _call("prctl", _PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
-def own_proc() -> None:
-    """Gives this process a /proc of its PID namespace, for it and for those that enter its mount namespace."""
+def own_mounts() -> None:
+    """Gives this thread a mount namespace: what it mounts later, only it and processes that it starts will see."""
     unshare(NEW_MOUNTS)
     _call("mount", b"none", b"/", None, _MS_REC_PRIVATE, None)
+
+
+def own_proc() -> None:
+    """Gives this process a /proc of its PID namespace, for it and for those that enter its mount namespace."""
+    own_mounts()
     _call("mount", b"proc", b"/proc", b"proc", 0, None)
+
+
+def mount_memory(folder: Path, size_bytes: int) -> None:
+    """Makes the folder a disk of this size, in memory."""
+    _call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={size_bytes}".encode())
+
+
+def unmount(folder: Path) -> None:
+    """Files that are still open there keep it, unseen, until they are closed."""
+    _call("umount2", os.fsencode(folder), _MNT_DETACH)
 
 
 @contextmanager

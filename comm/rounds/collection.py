@@ -95,7 +95,7 @@ class Collection:
     deadline_s: Callable[[PeerId, int], Seconds]
     wanted: dict[Key, Wanted] = field(default_factory=dict)
     behind: str = ""  # why the others have gone on without us, if they have
-    _under_way: int = 0
+    _under_way: set[tuple[PeerId, Key]] = field(default_factory=set)  # questions, by the peer that was asked
 
     @property
     def complete(self) -> bool:
@@ -103,7 +103,7 @@ class Collection:
 
     @property
     def wake_at(self) -> Seconds | None:
-        if self._under_way >= MAX_QUESTIONS:
+        if len(self._under_way) >= MAX_QUESTIONS:
             return None
         return earliest(source.retry_at for one in self.wanted.values() for _, source in one.idle_sources())
 
@@ -117,15 +117,18 @@ class Collection:
         effects: list[Effect] = []
         for one in self.wanted.values():
             for peer, source in one.idle_sources():
-                if self._under_way < MAX_QUESTIONS and now >= source.retry_at:
+                if len(self._under_way) < MAX_QUESTIONS and now >= source.retry_at:
                     effects.append(self._ask(one, peer, source, now))
         return effects
 
     def handle(self, event: Answered | AskFailed, now: Seconds) -> None:
         """Takes the answer to one of our questions, or that none came."""
-        self._under_way -= 1
         assert isinstance(event.tag, CollectTag)
-        one = self.wanted[event.tag.origin, event.tag.fragment]
+        key = event.tag.origin, event.tag.fragment
+        if (event.peer, key) not in self._under_way:
+            return  # asked before we fell behind and followed this round again
+        self._under_way.discard((event.peer, key))
+        one = self.wanted[key]
         source = one.sources.get(event.peer)
         if source is None:
             return  # this source was given up meanwhile
@@ -157,7 +160,7 @@ class Collection:
 
     def _ask(self, one: Wanted, to: PeerId, source: Source, now: Seconds) -> Ask:
         source.asked, source.since = True, now if source.since is None else source.since
-        self._under_way += 1
+        self._under_way.add((to, (one.origin, one.fragment)))
         request = CollectRequest(self.run, self.round, one.origin, one.fragment, PATIENCE_S, self.member)
         tag = CollectTag(self.round, one.origin, one.fragment)
         return Ask(tag, to, Envelope(request), PATIENCE_S + self.deadline_s(to, one.size), one.size)

@@ -13,7 +13,15 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.routes.stage import StageConfig
-from decentral.comm.wire.messages import MAX_MEMBERS, MAX_NEWCOMERS, RoundMember, RoundMembers, RoundReport, RoundStatus
+from decentral.comm.wire.messages import (
+    MAX_MEMBERS,
+    MAX_NEWCOMERS,
+    MOST_FOLLOWED,
+    RoundMember,
+    RoundMembers,
+    RoundReport,
+    RoundStatus,
+)
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.latest import keep_latest
@@ -45,6 +53,8 @@ def own_fragments(stage: StageConfig) -> list[Fragment]:
 
 def is_valid(status: RoundStatus, stage: StageConfig) -> bool:
     """Whether this can be a round of our run. Its members are sorted, each once, each with a whole fragment."""
+    if status.round >= MOST_FOLLOWED:
+        return False
     peers = [member.peer for member in status.members]
     whole = all(whole_fragments(member, stage.cuts) for member in status.members)
     return status.run == stage.run and bool(peers) and peers == sorted(set(peers)) and whole

@@ -14,6 +14,7 @@ from decentral.comm.routes.execution import AWAY, NextHop, StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Offers, pause_s
 from decentral.comm.routes.pacing import PeerScheduler, RoutingWeights, StrideScheduler
+from decentral.comm.routes.reputation import Reputations
 from decentral.comm.routes.stage import StageConfig, StageLoad
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
@@ -56,6 +57,7 @@ class Forwarding:
     table: ExecutionTable
     scheduler: PeerScheduler = field(default_factory=PeerScheduler)
     weights: RoutingWeights = field(default_factory=RoutingWeights)
+    trust: Reputations = field(default_factory=Reputations)
     _ends: dict[int, StrideScheduler[int]] = field(default_factory=dict)  # by the layer that an execution begins with
 
     def hold(self, stage: StageConfig) -> None:
@@ -82,12 +84,16 @@ class Forwarding:
         hop.retry_at, hop.look_at, hop.to = None, None, None
         if len(hop.tried) >= MAX_TRIES:
             return self.table.give_up(execution, Reason.TRIED)
-        holders = self.view.successors(execution.last)
-        peers = [peer for peer in holders if peer not in hop.tried] or list(holders)
+        trust = {peer: self.trust.weight(peer, now) for peer in self.view.successors(execution.last)}
+        holders = [peer for peer, weight in trust.items() if weight]
+        peers = [peer for peer in holders if peer not in hop.tried] or holders
         peers = [peer for peer in peers if peer not in hop.busy]
         if not peers:
             return self._wait(hop, now)
         rates = {peer: self.weights.rate(execution.last, self.view.span_and_speed(peer)) for peer in peers}
+        if any(trust[peer] < 1 for peer in peers):
+            equal = not any(rates.values())
+            rates = {peer: trust[peer] * (equal or rate) for peer, rate in rates.items()}
         chosen = self.scheduler.choose(execution.last, rates, CANDIDATES if len(peers) > FEW else 1)
         if len(peers) <= FEW:
             return self._send_to(execution, chosen[0], now)
@@ -178,9 +184,10 @@ class Forwarding:
         self.table.commits.abort(peer, execution.next_id)
         return self.send(execution, now, f"no gradient from {peer}")
 
-    def fits(self, execution: StageExecution, peer: PeerId, response: BackwardResponse, blob: bytes) -> bool:
-        """Whether this is the gradient of what was sent, and its hops lead from there to the model's end."""
-        hop, hops = execution.sent, response.hops
+    def fits(self, hop: NextHop, first: int, peer: PeerId, response: BackwardResponse, blob: bytes) -> bool:
+        """Whether this may be the gradient of what was sent to layer `first`, by its form, and its hops lead from there
+        to the model's end."""
+        hops = response.hops
         return (
             response.run == self.stage.run
             and response.tokens == hop.tokens
@@ -188,7 +195,7 @@ class Forwarding:
             and len(blob) == hop.layout[0].size
             and 0 < len(hops) < MAX_HOPS
             and hops[0].peer == peer
-            and reaches_the_end(hops, execution.last, self.stage.layers)
+            and reaches_the_end(hops, first, self.stage.layers)
         )
 
 

@@ -8,6 +8,7 @@ second time for an execution, because the peer in between is gone, computes it o
 from dataclasses import dataclass
 
 from decentral.comm.routes.admission import Admission
+from decentral.comm.routes.audits import RouteAudits
 from decentral.comm.routes.execution import AWAY, BACKWARD, GONE, HELD, ForwardedExecution, NextHop, StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import Forwarding
@@ -35,6 +36,7 @@ class ExecutionLifecycle:
     table: ExecutionTable
     admission: Admission
     forwarding: Forwarding
+    audits: RouteAudits
     completed: int = 0  # micro-batches of our own that got through the model
 
     # What the asker says
@@ -126,12 +128,13 @@ class ExecutionLifecycle:
             case Answered(tag=ForwardTag(), envelope=Envelope(Refused(reason))) if reason in BUSY:
                 return self.forwarding.refused(execution, now)
             case Answered(tag=ForwardTag(), envelope=Envelope(BackwardResponse() as response, blob)):
-                if self.forwarding.fits(execution, event.peer, response, blob):
+                trusted = self.forwarding.trust.weight(event.peer, now) > 0  # it may have been found out meanwhile
+                if trusted and self.forwarding.fits(execution.sent, execution.last, event.peer, response, blob):
                     self.forwarding.scheduler.served(event.peer, event.seconds)
                     execution.move(BACKWARD, f"gradient from {event.peer}")
                     execution.sent.response = response
                     self.table.jobs.push(Backward(execution.token, response.layout, blob))
-                    return []
+                    return self.audits.gave_back(execution, event, now)
         return self.forwarding.missed(execution, event.peer, now)
 
     # What the training thread reports

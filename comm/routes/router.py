@@ -11,12 +11,14 @@ them, and it commits one route per micro-batch.
 
 This file puts the parts together and hands each event to the one that it belongs to. execution.py has the states of a
 micro-batch here, lifecycle.py what happens to it, forwarding.py the choice of the next peer, admission.py what begins
-and what is refused, and commits.py what counts.
+and what is refused, and commits.py what counts. audits.py has some of what came back computed again by others.
 """
 
 import math
+from random import Random
 
 from decentral.comm.routes.admission import Admission, OwnMicroBatches
+from decentral.comm.routes.audits import RouteAudits
 from decentral.comm.routes.commits import CommitProtocol
 from decentral.comm.routes.execution import StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
@@ -25,19 +27,22 @@ from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.lifecycle import ExecutionLifecycle
 from decentral.comm.routes.pacing import FULL, LARGE_STEP, LEAN, MicroBatchWindow
 from decentral.comm.routes.stage import StageConfig, StageLoad
-from decentral.comm.routes.tags import CommitDecisionTag, CommitQueryTag, ExecutionTag, OfferTag
+from decentral.comm.routes.tags import AuditTag, CommitDecisionTag, CommitQueryTag, ExecutionTag, OfferTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
-from decentral.core.jobs import BackwardDone, ExecutionFailed, ForwardDone, Sealed, Stepped
-from decentral.core.machine import Effect, Woke, earliest
+from decentral.core.jobs import BackwardDone, Compared, ExecutionFailed, ForwardDone, Sealed, Stepped
+from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.units import Seconds
 
 
 class Router:
-    """A machine (core/machine.py). It does nothing until `active` is set, or a round begins."""
+    """A machine (core/machine.py). It does nothing until `active` is set, or a round begins.
 
-    def __init__(self, stage: StageConfig, view: RouteView, ledger: Ledger) -> None:
+    `chance` draws what is audited, and nobody else may know it; None: nothing is.
+    """
+
+    def __init__(self, stage: StageConfig, view: RouteView, ledger: Ledger, chance: Random | None = None) -> None:
         full = stage.overlap or stage.synchronous or stage.micro_batches_per_step >= LARGE_STEP
         stages = -(-stage.layers // (stage.last - stage.first))
         self.stage, self.ledger = stage, ledger
@@ -47,7 +52,8 @@ class Router:
         self.forwarding = Forwarding(stage, view, self.load, self.table)
         self.admission = Admission(stage, self.table, self.forwarding, self.window)
         self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
-        self.lifecycle = ExecutionLifecycle(self.table, self.admission, self.forwarding)
+        self.audits = RouteAudits(self.forwarding, chance)
+        self.lifecycle = ExecutionLifecycle(self.table, self.admission, self.forwarding, self.audits)
         self._wake: Seconds | None = None  # the earliest time of all; infinite: never; None: to be looked for
 
     @property
@@ -101,7 +107,7 @@ class Router:
         self.forwarding.hold(stage)
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
-        """Effects: Ask and Reply, jobs of stages, and the journal's lines `counted`, `uncounted` and `abandoned`."""
+        """Effects: Ask, Reply, jobs, the journal's lines `counted`, `applied`, `uncounted`, `abandoned` and `audit`."""
         heard: list[Effect] | None = None
         if isinstance(event, Asked):
             answer = self.admission.answer(event)
@@ -133,16 +139,24 @@ class Router:
                 return self.table.decided(event.peer, self.commits.answered(event), now)
             case Answered(tag=CommitDecisionTag(), peer=peer) | AskFailed(tag=CommitDecisionTag(), peer=peer):
                 self.commits.told(peer)
+            case Answered(tag=AuditTag()) | AskFailed(tag=AuditTag()):
+                return self.audits.answered(event, now)
+            case Compared():
+                return self.audits.compared(event, now)
             case Answered(tag=ExecutionTag()) | AskFailed(tag=ExecutionTag()):
                 return self.lifecycle.answered(event, now)
             case ForwardDone() | BackwardDone() | ExecutionFailed():
                 self.table.jobs.running.discard(event.token)
                 return self.lifecycle.computed(event, now)
             case Sealed(tokens, slot, sound):
+                self.audits.stepped(len(tokens))
                 return self.ledger.sealed(tokens, slot, sound)
-            case Stepped(spent=spent, executions=executions):
+            case Stepped(spent=spent, executions=executions, applied=applied):
                 self.load.stepped(spent.busy)
-                return self.ledger.stepped(executions) if executions else []
+                if executions:
+                    self.audits.stepped(len(executions))
+                told = [] if applied is None else [log("applied", of=[list(one) for one in applied])]
+                return told + (self.ledger.stepped(executions) if executions else [])
         return []
 
     # What synchronous rounds (comm/rounds/round.py) ask for

@@ -33,6 +33,16 @@ class ForwardTag(ExecutionTag):
 
 
 @dataclass(frozen=True, slots=True)
+class AuditTag(RouteTag):
+    """The question is a ForwardRequest of the audit with this token."""
+
+    token: int
+    attempt: int
+    measures_link: ClassVar[bool] = False
+    waits_for_work: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardStatusTag(ExecutionTag):
     """The question is a ForwardStatusQuery."""
 

@@ -45,6 +45,7 @@ MAX_HOPS = 64  # in a route
 MAX_EXECUTIONS = 256  # in one CommitDecision
 MAX_MEMBERS = 128  # in a synchronous round
 MAX_NEWCOMERS = 16  # in one RoundReport
+MOST_FOLLOWED = 1 << 61  # a round or a step of others from which we count on: ours never outgrows a Count
 
 NAME = r"^[A-Za-z0-9._-]*$"  # of a run, a peer, a reason: it is shown, and means itself on any terminal
 Run = Annotated[str, Strict(), Field(max_length=64, pattern=NAME)]

@@ -15,14 +15,17 @@ from decentral.core.fragments import Section as Section
 from decentral.core.fragments import share as share
 from decentral.core.ids import PeerId
 from decentral.core.outcomes import Absorbed as Absorbed
+from decentral.core.outcomes import AppliedTokens as AppliedTokens
 from decentral.core.outcomes import BackwardDone as BackwardDone
 from decentral.core.outcomes import ClockSet as ClockSet
+from decentral.core.outcomes import Compared as Compared
 from decentral.core.outcomes import Evaluated as Evaluated
 from decentral.core.outcomes import ExecutionFailed as ExecutionFailed
 from decentral.core.outcomes import Forgotten as Forgotten
 from decentral.core.outcomes import ForwardDone as ForwardDone
 from decentral.core.outcomes import GossipOutcome as GossipOutcome
 from decentral.core.outcomes import JobFailed as JobFailed
+from decentral.core.outcomes import Likeness as Likeness
 from decentral.core.outcomes import Merged as Merged
 from decentral.core.outcomes import NotHeld as NotHeld
 from decentral.core.outcomes import Number as Number
@@ -204,6 +207,17 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class Compare:
+    """Compare gradients of the hidden_BTD that enter layer `first`: the last blob with each one before -> Compared."""
+
+    token: int  # of an audit
+    layout: Layout
+    sequences: int
+    first: int
+    blobs: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Apply:
     """Take the optimizer's step with a sealed sum -> Stepped, which repeats the tokens, micro-batches and loss.
 
@@ -287,7 +301,7 @@ class Advance:
     loss: float
 
 
-StageJob = Draw | Forward | Backward | Forget | Seal | Apply | Drop
+StageJob = Draw | Forward | Backward | Forget | Compare | Seal | Apply | Drop
 RoundJob = CloseRound | Advance
 GossipJob = CloseWindow | Rest | EncodeSections | Merge | Absorb | ExportState
 SpanJob = ChangeSpan | ExportRetained

@@ -13,6 +13,9 @@ from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Seconds
 
+AppliedTokens = tuple[tuple[int, int, int], ...]
+"""What a step took into the weights: the layers [first, last) of each fragment, and its tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
@@ -26,6 +29,7 @@ class Stepped:
     micro_batches: int
     executions: tuple[int, ...] = ()  # after a Seal: the tokens of the executions in the step
     refused: tuple[tuple[int, PeerId, str], ...] = ()  # after an Advance: fragment, the sum's peer, and the reason
+    applied: AppliedTokens | None = None  # after a step with gradients of routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,26 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
+class Likeness:
+    """How like one gradient is to another: their cosine, and its length over the other's."""
+
+    cosine: float
+    ratio: float
+
+
+UNLIKE = Likeness(-1.0, 0.0)
+"""That of what is no gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How like the last gradient is to each one before."""
+
+    token: int
+    likeness: tuple[Likeness, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
     """A Forget or a Drop is done."""
 
@@ -216,7 +240,7 @@ class RoundClosed:
     sums: tuple[WindowClosed, ...]
 
 
-StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Forgotten | Stepped
+StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Compared | Forgotten | Stepped
 GossipOutcome = WindowClosed | Rested | NotHeld | SectionsEncoded | Merged | Absorbed | StateExported
 SpanOutcome = SpanChanged | RetainedExported
 StateOutcome = StateImported | ClockSet | Evaluated | Saved | Started

@@ -11,12 +11,13 @@ from torch import Tensor
 from decentral.algorithms.pull import PullRule
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Snapshot
+from decentral.comm.wire.messages import BackwardResponse, Snapshot
 from decentral.core.ids import PeerId
 from decentral.core.synthetic import SyntheticBlob
 from decentral.core.units import Seconds
 from decentral.sim import liars
-from decentral.sim.faults import ALL, Fault
+from decentral.sim.faults import ALL, HOP_LIES, Fault
+from decentral.sim.route_liars import falsify_gradient
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
 from decentral.sim.virtual_host import VirtualHost
 
@@ -31,6 +32,7 @@ class FaultInjector:
     last_at: Seconds = 0.0  # when the last fault is over
     forged: set[tuple[PeerId, bytes]] = field(default_factory=set)  # blobs that were sent with a digest that fits them
     _kept: dict[tuple[str, PeerId, int], Envelope] = field(default_factory=dict)  # earlier answers, to be sent again
+    _answers: dict[tuple[PeerId, PeerId], Envelope] = field(default_factory=dict)  # of lying hops, by asker
 
     def plan(self, faults: Sequence[Fault]) -> None:
         """Lets these faults happen, each at its time. The swarm must not have come to the first of them."""
@@ -126,7 +128,9 @@ class FaultInjector:
     # Byzantine answers
 
     def _byzantine_answer(self, member: SimulatedPeer, asker: PeerId, envelope: Envelope) -> Envelope:
-        """What a Byzantine peer sends instead of its answer: only snapshots are falsified."""
+        """What a Byzantine peer sends instead of its answer: snapshots are falsified, or what a hop gives back."""
+        if member.byzantine in HOP_LIES:
+            return self._false_gradient(member, asker, envelope)
         if not isinstance(envelope.message, Snapshot):
             return envelope
         snapshot = envelope.message
@@ -144,6 +148,17 @@ class FaultInjector:
             case "scaled":
                 return self._forge(member.peer, snapshot, _changed(envelope.blob, _scaled))
         return Envelope(snapshot, _changed(envelope.blob, _flipped))
+
+    def _false_gradient(self, member: SimulatedPeer, asker: PeerId, envelope: Envelope) -> Envelope:
+        """The answer of a hop that lies. It remembers its last honest one to each asker."""
+        assert member.host is not None
+        if not isinstance(envelope.message, BackwardResponse):
+            return envelope
+        before = self._answers.get((member.peer, asker), envelope)
+        self._answers[member.peer, asker] = envelope
+        seed = f"{member.peer} {self.swarm.agenda.now}"
+        codecs = member.host.training.gossip.tools.codecs
+        return falsify_gradient(member.byzantine, seed, envelope, codecs, before)
 
     def _falsified(self, member: SimulatedPeer, envelope: Envelope) -> Envelope:
         """The answer of a liar that knows what the honest peers have published."""

@@ -15,6 +15,7 @@
     nat 3 at 0                    others reach it through a relay only
     lie 2 nan at 10 for 20        it is Byzantine: it sends snapshots that are nan, scaled, stale, replayed or corrupted
     lie 2 flipped at 10 for 20    or one of those that read the honest peers' windows first (sim/liars.py)
+    lie 2 hop-zero at 10 for 20   or it lies along routes, and nowhere else (sim/route_liars.py)
     loss 0.05 at 5 for 20         this share of all messages loses a packet
     corrupt 0.02 at 5 for 20      this share of all messages is damaged; also truncate, duplicate, reorder
     late 2 at 5 for 20            directory records are found 2 s late, and a fifth of the lookups are stale
@@ -38,6 +39,9 @@ PAIRS = {"oneway": ">", "degrade": "-"}
 SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
 LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # those that chance draws
 KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")  # sim/liars.py
+HOP_LIES = (
+    *("hop-flipped", "hop-opposed", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss"),
+)  # sim/route_liars.py
 LASTING = (
     "freeze",
     "full-disk",
@@ -52,7 +56,7 @@ ALL = -1
 LONG_FREEZE_S = 75.0  # longer than any deadline of the peers that wait for an answer
 
 _FORM = re.compile(
-    r"(?P<kind>[a-z-]+)\s+(?P<target>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z]+))?"
+    r"(?P<kind>[a-z-]+)\s+(?P<target>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z][a-z-]*))?"
     r"\s+at\s+(?P<at>\d+\.?\d*)(?:\s+for\s+(?P<lasts>\d+\.?\d*))?"
 )
 
@@ -66,7 +70,7 @@ class Fault:
     peers: tuple[int, ...] = ()  # members by number; (ALL,): all of them
     value: float = 0.0  # factor, share, seconds or count
     lasts: Seconds = 0.0
-    how: str = ""  # for a lie: one of LIES
+    how: str = ""  # for a lie: one of LIES, KNOWING_LIES or HOP_LIES
 
     def __str__(self) -> str:
         target = "all" if self.peers == (ALL,) else ",".join(map(str, self.peers))
@@ -108,8 +112,8 @@ def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Second
     if kind not in (*PEERS, *HOSTS):
         known = ", ".join([*PEERS, *HOSTS, *PAIRS, *SHARES, "join"])
         raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
-    if kind == "lie" and value not in (*LIES, *KNOWING_LIES):
-        raise UserError(f"--faults: a lie is one of {', '.join([*LIES, *KNOWING_LIES])}; got {value!r}")
+    if kind == "lie" and value not in (*LIES, *KNOWING_LIES, *HOP_LIES):
+        raise UserError(f"--faults: a lie is one of {', '.join([*LIES, *KNOWING_LIES, *HOP_LIES])}; got {value!r}")
     either = kind in ("skew", "clock")
     size = _number(value, negative=either) if either or kind == "slow" else 0.0
     return Fault(kind, at, _peers(target), size, lasts, how=(value or "") if kind == "lie" else "")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from decentral.core import jobs
+from decentral.core import jobs, rng
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.sim.swarm import SimulatedPeer, SwarmSettings
@@ -40,6 +40,7 @@ def real_gradients(shape: SwarmSettings) -> SwarmSettings:
         place.mkdir(exist_ok=True)
         trained = Trained(ComputeSetup(run, member.peer, corpus, compress, device, place, member.span))
         trained.resume()
+        trained.numbers.draw = rng.stream(run.seed, "names", member.peer, member.lives).randrange
         return trained
 
     device = Device(torch.device("cpu"), torch.float32)

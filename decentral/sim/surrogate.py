@@ -141,8 +141,8 @@ class SurrogateWorkload(JobRunner):
         stepped = self.counters.stepped(tokens, loss_of(self.span.stages.weights), count, steps=count)
         return replace(stepped, spent=spent)
 
-    def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
-        return self.span.stages.draw(job, number, self.model.tokens_per_step)
+    def _draw(self, job: jobs.Draw, number: int, name: int) -> jobs.Outcome:
+        return self.span.stages.draw(job, name, self.model.tokens_per_step)
 
     def _evaluate(self) -> Program:
         yield Phase.EDGE

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Layout
+from decentral.core.outcomes import UNLIKE
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, Numbers, SurrogateModel, loss_of
@@ -98,6 +99,12 @@ class SurrogateStages:
             self.pending.pop(token, None)
         return jobs.Forgotten()
 
+    def compare(self, job: jobs.Compare) -> jobs.Compared:
+        """Gradients of one micro-batch are equal at all peers, whatever their weights."""
+        *others, newest = (_read(blob) for blob in job.blobs)
+        same, apart = jobs.Likeness(1.0, 1.0), UNLIKE
+        return jobs.Compared(job.token, tuple(same if newest == other else apart for other in others))
+
     def seal(self, slot: int) -> jobs.Sealed:
         self._sealed[slot] = tuple(self._filled), self._sums
         self._sums, self._filled = np.zeros_like(self._sums), []
@@ -108,9 +115,10 @@ class SurrogateStages:
         self._sealed.pop(slot, None)
         return jobs.Forgotten()
 
-    def apply(self, lr_step: int, slot: int) -> None:
+    def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens:
         """One step of descent on each fragment that has tokens in the sealed sum; a dropped sum moves nothing."""
         sealed, sums = self._sealed.pop(slot, ((), self._sums))
+        taken: list[tuple[int, int, int]] = []
         for index, (live, fragment) in enumerate(zip(self.lives, self.fragments, strict=True)):
             through = [one for one in sealed if one.first <= fragment.first and fragment.last <= one.last]
             tokens = sum(one.tokens for one in through)
@@ -119,7 +127,9 @@ class SurrogateStages:
             noise = self.chance.normal(0.0, STEP_NOISE / len(through) ** 0.5, NUMBERS)
             self.weights[index] -= DESCENT_RATE * sums[index] / tokens - noise
             live.count(tokens, self.model.config.train.peak_rate)
+            taken.append((fragment.first, fragment.last, tokens))
         self.applied = sealed
+        return tuple(taken)
 
     def _layout(self, execution: SurrogateGradient, layer: int) -> Layout:
         return self.model.layout(layer, execution.tokens // self.model.config.model.context)

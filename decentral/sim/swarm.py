@@ -346,6 +346,7 @@ class SimulatedSwarm:
             routes=routes,
             memory_budget=MemoryBudget(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
             retained=surrogate.retained_states() if surrogate else (),
+            secret=rng.seed_of(self.seed, "secret", member.number, member.lives),
         )
 
     def _keep(self, member: SimulatedPeer, keep_disk: bool) -> None:

@@ -3,6 +3,7 @@
 Shapes: B sequences, T positions, D width.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.jobs import Layout, Section
+from decentral.core.outcomes import UNLIKE, Likeness
 from decentral.core.reasons import Reason
 from decentral.train.sections import Codecs
 
@@ -73,6 +75,17 @@ class ActivationFormat:
         if int(targets_BT.max()) >= self.vocabulary:
             raise ProtocolError(Reason.VOCABULARY, "a target that is no token")
         return hidden_BTD, targets_BT
+
+
+def likeness(one: Tensor | None, other: Tensor | None) -> Likeness:
+    """Of two gradients fp32 [n]; UNLIKE where one is none, or nothing but zeros."""
+    if one is None or other is None:
+        return UNLIKE
+    lengths = float(one.norm()), float(other.norm())
+    if not all(0 < length < math.inf for length in lengths):
+        return UNLIKE
+    cosine = float(torch.dot(one.flatten() / lengths[0], other.flatten() / lengths[1]))
+    return Likeness(cosine, lengths[0] / lengths[1])
 
 
 def _dtype(targets: Section) -> torch.dtype:

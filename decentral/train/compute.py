@@ -193,8 +193,8 @@ class Compute(JobRunner):
         self.counters.micro_batches += self.setup.device.ranks.size
         return self.batch(number)
 
-    def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
-        return self.span.stages.draw(job, number, self.batch(number))
+    def _draw(self, job: jobs.Draw, number: int, name: int) -> jobs.Outcome:
+        return self.span.stages.draw(job, name, self.batch(number))
 
     def _evaluate(self) -> Program:
         """A few sequences at each step edge, so that no step comes late: the weights move a little meanwhile."""

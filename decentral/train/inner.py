@@ -217,20 +217,23 @@ class Inner:
             live.count(tokens, rate)
 
 
-def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> None:
+def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> bool:
     """A step of one fragment by itself, with its mean gradient [n], clipped by itself; none if that is not finite.
+
+    Returns whether it was taken.
 
     `gradient` may be another vector than `live.grad`, and is scaled in place. `lr_step` is the swarm's.
     """
     train = live.train
     norm = _norm(gradient)
     if not torch.isfinite(norm):
-        return
+        return False
     gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     rate = rate_at(train, lr_step, live.steps)
     live.step([gradient], live.steps, rate)
     live.count(tokens, rate)
     live.touch()
+    return True
 
 
 def has_finite_norm(gradient: Tensor) -> bool:

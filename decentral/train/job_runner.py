@@ -42,11 +42,13 @@ class StageLayers(Protocol):
 
     def forget(self, tokens: Sequence[int]) -> jobs.Forgotten: ...
 
+    def compare(self, job: jobs.Compare) -> jobs.Compared: ...
+
     def seal(self, slot: int) -> jobs.Sealed: ...
 
     def drop(self, slot: int) -> jobs.Forgotten: ...
 
-    def apply(self, lr_step: int, slot: int) -> None: ...
+    def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens: ...
 
 
 class WorkingSpan(HeldSpan, Protocol):
@@ -187,11 +189,13 @@ class JobRunner(ABC):
             case jobs.Draw():
                 number = self.numbers.take(self.counters.micro_batches)
                 self.counters.micro_batches = max(self.counters.micro_batches, self.numbers.least)
-                return self._draw(job, number)
+                return self._draw(job, number, number if self.synchronous else self.numbers.name(number))
             case jobs.Forward():
                 return stages.forward(job)
             case jobs.Backward():
                 return stages.backward(job)
+            case jobs.Compare():
+                return stages.compare(job)
             case jobs.Forget(tokens):
                 return stages.forget(tokens)
             case jobs.Seal(ready, then, slot):
@@ -206,8 +210,8 @@ class JobRunner(ABC):
         raise AssertionError(f"{type(self).__name__} does no {job!r}")
 
     def _apply(self, job: jobs.Apply) -> jobs.Stepped:
-        self.span.stages.apply(self.lr_step, job.slot)
-        return self.counters.stepped(job.tokens, job.loss, job.micro_batches)
+        applied = self.span.stages.apply(self.lr_step, job.slot)
+        return replace(self.counters.stepped(job.tokens, job.loss, job.micro_batches), applied=applied)
 
     def _follow(self, lr_step: int) -> None:
         """Takes over the swarm's learning-rate step where it is ahead of ours; in a synchronous run they are equal."""
@@ -221,8 +225,8 @@ class JobRunner(ABC):
         return jobs.Started(self.lr_step)
 
     @abstractmethod
-    def _draw(self, job: jobs.Draw, number: int) -> jobs.Outcome:
-        """Begins this peer's micro-batch with this number."""
+    def _draw(self, job: jobs.Draw, number: int, name: int) -> jobs.Outcome:
+        """Begins this peer's micro-batch with this number. `name`: the number by which other peers know it."""
 
     @abstractmethod
     def _evaluate(self) -> Program: ...

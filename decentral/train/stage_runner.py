@@ -25,7 +25,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.fragments import FORWARD_PART
 from decentral.core.reasons import Reason
 from decentral.train import gpt
-from decentral.train.activations import ActivationFormat
+from decentral.train.activations import ActivationFormat, likeness
 from decentral.train.inner import Live, has_finite_norm, step_clipped
 from decentral.train.step import Device, slow_down
 
@@ -134,6 +134,19 @@ class StageRunner:
             self.pending.pop(token, None)
         return jobs.Forgotten()
 
+    def compare(self, job: jobs.Compare) -> jobs.Compared:
+        """What does not decode is like nothing."""
+        *others, newest = (self._decoded(job, blob) for blob in job.blobs)
+        return jobs.Compared(job.token, tuple(likeness(newest, other) for other in others))
+
+    def _decoded(self, job: jobs.Compare, blob: bytes) -> Tensor | None:
+        formats = self.activations
+        shape = torch.Size((job.sequences, formats.context, formats.widths[job.first]))
+        try:
+            return formats.decode(job.layout, blob, shape)
+        except ProtocolError:
+            return None
+
     def seal(self, slot: int) -> jobs.Sealed:
         """The sum is sound if `apply` will take its step in every fragment: what is counted is in the weights."""
         sound = all(has_finite_norm(filled) for filled in self.sums.filled)
@@ -143,13 +156,16 @@ class StageRunner:
         self.sums.sealed_tokens[slot] = [0] * len(self.lives)
         return jobs.Forgotten()
 
-    def apply(self, lr_step: int, slot: int) -> None:
+    def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens:
         """The optimizer's step on each fragment, with the mean gradient of what is sealed there."""
         sums = self.sums
-        for live, gradient, tokens in zip(self.lives, sums.sealed[slot], sums.sealed_tokens[slot], strict=True):
-            if tokens:
-                step_clipped(live, gradient.div_(tokens), lr_step, tokens)
+        applied = [
+            (live.fragment.first, live.fragment.last, tokens)
+            for live, gradient, tokens in zip(self.lives, sums.sealed[slot], sums.sealed_tokens[slot], strict=True)
+            if tokens and step_clipped(live, gradient.div_(tokens), lr_step, tokens)
+        ]
         self.drop(slot)
+        return tuple(applied)
 
     def _through(self, entering: Tensor, input_BTD: Tensor | None, first: int, last: int) -> PendingBackward:
         """`entering`: tokens_BT at layer 0, else hidden_BTD. The model's last layer is left to its loss."""

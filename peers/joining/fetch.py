@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import MAX_CHUNK_BYTES, Refused, StateChunk, StateRequest
+from decentral.comm.wire.messages import MAX_CHUNK_BYTES, MOST_FOLLOWED, Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
@@ -75,6 +75,8 @@ class Incoming:
         """
         if chunk.layout != self.layout or chunk.total != sum(section.size for section in self.layout):
             raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
+        if chunk.step >= MOST_FOLLOWED:
+            raise ProtocolError(Reason.NUMBER, f"step {chunk.step}")
         if len(blob) != min(PIECE_BYTES, chunk.total - chunk.offset):
             raise ProtocolError(Reason.SHAPE, "a piece of another length")
         if self.complete():

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from decentral.core import strict_json
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 
@@ -25,7 +26,7 @@ class AddressBook:
         """The book in this file. It is empty if there is no file, or a damaged one, as it holds hints only."""
         book = cls(path)
         try:
-            entries = json.loads(path.read_text())
+            entries = strict_json.loads(path.read_text())
             book.known = {PeerId(peer): tuple(map(str, addresses)) for peer, addresses in entries.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             pass

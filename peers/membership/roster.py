@@ -21,6 +21,7 @@ from decentral.core import rng
 from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -267,7 +268,7 @@ class Roster:
         if entry.failures < DEAD_AFTER:
             return []
         self._dropped[peer] = entry.record.time
-        self._valid[peer] = entry.expires
+        keep_latest(self._valid, peer, entry.expires, MOST_DROPPED)
         return self._drop(peer, Reason.SILENT, now)
 
     def _forget(self, now: Seconds) -> None:

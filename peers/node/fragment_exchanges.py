@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from decentral.comm.wire.messages import Message, Refused
+from decentral.comm.wire.messages import MOST_FOLLOWED, Message, Refused
 from decentral.core.algorithms import Algorithm, FragmentContext, GossipMachine, algorithm
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect, Woke, earliest
@@ -105,7 +105,7 @@ class FragmentExchanges:
         assert known.machine is not None, f"{known.name} has no exchanges"
         phase = (fragment.index + 1) / len(setup.cuts) if known.aligned else self.chance.random()
         others = self.selection.roster.live.values() if known.blocking else ()
-        newest = max((entry.record.round for entry in others), default=0)
+        newest = max((one.record.round for one in others if one.record.round < MOST_FOLLOWED), default=0)
         gossip, own = setup.config.gossip, setup.own.peer
         restored_at = now if setup.restored_step is not None and not known.blocking else 0.0
         context = FragmentContext(setup.run, own, fragment.index, phase, gossip, self.selection, newest, restored_at)

@@ -52,6 +52,7 @@ from decentral.peers.planning.plan_evaluation import PlansEvaluated
 from decentral.peers.planning.swarm_plans import key_of as plan_key
 
 PROBE_AFTER_S = 2.0  # from the start of training to the first probe
+ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Sealed, jobs.Compared)
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged | jobs.Absorbed
 
 
@@ -126,10 +127,10 @@ class Node:
 
     def _make_routes(self) -> None:
         setup = self.setup
-        self.route_planner = RoutePlanner(self._present_setup, self.roster)
+        self.route_planner = RoutePlanner(self._present_setup, self.roster, Random(self.setup.secret))
         routes = self.route_planner.routes
         self.handlers.register(routes.handle, RouteTag, *ROUTE_QUESTIONS)
-        self.handlers.register(routes.handle, jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Sealed)
+        self.handlers.register(routes.handle, *ROUTE_OUTCOMES)
         if setup.config.synchronous:
             self.rounds = Rounds(routes, self.selection, setup.restored_step or 0, versions=dict(setup.versions))
             self.route_planner.rounds = self.rounds

@@ -8,6 +8,7 @@ is checked every FLOW_CHECK_S, and less often in a large swarm, where one peer c
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from decentral.comm.rounds.contributions import ContributionRecord
 from decentral.comm.rounds.round import Rounds
@@ -28,6 +29,7 @@ MAX_SPANS_KEPT = 4096  # spans of layers whose fragments are remembered
 class RoutePlanner:
     setup: Callable[[], NodeSetup]  # the present one, with a stage config
     roster: Roster
+    chance: Random  # a secret one: it draws which answers are audited
     routes: Router = field(init=False)
     rounds: Rounds | None = None  # in a synchronous run, where routes stay among the round's members
     routed: bool = field(init=False)  # whether our own micro-batches go along routes
@@ -40,7 +42,7 @@ class RoutePlanner:
         setup, stage = self.setup(), self.setup().routes
         assert stage is not None
         own = GradientLedger(stage.micro_batches_per_step, stage.slots)
-        self.routes = Router(stage, self, ContributionRecord() if stage.synchronous else own)
+        self.routes = Router(stage, self, ContributionRecord() if stage.synchronous else own, self.chance)
         # A peer with the whole model computes its micro-batches alone, except in synchronous rounds.
         self.routed = not setup.whole or setup.config.synchronous
 

@@ -33,6 +33,7 @@ class NodeSetup:
     routes: StageConfig | None = None  # None: this peer takes part in no routes
     memory_budget: MemoryBudget | None = None  # None: this peer never changes its layers
     retained: RetainedStates = ()  # states on our disk of layers that were given up
+    secret: int = 0  # nobody else knows it: which answers of others are audited follows from it
     versions: Mapping[int, bytes] = field(default_factory=dict)  # the checkpoint's, by fragment, if synchronous
 
     @property

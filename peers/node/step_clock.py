@@ -9,6 +9,7 @@ as we train ourselves and no faster: a liar may move us, but not at once to the 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from decentral.comm.wire.messages import MOST_FOLLOWED
 from decentral.core.jobs import Job, SetClock
 from decentral.peers.node.progress import TrainingProgress
 
@@ -27,7 +28,7 @@ class StepClock:
         own, trained = self.progress.lr_step, max(0, self.progress.step - self._own_step)
         self._own_step = self.progress.step
         self._catches_up = min(ONE_MOST, self._catches_up + ONE_TIMES * trained)
-        known = sorted([*lr_steps, own])
+        known = sorted([*(step for step in lr_steps if step < MOST_FOLLOWED), own])
         ahead = known[len(known) // 2] - own
         if len(known) == 2:
             ahead = min(ahead, self._catches_up)

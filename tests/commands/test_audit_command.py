@@ -37,6 +37,46 @@ def write(folder: Path, *lines: dict[str, object]) -> None:
     (folder / "journal.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 
 
+def applied(tokens: int, first: int = 0, last: int = 3) -> dict[str, object]:
+    return {"t": 1.0, "event": "applied", "of": [[first, last, tokens]]}
+
+
+def a_life(counted: int, taken: int) -> list[dict[str, object]]:
+    """So many micro-batches were counted, one by one, and the optimizer took a step with so many of them."""
+    lines = [line(("A", number, 0, 3)) for number in range(counted)]
+    return [{"t": 0.0, "event": "started"}, *lines, *[applied(10)] * taken]
+
+
+def test_who_counts_what_its_steps_took_passes() -> None:
+    assert audit.audit([a_life(100, 100)], 3).sound
+
+
+def test_who_counts_more_than_its_steps_took_is_found_out() -> None:
+    found = audit.audit([a_life(100, 60)], 3)
+    assert not found.sound
+    assert found.unapplied == (40 - audit.NOT_TAKEN_YET) * 10
+
+
+def test_a_layer_whose_steps_were_skipped_is_found_out() -> None:
+    """The optimizer's step was taken in two of three layers."""
+    lines = [one | {"of": [[0, 2, 10]]} if one["event"] == "applied" else one for one in a_life(100, 100)]
+    assert not audit.audit([lines], 3).sound
+
+
+def test_what_one_life_took_does_not_pay_for_another() -> None:
+    own = [line(("A", 1000 + number, 0, 3)) for number in range(50)]
+    lines = [*a_life(0, 100), {"t": 2.0, "event": "started"}, *own, applied(10)]
+    assert not audit.audit([lines], 3).sound
+
+
+def test_a_process_may_die_between_a_count_and_its_step() -> None:
+    assert audit.audit([a_life(100, 100 - audit.NOT_TAKEN_YET)], 3).sound
+
+
+def test_a_journal_that_says_nothing_of_steps_is_only_counted() -> None:
+    assert audit.audit([a_life(100, 0)], 3).sound
+
+
 def test_the_command_prints_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "peer-0", line(("A", 1, 0, 2)))
     write(tmp_path / "peer-1", line(("A", 1, 2, 3)))

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decentral import audit
 from decentral.core import config, jobs, rng
 from decentral.core.ids import PeerId
+from decentral.core.outcomes import UNLIKE
 from decentral.peers.planning import routing_weights
-from decentral.train import compress, gpt
+from decentral.train import compress, gpt, stage_runner
 from decentral.train.activations import ActivationFormat
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.inner import Live, step_clipped
 from tests.comm.routes.route_world import World
 
 MakeSetup = Callable[..., ComputeSetup]
@@ -400,3 +403,50 @@ def test_a_sum_whose_step_would_be_skipped_says_so_and_takes_none(computes: dict
     sealed = compute.do(jobs.Seal((1, 2), jobs.Apply(32, 2, 1.0)))
     assert sealed == jobs.Sealed((1, 2), sound=False)
     assert all(torch.equal(live.theta, old) for live, old in zip(compute.span.inner.lives, before, strict=True))
+
+
+def test_what_a_peer_counts_its_optimizer_has_taken(computes: dict[str, Compute]) -> None:
+    world = world_of(computes, per_step=1)
+    carried(world, 30)
+    lines = [line for peer in world.lines() for line in peer if line["event"] == "applied"]
+    assert len(lines) >= 30
+    assert audit.audit(world.lines(), 5).sound
+
+
+def test_a_peer_that_counts_more_than_its_optimizer_took_fails_the_audit(
+    computes: dict[str, Compute], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One fragment's steps are skipped, whose gradients all peers count."""
+
+    def skipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> bool:
+        return live.fragment.first != 0 and step_clipped(live, gradient, lr_step, tokens)
+
+    monkeypatch.setattr(stage_runner, "step_clipped", skipped)
+    world = world_of(computes, per_step=1)
+    carried(world, 30)
+    found = audit.audit(world.lines(), 5)
+    assert found.twice == ()
+    assert found.unapplied > 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "cosine", "ratio"),
+    [(lambda g: g, 1.0, 1.0), (lambda g: -g, -1.0, 1.0), (lambda g: 10 * g, 1.0, 10.0), (lambda g: 0 * g, -1.0, 0.0)],
+    ids=["equal", "backwards", "longer", "nothing"],
+)
+def test_gradients_are_compared_by_direction_and_length(
+    computes: dict[str, Compute], changed: Callable[[Tensor], Tensor], cosine: float, ratio: float
+) -> None:
+    stages = computes["C"].span.stages
+    gradient_BTD = torch.randn(2, stages.activations.context, stages.activations.widths[2])
+    (section, blob), (_, other) = map(stages.activations.encode, (gradient_BTD, changed(gradient_BTD)))
+    compared = stages.compare(jobs.Compare(1, (section,), 2, 2, (blob, other)))
+    (found,) = compared.likeness
+    assert (found.cosine, found.ratio) == pytest.approx((cosine, ratio), abs=1e-5)
+
+
+def test_what_is_no_gradient_is_like_none(computes: dict[str, Compute]) -> None:
+    stages = computes["C"].span.stages
+    section, blob = stages.activations.encode(torch.randn(2, stages.activations.context, stages.activations.widths[2]))
+    broken = b"\xff" * len(blob)
+    assert stages.compare(jobs.Compare(1, (section,), 2, 2, (blob, broken))).likeness == (UNLIKE,)

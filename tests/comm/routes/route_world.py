@@ -7,6 +7,7 @@ wants real gradients gives peers a real one with the same `do`.
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any, Protocol
 
 from decentral.comm.routes.ledger import GradientLedger
@@ -120,11 +121,12 @@ class World:
         overlap: bool = True,
         slots: int = 1,
         activations: tuple[int, ...] = (),
+        chance: Random | None = None,
     ) -> Peer:
         peer = PeerId(name)
         of_swarm = RUN, peer, first, last, self.cuts, 64
         stage = StageConfig(*of_swarm, capacity, per_step, layouts, activations, slots if overlap else 1, overlap)
-        routes = Router(stage, View(self, peer), GradientLedger(per_step, stage.slots))
+        routes = Router(stage, View(self, peer), GradientLedger(per_step, stage.slots), chance)
         device = device or Device(end=self.cuts[-1].last)
         self.peers[peer] = Peer(peer, routes, device, seconds)
         return self.peers[peer]

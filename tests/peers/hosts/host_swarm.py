@@ -1,13 +1,15 @@
 """Whole peers in one process, by name: real hosts, real training, real wire format; only the network is in memory."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from decentral.comm.routes import stage
 from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.transport import Directory, Transport
 from decentral.core import config, jobs, journal
 from decentral.core.ids import PeerId, RunId
 from decentral.core.units import Amount
@@ -32,6 +34,10 @@ LIMIT_S = 60.0  # deadline of a whole test against hanging, not a measurement
 class Swarm:
     """Peers by name, on one in-memory network."""
 
+    limit_s = LIMIT_S
+    directory_use = LOOKING_OFTEN
+    gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.05})
+
     def __init__(self, setup_of: MakeSetup, identities: dict[str, Identity], algorithm: str) -> None:
         self.network = Loopback()
         self.identities = identities
@@ -43,18 +49,18 @@ class Swarm:
         self, name: str, contacts: str = "", stop_after: Amount | None = None, span: tuple[int, int] | None = None
     ) -> Host:
         own = self.identities[name]
-        setup = replace(self.setup_of(own.peer, algorithm=self.algorithm, window_s=0.05), span=span)
+        setup = replace(self.setup_of(own.peer, algorithm=self.algorithm, **self.gossip), span=span)
         compute = self.computes[name] = Compute(setup)
         node = Node(
             NodeSetup(
-                config=setup.config.model_copy(update={"swarm": LOOKING_OFTEN, "routes": FEW}),
+                config=setup.config.model_copy(update={"swarm": self.directory_use, "routes": FEW}),
                 run=RUN,
                 own=own,
                 fragments=compute.fragments,
                 state_layouts=compute.gossip.state_layouts(),
                 layers=compute.span.model_layers,
                 profile=Profile("cpu", self.memory_budget(compute).memory_bytes, 1e9, 1e4),
-                addresses=(),
+                addresses=self.addresses(name),
                 contacts=tuple(self.identities[contact].peer for contact in contacts),
                 stop_after=stop_after,
                 routes=self.routes(own.peer, compute),
@@ -63,9 +69,15 @@ class Swarm:
         )
         lines = journal.Journal(setup.folder / "journal.jsonl", SwarmClock())
         book = AddressBook(setup.folder / "peers.json")
-        transport = self.network.transport(own.peer)
-        self.hosts[name] = Host(node, transport, LoopbackDirectory(self.network), compute, lines, book, SwarmClock())
+        self.hosts[name] = Host(node, *self.network_of(name), compute, lines, book, SwarmClock())
         return self.hosts[name]
+
+    def addresses(self, name: str) -> tuple[str, ...]:
+        """Where others find this peer; the network in memory needs none."""
+        return ()
+
+    def network_of(self, name: str) -> tuple[Transport, Directory]:
+        return self.network.transport(self.identities[name].peer), LoopbackDirectory(self.network)
 
     def routes(self, peer: PeerId, compute: Compute) -> stage.StageConfig:
         held, span = compute.fragments, compute.span
@@ -106,7 +118,7 @@ class Swarm:
         """Runs the story; whatever comes of it, no compute thread is left."""
 
         async def limited() -> None:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(self.limit_s):
                 await story
 
         try:

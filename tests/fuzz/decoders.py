@@ -1,0 +1,381 @@
+"""Every function that reads bytes which others wrote, or which a disk may have spoilt: one table, DECODERS.
+
+Whatever the bytes are, a decoder returns, or says what is wrong by the errors that it promises: ProtocolError for bytes
+of others, UserError for the user's own files. Anything else is a crash. tests/fuzz/test_corpus.py gives each a corpus,
+and finds decoders that are missing here; tests/fuzz/guided.py looks for new bytes by coverage (make fuzz).
+"""
+
+import dataclasses
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Coroutine
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+
+from decentral.comm.gossip.token_claims import TokenClaims
+from decentral.comm.net import libp2p
+from decentral.comm.rounds import contributions
+from decentral.comm.wire import blobs, codec, identity, messages
+from decentral.comm.wire.messages import RoundMember
+from decentral.core import algorithms, config, jobs, journal, own_yaml, swarm_config
+from decentral.core.errors import ProtocolError, UserError
+from decentral.core.fragments import Fragment
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Contribution, Section
+from decentral.core.plain_text import plain_text
+from decentral.peers.joining.fetch import Incoming
+from decentral.peers.membership import records
+from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.planning import swarm_plans
+from decentral.scheduler.shared import topology
+from decentral.sim import faults
+from decentral.state import StateFolder
+from decentral.train import activations, checkpoint, compress, fragment_gossip, update_rules
+from decentral.train.outer_kernels import TorchKernels
+
+RUN = "fuzzed-000000"
+NOW = 1.7e9
+KEY = f"{RUN}/peers"
+CUTS = (Fragment(0, 0, 1, 300), Fragment(1, 1, 3, 300))
+MEMBERS = (RoundMember("A", 0, 3), RoundMember("B", 0, 3))
+TOOLS = update_rules.RuleTools(compress, TorchKernels(compress))
+CODECS = tuple(compress.CODECS)
+ALGORITHMS = tuple(algorithms.MODULES)
+STATE = (Section("theta", "int8", 300, compress.size("int8", 300)),)
+SMALL = config.Config(model=config.ModelConfig(depth=1, width=32, context=16))
+FORMAT = activations.ActivationFormat(SMALL, compress, (32, 32, 32, 32))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decoder:
+    """`run` reads any bytes. `covers`: the product's functions that it reaches, as module.function."""
+
+    run: Callable[[bytes], object]
+    covers: tuple[str, ...]
+    most_bytes: int = 4096  # of the inputs that a guided search tries
+
+
+def refused(run: Callable[[bytes], object], data: bytes) -> bool:
+    """Whether the decoder refuses the bytes. Raises what is a crash."""
+    try:
+        run(data)
+    except (ProtocolError, UserError):
+        return True
+    return False
+
+
+# Messages, on the wire
+
+
+def header(data: bytes) -> None:
+    """A message that is accepted can be sent on, and a report or a sum is judged."""
+    message, size = codec.decode(data)
+    assert codec.decode(codec.encode(message, size)) == (message, size)
+    match message:
+        case messages.RoundReport():
+            contributions.check_report(message, MEMBERS, PeerId("A"), CUTS)
+            contributions.count_contributions(MEMBERS, {PeerId("A"): message}, PeerId("B"), CUTS)
+        case messages.Snapshot():
+            layout = (Section("gradient", "fp32", 300, 1200),)
+            contributions.check_sum(message, 1200, 64, messages.Snapshot(RUN, 0, 7, 0, 0.0, 0.0, layout, b""))
+        case messages.Welcome():
+            swarm_config.received(message.config)
+
+
+class Bytes:
+    """A stream that ends."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    async def readexactly(self, n: int) -> bytes:
+        if n > len(self.data):
+            raise EOFError
+        part, self.data = self.data[:n], self.data[n:]
+        return part
+
+
+def stream(data: bytes) -> None:
+    """A whole question, with its chunks."""
+    reading: Coroutine[Any, Any, Any] = blobs.read(Bytes(data), lambda message: 1 << 20)
+    try:
+        reading.send(None)
+    except (StopIteration, EOFError):
+        return
+    raise AssertionError("the stream waits for nothing")
+
+
+# Records
+
+
+def seal(data: bytes) -> None:
+    """As whoever's record it claims to be."""
+    _, _, public, _ = identity._parts(data, identity.MAX_PEER_RECORD_BYTES)
+    identity.open_sealed(KEY, identity.peer_of(public), data, NOW)
+
+
+def dht_record(data: bytes) -> None:
+    """What our node of the DHT is asked to store: a byte for the length of the subkey, the subkey, the value."""
+    size = data[0] if data else 0
+    record = DHTRecord(DHT_KEY, data[1 : 1 + size], data[1 + size :], NOW + 60)
+    assert libp2p.SignedRecords([KEY], lambda: NOW).validate(record) in (True, False)
+
+
+DHT_KEY: bytes = DHTID.generate(source=KEY).to_bytes()
+
+
+def record(data: bytes) -> None:
+    """A record that is accepted can be told again, and shown."""
+    found = records.unpack(data)
+    records.require_valid(found)
+    assert plain_text(found.profile.device) == found.profile.device
+
+
+def plan(data: bytes) -> None:
+    found = swarm_plans.unpack(data)
+    swarm_plans.is_sound(found.spans, 4)
+    assert swarm_plans.unpack(swarm_plans.pack(found)).digest() == found.digest()
+
+
+# Configs and addresses
+
+
+def received_config(data: bytes) -> None:
+    """A config that is accepted is one when it is told on."""
+    settings = swarm_config.received(data.decode(errors="surrogateescape")).built_in()
+    swarm_config.received(settings.canonical())
+
+
+def own_config(data: bytes) -> None:
+    config.validated(own_yaml.mapping(data.decode(errors="replace"), "FILE"))
+
+
+def yaml_value(data: bytes) -> None:
+    try:
+        own_yaml.value(data.decode(errors="replace"))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def address(data: bytes) -> None:
+    libp2p.parse_address(data.decode(errors="surrogateescape"))
+
+
+def fault(data: bytes) -> None:
+    faults.parse(data.decode(errors="replace"))
+
+
+# Numbers: the first bytes say which codec and how many
+
+
+def section(data: bytes) -> None:
+    """Machine code and formula agree on what they take and on what it says."""
+    choice, elements = _choice(data, len(CODECS)), int.from_bytes(data[1:3], "big")
+    name, blob = CODECS[choice], data[3:]
+    by_formula = refused(lambda data: compress.decode_by_formula(name, data, elements), blob)
+    assert refused(lambda data: compress.decode(name, data, elements), blob) == by_formula
+    values = compress.decode(name, memoryview(bytearray(blob)), elements)
+    assert torch.isfinite(values).all()
+    assert torch.equal(values, compress.decode_by_formula(name, blob, elements))
+
+
+def contribution(data: bytes) -> None:
+    """A partner's window, whole: its sections are those of the fragment, whatever its bytes are."""
+    rule, layout = _rule(ALGORITHMS[_choice(data, len(ALGORITHMS))])
+    one = Contribution(PeerId("B"), 64, 0.5, layout, data[1:])
+    rule.fits(one, layout)
+    for vector in rule.read(one).vectors.values():
+        assert torch.isfinite(vector).all()
+
+
+def donated_state(data: bytes) -> None:
+    found = fragment_gossip.unpacked(compress, [(0, STATE, data)], {0: STATE})
+    assert found[0]["theta"].numel() == 300
+
+
+def pieces(data: bytes) -> None:
+    """Pieces of a state, each a message and as many bytes as it says, until it is complete or refused."""
+    incoming = Incoming(Fragment(0, 0, 1, 300), STATE)
+    while data:
+        size, data = int.from_bytes(data[:2], "big"), data[2:]
+        head, data = data[:size], data[size:]
+        message, blob_bytes = codec.decode(head)
+        if isinstance(message, messages.StateChunk):
+            incoming.take(message, data[:blob_bytes])
+            assert incoming.here <= sum(one.size for one in STATE)
+        data = data[blob_bytes:]
+    if incoming.complete():
+        assert len(incoming.hand_over()) == incoming.total
+
+
+def activation(data: bytes) -> None:
+    layout = FORMAT.layout(1, 1)
+    FORMAT.unpack(jobs.Forward(1, 1, 2, 1, layout, data))
+
+
+def gradient(data: bytes) -> None:
+    layout = FORMAT.layout(1, 1)[:1]
+    FORMAT.decode(layout, data, torch.Size((1, 16, 32)))
+
+
+def token_claim(data: bytes) -> None:
+    """Claims one after another, of any speeds at any times: a budget is never negative."""
+    claims = TokenClaims()
+    for tokens, speed, now in struct.iter_unpack(">Qdd", data[: len(data) // 24 * 24]):
+        if tokens < 1 << 62 and 0 <= speed < 1e18 and 0 <= now < 1e11:
+            assert 0 <= claims.believed(PeerId("B"), tokens, speed, now) <= tokens
+
+
+# Files that a disk may have spoilt
+
+
+@cache
+def folder() -> Path:
+    """A folder in memory, where there is one."""
+    place = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    made = tempfile.TemporaryDirectory(dir=place, prefix="fuzz-")
+    _KEPT.append(made)
+    return Path(made.name)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []  # they go when the process ends
+
+
+def _written(name: str, data: bytes) -> Path:
+    path = folder() / name
+    path.write_bytes(data)
+    return path
+
+
+def journal_file(data: bytes) -> None:
+    path = _written("journal.jsonl", data)
+    assert all("event" in entry for entry in journal.read(path))
+    assert list(journal.Tail(path).new()) == [*journal.read(path)][: data.count(b"\n")]
+
+
+def checkpoint_file(data: bytes) -> None:
+    _written(checkpoint.FILE, data)
+    refused(lambda _: checkpoint.span(folder()), data)
+    checkpoint.read(folder())
+
+
+def retained_file(data: bytes) -> None:
+    _written("kept-0.safetensors", data)
+    store = checkpoint.RetainedStateStore(folder(), RUN)
+    store.steps([0])
+    store.read(0)
+
+
+def position_file(data: bytes) -> None:
+    _written("position.json", data)
+    assert checkpoint.MicroBatchNumbers.of(folder()).reserved >= 0
+
+
+def run_file(data: bytes) -> None:
+    _written("run.json", data)
+    StateFolder(folder()).read_run()
+
+
+def listen_file(data: bytes) -> None:
+    _written("listen.json", data)
+    assert all(isinstance(one, str) for one in StateFolder(folder()).listen([]))
+
+
+def profile_file(data: bytes) -> None:
+    _written("profile.json", data)
+    StateFolder(folder()).read_profile("key")
+
+
+def peers_file(data: bytes) -> None:
+    AddressBook.load(_written("peers.json", data))
+
+
+def identity_file(data: bytes) -> None:
+    identity.Identity.load_or_create(_written("identity.key", data or b"\0"))
+
+
+def topology_file(data: bytes) -> None:
+    topology.load(_written("topology.yaml", data))
+
+
+def trace_file(data: bytes) -> None:
+    faults.trace(_written("trace.csv", data))
+
+
+def _choice(data: bytes, count: int) -> int:
+    return (data[0] if data else 0) % count
+
+
+@cache
+def _rule(name: str) -> tuple[update_rules.UpdateRule, jobs.Layout]:
+    gossip = config.GossipConfig.model_validate({"algorithm": name})
+    rule = update_rules.rule(gossip, torch.zeros(300), PeerId("A"), TOOLS)
+    return rule, update_rules.layout_of(rule.sections, 300, compress)
+
+
+DECODERS: dict[str, Decoder] = {
+    "header": Decoder(
+        header,
+        (
+            "comm.wire.codec.decode",
+            "comm.wire.codec._header",
+            "comm.rounds.contributions.check_report",
+            "comm.rounds.contributions.check_sum",
+        ),
+    ),
+    "stream": Decoder(stream, ("comm.wire.blobs.read_rest", "comm.wire.blobs.read_length")),
+    "seal": Decoder(seal, ("comm.wire.identity.open_sealed", "comm.wire.identity._parts")),
+    "dht_record": Decoder(dht_record, ("comm.net.libp2p.validate",)),
+    "record": Decoder(record, ("peers.membership.records.unpack", "peers.membership.records.checked")),
+    "plan": Decoder(plan, ("peers.planning.swarm_plans.unpack",)),
+    "received_config": Decoder(received_config, ("core.swarm_config.received",)),
+    "own_config": Decoder(own_config, ("core.own_yaml.mapping", "core.config.validated")),
+    "yaml_value": Decoder(yaml_value, ("core.own_yaml.value",)),
+    "address": Decoder(address, ("comm.net.libp2p.parse_address",)),
+    "fault": Decoder(fault, ("sim.faults.parse", "sim.faults._one")),
+    "section": Decoder(
+        section, ("train.compress.decode", "train.compress.as_bytes", "train.compress.refuse", "train.compress.unpack")
+    ),
+    "contribution": Decoder(
+        contribution,
+        (
+            "train.update_rules.fits",
+            "train.update_rules.read",
+            "algorithms.push_sum.check",
+            "algorithms.synchronous.check",
+        ),
+    ),
+    "donated_state": Decoder(donated_state, ("train.fragment_gossip.unpacked", "train.sections.unpack")),
+    "pieces": Decoder(pieces, ("peers.joining.fetch.take",)),
+    "activation": Decoder(activation, ("train.activations.unpack", "train.activations.decode")),
+    "gradient": Decoder(gradient, ("train.activations.decode",)),
+    "token_claim": Decoder(token_claim, ("comm.gossip.token_claims.believed",)),
+    "journal_file": Decoder(journal_file, ("core.journal.read", "core.journal._entry", "core.strict_json.loads")),
+    "checkpoint_file": Decoder(checkpoint_file, ("train.checkpoint.read", "train.checkpoint._read"), 1 << 14),
+    "retained_file": Decoder(retained_file, ("train.checkpoint._facts", "train.checkpoint.read")),
+    "position_file": Decoder(position_file, ("train.checkpoint.of",), 64),
+    "run_file": Decoder(run_file, ("state.read_run", "state._read")),
+    "listen_file": Decoder(listen_file, ("state.listen",), 256),
+    "profile_file": Decoder(profile_file, ("state.read_profile",), 512),
+    "peers_file": Decoder(peers_file, ("peers.membership.address_book.load",)),
+    "identity_file": Decoder(identity_file, ("comm.wire.identity.load_or_create", "comm.wire.identity._strip")),
+    "topology_file": Decoder(
+        topology_file,
+        (
+            "scheduler.shared.topology.load",
+            "scheduler.shared.topology._read",
+            "scheduler.shared.topology._validated",
+            "scheduler.shared.topology._matrices",
+            "scheduler.shared.topology._by_region",
+            "scheduler.shared.topology._require",
+            "scheduler.shared.topology._find",
+        ),
+    ),
+    "trace_file": Decoder(trace_file, ("sim.faults.trace",)),
+}

@@ -1,0 +1,170 @@
+"""The first inputs of each decoder, as real peers write them; and some that are none of anybody's.
+
+    python -m tests.fuzz.seeds     writes those that are not there yet into tests/fuzz/corpus/
+
+A guided search (make fuzz) begins with them, and adds what reaches code that no other input does.
+"""
+
+import base64
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+
+from decentral.comm.wire import codec, messages
+from decentral.comm.wire.blobs import CHUNK_BYTES, LENGTH_BYTES, digest
+from decentral.comm.wire.identity import Identity
+from decentral.core.config import Config
+from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.planning import swarm_plans
+from decentral.peers.planning.swarm_plans import SwarmPlan
+from decentral.train import compress
+from decentral.train.tensor_file import SUMS
+from tests.comm.wire.test_codec import EXAMPLES
+from tests.fuzz import decoders
+from tests.fuzz.decoders import ALGORITHMS, CODECS, DECODERS, FORMAT, KEY, NOW, RUN, STATE
+
+CORPUS = Path(__file__).parent / "corpus"
+NOT_ANYTHING = (b"", b"\0", b"\xff" * 40, b"[" * 3000, b"{}", b"[]", b"null", b'"x"', b"\x93" * 40)
+"""Also deeper than a parser's stack, which takes no more than it promises."""
+
+RECORD = PeerRecord(
+    RUN, NOW, ("/ip4/127.0.0.1/tcp/1",), Profile("cpu", 1 << 30, 1e9, 1e4), 0, 3, 5, 5, 100, kept=((1, 2),)
+)
+TOPOLOGY = """peers:
+  - {id: a, region: x, tflops: 10, memory_gb: 8}
+  - {id: b, region: y, tflops: 20, memory_gb: 16}
+inside: {delay_ms: 1, bandwidth_gbps: 1}
+links:
+  - {between: [x, y], delay_ms: 40, bandwidth_gbps: 0.1, loss: 0.01}
+"""
+
+
+def seeds(name: str, folder: Path) -> Iterator[bytes]:
+    """What a real peer writes for this decoder. `folder`: for the key of a peer."""
+    match name:
+        case "header":
+            yield from (codec.encode(message, 77) for message in EXAMPLES)
+        case "stream":
+            for message in (messages.Ping(1), EXAMPLES[8]):
+                yield _stream(message, b"ABCDEFGH")
+        case "seal" | "dht_record":
+            key = Identity.load_or_create(folder / "identity.key")
+            sealed = key.seal(KEY, records.pack(RECORD), NOW + 60)
+            yield sealed if name == "seal" else bytes([len(key.peer) + 2]) + b"\xd9." + key.peer.encode() + sealed
+        case "record":
+            yield records.pack(RECORD)
+        case "plan":
+            yield swarm_plans.pack(SwarmPlan(RUN, NOW, bytes(16), 1e4, 1, "faster", (("A", 0, 2), ("B", 1, 3))))
+        case "received_config":
+            yield Config().canonical().encode()
+        case "own_config":
+            yield b"model: {depth: 2, width: 64}\ntrain:\n  learning_rate: 8e-3\n"
+            yield b"a: &x [1]\nb: *x\n<<: {c: 1}\n"
+        case "yaml_value":
+            yield from (b"8e-3", b"[1, 2]", b"2026-01-01", b"0x10", b"!!python/object:os.system {}")
+        case "address":
+            yield b"/ip4/203.0.113.7/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+        case "fault":
+            yield b"crash 2 at 20; slow 0 x5 at 10 for 20; cut 0-1 at 5 for 3"
+        case _:
+            yield from _numbers(name)
+            yield from _files(name, folder)
+
+
+def _stream(message: messages.Message, blob: bytes) -> bytes:
+    head = codec.encode(message, len(blob))
+    return len(head).to_bytes(LENGTH_BYTES, "big") + head + digest(blob[:CHUNK_BYTES]) + blob
+
+
+def _numbers(name: str) -> Iterator[bytes]:
+    values = torch.linspace(-1, 1, 300)
+    match name:
+        case "section":
+            for place, codec_name in enumerate(CODECS):
+                for count in (0, 1, 129):
+                    yield bytes([place]) + count.to_bytes(2, "big") + compress.encode(codec_name, values[:count])
+        case "contribution":
+            for place, algorithm in enumerate(ALGORITHMS):
+                _, layout = decoders._rule(algorithm)
+                parts = [compress.encode(one.codec, values[: one.elements].abs() + 0.1) for one in layout]
+                yield bytes([place]) + b"".join(parts)
+        case "donated_state":
+            yield compress.encode("int8", values)
+        case "activation" | "gradient":
+            hidden = compress.encode(FORMAT.wire, torch.linspace(-1, 1, FORMAT.layout(1, 1)[0].elements))
+            yield hidden if name == "gradient" else hidden + bytes(32)
+        case "pieces":
+            blob = compress.encode("int8", values)
+            head = codec.encode(messages.StateChunk(RUN, 0, 0, len(blob), 9, STATE), len(blob))
+            yield len(head).to_bytes(2, "big") + head + blob
+        case "token_claim":
+            yield struct.pack(">QddQdd", 1000, 100.0, NOW, 1 << 40, 100.0, NOW + 1)
+
+
+def _files(name: str, folder: Path) -> Iterator[bytes]:
+    arrays = {"theta": np.arange(6, dtype=np.float32)}
+    match name:
+        case "journal_file":
+            yield b'{"t":1.0,"event":"started"}\n{"t":2.0,"event":"step","loss":NaN}\n{"t":3.0,"ev'
+        case "checkpoint_file":
+            good = {"run": "x", "fragments": [{"first": 0, "last": 1}]}
+            yield save(arrays, {"facts": json.dumps(good)})
+            for facts in ("[" * 3000, "[1]", '{"sums": 1}'.replace("sums", SUMS), '{"fragments": 1}'):
+                yield save(arrays, {"facts": facts})
+            yield save(arrays)
+        case "retained_file":
+            layout = [{"name": "theta", "codec": "int8", "elements": 6, "size": 8}]
+            yield save(
+                {"state": np.zeros(8, np.uint8)}, {"facts": json.dumps({"run": RUN, "step": 3, "layout": layout})}
+            )
+        case "position_file":
+            yield b"1024"
+        case "run_file":
+            yield json.dumps({"run": RUN, "config": Config().canonical(), "own": {"data": None}}).encode()
+        case "listen_file":
+            yield b'{"/ip4/0.0.0.0/tcp/0": "/ip4/0.0.0.0/tcp/4001"}'
+        case "profile_file":
+            yield b'{"key": "key", "measured": {"tokens_per_s": 1e4}}'
+        case "peers_file":
+            yield b'{"QmA": ["/ip4/127.0.0.1/tcp/1"]}'
+        case "identity_file":
+            Identity.load_or_create(folder / "identity.key")
+            key = (folder / "identity.key").read_bytes()
+            yield from (key[:300], key[:600] + bytes(len(key) - 600))  # no key that anybody could use
+        case "topology_file":
+            yield TOPOLOGY.encode()
+            yield b"peers: [{id: a, region: x}]\ndelay_ms: [[0]]\nbandwidth_gbps: [[1]]\n"
+        case "trace_file":
+            yield b"time,peer,up/down\n1,0,down\n5,0,up\n"
+
+
+def corpus(name: str) -> Sequence[bytes]:
+    """All inputs of this decoder that are in the repository: a line of base64 each."""
+    path = CORPUS / f"{name}.txt"
+    return [base64.b64decode(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add(name: str, inputs: Sequence[bytes]) -> int:
+    """Adds inputs that are not in the corpus yet; gives how many it has."""
+    known = {hashlib.sha256(data).digest(): data for data in [*corpus(name), *inputs]}
+    lines = [base64.b64encode(data).decode() for data in sorted(known.values(), key=lambda data: (len(data), data))]
+    (CORPUS / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines))
+    return len(lines)
+
+
+def main() -> None:
+    CORPUS.mkdir(exist_ok=True)
+    for name in DECODERS:
+        count = add(name, [*seeds(name, decoders.folder()), *NOT_ANYTHING])
+        print(f"{name}: {count} inputs")
+
+
+if __name__ == "__main__":
+    main()

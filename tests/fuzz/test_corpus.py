@@ -1,0 +1,97 @@
+"""Every input of the corpus at its decoder, and no decoder without a corpus.
+
+An input that once crashed a decoder stays in tests/fuzz/corpus/, so this is also the list of what was found so.
+"""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz import decoders, seeds
+from tests.fuzz.decoders import DECODERS
+from tests.test_floors import MODULES
+
+PARSERS = {
+    "msgpack.unpackb",
+    "json.loads",
+    "strict_json.loads",
+    "yaml.load",
+    "yaml.safe_load",
+    "csv.DictReader",
+    "np.frombuffer",
+    "torch.frombuffer",
+    "safe_open",
+    "int.from_bytes",
+    "serialization.load_der_public_key",
+    "serialization.load_der_private_key",
+}  # what libraries read bytes with
+NEVER_ACCEPTED = {"identity_file"}  # no whole private key is in the repository
+NOT_OF_BYTES = {
+    "comm.net.fair_shares.begin": "counts what a sender has",
+    "comm.net.fair_shares.reserve": "counts what a sender has",
+    "comm.net.streams._next_question": "four bytes of a length, which read_rest checks",
+    "comm.net.virtual_network._serve": "the size of a question in virtual time",
+    "peers.membership.records.require_valid": "our own record",
+    "export._fetch": "a decoded message",
+    "train.data._bytes_of": "the user's own text, of any bytes",
+    "train.compress._blockwise": "makes the formulas that decode_by_formula calls",
+    "train.compress._tensor": "a part of those formulas",
+    "train.kernels_cuda.merge": "numbers that were read before",
+    "train.kernels_cuda.distance": "numbers that were read before",
+    "peers.membership.roster._found": "a decoded record of another run: tests/fuzz/fuzzed_node.py",
+    "comm.rounds.round_state._accept": "a decoded message: tests/fuzz/fuzzed_node.py",
+    "core.rng.seed_of": "a digest of our own",
+    "train.tensor_file.__init__": "memory of our own",
+    "train.tensor_file.finish": "a header of our own",
+    "sim.fault_injector._scaled": "a simulated liar's own numbers",
+    "sim.gossip_audit._weight_of": "simulated numbers",
+    "train.tensor_file.checksum": "a tensor of our own",
+    "train.kernels_cpu.close": "numbers of our own",
+    "train.kernels_cuda.close": "numbers of our own",
+    "train.outer_kernels.close": "numbers of our own",
+    "train.checkpoint.save": "numbers of our own",
+    "train.checkpoint.write": "a state of our own",
+    "sim.surrogate_model.decode": "simulated numbers",
+    "sim.surrogate_stages._read": "simulated numbers",
+    "sim.virtual_signer._opened": "simulated signatures",
+    "sim.virtual_signer.open": "simulated signatures",
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_no_input_of_the_corpus_crashes_its_decoder(name: str) -> None:
+    inputs = seeds.corpus(name)
+    taken = [data for data in inputs if not decoders.refused(DECODERS[name].run, data)]
+    assert len(inputs) > 8
+    assert taken or name in NEVER_ACCEPTED, "a decoder that refuses all tests nothing behind its door"
+
+
+def readers() -> Iterator[str]:
+    """Functions of the product that raise ProtocolError, or call a library's parser."""
+    for module, path in MODULES.items():
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and any(map(_reads, ast.walk(function))):
+                yield f"{module}.{function.name}"
+
+
+def _reads(node: ast.AST) -> bool:
+    if isinstance(node, ast.Raise):
+        return "ProtocolError(" in ast.unparse(node)
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in PARSERS
+
+
+def test_every_function_that_reads_bytes_of_others_is_in_the_table() -> None:
+    covered = {name for one in DECODERS.values() for name in one.covers}
+    assert sorted(set(readers()) - covered - set(NOT_OF_BYTES)) == []
+
+
+def test_the_table_names_functions_that_are_there() -> None:
+    defined = {
+        f"{module}.{node.name}"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    named = {name for one in DECODERS.values() for name in one.covers} | set(NOT_OF_BYTES)
+    assert sorted(named - defined) == []

@@ -1,0 +1,147 @@
+"""Stateful fuzzing of every machine, inside a real node: events in any order, with any values, from anybody.
+
+MACHINES names each class that handles events, the node that it is fuzzed in, and the questions that are for it. The
+rules that must hold are those of tests/fuzz/fuzzed_node.py; a machine that the liars never reach fails as well. What
+hypothesis finds it shrinks to a few steps, each with a seed of its own.
+"""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from decentral.comm.wire import messages
+from decentral.comm.wire.messages import Message
+from decentral.core import rng
+from decentral.core.ids import PeerId
+from decentral.peers.membership.address_book import ADDRESSES_KEPT, AddressBook
+from decentral.peers.membership.records import PeerRecord
+from tests.fuzz import grammar, values
+from tests.fuzz.fuzzed_node import QUIET_S, FuzzedNode, Kind
+from tests.test_floors import MODULES
+
+SWAPS, ROUNDS = (messages.Swap, messages.SwapCommit), grammar.ROUNDS
+ROUTES = (
+    messages.ForwardRequest,
+    messages.Offer,
+    messages.ForwardStatusQuery,
+    messages.CommitDecision,
+    messages.CommitQuery,
+)
+MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class -> method, node, questions
+    "comm.gossip.pull.PullExchange": ("handle", "pull", (messages.Pull,)),
+    "comm.gossip.push.PushExchange": ("handle", "push_sum", (messages.Push,)),
+    "comm.gossip.swap.SwapExchange": ("handle", "symmetric", SWAPS),
+    "comm.rounds.collection.Collection": ("handle", "synchronous", ROUNDS),
+    "comm.rounds.round.Rounds": ("handle", "synchronous", (*ROUNDS, *ROUTES)),
+    "comm.rounds.members.Newcomers": ("ask_to_join", "synchronous", (*ROUNDS, messages.StateRequest)),
+    "comm.routes.router.Router": ("handle", "spans", ROUTES),
+    "peers.joining.donor.Donor": ("asked", "pull", (messages.StateRequest,)),
+    "peers.joining.fetch.Fetch": ("handle", "synchronous", ()),
+    "peers.joining.join.Join": ("handle", "newcomer", ()),
+    "peers.membership.prober.Prober": ("handle", "pull", (messages.Probe, messages.Ping)),
+    "peers.membership.roster.Roster": ("handle", "pull", ()),
+    "peers.node.answers.Answers": ("asked", "pull", ()),
+    "peers.node.handlers.Handlers": ("handle", "allreduce", ()),
+    "peers.node.node.Node": ("handle", "spans", ()),
+    "peers.node.progress.TrainingProgress": ("handle", "pull", ()),
+    "peers.node.step_clock.StepClock": ("follow", "pull", ()),
+    "peers.placement.layer_recovery.LayerRecovery": ("span_to_take", "spans", (messages.LeaseRequest,)),
+    "peers.placement.replica_leases.GrantedLeases": ("grant", "spans", (messages.LeaseRequest,)),
+    "peers.placement.span_move.SpanMove": ("handle", "spans", (messages.LeaseRequest, messages.StateRequest)),
+    "peers.planning.swarm_plans.SwarmPlans": ("handle", "spans", ()),
+}
+SETTLED = 300  # steps
+FEW = settings(
+    max_examples=3,
+    stateful_step_count=40,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
+seeds = st.integers(0, (1 << 32) - 1)
+
+
+def machine_of(kind: Kind, only: tuple[type[Message], ...]) -> type[RuleBasedStateMachine]:
+    """What hypothesis does to a node of this kind."""
+
+    class Liars(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fuzzed = FuzzedNode(kind, 0, only)
+            for _ in range(0 if kind == "newcomer" else SETTLED):  # it has joined, is in a round, has executions
+                self.fuzzed.step()
+
+        @rule(seed=seeds)
+        def ask(self, seed: int) -> None:
+            self.fuzzed.chance.seed(seed)
+            for _ in range(5):
+                self.fuzzed.ask(self.fuzzed.chance.choice(self.fuzzed.only))
+
+        @rule(seed=seeds)
+        def answer(self, seed: int) -> None:
+            self.fuzzed.chance.seed(seed)
+            for _ in range(4):
+                self.fuzzed.answer()
+
+        @rule(seed=seeds)
+        def anything(self, seed: int) -> None:
+            self.fuzzed.chance.seed(seed)
+            for _ in range(5):
+                self.fuzzed.step()
+
+        @rule(seconds=st.sampled_from([0.0, 0.05, 1.0, 5.0, 61.0]))
+        def time_passes(self, seconds: float) -> None:
+            self.fuzzed.pass_time(seconds)
+
+        @invariant()
+        def it_does_not_want_to_be_woken_in_the_past(self) -> None:
+            self.fuzzed.pass_time(0.0)
+
+        def teardown(self) -> None:
+            self.fuzzed.pass_time(QUIET_S)
+            self.fuzzed.leave()
+
+    return Liars
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_no_liars_break_a_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, kind, only = MACHINES[name]
+    module, _, owner = name.rpartition(".")
+    one, reached = getattr(importlib.import_module(f"decentral.{module}"), owner), [0]
+    handle = getattr(one, method)
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        reached[0] += 1
+        return handle(*arguments, **more)
+
+    monkeypatch.setattr(one, method, counted)
+    run_state_machine_as_test(machine_of(kind, only), settings=FEW)
+    assert reached[0] > 10, f"{name} was reached {reached[0]} times"
+
+
+def handling_classes() -> Iterator[str]:
+    """Classes of floors 1 and 2 that are machines: they have `handle`, with the time."""
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and module.split(".")[0] in ("comm", "peers", "scheduler"):
+                methods = {one.name: one.args.args for one in node.body if isinstance(one, ast.FunctionDef)}
+                if "now" in [argument.arg for argument in methods.get("handle", [])]:
+                    yield f"{module}.{node.name}"
+
+
+def test_every_machine_is_in_the_table() -> None:
+    assert sorted(set(handling_classes()) - set(MACHINES)) == []
+
+
+def test_an_address_book_takes_any_addresses_of_a_record(tmp_path: Any) -> None:
+    book, chance = AddressBook(tmp_path / "peers.json"), rng.stream(0, "addresses")
+    for number in range(3 * ADDRESSES_KEPT):
+        book.learn(PeerId(f"liar{number}"), values.maker(PeerRecord)(chance).addresses)
+    assert len(book.known) == ADDRESSES_KEPT
+    assert AddressBook.load(tmp_path / "peers.json").known == book.known

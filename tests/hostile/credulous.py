@@ -1,0 +1,26 @@
+"""Peers without defences: the bounds on what one partner may do are replaced by what they bound."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from decentral.algorithms import pull
+from decentral.comm.gossip.token_claims import TokenClaims
+from decentral.train import influence
+from tests.algorithms.credulous import Credulous, Trustful
+
+Replace = Callable[[object, str, Any], None]
+"""setattr, or pytest's monkeypatch.setattr."""
+
+
+def without_defences(replace: Replace) -> None:
+    """All rules that are made from now on believe what partners claim."""
+    replace(pull, "Experience", Credulous)
+    replace(pull, "Agreement", Trustful)
+    replace(influence, "token_shares", believed_shares)
+    replace(TokenClaims, "believed", lambda self, peer, tokens, tokens_per_s, now: tokens)
+
+
+def believed_shares(own: int, claims: Sequence[int], trust: Sequence[float] = ()) -> list[float]:
+    """Each partner's share of a merge, as its tokens say."""
+    total = own + sum(claims)
+    return [claim / total for claim in claims] if total else [1 / (1 + len(claims))] * len(claims)

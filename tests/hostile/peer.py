@@ -1,0 +1,32 @@
+"""python -m tests.hostile.peer [--lie KIND] [--calm] [--credulous] FLAGS...: a peer that is not as it should be.
+
+    --lie KIND    it sends lies of this kind (decentral/sim/liars.py), and floods its partners
+    --calm        it does not flood
+    --credulous   it has no defences against others' lies
+
+FLAGS are those of `decentral.peer`. For tests and benchmarks only.
+"""
+
+import argparse
+import sys
+
+from decentral import peer
+from tests.hostile.credulous import without_defences
+from tests.hostile.liar import lying
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--lie", default="")
+    parser.add_argument("--calm", action="store_true")
+    parser.add_argument("--credulous", action="store_true")
+    flags, others = parser.parse_known_args()
+    if flags.credulous:
+        without_defences(setattr)
+    if flags.lie:
+        setattr(peer, "Libp2p", lying(flags.lie, not flags.calm))  # noqa: B010  # mypy wants the name exported
+    return peer.main(others)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""One of five peers lies in all its windows and floods the others, over real libp2p: they refuse it, and learn."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.transport import Directory, Transport
+from decentral.core import config
+from decentral.core.reasons import Reason
+from decentral.peers.membership import records
+from decentral.train import replicas
+from decentral.train.compute import ComputeSetup
+from tests.hostile.liar import LyingLibp2p, lying
+from tests.peers.hosts.host_swarm import RUN, MakeSetup, Swarm
+
+HONEST, LIAR = "ABCD", "E"
+LISTEN = ("/ip4/127.0.0.1/tcp/0",)
+STEPS = 100  # of each honest peer
+STEP_S = 0.05
+MET = 6  # windows of the liar that each of them has pulled and looked at
+REFUSED = 3  # of those, at least
+
+
+class RealSwarm(Swarm):
+    """Peers of one process, each with a libp2p daemon of its own; all know the first one."""
+
+    limit_s = 240.0  # against hanging: five daemons start on a loaded machine
+    directory_use = config.SwarmConfig(refresh_s=1.0)
+    gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.25, "start_window_s": 0.25, "core_share": 1.0})
+
+    def __init__(self, setup_of: MakeSetup, folder: Path) -> None:
+        identities = {name: Identity.load_or_create(folder / f"{name}.key") for name in HONEST + LIAR}
+        super().__init__(lambda *names, **gossip: slowed(setup_of(*names, **gossip)), identities, "pull")
+        self.keys = folder
+        self.transports: dict[str, Libp2p] = {}
+        self.directories: dict[str, Directory] = {}
+        self.places: dict[str, tuple[str, ...]] = {}
+
+    def addresses(self, name: str) -> tuple[str, ...]:
+        return self.places[name]
+
+    def network_of(self, name: str) -> tuple[Transport, Directory]:
+        return self.transports[name], self.directories[name]
+
+    async def connect(self, lie: str) -> None:
+        kinds = {name: lying(lie) if name == LIAR else Libp2p for name in self.identities}
+        started = (kind.start(self.keys / f"{name}.key", LISTEN, ()) for name, kind in kinds.items())
+        self.transports = dict(zip(kinds, await asyncio.gather(*started), strict=True))
+        for name, transport in self.transports.items():
+            self.places[name] = await transport.addresses()
+            known = [] if name == "A" else [await transport.connect(self.places["A"][0])]
+            self.directories[name] = await transport.directory(records.keys(RUN, 1), known)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(transport.close() for transport in self.transports.values()))
+
+    def met(self, name: str) -> list[str]:
+        """What this peer's merges made of the liar's windows: why they were refused, or nothing."""
+        liar = self.identities[LIAR].peer
+        lines = [line for line in self.journal(name, "exchange") if line["partner"] == liar]
+        return [line["reason"] for line in lines if line["outcome"] == "done" or line["reason"] == Reason.OPPOSED]
+
+    def liar(self) -> LyingLibp2p:
+        found = self.transports[LIAR]
+        assert isinstance(found, LyingLibp2p)
+        return found
+
+
+def slowed(setup: ComputeSetup) -> ComputeSetup:
+    """So that five peers leave this process time for what they say to each other."""
+    return replace(setup, device=replace(setup.device, emulated_s=STEP_S))
+
+
+@pytest.fixture
+def swarm(setup_of: MakeSetup, tmp_path: Path) -> RealSwarm:
+    return RealSwarm(setup_of, tmp_path)
+
+
+def play(swarm: RealSwarm, lie: str) -> None:
+    async def story() -> None:
+        await swarm.connect(lie)
+        try:
+            running = [await swarm.start("A")]
+            running += [await swarm.start(name, contacts="A") for name in HONEST[1:] + LIAR]
+            honest = [swarm.hosts[name].node for name in HONEST]
+            await swarm.until(lambda: all(node.progress.step >= STEPS for node in honest))
+            await swarm.until(lambda: all(len(swarm.met(name)) >= MET for name in HONEST))
+            for host in swarm.hosts.values():
+                host.stop("enough")
+            assert await asyncio.gather(*running) == ["enough"] * len(running)
+        finally:
+            await swarm.close()
+
+    swarm.play(story())
+
+
+@pytest.mark.swarm
+def test_a_liar_that_floods_is_refused_by_reason_and_the_others_learn(swarm: RealSwarm) -> None:
+    play(swarm, "flipped")
+    weights = [replicas.read(swarm.folder(name)) for name in HONEST]
+    run = swarm.computes["A"].setup.config
+    assert replicas.held_out_loss(run, replicas.average([one for one in weights if one])) < 2.0
+    assert all(count > 10 for count in swarm.liar().flooded.values())
+    for name in HONEST:
+        assert swarm.met(name).count(Reason.OPPOSED) >= REFUSED
+    assert not [line for name in HONEST for line in swarm.journal(name, "error")]
