@@ -15,7 +15,7 @@ from decentral.core.units import Seconds
 
 USUAL_TIMES = 4.0  # what decisions usually take, or a micro-batch through the whole model
 LEAST_LIMIT_S = 60.0  # a slow origin peer's own passes, and a link that is cut for a while
-REST_TIMES = 9.0  # as long as the execution was held: a tenth of the time is lost at most
+UNDECIDED_REST_TIMES = 9.0  # as long as the execution was held: a tenth of the time is lost at most
 MOST_REST_S = 3600.0
 REMEMBERED_TIMES = 2.0  # a rest's length after its end, in which the next one is twice as long
 ORIGINS_KEPT = 1024  # origin peers, of either kind
@@ -48,11 +48,11 @@ class HoldLimits:
         """The origin peer has not decided in time."""
         self._waits.pop(origin, None)
         until, before_s = self._rests.get(origin, (0.0, 0.0))
-        rest_s = REST_TIMES * held_s
+        rest_s = UNDECIDED_REST_TIMES * held_s
         if now < until + REMEMBERED_TIMES * before_s:
             rest_s = max(rest_s, 2 * before_s)
         rest_s = min(MOST_REST_S, rest_s)
         keep_latest(self._rests, origin, (now + rest_s, rest_s), ORIGINS_KEPT)
         began, ended = self._blocked
         self._blocked = (began if now - held_s <= ended else now - held_s), now
-        self._unproven_rest_until = now + min(MOST_REST_S, REST_TIMES * (now - self._blocked[0]))
+        self._unproven_rest_until = now + min(MOST_REST_S, UNDECIDED_REST_TIMES * (now - self._blocked[0]))

@@ -17,8 +17,8 @@ from decentral.train.sections import Packer
 from decentral.train.update_rules import SCALAR, Correction, Parts, RuleTools, Window
 
 MOST_WEIGHT = 4.0  # of pushed mass; a peer weighs one on average
-LEAST_WEIGHT = 2.0**-16  # of pushed mass: what weighs less has lost its digits
-MOST_HELD = 2 * MOST_WEIGHT  # of a peer's own mass, half of which the next one must take
+LEAST_MASS = 2.0**-16  # of pushed mass: what weighs less has lost its digits
+MOST_OWN_MASS = 2 * MOST_WEIGHT  # of a peer's own mass, half of which the next one must take
 
 
 class PushSumRule(BoundedRule):
@@ -39,7 +39,7 @@ class PushSumRule(BoundedRule):
         super().__init__(gossip, theta, peer, tools)
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> Correction:
-        self.weight = self.weight.clamp(min=2 * LEAST_WEIGHT)
+        self.weight = self.weight.clamp(min=2 * LEAST_MASS)
         mass = theta * self.weight
         away = packer.add_and_read("mass", self.sections["mass"], mass / 2)
         half = packer.add_and_read("weight", "fp32", (self.weight / 2).reshape(1))
@@ -61,17 +61,15 @@ class PushSumRule(BoundedRule):
                 moved = moved + share * apart
             else:
                 moved = moved + self.pull_towards(part.peer, apart, float(share), progress)
-            self.weight = (self.weight + weight).clamp(max=MOST_HELD)
+            self.weight = (self.weight + weight).clamp(max=MOST_OWN_MASS)
         correction = moved - theta
         self.baseline += correction
         return Correction(correction)
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         weight = vectors["weight"][0]
-        if not LEAST_WEIGHT <= float(weight) <= MOST_WEIGHT:
-            raise ProtocolError(
-                Reason.WEIGHT, f"mass must weigh at least {LEAST_WEIGHT:g}, and at most {MOST_WEIGHT:g}"
-            )
+        if not LEAST_MASS <= float(weight) <= MOST_WEIGHT:
+            raise ProtocolError(Reason.WEIGHT, f"mass must weigh at least {LEAST_MASS:g}, and at most {MOST_WEIGHT:g}")
         if not bool((vectors["mass"] / weight).isfinite().all()):
             raise ProtocolError(Reason.NAN, "mass and its weight make no finite weights")
 

@@ -29,6 +29,28 @@ class Stop:
 
 
 @dataclass(slots=True)
+class TrainingSpeed:
+    tokens_per_s: float = 0.0  # on average; 0: not measured
+    _stepped_at: Seconds | None = None
+    _step_s: Seconds = 0.0  # between the last two steps
+
+    def stepped(self, now: Seconds, joined_at: Seconds | None) -> None:
+        before = joined_at if self._stepped_at is None else self._stepped_at
+        self._step_s, self._stepped_at = 0.0 if before is None else now - before, now
+
+    def trained(self, tokens: int, seconds: Seconds) -> None:
+        share = min(1.0, seconds / RATE_S) if self.tokens_per_s else 1.0
+        self.tokens_per_s += (tokens / seconds - self.tokens_per_s) * share
+
+    def at(self, now: Seconds) -> float:
+        """Less than on average, where the last step is longer ago than a long step takes."""
+        if self._stepped_at is None or not self.tokens_per_s:
+            return self.tokens_per_s
+        pause_s = now - self._stepped_at - max(RATE_S, PAUSE_STEPS * self._step_s)
+        return max(LEAST_SPEED, self.tokens_per_s * math.exp(-max(0.0, pause_s) / RATE_S))
+
+
+@dataclass(slots=True)
 class TrainingProgress:
     train: TrainConfig
     limits: SwarmConfig
@@ -40,13 +62,11 @@ class TrainingProgress:
     tokens: int = 0  # trained by this process since it joined
     losses: RunningLoss = field(default_factory=RunningLoss)
     held_out: float | None = None
-    tokens_per_s: float = 0.0
+    rate: TrainingSpeed = field(default_factory=TrainingSpeed)
     spent: TimeSpent = NO_TIME  # by the training thread since it joined
     micro_batches: int = 0
     _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
     _line_at: Seconds = 0.0
-    _stepped_at: Seconds | None = None
-    _step_s: Seconds = 0.0  # between the last two steps
     _eval_at: Seconds | None = None
     _save_at: Seconds | None = None
     _saving_since: Seconds | None = None
@@ -91,12 +111,14 @@ class TrainingProgress:
                 return self._due(now)
         return []
 
+    @property
+    def tokens_per_s(self) -> float:
+        """While steps are taken, on average."""
+        return self.rate.tokens_per_s
+
     def speed(self, now: Seconds) -> float:
         """Tokens/s, which fall while no step is taken."""
-        if self._stepped_at is None or not self.tokens_per_s:
-            return self.tokens_per_s
-        pause_s = now - self._stepped_at - max(RATE_S, PAUSE_STEPS * self._step_s)
-        return max(LEAST_SPEED, self.tokens_per_s * math.exp(-max(0.0, pause_s) / RATE_S))
+        return self.rate.at(now)
 
     def flush(self, now: Seconds) -> list[Effect]:
         """The journal line about the steps since the last one."""
@@ -105,8 +127,7 @@ class TrainingProgress:
         steps, self._steps = self._steps, []
         tokens, spent = sum(step.tokens for step in steps), sum((step.spent for step in steps), NO_TIME)
         took = max(1e-3, now - self._line_at)
-        share = min(1.0, took / RATE_S) if self.tokens_per_s else 1.0
-        self.tokens_per_s += (tokens / took - self.tokens_per_s) * share
+        self.rate.trained(tokens, took)
         self._line_at = now
         progress = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
         micro_batches, losses = sum(step.micro_batches for step in steps), loss_fields(step.loss for step in steps)
@@ -116,8 +137,7 @@ class TrainingProgress:
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
         self._steps.append(step)
-        self._step_s = now - (self.joined_at or now if self._stepped_at is None else self._stepped_at)
-        self._stepped_at = now
+        self.rate.stepped(now, self.joined_at)
         if self._save_at is None and self._saving_since is None:
             self._save_at = now
         self.step, self.lr_step = step.step, step.lr_step

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from decentral.algorithms.pull import PSEUDO_GRADIENT, PullRule
-from decentral.algorithms.push_sum import LEAST_WEIGHT, MOST_WEIGHT, PushSumRule
+from decentral.algorithms.push_sum import LEAST_MASS, MOST_WEIGHT, PushSumRule
 from decentral.core import config, rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -260,7 +260,7 @@ def test_partners_that_lose_all_that_we_push_do_not_make_us_vanish() -> None:
     size = float(ours.live.theta.norm())
     for _ in range(300):
         given = ours.close()
-    assert float(weight(ours)) >= LEAST_WEIGHT
+    assert float(weight(ours)) >= LEAST_MASS
     assert 0.5 * size < float(ours.live.theta.norm()) < 2 * size
     honest.merge([given])
 

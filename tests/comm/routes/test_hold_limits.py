@@ -1,6 +1,6 @@
 """An origin peer that does not decide holds up a peer's steps for a short time, and not again and again."""
 
-from decentral.comm.routes.hold_limits import LEAST_LIMIT_S, MOST_REST_S, ORIGINS_KEPT, REST_TIMES, HoldLimits
+from decentral.comm.routes.hold_limits import LEAST_LIMIT_S, MOST_REST_S, ORIGINS_KEPT, UNDECIDED_REST_TIMES, HoldLimits
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.tags import CommitQueryTag
 from decentral.comm.wire.codec import Envelope
@@ -96,10 +96,10 @@ def test_who_commits_is_taken_while_others_rest_and_who_fails_again_rests_longer
     limits.ran_out(LIAR, 60.0, 100.0)
     stranger = PeerId("stranger")
     assert [limits.rests(one, 101.0) for one in (LIAR, stranger, HONEST)] == [True, True, False]
-    end = 100.0 + REST_TIMES * 60.0
+    end = 100.0 + UNDECIDED_REST_TIMES * 60.0
     assert [limits.rests(one, end) for one in (LIAR, stranger, HONEST)] == [False, False, False]
     limits.ran_out(LIAR, 60.0, end)
-    assert limits.rests(LIAR, end + 2 * REST_TIMES * 60.0 - 1)
+    assert limits.rests(LIAR, end + 2 * UNDECIDED_REST_TIMES * 60.0 - 1)
     assert not limits.rests(LIAR, end + MOST_REST_S)
 
 
