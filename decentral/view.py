@@ -129,7 +129,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
         "step": f"{progress.step}",
         "loss": str(progress.losses),
         "held-out": "-" if progress.held_out is None else f"{progress.held_out:.3f}",
-        "tokens/s": f"{progress.tokens_per_s:,.0f}",
+        "tokens/s": f"{progress.speed(now):,.0f}",
         "busy": _busy(node) if progress.spent.total else "-",
         "windows": _windows(node),
         "peers": f"{len(node.roster.live)}",

@@ -7,8 +7,9 @@ Crossed offers become one exchange: the peer with the lower id keeps asking, and
 that it has closed. A Commit may be lost in all its tries: then one side has merged and the other has not, the swarm's
 mean has moved, and the journal says `commit-lost`. An asker that our answer reached too late tells nobody: so a
 responder waits no longer than the answer and all tries of a Commit may take, and others find it busy meanwhile. After
-that it rests: for REST_TIMES as long it takes swaps only of partners that have committed their last one. So a tenth of
-its time is all that partners without that can block, however many names they have.
+that it rests: for REST_TIMES as long it takes swaps only of partners that have committed their last one, and soon. So a
+tenth of its time is all that partners without that can block, however many names they have. A swap that can be refused
+is refused before a window is closed for it.
 """
 
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from decentral.core.units import Seconds
 
 COMMIT_TRIES = 3
 REST_TIMES = 9  # times what a swap that was not committed has blocked: no other begins so long, but with TRUSTED
+SOON = 0.5  # of the time in which a Commit may come: an honest one takes about a quarter of it
 MOST_TRUSTED = 1024  # partners whose last swap was committed: the latest of them
 
 
@@ -66,7 +68,7 @@ class SwapExchange(Exchange):
             case Asked(request, sender, Envelope(Swap() as swap, blob)):
                 return self._swapped(request, sender, swap, blob, now)
             case Asked(request, sender, Envelope(SwapCommit() as commit)):
-                return self._committed(request, sender, commit)
+                return self._committed(request, sender, commit, now)
             case Answered(tag=SwapCommitTag(), envelope=Envelope(Done())):
                 return []
             case Answered(tag=SwapCommitTag(seq=seq, tries=tries)) | AskFailed(tag=SwapCommitTag(seq=seq, tries=tries)):
@@ -120,8 +122,15 @@ class SwapExchange(Exchange):
             return [Reply(request, Envelope(Refused(reason)))]
         if not crossed and now < self._rests_until and sender not in self._trusted:
             return [Reply(request, Envelope(Refused(Reason.BUSY)))]
+        if not crossed and (refused := self._refused_before(sender, swap.offered, blob, now)):
+            return [Reply(request, Envelope(Refused(refused)))]
         self._swap, self._partner = (request, swap, blob), sender
         return self._offer(now) if crossed else self._close(now)
+
+    def _refused_before(self, sender: PeerId, offered: Snapshot, blob: bytes, now: Seconds) -> str:
+        """Why a swap is refused without closing a window for it. Before our first one its shape is not known."""
+        layout = self._closed.layout if self._closed else offered.layout
+        return snapshots.check(self.context, offered, blob, layout, self._seen.get(sender, 0), now)
 
     def _offer(self, now: Seconds) -> list[Effect]:
         """Answers the Swap of a partner with the window that we have closed."""
@@ -131,6 +140,7 @@ class SwapExchange(Exchange):
         (request, swap, blob), self._swap = self._swap, None
         refused = self._take(self._partner, swap.offered, blob, now)
         if refused:
+            self._distrust(self._partner, now)
             return [Reply(request, Envelope(Refused(refused))), *self._merge(refused)]
         self.state, self._began, self._offered_seq = ExchangePhase.OFFERED, now, swap.offered.seq
         self._commit_by = now + self._commit_wait_s(self._partner)
@@ -146,16 +156,23 @@ class SwapExchange(Exchange):
     def _not_committed(self, now: Seconds) -> list[Effect]:
         """The partner may be gone, or may want nothing but to block us."""
         assert self._partner is not None
-        self._trusted.pop(self._partner, None)
-        self._rests_until = now + REST_TIMES * (now - self._began)
+        self._distrust(self._partner, now)
         return self._merge(Reason.NO_COMMIT)
 
-    def _committed(self, request: int, sender: PeerId, commit: SwapCommit) -> list[Effect]:
+    def _distrust(self, partner: PeerId, now: Seconds) -> None:
+        """The partner has blocked us since the exchange began, or all but that."""
+        self._trusted.pop(partner, None)
+        self._rests_until = now + REST_TIMES * (now - self._began)
+
+    def _committed(self, request: int, sender: PeerId, commit: SwapCommit, now: Seconds) -> list[Effect]:
         if sender != self._partner or commit.seq != self._offered_seq:
             return [Reply(request, Envelope(Refused(Reason.NO_OFFER)))]
         if self.state is ExchangePhase.OFFERED:
             self._committed_seq = commit.seq
-            keep_latest(self._trusted, sender, None, MOST_TRUSTED)
+            if now - self._began <= SOON * (self._commit_by - self._began):
+                keep_latest(self._trusted, sender, None, MOST_TRUSTED)
+            else:
+                self._distrust(sender, now)
             return [Reply(request, Envelope(Done())), *self._merge("", self._theirs)]
         again = commit.seq == self._committed_seq  # our first acknowledgement was lost
         return [Reply(request, Envelope(Done() if again else Refused(Reason.NO_OFFER)))]

@@ -142,6 +142,7 @@ class ForwardedExecution(StageExecution):
     askers: dict[PeerId, int | None]  # the peers before this one on its routes, and which question of each waits
     answer_by: Seconds  # when the last of them sends it elsewhere
     answer: Envelope | None = None  # from HELD on
+    held_at: Seconds = 0.0  # likewise
 
     def deadline(self) -> Seconds:
         return self.until if self.state is HELD or self.until < self.answer_by else self.answer_by

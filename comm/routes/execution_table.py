@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from decentral.comm.routes.commits import CommitProtocol
 from decentral.comm.routes.execution import AWAY, ENDED, GONE, HELD, ForwardedExecution, StageExecution
+from decentral.comm.routes.hold_limits import HoldLimits
 from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.tags import ExecutionTag
 from decentral.comm.wire.codec import Envelope
@@ -21,6 +22,7 @@ from decentral.core.jobs import Backward, Forget, Forward
 from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
 
 COUNTED_KEPT = 4096  # executions of others that are known to have been counted
 JOBS_AT_ONCE = 2  # jobs at the training thread: one in work, one that follows without a pause
@@ -73,6 +75,7 @@ class ExecutionTable:
     ledger: Ledger
     commits: CommitProtocol
     jobs: JobQueue = field(default_factory=JobQueue)
+    holds: HoldLimits = field(default_factory=HoldLimits)
     by_token: dict[int, StageExecution] = field(default_factory=dict)
     counted: dict[ExecutionId, None] = field(default_factory=dict)  # the latest of others, the oldest first
     by_id: dict[ExecutionId, ForwardedExecution] = field(default_factory=dict)  # others', but for those that are GONE
@@ -130,13 +133,14 @@ class ExecutionTable:
 
     # The end of an execution
 
-    def decided(self, sender: PeerId, decision: CommitDecision) -> list[Effect]:
+    def decided(self, sender: PeerId, decision: CommitDecision, now: Seconds) -> list[Effect]:
         """Carries out another peer's decision, once. Only the origin peer may commit; the last asker may abort, too."""
         effects: list[Effect] = []
         for id in decision.commit:
             execution = self.by_id.get(id)
             if execution is not None and execution.state is HELD and sender == id.origin:
                 effects += self.ledger.commit(execution.token)
+                self.holds.committed(sender, now - execution.held_at)
                 self.end_held(execution, Reason.COUNTED)
                 keep_latest(self.counted, id, None, COUNTED_KEPT)
         for id in decision.abort:

@@ -48,6 +48,8 @@ class ExecutionLifecycle:
         if known is not None:
             return self._asked_again(known, event, request, now)
         refusal = self.admission.refusal(request, len(event.envelope.blob))
+        if refusal is None and self.table.holds.rests(PeerId(request.origin), now):
+            refusal = Reason.BUSY
         if refusal:
             return [Reply(event.request, Envelope(Refused(refusal)))]
         last = self.forwarding.end(request.first)
@@ -182,7 +184,10 @@ class ExecutionLifecycle:
             self.table.ledger.completed(execution.token, hops)
             return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
         execution.move(HELD, "backward pass done")
-        execution.next_hop = None
+        execution.next_hop, execution.held_at = None, now
+        if not self.admission.stage.synchronous:  # there a round has its own end
+            route_s = self.forwarding.load.rest_s(done.tokens, 0)
+            execution.until = min(execution.until, now + self.table.holds.limit_s(route_s))
         self.table.commits.hold(execution.id, now, now - execution.started_at)
         stage = self.admission.stage
         route = (Hop(stage.peer, execution.id.first, execution.last), *hops)
@@ -200,6 +205,8 @@ class ExecutionLifecycle:
             if execution.state is GONE:
                 continue
             if now >= execution.deadline():
+                if isinstance(execution, ForwardedExecution) and execution.state is HELD:
+                    self.table.holds.ran_out(PeerId(execution.id.origin), now - execution.held_at, now)
                 effects += self.table.give_up(execution, Reason.LATE)
             elif hop is None or execution.state is not AWAY:
                 continue

@@ -131,12 +131,12 @@ class Router:
             case Asked(envelope=Envelope(ForwardRequest() as request)):
                 return self.lifecycle.requested(event, request, now)
             case Asked(request, sender, Envelope(CommitDecision() as decision)):
-                return [*self.table.decided(sender, decision), Reply(request, Envelope(Done()))]
+                return [*self.table.decided(sender, decision, now), Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(CommitQuery(executions=executions))):
                 under_way = {execution.id.number for execution in self.executions.values() if execution.own}
                 return [Reply(request, Envelope(self.commits.answer(sender, executions, under_way)))]
             case Answered(tag=CommitQueryTag()) | AskFailed(tag=CommitQueryTag()):
-                return self.table.decided(event.peer, self.commits.answered(event))
+                return self.table.decided(event.peer, self.commits.answered(event), now)
             case Answered(tag=CommitDecisionTag(), peer=peer) | AskFailed(tag=CommitDecisionTag(), peer=peer):
                 self.commits.told(peer)
             case Answered(tag=AuditTag()) | AskFailed(tag=AuditTag()):

@@ -16,7 +16,9 @@ from decentral.train.bounded_rule import BoundedRule, length
 from decentral.train.sections import Packer
 from decentral.train.update_rules import SCALAR, Correction, Parts, RuleTools, Window
 
-MOST_WEIGHT = 4.0  # of pushed mass, in our weights or in ones, whichever is more; a peer weighs one on average
+MOST_WEIGHT = 4.0  # of pushed mass; a peer weighs one on average
+LEAST_MASS = 2.0**-16  # of pushed mass: what weighs less has lost its digits
+MOST_OWN_MASS = 2 * MOST_WEIGHT  # of a peer's own mass, half of which the next one must take
 
 
 class PushSumRule(BoundedRule):
@@ -26,7 +28,8 @@ class PushSumRule(BoundedRule):
     as Q(x/2) and x - Q(x/2) stays, so quantisation loses nothing; a close moves theta by the rounding of Q.
 
     Mass whose weights are further from ours than train/influence.py believes counts as if they were nearer; mass that
-    weighs too much is refused, and goes back to its sender.
+    weighs too much or next to nothing is refused, and goes back to its sender. A peer whose own mass has grown or
+    shrunk beyond that changes x and w alike, so that theta stays: partners may give without end, or lose all they get.
     """
 
     sections: Mapping[str, str] = {"mass": "int8", "weight": SCALAR}
@@ -36,6 +39,7 @@ class PushSumRule(BoundedRule):
         super().__init__(gossip, theta, peer, tools)
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> Correction:
+        self.weight = self.weight.clamp(min=2 * LEAST_MASS)
         mass = theta * self.weight
         away = packer.add_and_read("mass", self.sections["mass"], mass / 2)
         half = packer.add_and_read("weight", "fp32", (self.weight / 2).reshape(1))
@@ -57,15 +61,17 @@ class PushSumRule(BoundedRule):
                 moved = moved + share * apart
             else:
                 moved = moved + self.pull_towards(part.peer, apart, float(share), progress)
-            self.weight = self.weight + weight
+            self.weight = (self.weight + weight).clamp(max=MOST_OWN_MASS)
         correction = moved - theta
         self.baseline += correction
         return Correction(correction)
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
-        most = MOST_WEIGHT * max(1.0, float(self.weight))
-        if not 0 < float(vectors["weight"][0]) <= most:
-            raise ProtocolError(Reason.WEIGHT, f"mass must weigh something, and at most {most:g}")
+        weight = vectors["weight"][0]
+        if not LEAST_MASS <= float(weight) <= MOST_WEIGHT:
+            raise ProtocolError(Reason.WEIGHT, f"mass must weigh at least {LEAST_MASS:g}, and at most {MOST_WEIGHT:g}")
+        if not bool((vectors["mass"] / weight).isfinite().all()):
+            raise ProtocolError(Reason.NAN, "mass and its weight make no finite weights")
 
     def kept(self) -> Mapping[str, int]:
         return {"weight": 1}

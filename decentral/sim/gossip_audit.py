@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from decentral.algorithms.pull import PullRule
-from decentral.algorithms.push_sum import PushSumRule
+from decentral.algorithms.push_sum import LEAST_MASS, MOST_OWN_MASS, PushSumRule
 from decentral.comm.gossip.pull import ENOUGH_PERIODS, PullExchange
 from decentral.core import jobs
 from decentral.core.ids import PeerId
@@ -70,7 +70,8 @@ class GossipAudit:
         gossiped = host.training.gossip.of(closed.fragment)
         if isinstance(gossiped.rule, PushSumRule):
             weights = self.histories[host.peer].weights
-            weights[closed.fragment] = weights.get(closed.fragment, 1.0) - _weight_of(closed.layout, closed.blob)
+            held = max(2 * LEAST_MASS, weights.get(closed.fragment, 1.0))
+            weights[closed.fragment] = held - _weight_of(closed.layout, closed.blob)
         if isinstance(gossiped.rule, PullRule) and not torch.equal(gossiped.rule.baseline, gossiped.live.theta):
             self.evidence.violated("baseline", "progress that was published is still in the baseline", host)
         if (host.peer, closed.fragment) in self.resting:
@@ -143,7 +144,8 @@ class GossipAudit:
         if owner != host.peer:
             detail = f"push {push[-1]} of {one.peer} went to {owner} and to {host.peer}"
             self.evidence.violated("mass", detail, host)
-        history.weights[fragment] = history.weights.get(fragment, 1.0) + _weight_of(one.layout, one.blob)
+        held = history.weights.get(fragment, 1.0) + _weight_of(one.layout, one.blob)
+        history.weights[fragment] = min(MOST_OWN_MASS, held)
 
     def saved(self, host: VirtualHost) -> None:
         self.histories[host.peer].saved = dict(self.histories[host.peer].merged)

@@ -31,7 +31,7 @@ STRETCHES = 32
 STRETCH_NUMBERS = 1024
 SECRET_NUMBERS = 64  # of our residual, from which the sample's places follow
 KEPT = 0.9  # of a sum, with each window that is added to it
-MOST_KNOWN = 16  # partners whose sums are kept
+MOST_KNOWN = 16  # partners whose sums are kept, or all of a window, if they are more
 NOTHING, WHOLE = 1 / 3, 2 / 3  # of the usual cosine: up to the first nothing counts, from the second on all does
 MOST_TIMES_OURS = 10.0  # what a window adds to a partner's sum is no longer than so many of ours
 TIMES_USUAL_SUM = 1.5  # the usual length of a sum: who has a longer one counts for less in this proportion
@@ -81,7 +81,8 @@ class Agreement:
         self.ours = window if self.ours is None else KEPT * self.ours + window
         for peer, vector in partners:
             before = self.theirs.get(peer)
-            keep_latest(self.theirs, peer, vector if before is None else KEPT * before + vector, MOST_KNOWN)
+            summed = vector if before is None else KEPT * before + vector
+            keep_latest(self.theirs, peer, summed, max(MOST_KNOWN, len(partners)))
         return [
             0.0 if cosine(window, vector) < -AGAINST * chance_of(window) else steady * agreeing
             for (_, vector), steady, agreeing in zip(

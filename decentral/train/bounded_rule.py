@@ -1,5 +1,7 @@
 """What rules without slow weights have in common: partners' weights pull ours, but not far (train/influence.py)."""
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,8 @@ class BoundedRule(UpdateRule):
         All that one partner pulls in a window of ours is bounded together: one that comes often pulls no further.
         """
         distance = length(apart)
+        if not isfinite(distance):
+            return torch.zeros_like(apart)  # finite numbers of a partner may still differ from ours by more than any
         most = influence.TIMES_USUAL * max(progress, self.experience.met([(partner, distance)]))
         left = max(0.0, most - self._pulled.get(partner, 0.0))
         way = min(share * distance, left)

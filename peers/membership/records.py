@@ -25,6 +25,8 @@ from decentral.core.reasons import Reason
 
 Label = Annotated[str, Strict(), Field(max_length=SHOWN_CHARS), AfterValidator(plain_text)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
+MOST_PER_S = 1e12  # tokens/s, bytes/s: solvers of plans and routes fail with figures much larger than the others'
+PerSecond = Annotated[float, Field(ge=0, le=MOST_PER_S, allow_inf_nan=False)]
 T = TypeVar("T")
 PeerPhase = Literal["joining", "training", "leaving"]
 MOST_ADDRESSES = 16  # of a peer
@@ -43,9 +45,9 @@ class Profile:
     device: Label
     memory_bytes: Count  # memory for the model
     flops: Positive  # FLOP/s of a matrix product in the training dtype
-    tokens_per_s: Positive  # speed on the run's whole model, throttling included
-    down: Positive = 0.0  # bytes/s, typical of its links; 0: not measured yet
-    up: Positive = 0.0
+    tokens_per_s: PerSecond  # speed on the run's whole model, throttling included
+    down: PerSecond = 0.0  # bytes/s, typical of its links; 0: not measured yet
+    up: PerSecond = 0.0
     latency_s: Positive = 0.0
     region: Label = ""
     software: Label = ""

@@ -40,6 +40,7 @@ FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotte
 DEAD_AFTER = 2  # unanswered questions in a row
 MOST_DROPPED = 8192  # dropped peers whose last record's time is remembered; beyond them, the first ones are forgotten
 NEIGHBOURS = 24  # holders of a layer that a peer knows
+SPEED_UNIT = 2.0**-40  # tokens/s: sums of speeds are whole numbers of it
 SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
 
 
@@ -72,6 +73,7 @@ class Holders:
     layers: int
     speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens/s of all peers with the same layers
     changes: int = 0  # how often a span or a speed has changed so far
+    _totals: dict[tuple[int, int], int] = field(default_factory=dict)  # the speeds in SPEED_UNITs
     _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # layers [first, last), tokens/s
     _alike: dict[tuple[int, int], list[tuple[int, PeerId]]] = field(default_factory=dict)  # by layers, then distance
     _near: dict[int, list[PeerId]] = field(default_factory=dict)  # answers since the last change, by layer
@@ -87,7 +89,7 @@ class Holders:
         if was[:2] == (first, last) and first < last:
             if speed != was[2]:
                 self._places[peer] = (first, last, speed)
-                self.speeds[first, last] += speed - was[2]
+                self._add(first, last, _units(speed) - _units(was[2]))
                 self.changes += 1
             return
         self.drop(peer)
@@ -95,7 +97,7 @@ class Holders:
             return
         self._places[peer] = (first, last, speed)
         self.changes += 1
-        self.speeds[first, last] = self.speeds.get((first, last), 0.0) + speed
+        self._add(first, last, _units(speed))
         bisect.insort(self._alike.setdefault((first, last), []), (self._distance(peer), peer))
         self._near.clear()
 
@@ -104,11 +106,11 @@ class Holders:
         if first >= last:
             return
         self.changes += 1
-        self.speeds[first, last] -= speed
+        self._add(first, last, -_units(speed))
         held = self._alike[first, last]
         del held[bisect.bisect_left(held, (self._distance(peer), peer))]
         if not held:
-            del self.speeds[first, last], self._alike[first, last]
+            del self.speeds[first, last], self._totals[first, last], self._alike[first, last]
         self._near.clear()
 
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
@@ -122,8 +124,17 @@ class Holders:
             self._near[layer] = sorted(peer for _, peer in sorted(chain.from_iterable(spans))[:NEIGHBOURS])
         return self._near[layer]
 
+    def _add(self, first: int, last: int, units: int) -> None:
+        """Whole numbers add up exactly: an absurd speed that is gone again takes nothing of the others' with it."""
+        total = self._totals[first, last] = self._totals.get((first, last), 0) + units
+        self.speeds[first, last] = total * SPEED_UNIT
+
     def _distance(self, peer: PeerId) -> int:
         return rng.seed_of(0, "neighbours", self.own, peer)
+
+
+def _units(tokens_per_s: float) -> int:
+    return round(tokens_per_s / SPEED_UNIT)
 
 
 @dataclass(slots=True)

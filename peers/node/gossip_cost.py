@@ -6,12 +6,14 @@ others. Both are averaged over the last windows. What gossip may cost is a share
 IDLE_SHARE of those that nobody uses: it takes nothing from training there.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from decentral.core.units import Seconds
 
 IDLE_SHARE = 0.1
 FIXED_CORES = 0.005  # what the event loop and the network take without gossip
+SLOWEST_BYTES_PER_S = 20e6  # what a core moves at least, of questions (peers/node/traffic.py) and their bytes
 REMEMBERED_WINDOWS = 16  # whose mean the average is, or
 REMEMBERED_S = 20.0  # what it follows where windows are longer: what the first ones cost must not last for minutes
 MOST_TIMES = 2  # the average cost: what a new measurement counts at most
@@ -28,6 +30,14 @@ class CoresUsed:
     training_s: Seconds  # of the cores that train; on a GPU, of all cores that are there for it
     network_s: Seconds  # of the event loop and the network
     idle_s: Seconds = 0.0  # of cores that no process used; 0 where that is not known
+
+
+@dataclass(frozen=True, slots=True)
+class GossipTraffic:
+    """Gossip's part of the traffic that this peer saw in an interval, and its work: bytes, with some for a question."""
+
+    part: float = 1.0
+    work_bytes: float = math.inf
 
 
 @dataclass(slots=True)
@@ -48,6 +58,9 @@ class Stretch:
         while self.times > 1 and needed < SHORTER * self.times / 2:
             self.times //= 2
         return self.times
+
+
+ALL_GOSSIP = GossipTraffic()
 
 
 @dataclass(slots=True)
@@ -72,14 +85,19 @@ class GossipCost:
     def window_cost_s(self) -> Seconds:
         return self.compute_s + self.network_s
 
-    def measured(self, used: CoresUsed, gossip_alone: bool) -> None:
-        """`gossip_alone`: the network had little else to do, such as the state of a newcomer to send."""
+    def measured(self, used: CoresUsed, gossip_alone: bool, gossip: GossipTraffic = ALL_GOSSIP) -> None:
+        """`gossip_alone`: the network had little else to do, such as the state of a newcomer to send.
+
+        Gossip is charged its part of the traffic, and no more than its own work explains: what others make us do with
+        questions that are refused unread would else be shared by ever fewer windows, as these grow longer for it.
+        """
         cores = used.training_s / used.seconds
         self.cores = max(cores, self.cores + FEWER_CORES * (cores - self.cores))
         self.idle += NEWEST_IDLE * (used.idle_s / used.seconds - self.idle)
         self._since_s += used.seconds
         if gossip_alone:
-            self._transfers_s += max(0.0, used.network_s - FIXED_CORES * used.seconds)
+            network_s = max(0.0, used.network_s - FIXED_CORES * used.seconds)
+            self._transfers_s += min(gossip.part * network_s, gossip.work_bytes / SLOWEST_BYTES_PER_S)
         if self._windows:  # else the next measurement may have windows to share this one's cost
             self.compute_s = self._averaged(self.compute_s, self._jobs_s / self._windows)
             if gossip_alone:

@@ -281,7 +281,8 @@ class Node:
         joined_at, routes = self.progress.joined_at, self.routes
         fetched = joined_at is None or joined_at > now - event.seconds  # our own state came in this interval
         routed = routes is not None and (not self.setup.whole or bool(routes.executions))
-        self.selection.cost.measured(event, gossip_alone=not (self.donor.exports or fetched or routed))
+        alone = not (self.donor.exports or fetched or routed)
+        self.selection.cost.measured(event, alone, self.traffic.gossip())
         self.gossip.replan(now)
         if self.own_record.windows_outdated:
             self.roster.renew_soon(now)

@@ -12,7 +12,7 @@ from decentral.comm.routes.router import Router
 from decentral.comm.wire.meter import Meter
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
-from decentral.peers.membership.records import MOST_KEPT, PeerPhase, PeerRecord, Profile
+from decentral.peers.membership.records import MOST_KEPT, MOST_PER_S, PeerPhase, PeerRecord, Profile
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
@@ -42,7 +42,7 @@ class OwnRecord:
         return speed != 0 and not 0.8 < published / speed < 1.25
 
     def compose(self, phase: PeerPhase, now: Seconds) -> PeerRecord:
-        setup, progress, profile = self.setup(), self.progress, self.profile()
+        setup, progress, profile = self.setup(), self.progress, self.profile(now)
         self.published, self.window_s = profile, self.gossip.needed_s
         return PeerRecord(
             run=setup.run,
@@ -60,14 +60,14 @@ class OwnRecord:
             kept=self.donor.retained[:MOST_KEPT],
         )
 
-    def profile(self) -> Profile:
+    def profile(self, now: Seconds) -> Profile:
         setup = self.setup()
         # A peer with the whole model trains alone. The speed of the others is that of their part in routes.
-        measured = self.progress.tokens_per_s if setup.whole else self.routes.load.speed if self.routes else 0.0
+        measured = self.progress.speed(now) if setup.whole else self.routes.load.speed if self.routes else 0.0
         return replace(
             setup.profile,
-            down=self.meter.typical_down() or 0.0,
-            up=self.meter.best_up() or 0.0,
+            down=min(MOST_PER_S, self.meter.typical_down() or 0.0),
+            up=min(MOST_PER_S, self.meter.best_up() or 0.0),
             latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
-            tokens_per_s=measured or setup.profile.tokens_per_s,
+            tokens_per_s=min(MOST_PER_S, measured or setup.profile.tokens_per_s),
         )

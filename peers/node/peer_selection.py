@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from statistics import median_low
 
 from decentral.comm.wire.meter import UNKNOWN_BANDWIDTH, Meter
 from decentral.core.algorithms import algorithm
@@ -24,6 +25,9 @@ from decentral.peers.node.setup import NodeSetup
 NEVER = -1  # the step of a state that nobody has
 LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
 EARLY_TIMES = 3  # gossip's share of the cores, in the swarm's first steps, over what it is later
+ALONE_TIMES = 4  # our own need, at most, where one other peer alone tells us of its own
+SILENT_TTLS = 2  # lifetimes of a record, the last one's included, after which a peer that trains knows its speed
+FASTEST_DEVICE = 64.0  # times the usual speed in the swarm, or ours: a device that is faster still claims no more
 NEED_ROUNDING = 0.01  # of a doubling, by which the swarm's windows may be shorter than what is needed
 THIN_PARTNERS = 2  # as many pulls in a window, where all of them make a link stretch it (docs/CONVERGENCE.md)
 WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
@@ -40,6 +44,7 @@ class PeerSelection:
     link_stretch: Stretch = field(default_factory=Stretch)
     thin_stretch: Stretch = field(default_factory=Stretch)  # how long the link would need windows with all partners
     _others: tuple[int, list[Seconds]] = (-1, [])  # what the others need, by the roster after so many changes
+    _speeds: tuple[int, list[float]] = (-1, [])  # tokens/s that others publish, likewise
 
     # GossipView
 
@@ -54,13 +59,29 @@ class PeerSelection:
         return min(THIN_PARTNERS, partners) if self.thin_stretch.times > 1 else partners
 
     def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
-        """The published speed is that through the whole model; with routes a peer may compute this fragment only."""
+        """The published speed is that through the whole model; with routes a peer may compute this fragment only.
+
+        A peer that has been there for long and still publishes none is as fast as the slowest one.
+        """
         entry, setup = self.roster.live.get(peer), self.setup()
         if entry is None:
             return 0.0
         cut = next(cut for cut in setup.cuts if cut.index == fragment)
         part = 1.0 if setup.routes is None else share(setup.cuts, cut.first, cut.last)
-        return entry.record.profile.tokens_per_s / part
+        speeds, own = self._published_speeds(), self.progress.tokens_per_s or setup.profile.tokens_per_s
+        published = entry.record.profile.tokens_per_s
+        known = [*speeds, own] if own else speeds
+        if not known:
+            return published / part
+        if not published and entry.expires - entry.since > SILENT_TTLS * setup.config.swarm.record_ttl_s:
+            published = min(known)
+        return min(published, FASTEST_DEVICE * max(own, median_low(known))) / part
+
+    def _published_speeds(self) -> list[float]:
+        if self._speeds[0] != self.roster.changes:
+            published = [entry.record.profile.tokens_per_s for entry in self.roster.live.values()]
+            self._speeds = self.roster.changes, [speed for speed in published if speed]
+        return self._speeds[1]
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return self.meter.deadline_s(peer, size)
@@ -99,13 +120,18 @@ class PeerSelection:
         return windows, "link" if link > cores else "cores" if cores > 1 else ""
 
     def _common_need_s(self, own_s: Seconds) -> Seconds:
-        """The upper median of what we and those who hold layers of ours need; a liar moves it by one place."""
+        """The upper median of what we and those who hold layers of ours need; a liar moves it by one place.
+
+        Where only one other peer tells, a liar would set it: it makes ours ALONE_TIMES as long at most.
+        """
         if self._others[0] != self.roster.changes:
             first, last = self.setup().fragments[0].first, self.setup().fragments[-1].last
             records = [entry.record for entry in self.roster.live.values()]
             needs = [one.window_s for one in records if one.window_s and one.overlaps(first, last)]
             self._others = self.roster.changes, sorted(needs)
         others = self._others[1]
+        if len(others) == 1:
+            return min(max(own_s, others[0]), ALONE_TIMES * own_s)
         below, above = others[: (len(others) + 1) // 2][-1:], others[(len(others) + 1) // 2 :][:1]
         return sorted([own_s, *below, *above])[len(below)]
 

@@ -1,5 +1,6 @@
 """How far training is: step lines, evaluations, checkpoints, and when to stop."""
 
+import math
 from dataclasses import asdict, dataclass, field
 
 from decentral.core.config import SwarmConfig, TrainConfig
@@ -16,6 +17,8 @@ CHECKPOINT_BYTES_PER_S = (
 )
 EVALUATION_SHARE = 0.005  # of the time
 RATE_S = 10.0  # time constant of the average of tokens/s
+PAUSE_STEPS = 4  # times as long as between the last two steps: a longer silence is a pause, not a long step
+LEAST_SPEED = 1e-3  # tokens/s of a peer that has stopped to train: 0 would say that it was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,28 @@ class Stop:
     """Effect: save a checkpoint and leave the swarm."""
 
     reason: str
+
+
+@dataclass(slots=True)
+class TrainingSpeed:
+    tokens_per_s: float = 0.0  # on average; 0: not measured
+    _stepped_at: Seconds | None = None
+    _step_s: Seconds = 0.0  # between the last two steps
+
+    def stepped(self, now: Seconds, joined_at: Seconds | None) -> None:
+        before = joined_at if self._stepped_at is None else self._stepped_at
+        self._step_s, self._stepped_at = 0.0 if before is None else now - before, now
+
+    def trained(self, tokens: int, seconds: Seconds) -> None:
+        share = min(1.0, seconds / RATE_S) if self.tokens_per_s else 1.0
+        self.tokens_per_s += (tokens / seconds - self.tokens_per_s) * share
+
+    def at(self, now: Seconds) -> float:
+        """Less than on average, where the last step is longer ago than a long step takes."""
+        if self._stepped_at is None or not self.tokens_per_s:
+            return self.tokens_per_s
+        pause_s = now - self._stepped_at - max(RATE_S, PAUSE_STEPS * self._step_s)
+        return max(LEAST_SPEED, self.tokens_per_s * math.exp(-max(0.0, pause_s) / RATE_S))
 
 
 @dataclass(slots=True)
@@ -37,7 +62,7 @@ class TrainingProgress:
     tokens: int = 0  # trained by this process since it joined
     losses: RunningLoss = field(default_factory=RunningLoss)
     held_out: float | None = None
-    tokens_per_s: float = 0.0
+    rate: TrainingSpeed = field(default_factory=TrainingSpeed)
     spent: TimeSpent = NO_TIME  # by the training thread since it joined
     micro_batches: int = 0
     _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
@@ -86,6 +111,15 @@ class TrainingProgress:
                 return self._due(now)
         return []
 
+    @property
+    def tokens_per_s(self) -> float:
+        """While steps are taken, on average."""
+        return self.rate.tokens_per_s
+
+    def speed(self, now: Seconds) -> float:
+        """Tokens/s, which fall while no step is taken."""
+        return self.rate.at(now)
+
     def flush(self, now: Seconds) -> list[Effect]:
         """The journal line about the steps since the last one."""
         if not self._steps:
@@ -93,8 +127,7 @@ class TrainingProgress:
         steps, self._steps = self._steps, []
         tokens, spent = sum(step.tokens for step in steps), sum((step.spent for step in steps), NO_TIME)
         took = max(1e-3, now - self._line_at)
-        share = min(1.0, took / RATE_S) if self.tokens_per_s else 1.0
-        self.tokens_per_s += (tokens / took - self.tokens_per_s) * share
+        self.rate.trained(tokens, took)
         self._line_at = now
         progress = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
         micro_batches, losses = sum(step.micro_batches for step in steps), loss_fields(step.loss for step in steps)
@@ -104,6 +137,7 @@ class TrainingProgress:
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
         self._steps.append(step)
+        self.rate.stepped(now, self.joined_at)
         if self._save_at is None and self._saving_since is None:
             self._save_at = now
         self.step, self.lr_step = step.step, step.lr_step

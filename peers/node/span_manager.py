@@ -65,7 +65,7 @@ class SpanManager:
         """Begins a move if this peer should hold other layers: lost ones in its turn, or those of the adopted plan."""
         self.wake_at = now + SPAN_REVIEW_S
         move, plans = self.span_move, self.swarm_plans
-        members, joining = self._members()
+        members, joining = self._members(now)
         effects = plans.review(members, now)
         if move.why == "plan" and plans.adopted is not None:
             effects += move.redirect(plans.planned_span(move.held), now)
@@ -133,7 +133,7 @@ class SpanManager:
         entry = self.selection.roster.live.get(peer)
         return None if entry is None else now - entry.since
 
-    def _members(self) -> tuple[dict[PeerId, TrainingPeer], list[range]]:
+    def _members(self, now: Seconds) -> tuple[dict[PeerId, TrainingPeer], list[range]]:
         """The peers that train, ourselves included, and the spans of the peers that are joining.
 
         Our own figures, too, are those of our record: all peers have to judge a plan by the same ones, so that all
@@ -147,7 +147,7 @@ class SpanManager:
             for peer, entry in live.items()
             if entry.record.phase == "training"
         }
-        members[setup.own.peer] = _member(setup.held, self.own_record.published or self.own_record.profile())
+        members[setup.own.peer] = _member(setup.held, self.own_record.published or self.own_record.profile(now))
         return members, [span for peer, span in spans.items() if peer not in members]
 
 

@@ -3,11 +3,14 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from decentral.comm.gossip.tags import ExchangeTag
 from decentral.comm.wire.transport import Answered, Asked, Reply
 from decentral.core.machine import Effect, Log, log
-from decentral.core.units import Seconds
+from decentral.core.units import KiB, Seconds
+from decentral.peers.node.gossip_cost import GossipTraffic
 
 TRAFFIC_S = 10.0  # between two `traffic` lines in the journal
+QUESTION_BYTES = 64 * KiB  # what a question costs besides its bytes, on either side
 
 
 @dataclass(slots=True)
@@ -16,8 +19,14 @@ class TrafficCounter:
     received_bytes: int = 0
     exchanges: Counter[str] = field(default_factory=Counter)  # by outcome
     _line_at: Seconds = 0.0
+    _work_bytes: float = 0.0  # since gossip was asked for
+    _exchange_bytes: float = 0.0  # of it, that of exchanges which we have asked for
 
     def received(self, event: Asked | Answered) -> None:
+        moved = len(event.envelope.blob) if isinstance(event, Asked) else event.sent_bytes + event.received_bytes
+        self._work_bytes += QUESTION_BYTES + moved
+        if isinstance(event, Answered) and isinstance(event.tag, ExchangeTag):
+            self._exchange_bytes += QUESTION_BYTES + moved
         if isinstance(event, Asked):
             self.received_bytes += len(event.envelope.blob)
         else:
@@ -27,8 +36,15 @@ class TrafficCounter:
     def emitted(self, effect: Effect) -> None:
         if isinstance(effect, Reply):
             self.sent_bytes += len(effect.envelope.blob)
+            self._work_bytes += len(effect.envelope.blob)
         elif isinstance(effect, Log) and effect.event == "exchange":
             self.exchanges[effect.fields["outcome"]] += 1
+
+    def gossip(self) -> GossipTraffic:
+        """What exchanges had of the traffic since the last time. As many ask us as we ask; more is not gossip."""
+        work, own = self._work_bytes, 2 * self._exchange_bytes
+        self._work_bytes = self._exchange_bytes = 0.0
+        return GossipTraffic(min(1.0, own / work) if work else 1.0, own)
 
     def lines(self, now: Seconds) -> list[Effect]:
         """The totals, if it is time for them."""

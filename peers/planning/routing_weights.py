@@ -68,42 +68,62 @@ def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> R
     """The routing weights of a peer with the span `own`: how far to carry what enters, and which peers come next.
 
     `speed`: tokens/s of the whole model, by span. The weights are empty if nothing can flow from the first layer to the
-    last, or if there are too many different spans.
+    last, if there are too many different spans, or if the solver fails: speeds are what others publish.
     """
-    total = sum(speed.values())
-    flow = _flow(tuple(cuts), tuple(speed.items())) if total > 0 else None
+    most = _most_through(cuts, speed)
+    usable = tuple((span, min(one, most), one) for span, one in speed.items())
+    total = sum(one for _, one, _ in usable)
+    flow = _flow(tuple(cuts), usable) if total > 0 else None
     if flow is None:
         return RoutingWeights()
     ends, weights = flow
     return replace(weights, ends=ends.get(own, {}), tokens_per_s=weights.tokens_per_s * total)
 
 
+def _most_through(cuts: Sequence[Fragment], speed: Mapping[Span, float]) -> float:
+    """Tokens/s: what the holders of the scarcest fragment could compute in it, if they did nothing else.
+
+    No span can use more, and one that publishes far more must not make the others' flow too small to count.
+    """
+    whole = sum(cut.parameters for cut in cuts)
+    held = [sum(one for (begin, end), one in speed.items() if begin <= i < end) for i in range(len(cuts))]
+    return min(one * whole / max(1, cut.parameters) for one, cut in zip(held, cuts, strict=True))
+
+
 @lru_cache(maxsize=FLOWS_KEPT)
-def _flow(cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float], ...]) -> tuple[Ends, RoutingWeights] | None:
+def _flow(
+    cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float, float], ...]
+) -> tuple[Ends, RoutingWeights] | None:
     """The `ends` of each span, and all other weights, in parts of the sum of all speeds.
 
-    None if there is no hop, or if there are too many different spans.
+    `speeds`: of each span, what it can use and what is published.
+    None if there is no hop, if there are too many different spans, or if the solver fails.
     """
-    spans = [span for span, _ in speeds]
+    spans = [span for span, _, _ in speeds]
     index, a, b = hops = _hops(spans)
     if not 0 < len(index) <= MOST_HOPS:
         return None
-    rates = _rates(cuts, [speed for _, speed in speeds], hops)
+    rates = _rates(cuts, [speed for _, speed, _ in speeds], hops)
+    if rates is None:
+        return None
+    total = sum(speed for _, speed, _ in speeds)
     begun = float(sum(rates[a == 0].tolist()))
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
     ends: Ends = {}
     nexts: dict[int, dict[tuple[int, int], float]] = {}
     for hop in np.flatnonzero(rates > LEAST_RATE).tolist():
-        (span, speed), rate, enters = speeds[index[hop]], float(rates[hop]), layers[a[hop]]
+        (span, speed, published), rate, enters = speeds[index[hop]], float(rates[hop]), layers[a[hop]]
+        if speed < LEAST_RATE * total:
+            continue  # the solver's tolerance lets it carry something all the same
         ends.setdefault(span, {}).setdefault(enters, {})[layers[b[hop]]] = rate
         carried, held = nexts.setdefault(enters, {}), (layers[span[0]], layers[span[1]])
-        carried[held] = carried.get(held, 0.0) + rate / speed
+        carried[held] = carried.get(held, 0.0) + rate / published
     held_spans = frozenset((layers[begin], layers[end]) for begin, end in spans)
     return ends, RoutingWeights({}, nexts, begun, len(index), held_spans)
 
 
-def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, Ints, Ints]) -> Floats:
-    """z of each hop, as a part of the sum of all speeds."""
+def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, Ints, Ints]) -> Floats | None:
+    """z of each hop, as a part of the sum of all speeds; None if the solver fails."""
     whole = sum(cut.parameters for cut in cuts)
     before = np.concatenate(([0.0], np.cumsum([cut.parameters / whole for cut in cuts])))
     index, a, b = hops
@@ -117,6 +137,7 @@ def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, 
     within = np.array(speeds) / sum(speeds)
     cost = np.where(a == 0, -1.0, 0.0) + HOP_COST
     found = linprog(cost, work.tocsr(), within, balance, np.zeros(inner) if inner else None, method="highs")
-    assert found.status == 0, found.message
+    if found.status != 0:
+        return None
     rates: Floats = np.maximum(0.0, found.x)
     return rates

@@ -65,7 +65,7 @@ class _Variables:
 
 
 def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
-    """The greatest throughput of these spans."""
+    """The greatest throughput of these spans; none where the solver fails, as peers publish the figures."""
     holds_NL = held(costs, spans_N2)
     peer_Y, layer_Y = np.nonzero(holds_NL)
     peer_K, layer_K = np.nonzero(holds_NL[:, 1:] & holds_NL[:, :-1])
@@ -76,7 +76,8 @@ def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
     value = np.zeros(flow.count)
     value[y[flow.layer_Y == 0]] = -1.0
     found = linprog(value, use, limits, balance, np.zeros(balance.shape[0]), method="highs")
-    assert found.status == 0, found.message
+    if found.status != 0:
+        return _nothing(costs)
     computed_NL = np.zeros(holds_NL.shape)
     computed_NL[flow.peer_Y, flow.layer_Y] = found.x[y] * scale
     moved = found.x[m] * scale
@@ -90,6 +91,11 @@ def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
         idle_N=1 - (computed_NL * costs.seconds_NL).sum(axis=1),
         price_L=_prices(found.ineqlin.marginals[: costs.peers], holds_NL, costs.seconds_NL),
     )
+
+
+def _nothing(costs: LayerCosts) -> MaxFlow:
+    """No flow at all: every peer is idle."""
+    return MaxFlow(0.0, np.zeros(costs.seconds_NL.shape), (), np.ones(costs.peers), np.zeros(costs.layers))
 
 
 def _balance(flow: _Variables) -> coo_matrix:

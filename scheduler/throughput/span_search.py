@@ -209,7 +209,7 @@ def repaired(costs: LayerCosts, spans: Ints) -> Ints:
 def mutated(costs: LayerCosts, spans: Ints, flow: MaxFlow, rng: np.random.Generator) -> Ints:
     """A child of `spans`: by their flow, one (rather idle) peer moves to scarce layers, shifts, resizes or swaps."""
     child = spans.copy()
-    idle = flow.idle_N + 0.02
+    idle = np.maximum(0.0, flow.idle_N) + 0.02
     peer = int(rng.choice(costs.peers, p=idle / idle.sum()))
     first, last = (int(edge) for edge in child[peer])
     match int(rng.integers(5)):

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from decentral.algorithms.pull import PSEUDO_GRADIENT, PullRule
-from decentral.algorithms.push_sum import PushSumRule
+from decentral.algorithms.push_sum import LEAST_MASS, MOST_WEIGHT, PushSumRule
 from decentral.core import config, rng
+from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Fragment, Layout
 from decentral.train import compress, outer, update_rules
@@ -224,6 +225,44 @@ def test_giving_mass_away_does_not_move_the_weights_by_more_than_rounding() -> N
     for _ in range(3):
         lone.close()
     assert torch.allclose(lone.live.theta, before, atol=3 * float(before.abs().max()) / 127)
+
+
+def pushed(theta: Tensor, weight: float, liar: Replica) -> Contribution:
+    """Mass of these weights, whatever the liar has."""
+    return repacked(liar.close(), {"mass": theta * weight, "weight": torch.tensor([weight])})
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, 1e-38, 1e-6, 4.1, 1e30])
+def test_mass_that_weighs_next_to_nothing_or_too_much_is_refused(weight: float) -> None:
+    ours, liar = (Replica("push_sum", name) for name in "AB")
+    with pytest.raises(ProtocolError):
+        ours.merge([pushed(torch.full((SIZE,), 1e-3), weight, liar)])
+
+
+def test_mass_whose_weights_are_not_finite_is_refused() -> None:
+    ours, liar = (Replica("push_sum", name) for name in "AB")
+    lie = repacked(liar.close(), {"mass": torch.full((SIZE,), 3e38), "weight": torch.tensor([1e-3])})
+    with pytest.raises(ProtocolError):
+        ours.merge([lie])
+
+
+def test_a_partner_that_pushes_without_end_makes_us_no_heavier_than_others_take_from_us() -> None:
+    ours, liar, honest = (Replica("push_sum", name) for name in "ABC")
+    for _ in range(60):
+        ours.merge([pushed(ours.live.theta.clone(), 4.0, liar)])
+    honest.merge([ours.close()])
+    assert 0 < float(weight(ours)) <= MOST_WEIGHT
+    assert bool(honest.live.theta.isfinite().all())
+
+
+def test_partners_that_lose_all_that_we_push_do_not_make_us_vanish() -> None:
+    ours, honest = Replica("push_sum", "A"), Replica("push_sum", "B")
+    size = float(ours.live.theta.norm())
+    for _ in range(300):
+        given = ours.close()
+    assert float(weight(ours)) >= LEAST_MASS
+    assert 0.5 * size < float(ours.live.theta.norm()) < 2 * size
+    honest.merge([given])
 
 
 # All-reduce

@@ -117,3 +117,11 @@ def test_where_a_sample_lies_follows_from_a_secret() -> None:
 def test_a_short_vector_is_its_own_sample() -> None:
     values = torch.randn(1000)
     assert len(WindowSample.drawn(1000, values).read(compress, compress.encode("q4", values))) == 1000
+
+
+def test_more_partners_than_sums_are_usually_kept_of_are_all_judged() -> None:
+    partners = [(PeerId(str(number)), unit(number)) for number in range(agreement.MOST_KNOWN + 8)]
+    known = Agreement()
+    assert len(known.trust(unit(0), partners)) == len(partners)
+    known.trust(unit(1), partners[:3])
+    assert len(known.theirs) <= agreement.MOST_KNOWN

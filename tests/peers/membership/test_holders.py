@@ -14,6 +14,11 @@ def record(first: int, last: int, phase: str = "training") -> PeerRecord:
     return PeerRecord(RunId("run"), 1.0, (), profile, first, last, 0, 0, 0, phase=phase)  # type: ignore[arg-type]
 
 
+def published(tokens_per_s: float) -> PeerRecord:
+    """The record of a peer that holds layers [0, 2)."""
+    return replace(record(0, 2), profile=Profile("cpu", 0, 1.0, tokens_per_s))
+
+
 def crowd(count: int, own: PeerId = OWN) -> Holders:
     holders = Holders(own, 4)
     for number in range(count):
@@ -56,3 +61,15 @@ def test_of_many_holders_a_few_are_near_and_they_stay_the_same() -> None:
 def test_each_peer_has_neighbours_of_its_own_so_that_all_holders_are_somebody_s() -> None:
     asked = {peer for number in range(40) for peer in crowd(200, PeerId(f"S{number}")).near(0)}
     assert len(asked) > 190
+
+
+def test_a_speed_that_is_absurd_and_gone_again_leaves_the_sums_of_the_others_as_they_were() -> None:
+    holders = Holders(OWN, 4)
+    for name, speed in (("A", 30.25), ("B", 29.5), *((f"liar {number}", 9.9e17) for number in range(40))):
+        holders.put(PeerId(name), published(speed))
+    for number in range(20):
+        holders.drop(PeerId(f"liar {number}"))
+        holders.put(PeerId(f"liar {number + 20}"), published(1.5))
+    assert holders.speeds == {(0, 2): 89.75}
+    holders.put(PeerId("A"), published(1.25))
+    assert holders.speeds == {(0, 2): 60.75}

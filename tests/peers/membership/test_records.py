@@ -26,6 +26,8 @@ WRONG: list[tuple[str, Any]] = [
     ("phase", "sleeping"),
     ("profile", None),
     ("profile", {"device": "cpu"}),
+    ("profile", {**dataclasses.asdict(RECORD.profile), "tokens_per_s": 1.01e12}),
+    ("profile", {**dataclasses.asdict(RECORD.profile), "down": 9e17}),
 ]
 Json = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=8),
@@ -94,7 +96,8 @@ def test_a_name_or_an_address_with_escapes_is_refused(name: str, value: Any) -> 
 
 def largest() -> PeerRecord:
     label = "\U0001f600" * 128
-    profile = Profile(label, (1 << 62) - 1, 1e17, 1e17, 1e17, 1e17, 1e17, label, label)
+    most_s = records.MOST_PER_S
+    profile = Profile(label, (1 << 62) - 1, 1e17, most_s, most_s, most_s, 1e17, label, label)
     kept = ((1 << 19, (1 << 62) - 1),) * records.MOST_KEPT
     addresses = ("/" * records.ADDRESS_CHARS,) * records.MOST_ADDRESSES
     most = (1 << 62) - 1

@@ -2,7 +2,8 @@
 
 import pytest
 
-from decentral.peers.node.gossip_cost import FIXED_CORES, LONGER, CoresUsed, GossipCost
+from decentral.peers.node.gossip_cost import FIXED_CORES, LONGER, CoresUsed, GossipCost, GossipTraffic
+from decentral.peers.node.traffic import QUESTION_BYTES
 
 LEFT = 0.02  # for windows
 SHARE = LEFT + FIXED_CORES
@@ -153,3 +154,22 @@ def test_a_device_that_has_become_slower_is_believed_within_minutes() -> None:
     for _ in range(60):
         cost.measured(CoresUsed(5.0, 0.5, 0.0), gossip_alone=True)
     assert cost.cores == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.parametrize(("others_cores", "part"), [(0.03, 0.5), (0.2, 0.1), (0.2, 1.0)])
+def test_load_that_others_put_on_the_network_does_not_stretch_windows_ever_more(
+    others_cores: float, part: float
+) -> None:
+    """A window's cost was the load of all over ever fewer windows. `part`: of the traffic seen that is gossip's."""
+    cost, times, due = GossipCost(), 1, 0.0
+    for interval in range(240):
+        due += 4 * 5.0 / (WINDOW_S * times)
+        closed, due = int(due), due % 1
+        for _ in range(closed):
+            cost.did(0.0005, closed=True)
+        others_s = 5.0 * others_cores if interval >= 24 else 0.0
+        network_s = FIXED_CORES * 5.0 + 0.002 * closed + others_s
+        work = GossipTraffic(part=part if others_s else 1.0, work_bytes=closed * 6 * QUESTION_BYTES)
+        cost.measured(CoresUsed(5.0, 20.0, network_s), gossip_alone=True, gossip=work)
+        times = min(1024, cost.windows(WINDOW_S, 4, SHARE))
+    assert times <= 4

@@ -491,6 +491,9 @@ def test_the_network_s_work_for_our_own_state_and_for_routes_is_no_cost_of_gossi
 
     def network_s() -> float:
         cost.did(0.01, closed=True)
+        played.node.traffic.received(
+            Answered(PullTag(0, 1), PeerId("B"), Envelope(messages.Done()), 0.1, 0.1, 0, 1 << 20)
+        )
         played.deliver(used)
         return cost.network_s
 

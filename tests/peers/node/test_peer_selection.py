@@ -18,7 +18,7 @@ from decentral.core.units import MiB
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.roster import Holders, Roster, RosterEntry
 from decentral.peers.node.gossip_cost import FIXED_CORES
-from decentral.peers.node.peer_selection import LONGEST_WINDOW_S, NEVER, PeerSelection
+from decentral.peers.node.peer_selection import ALONE_TIMES, FASTEST_DEVICE, LONGEST_WINDOW_S, NEVER, PeerSelection
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 
@@ -222,3 +222,37 @@ def test_over_a_thin_link_fewer_are_pulled_from_and_windows_are_shorter_for_it(o
     swarm.meter.uploads.append(Upload(A, 40_000_000, 10.0))
     assert swarm.asks.windows(1, 10_000) == (1, "")
     assert len(swarm.asks.partners(1, 0.0)) == 3
+
+
+# What others publish of their speed
+
+
+def publishing(swarm: Swarm, **speeds: float) -> PeerSelection:
+    """Others publish so many tokens/s; their first records came at 0, and the last ones will expire at 1000."""
+    for name, tokens_per_s in speeds.items():
+        record = swarm.meet(PeerId(name)).live[PeerId(name)].record
+        profile = replace(record.profile, tokens_per_s=tokens_per_s)
+        swarm.live[PeerId(name)] = RosterEntry(replace(record, profile=profile), 1000.0)
+    swarm.asks.roster.changes += 1
+    return swarm.asks
+
+
+def test_who_never_publishes_a_speed_is_believed_to_have_the_lowest_one(own: Identity) -> None:
+    asks = publishing(Swarm(own), A=0.0, B=200.0, C=300.0)
+    assert asks.tokens_per_s(A, 0) == 200.0
+    asks.roster.live[A].expires = 60.0  # its first record
+    assert asks.tokens_per_s(A, 0) == 0.0
+
+
+def test_an_absurd_speed_is_believed_as_far_as_devices_differ(own: Identity) -> None:
+    asks = publishing(Swarm(own), A=1e12, B=2e4, C=3e4)
+    assert asks.tokens_per_s(A, 0) == FASTEST_DEVICE * 2e4
+    assert asks.tokens_per_s(B, 0) == 2e4
+    assert publishing(Swarm(own), A=1e12).tokens_per_s(A, 0) == FASTEST_DEVICE * PROFILE.tokens_per_s
+
+
+def test_where_only_one_other_peer_holds_our_layers_it_makes_our_windows_a_few_times_as_long_at_most(
+    own: Identity,
+) -> None:
+    assert needing(grown(Swarm(own)), A=1e17).asks.windows(1, 10) == (ALONE_TIMES, "swarm")
+    assert needing(grown(Swarm(own)), A=1.0).asks.windows(1, 10) == (2, "swarm")

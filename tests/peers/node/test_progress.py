@@ -176,3 +176,19 @@ def test_one_step_without_a_finite_loss_is_journaled_and_does_not_stay_in_the_av
     journaled = [(line.fields["loss"], line.fields.get("lost", 0)) for line in lines if isinstance(line, Log)]
     assert journaled == [(2.0, 0), (None, 1), (2.0, 0)]
     assert progress.losses.mean == 2.0
+
+
+def test_the_speed_falls_while_nothing_is_trained() -> None:
+    progress = training()
+    for number in range(1, 200):
+        progress.handle(step(number), 100.0 + 0.1 * number)
+    assert progress.speed(120.0) == pytest.approx(640, rel=0.01)
+    assert progress.speed(160.0) < 64
+    assert 0 < progress.speed(3700.0) < 1
+
+
+def test_steps_that_take_long_are_no_pause() -> None:
+    progress = training()
+    for number in range(1, 20):
+        progress.handle(step(number), 100.0 + 60.0 * number)
+    assert progress.speed(100.0 + 60 * 21) == pytest.approx(64 / 60)
