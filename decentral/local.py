@@ -23,17 +23,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decentral import command, summary
-from decentral.core import strict_json
+from decentral.core import config, strict_json
 from decentral.core.errors import UserError
 from decentral.core.journal import Tail, read
 from decentral.core.own_inputs import OwnInputs
+from decentral.core.plain_text import printable
 from decentral.core.units import Amount, readable_bytes
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.state import StateFolder
+from decentral.train import measure, memory
 
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
 PEER_LEAVE_S = 120.0
 POLL_S = 0.25
+REASON_CHARS = 500  # of a peer's trouble
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
@@ -48,6 +51,7 @@ def _main(flags: argparse.Namespace) -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decentral-")))
         else:
             folder = Path(flags.state_dir)
+        check_memory(flags, folder)
         swarm = LocalSwarm(flags, folder)
         stack.callback(swarm.kill)
         try:
@@ -62,6 +66,20 @@ def _main(flags: argparse.Namespace) -> None:
         Path(flags.summary).write_text(strict_json.dumps(result, indent=1) + "\n")
 
 
+def check_memory(flags: argparse.Namespace, folder: Path) -> None:
+    """Raises UserError if peers with this --memory cannot hold the whole model together, whatever layers they choose.
+
+    Of a run that goes on, and of a user's own layers, the peers themselves say so when they see it.
+    """
+    if not flags.memory or (folder / "peer-0" / "run.json").exists():
+        return
+    run = config.load(flags.config, flags.set)
+    if run.model.layers is None:
+        device = measure.choose(flags.device, run.train.dtype, 1.0, 0.0).device
+        needs = memory.needs(run, gossip_apart=device.type == "cuda")
+        memory.check_together(needs, len(flags.memory), max(flags.memory))
+
+
 @dataclass(slots=True)
 class LocalPeer:
     """One peer process. What it has done is read from its journal."""
@@ -70,6 +88,7 @@ class LocalPeer:
     folder: Path
     process: "subprocess.Popen[bytes]"
     steps: list[summary.Line] = field(default_factory=list)  # the journal's `step` lines, as far as it was followed
+    troubles: list[str] = field(default_factory=list)  # its `error` lines' reasons, each once, as far as likewise
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +101,11 @@ class LocalPeer:
 
     def follow(self) -> None:
         """Takes up the new lines of the journal. It may be long, so it is not read again from its beginning."""
-        self.steps += [line for line in self._tail.new() if line["event"] == "step"]
+        for line in self._tail.new():
+            if line["event"] == "step":
+                self.steps.append(line)
+            elif line["event"] == "error" and line["reason"] not in self.troubles:
+                self.troubles.append(line["reason"])
 
     def has_done(self, goal: Amount, since: float) -> bool:
         """Whether it has done so many steps or tokens since then. False for a goal in seconds: the swarm keeps it."""
@@ -117,6 +140,7 @@ class LocalSwarm:
         self.joined_at = self.began
         self.seconds = 0.0
         self.address = ""  # of the first peer, once it has started
+        self.shown: set[str] = set()  # of the peers' troubles
 
     def folders(self) -> list[Path]:
         return [self.folder / f"peer-{number}" for number in range(len(self.throttles))]
@@ -159,6 +183,16 @@ class LocalSwarm:
                     bar.update(task, description=line, completed=shown_at - self.joined_at)
                     if not console.is_terminal:
                         console.print(f"{shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)
+                    self.warn(console)
+
+    def warn(self, console: Console) -> None:
+        """Shows what the peers' journals have called an error, each thing once, whichever peer says it first."""
+        for member in self.members:
+            for reason in member.troubles:
+                if reason not in self.shown:
+                    self.shown.add(reason)
+                    text = f"warning: peer {member.number}: {printable(reason, REASON_CHARS)}"
+                    console.print(text, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
         """Sends Ctrl-C to every peer, and waits while they save. A peer that takes too long is killed."""

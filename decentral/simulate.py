@@ -71,8 +71,10 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
     settings = replace(settings, unquantised=many, moves=not many)
     if flags.memory:
         settings = replace(settings, memory=flags.memory)
+        needs = memory.needs(settings.config, settings.fragments)
         for memory_bytes in settings.memory:
-            memory.check(memory.needs(settings.config, settings.fragments), memory_bytes)
+            memory.check(needs, memory_bytes)
+        memory.check_together(needs, len(needs.fragments), max(settings.memory))  # faults may bring more peers
     if flags.gradients:
         settings = real_gradients(settings)
     drawn = faults.parse(flags.faults) if flags.faults else []

@@ -59,6 +59,19 @@ class MemoryNeeds:
         free_bytes = memory_bytes - self.span_bytes(begin, end, 0)
         return max(LEAST_IN_FLIGHT, min(MOST_UNDER_WAY, free_bytes // max(1, sum(self.activations[begin:end]))))
 
+    def reach(self, peers: int, memory_bytes: int) -> int:
+        """How many fragments, from the first one on, so many peers with so much memory each can hold together."""
+        count, reached = len(self.fragments), 0
+        if self.span_bytes(0, count) <= memory_bytes:
+            return count
+        furthest = [
+            max((end for end in range(begin + 1, count + 1) if self.span_bytes(begin, end) <= memory_bytes), default=0)
+            for begin in range(count)
+        ]
+        for _ in range(min(peers, count)):
+            reached = max(reached, *furthest[: reached + 1])
+        return reached
+
     def span(self, begin: int, end: int) -> tuple[int, int]:
         """Fragments [begin, end) as layers [first, last)."""
         return self.fragments[begin].first, self.fragments[end - 1].last

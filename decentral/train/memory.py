@@ -132,6 +132,24 @@ def check(found: MemoryNeeds, memory_bytes: int) -> None:
         raise UserError(f"--memory {memory_bytes}: the smallest part of this model takes {least} bytes; {advice}")
 
 
+def check_together(found: MemoryNeeds, peers: int, memory_bytes: int) -> None:
+    """Raises UserError if so many peers, of which none may take more than this, cannot hold all layers together.
+
+    A layer that no peer holds lets no micro-batch through: such a swarm waits, and counts nothing.
+    """
+    reached = found.reach(peers, memory_bytes)
+    if reached == len(found.fragments):
+        return
+    missing, least = found.fragments[reached], found.span_bytes(reached, reached + 1)
+    layers = f"layers {missing.first} to {missing.last - 1}"
+    if least > memory_bytes:
+        why, more = f"{layers} take {least} bytes, so no peer could hold them", ""
+    else:
+        why, more = f"{peers} peers with as much cannot hold all layers ({layers} are left over)", " start more peers,"
+    remedy = f"give more,{more} or lower train.micro_batch"
+    raise UserError(f"--memory {memory_bytes}: {why}, and nothing would train; {remedy}")
+
+
 def check_machine(run: config.Config, span: tuple[int, int] | None, machine_bytes: int) -> None:
     """Raises UserError if the host's memory cannot build the built-in model's layers [first, last); None: all.
 

@@ -100,12 +100,13 @@ class Host:
         return reason
 
     def troubles(self) -> list[str]:
-        """What is wrong with this machine at present, a line each."""
+        """What is wrong with this machine, or keeps this peer from training, at present, a line each."""
         unsaved = f"no checkpoint could be written, the old one stays: {self.unsaved}" if self.unsaved else ""
         ahead_s = self.wall() - self.now()
         clock = f"this machine's clock is {difference(ahead_s)} the swarm's, by which this peer goes; set the wrong one"
         apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
-        return [one for one in (self.journal.trouble, unsaved, *apart, *self.watch.present()) if one]
+        unheld = self.node.route_planner.unheld if self.node.route_planner else ""
+        return [one for one in (self.journal.trouble, unsaved, unheld, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
         """Makes `run` save and leave. For signal handlers and the view; to be called in the loop's thread."""

@@ -15,6 +15,7 @@ from decentral.comm.rounds.round import Rounds
 from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.router import Router
 from decentral.core.ids import PeerId
+from decentral.core.machine import Effect, log
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
 from decentral.peers.node.setup import NodeSetup
@@ -22,6 +23,7 @@ from decentral.peers.placement.span_choice import holder_of
 from decentral.peers.planning import routing_weights
 
 FLOW_CHECK_S = 2.0  # between two checks whether the speeds in the swarm have changed
+UNHELD_S = 10.0  # without a peer that trains a layer: its holder is not only late
 MAX_SPANS_KEPT = 4096  # spans of layers whose fragments are remembered
 
 
@@ -33,6 +35,8 @@ class RoutePlanner:
     routes: Router = field(init=False)
     rounds: Rounds | None = None  # in a synchronous run, where routes stay among the round's members
     routed: bool = field(init=False)  # whether our own micro-batches go along routes
+    unheld: str = ""  # what the user reads when no peer has held some layer for UNHELD_S; "": all are held
+    _unheld_since: Seconds | None = None
     _check_at: Seconds = 0.0
     _seen: tuple[int, str] = (0, "")  # the count of the roster's changes and our own speed at the last check
     _solved: dict[routing_weights.Span, float] = field(default_factory=dict)  # the speeds behind the present flow
@@ -64,13 +68,33 @@ class RoutePlanner:
         """Whether a peer that trains should check the flow now."""
         return self.routed and now >= self._check_at
 
-    def refresh(self, now: Seconds) -> None:
-        """Takes over the speeds in the roster, and solves the flow again if they have changed enough."""
+    def refresh(self, now: Seconds) -> list[Effect]:
+        """Takes over the speeds in the roster, and solves the flow again if they have changed enough. The journal says
+        when no micro-batch can get through, because some layer has no holder."""
         holders = self.roster.holders
         beyond = max(0, self.routes.forwarding.weights.size - routing_weights.SOLVED_AT_ONCE)
         self._check_at = now + FLOW_CHECK_S + routing_weights.FLOW_PAUSE_S * beyond
         self.routes.load.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
         self.solve()
+        before, self.unheld = self.unheld, self._look_for_unheld(now)
+        return [log("error", reason=self.unheld)] if self.unheld not in ("", before) else []
+
+    def _look_for_unheld(self, now: Seconds) -> str:
+        """What to say of the first layers that no peer holds which trains; "" for UNHELD_S."""
+        setup, near = self.setup(), self.roster.holders.near
+        missing = [cut for cut in setup.cuts if cut.index not in setup.held and not near(cut.first)]
+        if not missing:
+            self._unheld_since = None
+            return ""
+        if self._unheld_since is None:
+            self._unheld_since = now
+        if now < self._unheld_since + UNHELD_S:
+            return ""
+        first, budget = missing[0], setup.memory_budget
+        least = f" with --memory {budget.needs.span_bytes(first.index, first.index + 1)} or more" if budget else ""
+        what = f"no peer that trains holds layers {first.first} to {first.last - 1}"
+        remedy = f"start a peer{least}, or begin a run with a smaller train.micro_batch"
+        return f"{what}, so no micro-batch gets through the model: {remedy}"
 
     def solve(self, always: bool = False) -> None:
         """Solves the flow if enough has changed since the last time; `always`: in any case."""

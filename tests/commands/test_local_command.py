@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from decentral import local
 from decentral.core import config, journal
@@ -75,6 +76,34 @@ def test_a_stop_after_that_is_no_amount(capfd: pytest.CaptureFixture[str]) -> No
 
 def test_peers_that_are_no_number(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--peers" in refusal(capfd, "--peers", "many")
+
+
+LARGE = ("model.depth=4", "model.width=128", "model.context=256", "train.micro_batch=16", "train.optimizer=adamw")
+
+
+def test_layers_that_fit_none_of_the_peers_are_said_before_any_starts(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Such a swarm ran to its end and counted nothing."""
+    overrides = [part for one in LARGE for part in ("--set", one)]
+    said = refusal(capfd, "--memory", "420MB", "--device", "cpu", "--state-dir", str(tmp_path / "swarm"), *overrides)
+    assert said.startswith("--memory 420000000: layers 4 to 5 take ")
+    assert said.endswith("so no peer could hold them, and nothing would train; give more, or lower train.micro_batch")
+    assert not (tmp_path / "swarm").exists()
+
+
+def test_what_a_peer_calls_an_error_is_shown_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    swarm = local.LocalSwarm(local.parse(["--peers", "2"]), tmp_path)
+    for number, folder in enumerate(swarm.folders()):
+        folder.mkdir()
+        journal.Journal(folder / "journal.jsonl", lambda: 1.0).write("error", reason="no peer holds layer 4")
+        swarm.members.append(local.LocalPeer(number, folder, cast("subprocess.Popen[bytes]", None)))
+    console = Console(highlight=False)
+    for _ in range(2):
+        for member in swarm.members:
+            member.follow()
+        swarm.warn(console)
+    assert capsys.readouterr().out == "warning: peer 0: no peer holds layer 4\n"
 
 
 @pytest.mark.swarm

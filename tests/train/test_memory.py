@@ -165,6 +165,35 @@ def test_a_memory_too_small_for_one_layer_is_a_user_error() -> None:
         memory.check(needs, 1000)
 
 
+LARGE = memory.needs(
+    config.Config(
+        model=config.ModelConfig(depth=4, width=128, context=256),
+        train=config.TrainConfig(micro_batch=16, optimizer="adamw"),
+    )
+)
+
+
+def test_layers_that_none_of_the_peers_could_hold_are_a_user_error() -> None:
+    """The first three of the four fragments fit, and the head's does not: such a swarm would wait for ever."""
+    largest, others = LARGE.span_bytes(3, 4), max(LARGE.span_bytes(at, at + 1) for at in range(3))
+    assert others < largest - 1
+    with pytest.raises(UserError, match=f"layers 4 to 5 take {largest} bytes, so no peer could hold them.*micro_batch"):
+        memory.check_together(LARGE, 64, largest - 1)
+    memory.check_together(LARGE, 4, largest)
+
+
+def test_peers_that_are_too_few_for_all_layers_are_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"3 peers with as much cannot hold all layers \(layers 4 to 5 are left over\)"):
+        memory.check_together(LARGE, 3, LARGE.span_bytes(3, 4))
+
+
+def test_peers_whose_widest_spans_cover_the_model_are_no_error() -> None:
+    half = max(LARGE.span_bytes(0, 2), LARGE.span_bytes(2, 4))
+    memory.check_together(LARGE, 2, half)
+    memory.check_together(LARGE, 1, LARGE.span_bytes(0, 4))
+    assert [LARGE.reach(1, size) for size in (1000, half, LARGE.span_bytes(0, 4))] == [0, 2, 4]
+
+
 def test_room_for_more_micro_batches_is_used_up_to_a_limit() -> None:
     needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
     assert needs.capacity(0, 2, needs.span_bytes(0, 2)) == memory_needs.LEAST_IN_FLIGHT
