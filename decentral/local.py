@@ -88,7 +88,7 @@ class LocalPeer:
     folder: Path
     process: "subprocess.Popen[bytes]"
     steps: list[summary.Line] = field(default_factory=list)  # the journal's `step` lines, as far as it was followed
-    troubles: list[str] = field(default_factory=list)  # its `error` lines' reasons, each once, as far as likewise
+    troubles: dict[str, float] = field(default_factory=dict)  # likewise, its `error` lines: by reason, when it was last
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,8 +104,8 @@ class LocalPeer:
         for line in self._tail.new():
             if line["event"] == "step":
                 self.steps.append(line)
-            elif line["event"] == "error" and line["reason"] not in self.troubles:
-                self.troubles.append(line["reason"])
+            elif line["event"] == "error":
+                self.troubles[line["reason"]] = line["t"]
 
     def has_done(self, goal: Amount, since: float) -> bool:
         """Whether it has done so many steps or tokens since then. False for a goal in seconds: the swarm keeps it."""
@@ -186,10 +186,11 @@ class LocalSwarm:
                     self.warn(console)
 
     def warn(self, console: Console) -> None:
-        """Shows what the peers' journals have called an error, each thing once, whichever peer says it first."""
+        """Shows what the peers' journals have called an error since all had joined, each thing once, whichever peer
+        says it first. Before that it is no wonder that layers have no holder."""
         for member in self.members:
-            for reason in member.troubles:
-                if reason not in self.shown:
+            for reason, at in member.troubles.items():
+                if at >= self.joined_at and reason not in self.shown:
                     self.shown.add(reason)
                     text = f"warning: peer {member.number}: {printable(reason, REASON_CHARS)}"
                     console.print(text, soft_wrap=True, markup=False)

@@ -36,7 +36,7 @@ class RoutePlanner:
     rounds: Rounds | None = None  # in a synchronous run, where routes stay among the round's members
     routed: bool = field(init=False)  # whether our own micro-batches go along routes
     unheld: str = ""  # what the user reads when no peer has held some layer for UNHELD_S; "": all are held
-    _unheld_since: Seconds | None = None
+    _unheld_since: dict[int, Seconds] = field(default_factory=dict)  # by fragment
     _check_at: Seconds = 0.0
     _seen: tuple[int, str] = (0, "")  # the count of the roster's changes and our own speed at the last check
     _solved: dict[routing_weights.Span, float] = field(default_factory=dict)  # the speeds behind the present flow
@@ -80,19 +80,18 @@ class RoutePlanner:
         return [log("error", reason=self.unheld)] if self.unheld not in ("", before) else []
 
     def _look_for_unheld(self, now: Seconds) -> str:
-        """What to say of the first layers that no peer holds which trains; "" for UNHELD_S."""
+        """What to say of layers that no peer that trains has held for UNHELD_S: of those that take the most memory."""
         setup, near = self.setup(), self.roster.holders.near
         missing = [cut for cut in setup.cuts if cut.index not in setup.held and not near(cut.first)]
+        self._unheld_since = {cut.index: self._unheld_since.get(cut.index, now) for cut in missing}
+        missing = [cut for cut in missing if now >= self._unheld_since[cut.index] + UNHELD_S]
         if not missing:
-            self._unheld_since = None
             return ""
-        if self._unheld_since is None:
-            self._unheld_since = now
-        if now < self._unheld_since + UNHELD_S:
-            return ""
-        first, budget = missing[0], setup.memory_budget
-        least = f" with --memory {budget.needs.span_bytes(first.index, first.index + 1)} or more" if budget else ""
-        what = f"no peer that trains holds layers {first.first} to {first.last - 1}"
+        needs = setup.memory_budget.needs if setup.memory_budget else None
+        bytes_of = {cut: needs.span_bytes(cut.index, cut.index + 1) if needs else 0 for cut in missing}
+        worst = max(missing, key=bytes_of.__getitem__)
+        least = f" with --memory {bytes_of[worst]} or more" if needs else ""
+        what = f"no peer that trains holds layers {worst.first} to {worst.last - 1}"
         remedy = f"start a peer{least}, or begin a run with a smaller train.micro_batch"
         return f"{what}, so no micro-batch gets through the model: {remedy}"
 

@@ -92,18 +92,23 @@ def test_layers_that_fit_none_of_the_peers_are_said_before_any_starts(
     assert not (tmp_path / "swarm").exists()
 
 
-def test_what_a_peer_calls_an_error_is_shown_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_a_peer_calls_an_error_is_shown_once_and_only_if_all_had_joined(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     swarm = local.LocalSwarm(local.parse(["--peers", "2"]), tmp_path)
+    times = iter((swarm.joined_at - 1, swarm.joined_at + 1) * 2)
     for number, folder in enumerate(swarm.folders()):
         folder.mkdir()
-        journal.Journal(folder / "journal.jsonl", lambda: 1.0).write("error", reason="no peer holds layer 4")
+        lines = journal.Journal(folder / "journal.jsonl", lambda: next(times))
+        lines.write("error", reason="layer 2 is lost")
+        lines.write("error", reason="layer 4 is lost")
         swarm.members.append(local.LocalPeer(number, folder, cast("subprocess.Popen[bytes]", None)))
     console = Console(highlight=False)
     for _ in range(2):
         for member in swarm.members:
             member.follow()
         swarm.warn(console)
-    assert capsys.readouterr().out == "warning: peer 0: no peer holds layer 4\n"
+    assert capsys.readouterr().out == "warning: peer 0: layer 4 is lost\n"
 
 
 @pytest.mark.swarm

@@ -55,6 +55,7 @@ def test_links_come_from_a_topology(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
+LARGE = ("model.depth=4", "model.width=128", "model.context=256", "train.micro_batch=16", "train.optimizer=adamw")
 BAD = {
     "no peers": ["--peers", "0"],
     "no time": ["--seconds", "0"],
@@ -66,6 +67,7 @@ BAD = {
     "an unknown fault": ["--faults", "explode 1 at 2"],
     "a negative throttle": ["--throttle", "1,-2"],
     "no trace": ["--trace", "nowhere.csv"],
+    "layers that fit no peer": ["--memory", "420MB", *(word for one in LARGE for word in ("--set", one))],
     "synchronous rounds": ["--set", "gossip.algorithm=synchronous"],
 }
 

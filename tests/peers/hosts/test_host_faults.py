@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decentral.core import jobs
+from decentral.peers.node.route_planner import UNHELD_S
 from decentral.train import checkpoint, tensor_file
 from decentral.train.compute import MEMORY_REMEDY, Compute
 from tests.comm.net.loopback import LoopbackDirectory, LoopbackTransport
@@ -48,6 +49,17 @@ def test_a_peer_whose_journal_is_on_a_full_disk_trains_and_exchanges_with_all_fr
 
     swarm.play(exchanged())
     assert "No space left on device" in "".join(swarm.hosts["B"].troubles())
+
+
+def test_layers_that_no_peer_holds_are_a_trouble_that_the_view_shows(swarm_of: SwarmOf) -> None:
+    host = swarm_of("pull").add("A", span=(0, 2))
+    planner = host.node.route_planner
+    assert planner is not None
+    planner.refresh(0.0)
+    assert host.troubles() == []
+    planner.refresh(UNHELD_S)
+    assert host.troubles() == [planner.unheld]
+    assert planner.unheld.startswith("no peer that trains holds layers 2 to ")
 
 
 def test_addresses_that_a_full_disk_refuses_stop_nobody(swarm_of: SwarmOf, monkeypatch: pytest.MonkeyPatch) -> None:
