@@ -36,6 +36,7 @@ from decentral.train import measure, memory
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
 PEER_LEAVE_S = 120.0
 POLL_S = 0.25
+TROUBLES = ("error", "unheld")  # lines of a journal with a `reason` that the user has to read
 REASON_CHARS = 500  # of a peer's trouble
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
@@ -88,7 +89,7 @@ class LocalPeer:
     folder: Path
     process: "subprocess.Popen[bytes]"
     steps: list[summary.Line] = field(default_factory=list)  # the journal's `step` lines, as far as it was followed
-    troubles: dict[str, float] = field(default_factory=dict)  # likewise, its `error` lines: by reason, when it was last
+    troubles: dict[str, float] = field(default_factory=dict)  # likewise, its TROUBLES: by reason, when it was last
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +105,7 @@ class LocalPeer:
         for line in self._tail.new():
             if line["event"] == "step":
                 self.steps.append(line)
-            elif line["event"] == "error":
+            elif line["event"] in TROUBLES:
                 self.troubles[line["reason"]] = line["t"]
 
     def has_done(self, goal: Amount, since: float) -> bool:
@@ -186,7 +187,7 @@ class LocalSwarm:
                     self.warn(console)
 
     def warn(self, console: Console) -> None:
-        """Shows what the peers' journals have called an error since all had joined, each thing once, whichever peer
+        """Shows the troubles in the peers' journals since all had joined, each thing once, whichever peer
         says it first. Before that it is no wonder that layers have no holder."""
         for member in self.members:
             for reason, at in member.troubles.items():

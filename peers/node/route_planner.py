@@ -77,7 +77,7 @@ class RoutePlanner:
         self.routes.load.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
         self.solve()
         before, self.unheld = self.unheld, self._look_for_unheld(now)
-        return [log("error", reason=self.unheld)] if self.unheld not in ("", before) else []
+        return [log("unheld", reason=self.unheld)] if self.unheld not in ("", before) else []
 
     def _look_for_unheld(self, now: Seconds) -> str:
         """What to say of layers that no peer that trains has held for UNHELD_S: of those that take the most memory."""

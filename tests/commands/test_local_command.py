@@ -92,7 +92,7 @@ def test_layers_that_fit_none_of_the_peers_are_said_before_any_starts(
     assert not (tmp_path / "swarm").exists()
 
 
-def test_what_a_peer_calls_an_error_is_shown_once_and_only_if_all_had_joined(
+def test_a_peers_trouble_is_shown_once_and_only_if_all_had_joined(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     swarm = local.LocalSwarm(local.parse(["--peers", "2"]), tmp_path)
@@ -101,7 +101,7 @@ def test_what_a_peer_calls_an_error_is_shown_once_and_only_if_all_had_joined(
         folder.mkdir()
         lines = journal.Journal(folder / "journal.jsonl", lambda: next(times))
         lines.write("error", reason="layer 2 is lost")
-        lines.write("error", reason="layer 4 is lost")
+        lines.write("unheld", reason="layer 4 is lost")
         swarm.members.append(local.LocalPeer(number, folder, cast("subprocess.Popen[bytes]", None)))
     console = Console(highlight=False)
     for _ in range(2):

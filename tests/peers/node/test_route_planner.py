@@ -45,7 +45,7 @@ def planner(tmp_path: Path) -> RoutePlanner:
 def test_layers_without_a_holder_are_said_after_a_while_and_once(planner: RoutePlanner) -> None:
     assert planner.refresh(0.0) == planner.refresh(UNHELD_S - 1) == []
     assert planner.unheld == ""
-    assert planner.refresh(UNHELD_S) == [log("error", reason=SAID)]
+    assert planner.refresh(UNHELD_S) == [log("unheld", reason=SAID)]
     assert planner.refresh(UNHELD_S + 1) == []
     assert planner.unheld == SAID
 
