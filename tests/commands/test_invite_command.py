@@ -8,11 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decentral import invitation_files, invite, peer, plan
-from decentral.comm.wire.invitations import FOR_EVER, Permission
+from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, Permission
 from decentral.core.ids import PeerId
 from decentral.invitation_files import FounderFile, read_holding
 from decentral.peers.hosts.clock import SwarmClock
@@ -108,7 +109,17 @@ def test_only_the_founder_invites(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    "change", [{"until": 9e9}, {"may": "train"}, {"run": "gpt"}, {"secret": "00"}, {"for": 1}, {"id": None}]
+    "change",
+    [
+        {"until": 9e9},
+        {"until": 10**400},
+        {"may": "train"},
+        {"run": "gpt"},
+        {"secret": "00"},
+        {"secret": "00" * KEY_BYTES},
+        {"for": 1},
+        {"id": None},
+    ],
 )
 def test_a_changed_invitation_is_none(
     begun: Path, change: dict[str, object], capsys: pytest.CaptureFixture[str]
@@ -117,6 +128,37 @@ def test_a_changed_invitation_is_none(
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert plan.main(["--join", "/ip4/127.0.0.1/tcp/1/p2p/QmX", "--invite", str(path)]) == 2
     assert "is no invitation" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"secret": "00"},
+        {"secret": "00" * KEY_BYTES},
+        {"swarm_key": ""},
+        {"run": 7},
+        {"number": "3"},
+        {"number": 1 << 70},
+        {"revoked": ["00"]},
+        {"invited": 7},
+        {"invited": [7]},
+        {"invited": [{}]},
+        {"invited": [{"id": "0" * 16, "for": "ann", "until": 10**400, "may": "look"}]},
+        {"invited": [{"id": "0" * 16, "for": "ann", "until": 9e9, "may": "rule"}]},
+    ],
+)
+@pytest.mark.parametrize("flags", [["--list"], ["--for", "bob", "--out", "bob.invite"]])
+def test_a_damaged_founder_s_file_is_one_line_and_nothing_is_signed(
+    begun: Path, change: dict[str, object], flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(begun)
+    path = begun / "founder.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    before = path.read_bytes()
+    assert run("--state-dir", str(begun), *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "founder.json is damaged" in line
+    assert path.read_bytes() == before
 
 
 def test_expired_invitations_leave_the_list_of_revocations(begun: Path) -> None:
