@@ -43,8 +43,8 @@ REVOKED = holding("revoked")
 LIST = FOUNDER.revoke(3, frozenset({REVOKED.invitation.id}))  # what A knows
 
 
-def member(peer: PeerId, one: Holding | None = None) -> PrivateSwarm:
-    return PrivateSwarm(peer, one or holding(peer), lambda: NOW, LIST)
+def member(peer: PeerId, one: Holding | None = None, known: Revocations = LIST) -> PrivateSwarm:
+    return PrivateSwarm(peer, one or holding(peer), lambda: NOW, known)
 
 
 @cache

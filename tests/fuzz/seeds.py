@@ -100,8 +100,9 @@ def _of_private_swarms(name: str) -> Iterator[bytes]:
         case "proof":
             yield from (*proofs, held[0].proof(private.A))
         case "membership":
-            told = [(Refused(reason, "why"), newer.packed) for reason in ("revoked", "expired", "uninvited", "busy")]
-            for message, blob in [*((MembershipProof(one), b"") for one in proofs), *told, (messages.Ping(1), b"")]:
+            said: list[tuple[messages.Message, bytes]] = [(MembershipProof(one), b"") for one in proofs]
+            said += [(Refused(why, "why"), newer.packed) for why in ("revoked", "expired", "uninvited", "busy")]
+            for message, blob in (*said, (messages.Ping(1), b"")):
                 head = codec.encode(message, len(blob))
                 yield len(head).to_bytes(2, "big") + head + blob
         case "revocations":
@@ -112,7 +113,8 @@ def _of_private_swarms(name: str) -> Iterator[bytes]:
             yield from (b"\0" + whole, b"\0" + private.revoked_record(newer.packed))
             for proof in proofs:
                 yield bytes([private.SEALED]) + msgpack.packb([proof, b"record"])
-            yield from (bytes([private.SEALED]) + msgpack.packb(one) for one in ([proofs[0], 1], [b"", b""], 7, {}))
+            contents: tuple[Any, ...] = ([proofs[0], 1], [b"", b""], 7, {})
+            yield from (bytes([private.SEALED]) + msgpack.packb(content) for content in contents)
 
 
 def _numbers(name: str) -> Iterator[bytes]:
@@ -196,10 +198,17 @@ def _membership_files(name: str, folder: Path) -> Iterator[bytes]:
         path, one = folder / "founder.json", private.holding("B").invitation
         row = {"id": one.text(), "for": one.holder, "until": one.until, "may": one.may.value}
         FounderFile(path, private.FOUNDER, [row], 3, private.LIST.ids).save()
-        rows = ([7], 7, [{}], [{**row, "until": 10**400}], [{**row, "id": "x"}], [{**row, "may": "all"}])
+        notes: tuple[Any, ...] = (
+            [7],
+            7,
+            [{}],
+            [{**row, "until": 10**400}],
+            [{**row, "id": "x"}],
+            [{**row, "may": "all"}],
+        )
         numbers = ("3", 1 << 70, -1, True)
         spoilt = (
-            *(("invited", rows) for rows in rows),
+            *(("invited", rows) for rows in notes),
             *(("number", number) for number in numbers),
             ("secret", "00"),
             ("secret", "00" * KEY_BYTES),
