@@ -21,6 +21,7 @@ from decentral.comm.wire.invitations import (
     FOR_EVER,
     ID_BYTES,
     KEY_BYTES,
+    MOST_REVOKED,
     NOTHING_REVOKED,
     FounderKeys,
     Holding,
@@ -152,6 +153,11 @@ class FounderFile:
         if number.hex() not in ends:
             raise UserError(f"no invitation {number.hex()} was made here; --list shows those that were")
         lasting = {one for one in self.revoked if ends.get(one.hex(), FOR_EVER) > now}
+        if len(lasting | {number}) > MOST_REVOKED:
+            raise UserError(
+                f"{MOST_REVOKED} invitations are revoked that have not expired, and a list takes no more; "
+                "begin another private swarm, and invite for shorter times"
+            )
         self.number, self.revoked = self.number + 1, frozenset({*lasting, number})
         self.save()
         return self.keys.revoke(self.number, self.revoked)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from decentral import invitation_files, invite, peer, plan
-from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, Permission
+from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, MOST_REVOKED, Permission
+from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.invitation_files import FounderFile, read_holding
 from decentral.peers.hosts.clock import SwarmClock
@@ -168,6 +169,15 @@ def test_expired_invitations_leave_the_list_of_revocations(begun: Path) -> None:
         assert ours.revoke(old, 500.0).ids == {old}
         assert ours.revoke(new, 2000.0).ids == {new}
         assert ours.number == 2
+
+
+def test_a_list_that_nobody_would_take_is_not_signed(begun: Path) -> None:
+    with FounderFile.open(begun) as ours:
+        full = ours.invite("ann", FOR_EVER, Permission.TRAIN).invitation.id
+        ours.revoked = frozenset(number.to_bytes(8) for number in range(MOST_REVOKED))
+        with pytest.raises(UserError, match="a list takes no more"):
+            ours.revoke(full, 0.0)
+        assert ours.number == 0
 
 
 def test_a_restart_remembers_what_was_revoked(begun: Path) -> None:
