@@ -20,7 +20,7 @@ swarm: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --summary swarm-summary.json
 
 test: check sweep
-	OMP_NUM_THREADS=1 $(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses 2 --dist loadfile
 
 sweep: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.simulate --sweep 300

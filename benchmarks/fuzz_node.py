@@ -3,9 +3,9 @@
     python -m benchmarks.fuzz_node --messages 1000000 --json fuzz.json
 
 tests/fuzz/ has the node, the liars and the rules. Each kind of node gets an equal part of the messages: one long life,
-but for the newcomers, which have many. After each hundred thousand messages the process's memory and the largest
-container of the node are written down: neither may grow with the number of messages. A crash ends the run, and says the
-kind of node, the seed, and the message's number.
+but for newcomers and members of private swarms, which have many. After each hundred thousand messages the process's
+memory and the largest container of the node are written down: neither may grow with the number of messages. A crash
+ends the run, and says the kind of node, the seed, and the message's number.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from decentral.core.units import readable_bytes
 from tests.fuzz.fuzzed_node import KINDS, QUIET_S, Figures, FuzzedNode, Kind
 from tests.peers.node.test_flood import containers
 
-NEWCOMER_LIFE = 2000  # messages: after so many it has joined, or never will
+SHORT_LIVES = {"newcomer": 2000, "private": 2000}  # messages: it has joined, or never will; its invitation is over
 LOOK_EVERY = 100_000  # messages
 LEAST_ACCEPTED = 0.1  # of each kind of message that is a question, or an answer to one
 
@@ -54,7 +54,7 @@ def _lives(kind: Kind, seed: int, until: int, figures: Figures) -> Iterator[Fuzz
     while figures.messages < until:
         began, node = figures.messages, FuzzedNode(kind, seed + life, figures=figures)
         try:
-            while figures.messages < until and (kind != "newcomer" or figures.messages < began + NEWCOMER_LIFE):
+            while figures.messages < until and figures.messages < began + SHORT_LIVES.get(kind, until):
                 node.step()
                 yield node
             node.pass_time(QUIET_S)

@@ -19,13 +19,16 @@ from typing import Any
 
 from decentral.comm.wire.invitations import (
     FOR_EVER,
+    ID_BYTES,
     KEY_BYTES,
+    MOST_REVOKED,
     NOTHING_REVOKED,
     FounderKeys,
     Holding,
     Invitation,
     Permission,
     Revocations,
+    founded_by,
     invitation_of,
 )
 from decentral.comm.wire.private_swarm import PrivateSwarm
@@ -37,6 +40,8 @@ from decentral.peers.hosts.clock import SwarmClock
 MAX_INVITATION_BYTES = 16 * 1024  # of an invitation; it has about 700
 FOUNDER = "founder"  # whom the founder's own invitation is for
 FORMAT = 1
+KEYS = ("secret", "swarm_key")  # of a founder
+MOST_LISTS = 1 << 62  # of revocations: a number beyond it is none that a founder has counted to
 
 
 def write_holding(path: Path, holding: Holding) -> None:
@@ -72,9 +77,11 @@ def read_holding(path: Path) -> Holding:
         invitation.require_founder()
         if len(secret) != KEY_BYTES or len(swarm_key) != KEY_BYTES:
             raise ValueError("a key is cut")
-    except (KeyError, ValueError, TypeError, ProtocolError) as error:
+        holding = Holding(invitation, secret, swarm_key)
+        holding.require_secret()
+    except (KeyError, ValueError, TypeError, OverflowError, ProtocolError) as error:
         raise UserError(f"{path} is no invitation ({error}); ask the founder for it again") from None
-    return Holding(invitation, secret, swarm_key)
+    return holding
 
 
 @dataclass(slots=True)
@@ -105,16 +112,26 @@ class FounderFile:
             )
         with (folder / "founder.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            content = _read(path, "no founder's file")
-            try:
-                keys = (bytes.fromhex(content[name]) for name in ("secret", "swarm_key"))
-                revoked = frozenset(map(bytes.fromhex, content["revoked"]))
-                found = cls(
-                    path, FounderKeys(RunId(content["run"]), *keys), content["invited"], content["number"], revoked
-                )
-            except (KeyError, ValueError, TypeError) as error:
-                raise UserError(f"{path} is damaged ({error}); get it back from a copy") from None
-            yield found
+            yield cls._parsed(path, _read(path, "no founder's file"))
+
+    @classmethod
+    def _parsed(cls, path: Path, content: dict[str, Any]) -> "FounderFile":
+        """Raises UserError if a part is spoilt: what is signed with wrong keys or numbers nobody takes back."""
+        try:
+            keys = FounderKeys(RunId(content["run"]), *(bytes.fromhex(content[name]) for name in KEYS))
+            invited, number = content["invited"], content["number"]
+            revoked = frozenset(map(bytes.fromhex, content["revoked"]))
+            if len(keys.swarm_key) != KEY_BYTES or not founded_by(keys.run, keys.public):
+                raise ValueError("the keys are not those of the run")
+            if type(number) is not int or not 0 <= number < MOST_LISTS:
+                raise ValueError("the number of the list is none")
+            if not isinstance(invited, list) or not all(len(one) == ID_BYTES for one in revoked):
+                raise ValueError("a list is none")
+            for one in invited:
+                _require_noted(one)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is damaged ({error}); get it back from a copy") from None
+        return cls(path, keys, invited, number, revoked)
 
     def save(self) -> None:
         """Raises UserError."""
@@ -136,6 +153,11 @@ class FounderFile:
         if number.hex() not in ends:
             raise UserError(f"no invitation {number.hex()} was made here; --list shows those that were")
         lasting = {one for one in self.revoked if ends.get(one.hex(), FOR_EVER) > now}
+        if len(lasting | {number}) > MOST_REVOKED:
+            raise UserError(
+                f"{MOST_REVOKED} invitations are revoked that have not expired, and a list takes no more; "
+                "begin another private swarm, and invite for shorter times"
+            )
         self.number, self.revoked = self.number + 1, frozenset({*lasting, number})
         self.save()
         return self.keys.revoke(self.number, self.revoked)
@@ -175,6 +197,15 @@ def described(one: Invitation, now: float) -> str:
         if left > 2 * 86400
         else f"to {one.may}, for {left / 3600:.1f} hours"
     )
+
+
+def _require_noted(one: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError if this is no note of an invitation, as FounderFile.invite makes it."""
+    until, holder = one["until"], one["for"]
+    Permission(one["may"])
+    fits = type(until) in (int, float) and 0 <= until <= FOR_EVER and isinstance(holder, str)
+    if not fits or len(bytes.fromhex(one["id"])) != ID_BYTES or one["id"] != bytes.fromhex(one["id"]).hex():
+        raise ValueError("a note of an invitation is none")
 
 
 def _founder_path(folder: Path) -> Path:

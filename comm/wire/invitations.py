@@ -114,6 +114,11 @@ class Holding:
     secret: bytes  # the private half of the invitation's key
     swarm_key: bytes  # seals the records of the swarm in the DHT
 
+    def require_secret(self) -> None:
+        """Raises ProtocolError unless the secret belongs to the invitation: nobody takes a proof made with another."""
+        if _public(self.secret) != self.invitation.key:
+            raise ProtocolError(Reason.SIGNATURE, "the secret is of another invitation")
+
     def proof(self, peer: PeerId) -> bytes:
         """What this peer shows to others. It is worth nothing to another peer."""
         signature = Ed25519PrivateKey.from_private_bytes(self.secret).sign(_membership(self.invitation.run, peer))

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decentral import invitation_files, invite, peer, plan
-from decentral.comm.wire.invitations import FOR_EVER, Permission
+from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, MOST_REVOKED, Permission
+from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.invitation_files import FounderFile, read_holding
 from decentral.peers.hosts.clock import SwarmClock
@@ -108,7 +110,17 @@ def test_only_the_founder_invites(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    "change", [{"until": 9e9}, {"may": "train"}, {"run": "gpt"}, {"secret": "00"}, {"for": 1}, {"id": None}]
+    "change",
+    [
+        {"until": 9e9},
+        {"until": 10**400},
+        {"may": "train"},
+        {"run": "gpt"},
+        {"secret": "00"},
+        {"secret": "00" * KEY_BYTES},
+        {"for": 1},
+        {"id": None},
+    ],
 )
 def test_a_changed_invitation_is_none(
     begun: Path, change: dict[str, object], capsys: pytest.CaptureFixture[str]
@@ -119,6 +131,37 @@ def test_a_changed_invitation_is_none(
     assert "is no invitation" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"secret": "00"},
+        {"secret": "00" * KEY_BYTES},
+        {"swarm_key": ""},
+        {"run": 7},
+        {"number": "3"},
+        {"number": 1 << 70},
+        {"revoked": ["00"]},
+        {"invited": 7},
+        {"invited": [7]},
+        {"invited": [{}]},
+        {"invited": [{"id": "0" * 16, "for": "ann", "until": 10**400, "may": "look"}]},
+        {"invited": [{"id": "0" * 16, "for": "ann", "until": 9e9, "may": "rule"}]},
+    ],
+)
+@pytest.mark.parametrize("flags", [["--list"], ["--for", "bob", "--out", "bob.invite"]])
+def test_a_damaged_founder_s_file_is_one_line_and_nothing_is_signed(
+    begun: Path, change: dict[str, object], flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(begun)
+    path = begun / "founder.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    before = path.read_bytes()
+    assert run("--state-dir", str(begun), *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "founder.json is damaged" in line
+    assert path.read_bytes() == before
+
+
 def test_expired_invitations_leave_the_list_of_revocations(begun: Path) -> None:
     with FounderFile.open(begun) as ours:
         old = ours.invite("old", 1000.0, Permission.TRAIN).invitation.id
@@ -126,6 +169,15 @@ def test_expired_invitations_leave_the_list_of_revocations(begun: Path) -> None:
         assert ours.revoke(old, 500.0).ids == {old}
         assert ours.revoke(new, 2000.0).ids == {new}
         assert ours.number == 2
+
+
+def test_a_list_that_nobody_would_take_is_not_signed(begun: Path) -> None:
+    with FounderFile.open(begun) as ours:
+        full = ours.invite("ann", FOR_EVER, Permission.TRAIN).invitation.id
+        ours.revoked = frozenset(number.to_bytes(8) for number in range(MOST_REVOKED))
+        with pytest.raises(UserError, match="a list takes no more"):
+            ours.revoke(full, 0.0)
+        assert ours.number == 0
 
 
 def test_a_restart_remembers_what_was_revoked(begun: Path) -> None:

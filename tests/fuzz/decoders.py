@@ -6,12 +6,9 @@ and finds decoders that are missing here; tests/fuzz/guided.py looks for new byt
 """
 
 import dataclasses
-import os
 import struct
-import tempfile
 from collections.abc import Callable, Coroutine
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +35,8 @@ from decentral.sim import faults
 from decentral.state import StateFolder
 from decentral.train import activations, checkpoint, compress, fragment_gossip, update_rules
 from decentral.train.outer_kernels import TorchKernels
+from tests.fuzz import private
+from tests.fuzz.files import folder, written
 
 RUN = "fuzzed-000000"
 NOW = 1.7e9
@@ -235,77 +234,59 @@ def token_claim(data: bytes) -> None:
 # Files that a disk may have spoilt
 
 
-@cache
-def folder() -> Path:
-    """A folder in memory, where there is one."""
-    place = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    made = tempfile.TemporaryDirectory(dir=place, prefix="fuzz-")
-    _KEPT.append(made)
-    return Path(made.name)
-
-
-_KEPT: list[tempfile.TemporaryDirectory[str]] = []  # they go when the process ends
-
-
-def _written(name: str, data: bytes) -> Path:
-    path = folder() / name
-    path.write_bytes(data)
-    return path
-
-
 def journal_file(data: bytes) -> None:
-    path = _written("journal.jsonl", data)
+    path = written("journal.jsonl", data)
     assert all("event" in entry for entry in journal.read(path))
     assert list(journal.Tail(path).new()) == [*journal.read(path)][: data.count(b"\n")]
 
 
 def checkpoint_file(data: bytes) -> None:
-    _written(checkpoint.FILE, data)
+    written(checkpoint.FILE, data)
     refused(lambda _: checkpoint.span(folder()), data)
     checkpoint.read(folder())
 
 
 def retained_file(data: bytes) -> None:
-    _written("kept-0.safetensors", data)
+    written("kept-0.safetensors", data)
     store = checkpoint.RetainedStateStore(folder(), RUN)
     store.steps([0])
     store.read(0)
 
 
 def position_file(data: bytes) -> None:
-    _written("position.json", data)
+    written("position.json", data)
     assert checkpoint.MicroBatchNumbers.of(folder()).reserved >= 0
 
 
 def run_file(data: bytes) -> None:
-    _written("run.json", data)
+    written("run.json", data)
     StateFolder(folder()).read_run()
 
 
 def listen_file(data: bytes) -> None:
-    _written("listen.json", data)
+    written("listen.json", data)
     assert all(isinstance(one, str) for one in StateFolder(folder()).listen([]))
 
 
 def profile_file(data: bytes) -> None:
-    _written("profile.json", data)
+    written("profile.json", data)
     StateFolder(folder()).read_profile("key")
 
 
 def peers_file(data: bytes) -> None:
-    AddressBook.load(_written("peers.json", data))
+    AddressBook.load(written("peers.json", data))
 
 
 def identity_file(data: bytes) -> None:
-    identity.Identity.load_or_create(_written("identity.key", data or b"\0"))
+    identity.Identity.load_or_create(written("identity.key", data or b"\0"))
 
 
 def topology_file(data: bytes) -> None:
-    topology.load(_written("topology.yaml", data))
+    topology.load(written("topology.yaml", data))
 
 
 def trace_file(data: bytes) -> None:
-    faults.trace(_written("trace.csv", data))
+    faults.trace(written("trace.csv", data))
 
 
 def _choice(data: bytes, count: int) -> int:
@@ -332,6 +313,24 @@ DECODERS: dict[str, Decoder] = {
     "stream": Decoder(stream, ("comm.wire.blobs.read_rest", "comm.wire.blobs.read_length")),
     "seal": Decoder(seal, ("comm.wire.identity.open_sealed", "comm.wire.identity._parts")),
     "dht_record": Decoder(dht_record, ("comm.net.libp2p.validate",)),
+    "proof": Decoder(
+        private.proof,
+        (
+            "comm.wire.private_swarm.verify",
+            "comm.wire.private_swarm.check",
+            "comm.wire.invitations.read_proof",
+            "comm.wire.invitations.invitation_of",
+            "comm.wire.invitations.require_founder",
+            "comm.wire.invitations._parts",
+            "comm.wire.invitations._verify",
+        ),
+        1200,
+    ),
+    "membership": Decoder(private.membership, ("comm.wire.private_swarm.heard",)),
+    "revocations": Decoder(private.revocations, ("comm.wire.invitations.parse",)),
+    "private_record": Decoder(
+        private.private_record, ("comm.wire.private_swarm.unseal", "comm.wire.private_swarm.open")
+    ),
     "record": Decoder(record, ("peers.membership.records.unpack", "peers.membership.records.checked")),
     "plan": Decoder(plan, ("peers.planning.swarm_plans.unpack",)),
     "received_config": Decoder(received_config, ("core.swarm_config.received",)),
@@ -367,6 +366,11 @@ DECODERS: dict[str, Decoder] = {
     "profile_file": Decoder(profile_file, ("state.read_profile",), 512),
     "peers_file": Decoder(peers_file, ("peers.membership.address_book.load",)),
     "identity_file": Decoder(identity_file, ("comm.wire.identity.load_or_create", "comm.wire.identity._strip")),
+    "invitation_file": Decoder(
+        private.invitation_file,
+        ("invitation_files._read", "invitation_files.read_holding", "comm.wire.invitations.require_secret"),
+    ),
+    "founder_file": Decoder(private.founder_file, ("invitation_files._read", "invitation_files._parsed")),
     "topology_file": Decoder(
         topology_file,
         (

@@ -20,7 +20,10 @@ from decentral.comm.rounds.tags import CollectTag, RoundTag
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import codec
 from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.invitations import NOTHING_REVOKED
 from decentral.comm.wire.messages import Message, Refused
+from decentral.comm.wire.private_swarm import MemberSigner
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Found, Reply
 from decentral.core import jobs, rng
 from decentral.core.config import Config, GossipConfig, TrainConfig
@@ -29,9 +32,11 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect, Woke
 from decentral.core.memory_needs import MemoryNeeds
+from decentral.core.reasons import Reason
 from decentral.peers.joining.fetch import FetchTag
 from decentral.peers.membership import records
 from decentral.peers.membership.records import Profile
+from decentral.peers.membership.revocation_watch import WARN_S, MembershipOver
 from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
@@ -42,9 +47,11 @@ from decentral.peers.planning.plan_evaluation import EvaluatePlans
 from decentral.sim.virtual_signer import VirtualSigner
 from tests.fuzz import grammar
 from tests.fuzz.device import HIDDEN, STATE, Device
+from tests.fuzz.founder import Founder
+from tests.fuzz.private import holding, member, signer
 
-Kind = Literal["pull", "symmetric", "push_sum", "allreduce", "synchronous", "spans", "newcomer"]
-KINDS: tuple[Kind, ...] = ("pull", "symmetric", "push_sum", "allreduce", "synchronous", "spans", "newcomer")
+Kind = Literal["pull", "symmetric", "push_sum", "allreduce", "synchronous", "spans", "newcomer", "private"]
+KINDS: tuple[Kind, ...] = ("pull", "symmetric", "push_sum", "allreduce", "synchronous", "spans", "newcomer", "private")
 RUN = RunId("fuzzed-000000")
 NOW = 1.7e9
 NAMES = tuple(PeerId(f"liar{number:04d}") for number in range(3000))
@@ -55,6 +62,7 @@ MOST_EFFECTS = 4000  # of one event: all questions that can wait, of all kinds, 
 MOST_WAKES = 200  # at one time
 PATIENCE_S = 90.0  # for an answer: the longest that a question may wait, and what the device takes
 QUIET_S = 100.0  # at the end of a life, in which all that waits has to get its answer
+SPARE_S = 90.0  # until the node's own invitation expires in an hour, which its user is told
 MOST_ASKED = 512  # questions of the node that are remembered, to answer them a second time
 
 
@@ -99,6 +107,9 @@ class FuzzedNode:
         self.device = Device(self.chance, setup.own.peer, self.cuts[-1].last, sizes, kind == "synchronous")
         self.figures = figures or Figures()
         self.watch: Callable[[object, list[Effect]], None] = lambda event, effects: None
+        self.founder = Founder(self.chance, setup.private) if setup.private else None
+        if setup.private:
+            setup.private.now = lambda: self.now
         self.shares = QuestionShares(self.node.answers.knows)
         self.open: dict[int, tuple[str, float, QuestionShare]] = {}  # questions that wait: kind, since when, share
         self.asked: list[Ask] = []  # by the node, not answered yet
@@ -121,6 +132,8 @@ class FuzzedNode:
             self._introduce(1)
         elif drawn < 0.96 and self.node.span_manager:
             self._propose()
+        elif drawn < 0.98 and self.founder:
+            self._revoke(self.founder)
         else:
             self.pass_time(self.chance.choice((0.0, 0.05, 0.05, 0.3, 2.0)))
         if self.chance.random() < 0.1:
@@ -142,6 +155,8 @@ class FuzzedNode:
             message, _ = grammar.sent(self.chance, envelope)
             if len(envelope.blob) > self.node.answers.blob_bound(message):
                 raise ProtocolError("oversize")
+            if self.founder:
+                self.founder.admit(sender, message)
             share = self.shares.begin(sender)
         except ProtocolError as error:
             self.figures.add(name, f"door {error.reason}")
@@ -258,7 +273,7 @@ class FuzzedNode:
                     self.asked.append(effect)
                     if len(self.asked) > MOST_ASKED:
                         self.over.append(self.asked.pop(0))
-                case Stop():
+                case Stop() | MembershipOver():
                     self._stops = True
                 case EvaluatePlans():
                     self.device.put(effect, self.now)
@@ -299,13 +314,24 @@ class FuzzedNode:
             made = grammar.record(self._present(), peer)
             body = records.pack(made)
             body = grammar.damaged(self.chance, body) if self.chance.random() < grammar.DAMAGED else body
-            key, expires = records.keys(RUN, 1)[0], self.now + self.chance.choice((5.0, 600.0, 3600.0))
-            values[peer] = VirtualSigner(peer).seal(key, body, expires)
+            key, expires = records.keys(self.known.run, 1)[0], self.now + self.chance.choice((5.0, 600.0, 3600.0))
+            by: Signer = signer(peer) if self.founder else VirtualSigner(peer)
+            values[peer] = by.seal(key, body, expires)
         before = self.node.roster.refused.total()
-        self.deliver(Found(records.keys(RUN, 1)[0], values))
+        self.deliver(Found(records.keys(self.known.run, 1)[0], values))
         bad = self.node.roster.refused.total() - before
         for number in range(count):
             self.figures.add("record", "refused" if number < bad else "")
+
+    def _revoke(self, founder: Founder) -> None:
+        """The node looks for revocations. Who is revoked is out of its roster, and its own list never grows old."""
+        before = founder.own.revocations.number
+        self.deliver(founder.found(self._present().crowd, self.now))
+        newer = founder.own.revocations.number - before
+        self.figures.add("revocations", "" if newer else "nothing newer")
+        revoked = [peer for peer in self.node.roster.live if founder.own.refusal(peer) == Reason.REVOKED]
+        if newer < 0 or revoked or not founder.made(founder.own.revocations):
+            raise FuzzViolation(f"list {before + newer} after list {before}, with {revoked} in the roster")
 
     def _propose(self) -> None:
         """A plan of a liar."""
@@ -335,20 +361,24 @@ def _goes_on(effect: Effect) -> bool:
 
 def setup_of(kind: Kind) -> NodeSetup:
     """A node of this kind, before it has met anybody."""
-    algorithm: Any = {"spans": "pull", "newcomer": "pull"}.get(kind, kind)
+    algorithm: Any = {"spans": "pull", "newcomer": "pull", "private": "pull"}.get(kind, kind)
     window_s = 5.0 if kind == "symmetric" else 1.0  # a peer whose exchange is under way takes no swap
     gossip = GossipConfig(algorithm=algorithm, window_s=window_s, start_window_s=window_s)
     config = Config(gossip=gossip, train=TrainConfig(accumulate=4))
-    own, cuts = VirtualSigner(PeerId("honest")), CUTS if kind == "spans" else WHOLE
+    signs, cuts = VirtualSigner(PeerId("honest")), CUTS if kind == "spans" else WHOLE
+    invitation = holding(signs.peer, NOW + WARN_S + SPARE_S)
+    private = member(signs.peer, invitation, NOTHING_REVOKED) if kind == "private" else None
+    own: Signer = MemberSigner(signs, private) if private else signs
+    run = private.run if private else RUN
     held = cuts[1:3] if kind == "spans" else cuts
     ones = tuple(1 for _ in cuts)
     needs = MemoryNeeds(cuts, tuple(10 for _ in cuts), ones, ones)
     sizes = tuple(10 for _ in cuts)
-    place = (RUN, own.peer, held[0].first, held[-1].last, cuts, 4, 8, 2, lambda layer, sequences: HIDDEN, sizes)
+    place = (run, own.peer, held[0].first, held[-1].last, cuts, 4, 8, 2, lambda layer, sequences: HIDDEN, sizes)
     stage = StageConfig(*place, slots=2, overlap=True)
     setup = NodeSetup(
         config=config,
-        run=RUN,
+        run=run,
         own=own,
         fragments=held,
         state_layouts=[STATE] * len(held),
@@ -359,5 +389,6 @@ def setup_of(kind: Kind) -> NodeSetup:
         routes=replace(stage, synchronous=kind == "synchronous"),
         memory_budget=MemoryBudget(needs, 40, tuple(STATE for _ in cuts)) if kind == "spans" else None,
         retained=((0, 3),) if kind == "spans" else (),
+        private=private,
     )
     return setup

@@ -11,7 +11,9 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import numpy as np
 import torch
 from safetensors.numpy import save
@@ -19,7 +21,10 @@ from safetensors.numpy import save
 from decentral.comm.wire import codec, messages
 from decentral.comm.wire.blobs import CHUNK_BYTES, LENGTH_BYTES, digest
 from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.invitations import KEY_BYTES, Permission
+from decentral.comm.wire.messages import MembershipProof, Refused
 from decentral.core.config import Config
+from decentral.invitation_files import FounderFile, write_holding
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.planning import swarm_plans
@@ -27,7 +32,7 @@ from decentral.peers.planning.swarm_plans import SwarmPlan
 from decentral.train import compress
 from decentral.train.tensor_file import SUMS
 from tests.comm.wire.test_codec import EXAMPLES
-from tests.fuzz import decoders
+from tests.fuzz import decoders, files, private
 from tests.fuzz.decoders import ALGORITHMS, CODECS, DECODERS, FORMAT, KEY, NOW, RUN, STATE
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -75,12 +80,41 @@ def seeds(name: str, folder: Path) -> Iterator[bytes]:
             yield b"crash 2 at 20; slow 0 x5 at 10 for 20; cut 0-1 at 5 for 3"
         case _:
             yield from _numbers(name)
+            yield from _of_private_swarms(name)
             yield from _files(name, folder)
 
 
 def _stream(message: messages.Message, blob: bytes) -> bytes:
     head = codec.encode(message, len(blob))
     return len(head).to_bytes(LENGTH_BYTES, "big") + head + digest(blob[:CHUNK_BYTES]) + blob
+
+
+def _of_private_swarms(name: str) -> Iterator[bytes]:
+    """What members and their founder write, and what those write whose invitation counts no longer."""
+    until, other = private.NOW + 3600, private.OTHER_FOUNDER
+    held = [private.holding(may, until, may) for may in Permission]
+    late, foreign = private.holding("late", private.NOW - 1), private.holding("B", until, Permission.TRAIN, other)
+    proofs = [one.proof(private.B) for one in (*held, private.REVOKED, late, foreign)]
+    newer = private.FOUNDER.revoke(4, frozenset({held[0].invitation.id, private.holding("A").invitation.id}))
+    match name:
+        case "proof":
+            yield from (*proofs, held[0].proof(private.A))
+        case "membership":
+            said: list[tuple[messages.Message, bytes]] = [(MembershipProof(one), b"") for one in proofs]
+            said += [(Refused(why, "why"), newer.packed) for why in ("revoked", "expired", "uninvited", "busy")]
+            for message, blob in (*said, (messages.Ping(1), b"")):
+                head = codec.encode(message, len(blob))
+                yield len(head).to_bytes(2, "big") + head + blob
+        case "revocations":
+            lists = (private.LIST, newer, private.FOUNDER.revoke(9, frozenset()), other.revoke(9, frozenset()))
+            yield from (one.packed for one in lists)
+        case "private_record":
+            whole = private.signer(private.B).seal(private.RECORDS, records.pack(RECORD), NOW + 60)
+            yield from (b"\0" + whole, b"\0" + private.revoked_record(newer.packed))
+            for proof in proofs:
+                yield bytes([private.SEALED]) + msgpack.packb([proof, b"record"])
+            contents: tuple[Any, ...] = ([proofs[0], 1], [b"", b""], 7, {})
+            yield from (bytes([private.SEALED]) + msgpack.packb(content) for content in contents)
 
 
 def _numbers(name: str) -> Iterator[bytes]:
@@ -138,11 +172,54 @@ def _files(name: str, folder: Path) -> Iterator[bytes]:
             Identity.load_or_create(folder / "identity.key")
             key = (folder / "identity.key").read_bytes()
             yield from (key[:300], key[:600] + bytes(len(key) - 600))  # no key that anybody could use
+        case "invitation_file" | "founder_file":
+            yield from _membership_files(name, folder)
         case "topology_file":
             yield TOPOLOGY.encode()
             yield b"peers: [{id: a, region: x}]\ndelay_ms: [[0]]\nbandwidth_gbps: [[1]]\n"
         case "trace_file":
             yield b"time,peer,up/down\n1,0,down\n5,0,up\n"
+
+
+def _membership_files(name: str, folder: Path) -> Iterator[bytes]:
+    """The files themselves, and each with one part that a disk, or an editor, has spoilt."""
+    if name == "invitation_file":
+        path = folder / "seed.invite"
+        write_holding(path, private.holding("B"))
+        spoilt: tuple[tuple[str, Any], ...] = (
+            ("until", 10**400),
+            ("until", None),
+            ("secret", "00" * KEY_BYTES),
+            ("swarm_key", "00"),
+            ("run", "\ud800"),
+            ("id", 7),
+        )
+    else:
+        path, one = folder / "founder.json", private.holding("B").invitation
+        row = {"id": one.text(), "for": one.holder, "until": one.until, "may": one.may.value}
+        FounderFile(path, private.FOUNDER, [row], 3, private.LIST.ids).save()
+        notes: tuple[Any, ...] = (
+            [7],
+            7,
+            [{}],
+            [{**row, "until": 10**400}],
+            [{**row, "id": "x"}],
+            [{**row, "may": "all"}],
+        )
+        numbers = ("3", 1 << 70, -1, True)
+        spoilt = (
+            *(("invited", rows) for rows in notes),
+            *(("number", number) for number in numbers),
+            ("secret", "00"),
+            ("secret", "00" * KEY_BYTES),
+            ("swarm_key", ""),
+            ("run", 7),
+            ("revoked", ["00"]),
+            ("revoked", 7),
+        )
+    content = json.loads(path.read_bytes())
+    yield path.read_bytes()
+    yield from (json.dumps({**content, key: value}).encode() for key, value in spoilt)
 
 
 def corpus(name: str) -> Sequence[bytes]:
@@ -162,7 +239,7 @@ def add(name: str, inputs: Sequence[bytes]) -> int:
 def main() -> None:
     CORPUS.mkdir(exist_ok=True)
     for name in DECODERS:
-        count = add(name, [*seeds(name, decoders.folder()), *NOT_ANYTHING])
+        count = add(name, [*seeds(name, files.folder()), *NOT_ANYTHING])
         print(f"{name}: {count} inputs")
 
 

@@ -32,6 +32,7 @@ NOT_OF_BYTES = {
     "comm.net.fair_shares.reserve": "counts what a sender has",
     "comm.net.streams._next_question": "four bytes of a length, which read_rest checks",
     "comm.net.virtual_network._serve": "the size of a question in virtual time",
+    "comm.net.virtual_network.check": "the size of a question in virtual time, which private_swarm.check has taken",
     "peers.membership.records.require_valid": "our own record",
     "export._fetch": "a decoded message",
     "train.data._bytes_of": "the user's own text, of any bytes",

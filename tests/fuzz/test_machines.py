@@ -46,6 +46,7 @@ MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class ->
     "peers.joining.fetch.Fetch": ("handle", "synchronous", ()),
     "peers.joining.join.Join": ("handle", "newcomer", ()),
     "peers.membership.prober.Prober": ("handle", "pull", (messages.Probe, messages.Ping)),
+    "peers.membership.revocation_watch.RevocationWatch": ("handle", "private", ()),
     "peers.membership.roster.Roster": ("handle", "pull", ()),
     "peers.node.answers.Answers": ("asked", "pull", ()),
     "peers.node.handlers.Handlers": ("handle", "allreduce", ()),

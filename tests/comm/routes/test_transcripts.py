@@ -103,7 +103,8 @@ def router_of(setting: str) -> Router:
         int(said.get(name, default)) for name, default in (("capacity", 16), ("step", 1), ("slots", 1))
     )
     rounds = "rounds" in said
-    stage = StageConfig(*own, capacity, step, layout, (), slots, said.get("overlap") == "on", rounds)
+    overlap = said.get("overlap") == "on"
+    stage = StageConfig(*own, capacity, step, layout, (), slots, overlap=overlap, synchronous=rounds)
     ledger = ContributionRecord() if rounds else GradientLedger(step, slots)
     routes = Router(stage, Peers(spans), ledger)
     routes.active, routes.own.quota = not rounds, int(said["quota"]) if "quota" in said else None
