@@ -65,7 +65,7 @@ def time_kind(job: jobs.Job) -> str:
             return "gossip"
         case jobs.Save():
             return "checkpoint"
-        case jobs.Evaluate():
+        case jobs.Evaluate() | jobs.Compare():
             return "evaluation"
         case jobs.ExportState() | jobs.ImportState() | jobs.ChangeSpan() | jobs.ExportRetained():
             return "state"

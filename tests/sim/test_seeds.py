@@ -144,7 +144,7 @@ DEFENCES = {  # how to switch it off, the rule that is violated then, and the se
     "settled windows": (no_settled_windows, "timely", 10),
     "folded rests": (no_fold, "folded", 10),
     "digest check": (no_digests, "whole", 10),
-    "staleness limit": (no_staleness_limit, "fresh", 24),
+    "staleness limit": (no_staleness_limit, "fresh", 53),
     "write deadline": (no_write_deadline, "bounded", 0),
     "replay check": (no_replay_check, "once", 35),
     "aborts": (no_aborts, "counted", 11),

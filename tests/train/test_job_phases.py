@@ -270,7 +270,7 @@ TIME: dict[str, set[type]] = {
     "training": {jobs.Draw, jobs.Forward, jobs.Backward, jobs.Forget, jobs.Seal, jobs.Apply, jobs.Drop, jobs.Advance},
     "gossip": {jobs.CloseWindow, jobs.Rest, jobs.EncodeSections, jobs.Merge, jobs.Absorb, jobs.CloseRound},
     "checkpoint": {jobs.Save},
-    "evaluation": {jobs.Evaluate},
+    "evaluation": {jobs.Evaluate, jobs.Compare},
     "state": {jobs.ExportState, jobs.ImportState, jobs.ChangeSpan, jobs.ExportRetained, jobs.SetClock, jobs.Start},
     "waiting": set(),
 }
