@@ -12,25 +12,23 @@ With --real the peers are processes over libp2p on loopback, and the liar floods
 """
 
 import argparse
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import torch
 
 from benchmarks import hostile_processes
+from benchmarks.trained_swarm import keeping_models, say
 from decentral.core import config
-from decentral.core.ids import PeerId
 from decentral.sim import faults
 from decentral.sim.gradients import Trained, real_gradients
 from decentral.sim.liars import FALSIFIED
 from decentral.sim.run import Scenario, run
-from decentral.sim.swarm import SimulatedPeer, SwarmSettings
-from decentral.sim.virtual_host import Pace, Training
+from decentral.sim.swarm import SwarmSettings
+from decentral.sim.virtual_host import Pace
 from decentral.train.step import held_out_loss
 
 HONEST = 4
@@ -60,10 +58,7 @@ def main() -> None:
                 losses[lie][seed] = held_out(lie, seed, args.seconds, args.set)
                 line = {"lie": lie, "seed": seed, "seconds": args.seconds, "loss": round(losses[lie][seed], 4)}
             line["took_s"] = round(time.perf_counter() - began, 1)
-            print(json.dumps(line), flush=True)
-            if args.json is not None:
-                with args.json.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+            say(line, args.json)
     print("\n".join(table(losses)))
 
 
@@ -71,20 +66,10 @@ def held_out(lie: str, seed: int, seconds: float, more: Sequence[str] = ()) -> f
     """The held-out loss of the honest peers' mean after one swarm's life."""
     run_config = config.load(None, [*SETTINGS, f"train.total_steps={int(seconds / STEP_S)}", f"seed={seed}", *more])
     pace = Pace(STEP_S, 0.05, report_s=10.0)
-    settings = real_gradients(SwarmSettings.of(run_config, pace, (1.0,), 512))
-    trained: dict[PeerId, Trained] = {}
-    made = settings.gradients
-    assert made is not None
-
-    def kept(member: SimulatedPeer) -> Training:
-        training = made(member)
-        assert isinstance(training, Trained)
-        trained[member.peer] = training
-        return training
-
+    settings, trained = keeping_models(real_gradients(SwarmSettings.of(run_config, pace, (1.0,), 512)))
     lying = [] if lie in ("none", "honest") else faults.parse(f"lie {HONEST} {lie} at 0 for {seconds + 1:g}")
     peers = HONEST + (lie != "none")
-    run(Scenario(replace(settings, gradients=kept), peers, seconds, seed, tuple(lying), audited=False))
+    run(Scenario(settings, peers, seconds, seed, tuple(lying), audited=False))
     return loss_of_mean([one for peer, one in trained.items() if peer != LIAR])
 
 

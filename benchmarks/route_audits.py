@@ -10,7 +10,6 @@ that went to the liar in each tenth of the run.
 """
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.trained_swarm import keeping_models, say
 from decentral.comm.routes.audits import RouteAudits
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
@@ -30,8 +30,8 @@ from decentral.sim.faults import HOP_LIES
 from decentral.sim.geography import TypicalLink
 from decentral.sim.gradients import Trained, real_gradients
 from decentral.sim.run import Scenario, run
-from decentral.sim.swarm import SimulatedPeer, SwarmSettings
-from decentral.sim.virtual_host import Pace, Training, VirtualHost
+from decentral.sim.swarm import SwarmSettings
+from decentral.sim.virtual_host import Pace, VirtualHost
 from decentral.train import compress, data
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import Device, held_out_loss
@@ -79,27 +79,14 @@ def main() -> None:
             with unaudited(args.without):
                 line = played(lie, seed, args.seconds, args.set)
             line |= {"audits_on": not args.without, "took_s": round(time.perf_counter() - began, 1)}
-            print(json.dumps(line), flush=True)
-            if args.json is not None:
-                with args.json.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+            say(line, args.json)
 
 
 def played(lie: str, seed: int, seconds: float, more: list[str]) -> dict[str, Any]:
     """One swarm's life."""
     run_config = config.load(None, [*SETTINGS, f"train.total_steps={int(seconds)}", f"seed={seed}", *more])
-    settings = real_gradients(SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=10.0), (1.0,), 512))
-    trained: dict[PeerId, Trained] = {}
-    made = settings.gradients
-    assert made is not None
-
-    def kept(member: SimulatedPeer) -> Training:
-        training = made(member)
-        assert isinstance(training, Trained)
-        trained[member.peer] = training
-        return training
-
-    settings = replace(settings, gradients=kept, memory=(1 << 28,), spans=SPANS)
+    made = real_gradients(SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=10.0), (1.0,), 512))
+    settings, trained = keeping_models(replace(made, memory=(1 << 28,), spans=SPANS))
     lying = faults.parse(f"lie {LIAR} {lie} at 0 for {seconds + 1:g}") if lie in HOP_LIES else []
     observer, liar = RouteObserver(seconds), PeerId(f"sim{LIAR:05d}")
     peers = len(SPANS) - (lie == "none")

@@ -30,7 +30,8 @@ from benchmarks.soak.disks import Disks, LimitedFiles, MountedDisks
 from benchmarks.soak.driver import Driver
 from benchmarks.soak.evidence import Evidence
 from benchmarks.soak.report import report, table
-from benchmarks.soak.swarm import LAYERS, SoakSwarm, lab_of, local_flags, without_lab, write_json
+from benchmarks.soak.swarm import LAYERS, SoakSwarm, lab_of, local_flags, write_json
+from benchmarks.wan import namespaces
 from decentral import command
 from decentral.core.errors import UserError
 from decentral.local import PEER_LEAVE_S, PEER_START_S
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(flags: argparse.Namespace) -> None:
     console = Console(highlight=False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # all is taken down, as with Ctrl-C
-    missing = "it was not asked for" if flags.loopback else without_lab()
+    missing = "it was not asked for" if flags.loopback else namespaces.missing()
     kinds = [kind for kind in faults.KINDS if kind != "cut" or not missing]
     if missing:
         console.print(f"no lab ({missing}): nobody is cut off, and a full disk is a limit of the process", markup=False)

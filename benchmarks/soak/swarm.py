@@ -21,7 +21,6 @@ from benchmarks.soak.evidence import Line, Sample
 from benchmarks.wan import description, namespaces
 from benchmarks.wan.lab import Lab
 from benchmarks.wan.swarm import LISTEN, OUTSIDE
-from decentral.core.errors import UserError
 from decentral.core.journal import Tail
 from decentral.local import LOOPBACK, LocalPeer, LocalSwarm
 from decentral.local import parse as parse_local
@@ -49,16 +48,6 @@ def lab_of(places: int, seconds: float) -> Lab:
     """Raises UserError where it cannot run."""
     tree = {"regions": {"lan": {"count": places}}, "inside": {"delay_ms": LATENCY_MS, "bandwidth_gbps": RATE_GBPS}}
     return Lab(description.from_topology(topology.parse(tree)), seconds)
-
-
-def without_lab() -> str:
-    """Why the lab cannot run here; "": it can."""
-    try:
-        namespaces.require_root()
-        with namespaces.children_in(None):
-            return ""
-    except UserError as error:
-        return str(error)
 
 
 class SoakSwarm(LocalSwarm):

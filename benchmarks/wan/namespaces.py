@@ -52,6 +52,16 @@ def require_root() -> None:
         raise UserError(f"the lab needs {TUN_PATH}; load the module tun, or give the container that device")
 
 
+def missing() -> str:
+    """Why the lab cannot run here; "": it can. One namespace is made, to see."""
+    try:
+        require_root()
+        with children_in(None):
+            return ""
+    except UserError as error:
+        return str(error)
+
+
 def _call(name: str, *arguments: object) -> None:
     """Raises UserError if the kernel refuses."""
     if getattr(_libc, name)(*arguments) != 0:

@@ -61,11 +61,9 @@ class QuestionShares:
 
     def begin(self, sender: PeerId) -> "QuestionShare":
         """A question of this sender begins. Raises ProtocolError if it has its share under way already."""
-        known = self.admits(sender) and self.knows(sender)
-        if not self.admits(sender):
-            pool = self.unproven
-        else:
-            pool = self.streams if known else self.strangers
+        admitted = self.admits(sender)
+        known = admitted and self.knows(sender)
+        pool = self.streams if known else self.strangers if admitted else self.unproven
         if not pool.take(sender):
             raise ProtocolError(Reason.BUSY, f"{pool.by_sender.get(sender, 0)} of {pool.used} streams are this peer's")
         return QuestionShare(sender, pool, self.under_way, known)

@@ -38,16 +38,6 @@ with Lab(description.from_topology(topology.parse(tree)), 60) as lab:
 """
 
 
-def missing() -> str:
-    """Why the lab cannot run here; empty where it can."""
-    try:
-        namespaces.require_root()
-        with namespaces.children_in(None):
-            return ""
-    except UserError as error:
-        return str(error)
-
-
 def test_without_root_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert command.main(["--self-test", "eight-cities", "--peers-per-region", "1"]) == 2
@@ -74,7 +64,7 @@ def test_a_mistake_in_the_flags_is_one_line(
     assert what in capsys.readouterr().err
 
 
-needs_root = pytest.mark.skipif(bool(missing()), reason=missing())
+needs_root = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 
 
 @needs_root
