@@ -15,6 +15,7 @@ from decentral.comm.wire.transport import Ask
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.outcomes import UNLIKE
+from decentral.train.micro_batch_names import MicroBatchNames
 from tests.comm.routes.route_world import Device, Peer, World, cuts_of
 
 CUTS = cuts_of([100, 100, 100])
@@ -30,12 +31,13 @@ class AuditedDevice(Device):
 
     lies: bool = False
     chance: Random = field(default_factory=lambda: Random(7))
+    names: MicroBatchNames = field(default_factory=lambda: MicroBatchNames.known("a"))
 
     def do(self, job: Any) -> Any:
         outcome = super().do(job)
         match job:
             case jobs.Draw():
-                return replace(outcome, number=2 * outcome.number + self.chance.randrange(2))
+                return replace(outcome, number=self.names.pair(outcome.number) + self.chance.randrange(2))
             case jobs.Backward() if any(job.blob):
                 outcome = replace(outcome, blob=job.blob)
         if isinstance(outcome, jobs.BackwardDone) and self.lies:
