@@ -93,6 +93,19 @@ def test_a_hop_that_lies_is_found_out_and_gets_no_more_routes() -> None:
     assert counted(world.peers[PeerId("Y")]) > 80
 
 
+def test_a_liar_that_comes_again_under_other_names_is_found_each_time() -> None:
+    """What its first names cost is not taken from the audits of the later ones."""
+    world = played(swarm("YZ"), 1.0)
+    for turn in range(6):
+        liar = world.add(f"X{turn}", 2, 3, device=Comparing(end=3, lies=True))
+        liar.routes.active = True
+        world.run(10.0)
+        assert counted(liar) < 15
+        world.kill(liar.name)
+        world.run(2.0)
+    assert wrong(world) == {f"X{turn}" for turn in range(6)}
+
+
 def test_without_audits_the_same_hop_has_its_part_of_all_routes() -> None:
     world = played(swarm("XYZ", liars="X", audited=False))
     assert counted(world.peers[PeerId("X")]) > 40
