@@ -190,7 +190,7 @@ class Libp2p:
     async def _listen(self) -> None:
         async def on_stream(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             sender = PeerId(info.peer_id.to_base58())
-            if len(self._connected) < MOST_CONNECTED:
+            if len(self._connected) < MOST_CONNECTED and (self._private is None or self._private.admits(sender)):
                 self._connected.add(sender)
             with closing(writer):
                 assert self._server is not None

@@ -1,5 +1,6 @@
 """A private swarm as its users meet it: real processes, what each of them says, and with which code it ends."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,16 +9,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from decentral import invitation_files, invite, peer, plan
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, MOST_REVOKED, Permission
+from decentral.comm.wire.messages import Welcome
+from decentral.comm.wire.transport import Answer
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId
+from decentral.core.ids import PeerId, RunId
 from decentral.invitation_files import FounderFile, read_holding
 from decentral.peers.hosts.clock import SwarmClock
+from decentral.visit import say_hello
 from tests.comm.wire.invited import founder
 from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
 
@@ -210,6 +216,30 @@ def test_a_restart_remembers_what_was_revoked(begun: Path) -> None:
         invitation_files.keep_revocations(begun, ours.revoke(holding.invitation.id, 0.0).packed)
     again = invitation_files.member(begun, holding, PeerId("QmA"), SwarmClock())
     assert again.over() == "revoked"
+
+
+class Welcoming:
+    """A transport to a member that says to be in another run than the one it was asked for."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+
+    async def connect(self, address: str) -> PeerId:
+        return PeerId("QmA")
+
+    async def ask(self, *question: object) -> Answer:
+        return Answer(Envelope(Welcome(self.run, "{}")), 0.0, 0.0, 0, 0)
+
+
+def test_a_member_leads_no_newcomer_into_another_run() -> None:
+    """Its folder would have belonged to a public run from then on, and would have gone on as one."""
+    ours = RunId("gpt-" + 26 * "a")
+    for theirs in ("gpt-123456", "gpt-" + 26 * "b"):
+        with pytest.raises(UserError, match=theirs):
+            asyncio.run(say_hello(["there"], cast(Libp2p, Welcoming(theirs)), ours))
+    contacts, welcome = asyncio.run(say_hello(["there"], cast(Libp2p, Welcoming(ours)), ours))
+    assert contacts
+    assert welcome
 
 
 # Peers
