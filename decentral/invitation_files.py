@@ -107,7 +107,7 @@ class FounderFile:
     def open(cls, folder: Path) -> Iterator["FounderFile"]:
         """The founder's file, which no other process changes meanwhile; its peer may run. Raises UserError."""
         path = _founder_path(folder)
-        if not path.exists():
+        if not founded(folder):
             raise UserError(
                 f"--state-dir {folder}: no private swarm was begun there (python -m decentral.peer --private)"
             )
@@ -211,6 +211,11 @@ def kept_revocations(folder: Path) -> bytes:
         return (folder / "revoked").read_bytes()
     except OSError:
         return b""
+
+
+def founded(folder: Path) -> bool:
+    """Whether a private swarm was begun in this folder."""
+    return _founder_path(folder).exists()
 
 
 def kept_path(folder: Path) -> Path:

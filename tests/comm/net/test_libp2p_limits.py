@@ -45,7 +45,7 @@ class Daemon:
 def transport() -> tuple[Libp2p, Daemon]:
     daemon = Daemon()
     place = DaemonPlace(None, (), ())  # type: ignore[arg-type]
-    return Libp2p(daemon, place, lambda: 0.0), daemon  # type: ignore[arg-type]
+    return Libp2p(daemon, place, lambda: 0.0), daemon
 
 
 async def served(private: PrivateSwarm | None) -> tuple[Libp2p, Daemon]:
