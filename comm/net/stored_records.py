@@ -1,8 +1,8 @@
 """How much our node of the DHT stores for others: bytes and records, with a limit for each key and fair shares of it.
 
 A node answers a lookup with all that it has under a key, in one message of at most 4 MiB. If that is too large nobody
-gets an answer, and the asker takes the node for dead. So what is stored under a key stays below that, and what is stored
-under all keys of a swarm with one shard as well, since a new node gets it in one message.
+gets an answer, and the asker takes the node for dead. So what is stored under a key stays below that. What is stored
+under all keys of a swarm with one shard does as well, since a new node gets it in one message.
 
 Anybody may have any number of names, each with a record of its own. In a private swarm the shares of a key are those of
 invitations, whatever names their holders take.
