@@ -24,7 +24,7 @@ from decentral.core.reasons import Reason
 
 IDENTIFY, AUTONAT = "/ipfs/id/1.0.0", "/libp2p/autonat/1.0.0"
 IDENTIFY_S = 10.0
-DIAL_BACK_S = 40.0  # a daemon gives up dialling after 15 s
+DIAL_BACK_S = 8.0  # a daemon gives up dialling after 15 s; who can be reached is within two or three round trips
 MAX_IDENTIFY_BYTES, MAX_DIAL_BACK_BYTES = 16 * 1024, 4 * 1024
 MOST_DIALLED = 16  # addresses that are named; a daemon dials no more
 
@@ -73,13 +73,21 @@ async def identify(transport: Libp2p, peer: PeerId) -> Identified:
 
 
 async def dial_back(transport: Libp2p, peer: PeerId, addresses: Sequence[str]) -> DialBack:
-    """Asks a peer that we are connected to to reach us at one of these addresses anew. Raises AskError."""
+    """Asks a peer to which we have a connection to reach us anew, at one of these addresses. Raises AskError.
+
+    A peer that is still dialling at the deadline has an ERROR: packets to us are dropped on the way.
+    """
     packed = [packed_address(address.partition("/p2p/")[0]) for address in addresses[:MOST_DIALLED]]
     request = _kind("AutoNat")(type=0)
     request.dial.peer.id = packed_address(f"/p2p/{transport.peer}")
     request.dial.peer.addresses.extend(packed)
     body = request.SerializeToString()
-    answer = await transport.call(peer, AUTONAT, _varint(len(body)) + body, MAX_DIAL_BACK_BYTES, DIAL_BACK_S)
+    try:
+        answer = await transport.call(peer, AUTONAT, _varint(len(body)) + body, MAX_DIAL_BACK_BYTES, DIAL_BACK_S)
+    except AskError as error:
+        if error.reason == Reason.DEADLINE:
+            return DialBack(DialStatus.ERROR, "", f"not reached within {DIAL_BACK_S:g} s")
+        raise
     response = _unpacked("AutoNat", answer).response
     return DialBack(response.status, address_text(response.address), response.text)
 

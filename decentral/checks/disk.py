@@ -23,12 +23,11 @@ LEAST_FREE_BYTES = 64 * MiB  # beside a checkpoint: the journal of a day
 CHECKED_BYTES = 4096 * MiB  # a larger checkpoint is not read whole: that would take minutes
 
 
-def checks(folder: Path) -> Iterator[Finding]:
-    """All checks of the state folder; of the place where it would be made, if it is not there."""
-    written = write_speed(folder)
-    yield written
+def checks(folder: Path, of_a_peer: bool) -> Iterator[Finding]:
+    """Checks of the place where a state folder is or would be; if it is `of_a_peer`, of what is in it as well."""
+    yield write_speed(folder)
     yield room(folder)
-    if folder.exists():
+    if of_a_peer:
         yield belongs_to(folder)
         yield saved(folder)
 

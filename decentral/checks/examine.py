@@ -104,7 +104,7 @@ async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
 def _machine_and_disk(flags: argparse.Namespace, place: PeerPlace) -> Iterator[Finding]:
     yield machine.open_files()
     yield machine.compute_device(flags.device)
-    yield from disk.checks(Path(flags.state_dir or "."))
+    yield from disk.checks(Path(flags.state_dir or "."), place.folder is not None)
     path = _invitation_path(flags.invite, place.folder)
     if path is not None:
         yield swarm.invitation(path)
@@ -168,9 +168,10 @@ async def _links(flags: argparse.Namespace, place: PeerPlace, visit: Visit) -> A
     transport, others = visit.transport, [peer for peer in visit.reached if peer != place.peer] or visit.reached
     addresses, seen = await transport.addresses(), await network.seen_by(transport, others)
     yield network.address_translation(addresses, seen)
-    reachable = await network.reachable(transport, flags.announce, seen, network.port_of(addresses))
-    if place.running and reachable.state is not FindingState.OK:
-        there = "from another machine: python -m decentral.doctor --join with this peer's address"
+    came = await network.dialled_back(transport, seen, flags.announce)
+    reachable = network.reachability(addresses, seen, came)
+    if place.running and reachable.state == FindingState.WARN:
+        there = "from another machine: python -m decentral.doctor --join, with this peer's address"
         reachable = unknown("reachability", f"{reachable.seen} (a port of this check, not the peer's)", there)
     yield reachable
     yield await network.latency(transport, others)

@@ -6,8 +6,9 @@ Whether others reach it is said by them: libp2p's AutoNAT dials back (comm/net/l
 import asyncio
 import ipaddress
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mode
 
 from decentral.checks.finding import Finding, FindingState, ok, unknown, warn, wrong
 from decentral.comm.net.libp2p import Libp2p
@@ -69,7 +70,7 @@ def address_translation(own: Sequence[str], seen: Sequence[Seen]) -> Finding:
             "NAT", f"none: others see {' and '.join(sorted({address for address, _ in observed}))}, as it is here"
         )
     outside = [place for place in observed if place[0] not in inside]
-    address = outside[0][0]
+    address = mode(place[0] for place in outside)
     kind = "what kind is seen by two peers only"
     if len(seen) > 1:
         same = len({port for _, port in outside}) == 1
@@ -78,45 +79,51 @@ def address_translation(own: Sequence[str], seen: Sequence[Seen]) -> Finding:
     return ok("NAT", f"behind a router: this machine is {inner}, others see {address}; {kind}")
 
 
-async def reachable(transport: Libp2p, announced: Sequence[str], seen: Sequence[Seen], listening_port: int) -> Finding:
-    """Whether others can begin a connection to this machine: some are asked to dial back.
-
-    `announced`: where the user says that this machine is reached.
-    """
+async def dialled_back(transport: Libp2p, seen: Sequence[Seen], announced: Sequence[str]) -> list[DialBack]:
+    """Asks some of these peers to begin a connection to us. `announced`: where the user says that we are reached."""
     own = [*announced, *await transport.addresses()]
-    asked = [one for one in seen if AUTONAT in one.said.protocols][:ASKED]
-    came = await asyncio.gather(*(_dialled_back(transport, one.peer, own) for one in asked))
-    reached = [answer.address for answer in came if answer and answer.status == DialStatus.OK]
-    if reached:
-        return ok("reachability", f"{len(reached)} of {len(asked)} peers dialled back: {reached[0]}")
-    failed = [answer for answer in came if answer and answer.status == DialStatus.ERROR]
-    if not failed:
-        return _nobody_dials(own, asked, came)
+
+    async def one(peer: PeerId) -> DialBack | None:
+        try:
+            return await dial_back(transport, peer, own)
+        except AskError:
+            return None
+
+    asked = [each.peer for each in seen if AUTONAT in each.said.protocols][:ASKED]
+    return [came for came in await asyncio.gather(*map(one, asked)) if came]
+
+
+def reachability(own: Sequence[str], seen: Sequence[Seen], came: Sequence[DialBack]) -> Finding:
+    """Whether others can begin a connection to this machine. `came`: what those that were asked to have said."""
     inside = {place[0] for address in own if (place := _ip_and_port(address))}
-    outside = next((place[0] for one in seen if (place := _ip_and_port(one.said.observed))), "ADDRESS")
-    remedy = (OPEN if outside in inside else FORWARD).format(port=listening_port, outside=outside)
-    said = f"{len(failed)} of {len(asked)} peers could not dial back to {outside}, port {listening_port}"
+    observed = [place[0] for one in seen if (place := _ip_and_port(one.said.observed))]
+    if _all_loopback(inside) and observed and not _all_loopback(observed):
+        said = f"this machine listens at {' and '.join(sorted(inside))}, which only itself reaches"
+        return warn("reachability", said, "start the peer with --listen /ip4/0.0.0.0/tcp/PORT, or without --listen")
+    reached = [answer.address for answer in came if answer.status == DialStatus.OK]
+    if reached:
+        return ok("reachability", f"{len(reached)} of {len(came)} peers dialled back: {reached[0]}")
+    failed = [answer for answer in came if answer.status == DialStatus.ERROR]
+    if not failed:
+        return _nobody_dials(observed, came)
+    outside, port = mode(observed) if observed else "ADDRESS", port_of(own)
+    remedy = (OPEN if outside in inside else FORWARD).format(port=port, outside=outside)
+    said = f"{len(failed)} of {len(came)} peers could not dial back to {outside}, port {port}"
     return warn("reachability", f"{said}: no route to this machine from outside", f"{remedy}; {UNTIL_THEN}")
 
 
-def _nobody_dials(own: Sequence[str], asked: Sequence[Seen], came: Sequence[DialBack | None]) -> Finding:
+def _nobody_dials(observed: Sequence[str], came: Sequence[DialBack]) -> Finding:
     """Where the question has no answer: peers dial no private addresses, and not often."""
-    observed = [place[0] for one in asked if (place := _ip_and_port(one.said.observed))]
     if observed and not any(ipaddress.ip_address(address).is_global for address in observed):
-        there = f"python -m decentral.doctor --join {own[0]}"
-        if all(ipaddress.ip_address(address).is_loopback for address in observed):
-            return unknown("reachability", "the peers asked are on this machine", f"try it from another one: {there}")
-        seen = "the peers asked are in this private network, where AutoNAT does not dial back"
-        return unknown("reachability", seen, f"while a peer runs here, try it from another machine: {there}")
-    text = next((answer.text for answer in came if answer and answer.text), "no answer")
+        where = "on this machine" if _all_loopback(observed) else "in this private network"
+        there = "while a peer runs here, try from another machine: python -m decentral.doctor --join, with its address"
+        return unknown("reachability", f"the other peers are {where}, where AutoNAT does not dial back", there)
+    text = next((answer.text for answer in came if answer.text), "no answer")
     return unknown("reachability", f"no peer dialled back ({text})", "try again in a minute: peers dial rarely")
 
 
-async def _dialled_back(transport: Libp2p, peer: PeerId, own: Sequence[str]) -> DialBack | None:
-    try:
-        return await dial_back(transport, peer, own)
-    except AskError:
-        return None
+def _all_loopback(addresses: Iterable[str]) -> bool:
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 async def latency(transport: Libp2p, peers: Sequence[PeerId]) -> Finding:
