@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from decentral.comm.net.libp2p import Libp2p, address_text, packed_address
 from decentral.comm.wire.transport import AskError
+from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 
@@ -67,19 +68,19 @@ class DialBack:
 
 
 async def identify(transport: Libp2p, peer: PeerId) -> Identified:
-    """What a peer that we are connected to says of itself and of us. Raises AskError."""
-    found = _unpacked("Identify", await transport.call(peer, IDENTIFY, b"", MAX_IDENTIFY_BYTES, IDENTIFY_S))
-    return Identified(address_text(found.observed), tuple(found.protocols), found.agent)
+    """What a peer to which we have a connection says of itself and of us. Raises AskError and ProtocolError."""
+    return identified(await transport.call(peer, IDENTIFY, b"", MAX_IDENTIFY_BYTES, IDENTIFY_S))
 
 
 async def dial_back(transport: Libp2p, peer: PeerId, addresses: Sequence[str]) -> DialBack:
-    """Asks a peer to which we have a connection to reach us anew, at one of these addresses. Raises AskError.
+    """Asks a peer to which we have a connection to reach us anew, at one of these addresses.
 
     A peer that is still dialling at the deadline has an ERROR: packets to us are dropped on the way.
+    Raises AskError and ProtocolError.
     """
-    packed = [packed_address(address.partition("/p2p/")[0]) for address in addresses[:MOST_DIALLED]]
     request = _kind("AutoNat")(type=0)
     request.dial.peer.id = packed_address(f"/p2p/{transport.peer}")
+    packed = [packed_address(address.partition("/p2p/")[0]) for address in addresses[:MOST_DIALLED]]
     request.dial.peer.addresses.extend(packed)
     body = request.SerializeToString()
     try:
@@ -88,8 +89,19 @@ async def dial_back(transport: Libp2p, peer: PeerId, addresses: Sequence[str]) -
         if error.reason == Reason.DEADLINE:
             return DialBack(DialStatus.ERROR, "", f"not reached within {DIAL_BACK_S:g} s")
         raise
-    response = _unpacked("AutoNat", answer).response
-    return DialBack(response.status, address_text(response.address), response.text)
+    return dialled(answer)
+
+
+def identified(data: bytes) -> Identified:
+    """Reads an answer of identify. Raises ProtocolError."""
+    found = _unpacked("Identify", data)
+    return Identified(address_text(found.observed), tuple(found.protocols), found.agent)
+
+
+def dialled(data: bytes) -> DialBack:
+    """Reads an answer of AutoNAT. Raises ProtocolError."""
+    found = _unpacked("AutoNat", data).response
+    return DialBack(found.status, address_text(found.address), found.text)
 
 
 @cache
@@ -110,15 +122,15 @@ def _kind(name: str) -> Any:
 
 
 def _unpacked(name: str, data: bytes) -> Any:
-    """The message that stands behind its length. Raises AskError for anything else."""
+    """The message that stands behind its length. Raises ProtocolError for anything else."""
     length = next((place + 1 for place, byte in enumerate(data[:4]) if byte < 128), 0)
+    if not length or _varint(len(data) - length) != data[:length]:
+        raise ProtocolError(Reason.CUT, f"{len(data)} bytes of {name}")
     found = _kind(name)()
     try:
         found.ParseFromString(data[length:])
     except (DecodeError, UnicodeDecodeError) as error:
-        raise AskError(Reason.GARBAGE, type(error).__name__) from None
-    if not length or _varint(len(data) - length) != data[:length]:
-        raise AskError(Reason.CUT, f"{len(data)} bytes of {name}")
+        raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
     return found
 
 

@@ -16,6 +16,7 @@ from decentral.comm.net.libp2p_services import AUTONAT, DialBack, DialStatus, Id
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, Ping, Pong, Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answer, AskError
+from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.units import KiB, Seconds, readable_bytes
 from decentral.peers.membership.records import Profile
@@ -50,7 +51,7 @@ async def seen_by(transport: Libp2p, peers: Sequence[PeerId]) -> list[Seen]:
     async def one(peer: PeerId) -> Seen | None:
         try:
             return Seen(peer, await identify(transport, peer))
-        except AskError:
+        except (AskError, ProtocolError):
             return None
 
     return [seen for seen in await asyncio.gather(*map(one, peers)) if seen]
@@ -86,7 +87,7 @@ async def dialled_back(transport: Libp2p, seen: Sequence[Seen], announced: Seque
     async def one(peer: PeerId) -> DialBack | None:
         try:
             return await dial_back(transport, peer, own)
-        except AskError:
+        except (AskError, ProtocolError):
             return None
 
     asked = [each.peer for each in seen if AUTONAT in each.said.protocols][:ASKED]

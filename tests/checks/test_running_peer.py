@@ -75,6 +75,8 @@ def test_lines_of_an_earlier_life_are_left_out(tmp_path: Path) -> None:
 
 def test_what_the_peer_itself_says_is_wrong_is_told_once_each(tmp_path: Path) -> None:
     full = {"reason": "no checkpoint could be written: disk"}
+    lines: list[tuple[float, str, dict[str, Any]]]
+    more: list[tuple[float, str, dict[str, Any]]]
     lines = [(9.0, "error", full), (8.0, "error", full), (7.0, "unheld", {"reason": "no peer holds layers 1 to 2"})]
     more = [(6.0, "clock", {"jumped_s": 3600.0}), (5.0, "refused", {"by_reason": {"version": 4}})]
     seen = list(running_peer.checks(written(tmp_path, *lines, *more), NOW))

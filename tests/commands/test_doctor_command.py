@@ -23,6 +23,7 @@ from decentral import doctor, invitation_files, invite
 from decentral.checks import swarm as swarm_checks
 from decentral.comm.wire import codec
 from decentral.comm.wire.invitations import Permission
+from decentral.comm.wire.messages import VERSION
 from decentral.core import config
 from decentral.core.ids import RunId
 from decentral.invitation_files import FounderFile
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.swarm
 def peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
     """The founder of a private swarm, which trains."""
     running = Peers(tmp_path_factory.mktemp("doctor"))
-    running.start("founder", "--private", *TINY, "--set", "swarm.checkpoint_every_s=1")
+    running.start("founder", "--private", "--throttle=40", *TINY, "--set", "swarm.checkpoint_every_s=1")
     running.until("it has saved", lambda: bool(running.lines("founder", "checkpoint")))
     shutil.copy(invited(running), running.folder / "revoked.invite")  # it hears of it while the first tests run
     assert invite.main(["--state-dir", str(running.folder / "founder"), "--revoke", revoked(running)]) == 0
@@ -158,7 +159,7 @@ def test_the_state_folder_of_another_run(peers: Peers, examined: Any, tmp_path: 
     assert "another --state-dir" in found["run"]["remedy"]
 
 
-@pytest.mark.parametrize(("ours", "who"), [(codec.VERSION + 1, "the peer there"), (codec.VERSION - 1, "this machine")])
+@pytest.mark.parametrize(("ours", "who"), [(VERSION + 1, "the peer there"), (VERSION - 1, "this machine")])
 def test_another_version_of_the_protocol(
     peers: Peers, examined: Any, ours: int, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +221,8 @@ def test_behind_a_router_without_a_forwarded_port_and_with_a_partner_behind_anot
     homes = replace(description.from_topology(topology.parse(tree)), nat={1: "home", 2: "home"})
     running = Peers(tmp_path)
     with Lab(homes, LIMIT_S) as lab:
-        command = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(tmp_path / "open"), *TINY]
+        command = [sys.executable, "-m", "decentral.peer", "--plain", "--throttle=40", *TINY]
+        command += ["--state-dir", str(tmp_path / "open")]
         with (tmp_path / "output.txt").open("wb") as output:
             lab.popen(0, command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
         running.until("it trains", lambda: bool(running.lines("open", "joined")))
