@@ -5,7 +5,7 @@
 
 Every daemon that hivemind starts answers both. AutoNAT's own rules keep it from being turned on others: it dials only
 the IP address that the asker's connection comes from, expects the asker's peer id there, dials no private addresses,
-and no asker more than three times a minute (github.com/libp2p/specs, autonat/autonat-v1.md).
+and soon refuses an asker that wants more (github.com/libp2p/specs, autonat/autonat-v1.md).
 """
 
 from collections.abc import Sequence

@@ -72,7 +72,7 @@ def address_translation(own: Sequence[str], seen: Sequence[Seen]) -> Finding:
         )
     outside = [place for place in observed if place[0] not in inside]
     address = mode(place[0] for place in outside)
-    kind = "what kind is seen by two peers only"
+    kind = "two peers tell of which kind, and one did"
     if len(seen) > 1:
         same = len({port for _, port in outside}) == 1
         kind = "one port for all others" if same else "another port for each other peer (symmetric)"

@@ -51,7 +51,8 @@ class Contact:
 async def meet(transport: Libp2p, addresses: Sequence[str], run: RunId) -> tuple[list[Contact], list[Finding]]:
     """Says hello at these addresses. `run`: the one that the state folder or the invitation is for; "": any."""
     met = await asyncio.gather(*(_greet(transport, address, run) for address in addresses))
-    return [one for one in met if isinstance(one, Contact)], [one for one in met if isinstance(one, Finding)]
+    contacts = {one.peer: one for one in met if isinstance(one, Contact)}  # one peer may have several addresses
+    return list(contacts.values()), [one for one in met if isinstance(one, Finding)]
 
 
 def welcomed(contact: Contact) -> Finding:
