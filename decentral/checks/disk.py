@@ -10,6 +10,7 @@ from errno import EACCES, EDQUOT, EFBIG, ENOSPC, EPERM, EROFS
 from pathlib import Path
 
 from decentral.checks.finding import Finding, ok, unknown, warn, wrong
+from decentral.comm.wire.identity import Identity
 from decentral.core.errors import UserError
 from decentral.core.journal import JOURNAL_FILE_BYTES, JOURNAL_FILES_KEPT
 from decentral.core.units import MiB, readable_bytes
@@ -68,7 +69,9 @@ def write_speed(folder: Path) -> Finding:
 def belongs_to(folder: Path) -> Finding:
     """Which run the folder belongs to, and whether a peer uses it now."""
     try:
-        kept = StateFolder(folder).read_run()
+        kept, key = StateFolder(folder).read_run(), folder / "identity.key"
+        if key.exists():
+            Identity.load_or_create(key)
     except UserError as error:
         return wrong("state folder", str(error), "move that file away, or use another --state-dir")
     used = "in use by a peer" if in_use(folder) else "no peer uses it now"

@@ -1,8 +1,10 @@
 """Which checks are made, in the order in which one needs another: machine, disk, network, swarm, running peer."""
 
 import argparse
+import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +41,13 @@ class PeerPlace:
         """Raises UserError for an address of --join that is none."""
         for address in flags.join:
             parse_address(address)
+        if flags.state_dir and Path(flags.state_dir).is_dir() and not os.access(flags.state_dir, os.R_OK | os.X_OK):
+            raise UserError(f"--state-dir {flags.state_dir} cannot be read; run this as the user whose peer it is")
         folder = Path(flags.state_dir) if flags.state_dir and Path(flags.state_dir).is_dir() else None
         running = folder is not None and disk.in_use(folder)
         listen = [state.ANYWHERE] if running else flags.listen or [state.ANYWHERE]
         if folder is not None and not running:
             listen = StateFolder(folder).listen(flags.listen)
-        key = folder / "identity.key" if folder else None
         holding = _holding(flags.invite, folder)
         return cls(
             folder,
@@ -53,7 +56,7 @@ class PeerPlace:
             flags.join or (_known(folder) if folder else []),
             bool(flags.join),
             _run(folder) or (holding.invitation.run if holding else RunId("")),
-            Identity.load_or_create(key).peer if key and key.exists() else None,
+            _own_peer(folder),
             holding,
         )
 
@@ -77,7 +80,16 @@ def _known(folder: Path) -> list[str]:
     tail = running_peer.JournalTail.of(folder)
     said = tail.started.get("addresses") if tail and disk.in_use(folder) else None
     own = [one for one in said if isinstance(one, str)] if isinstance(said, list) else []
-    return list(dict.fromkeys([*known_addresses(folder), *own[:1]]))
+    with suppress(UserError):  # of a damaged key; the check of the folder says it
+        own = [*known_addresses(folder), *own[:1]]
+    return list(dict.fromkeys(own))
+
+
+def _own_peer(folder: Path | None) -> PeerId | None:
+    key = folder / "identity.key" if folder else None
+    with suppress(UserError):
+        return Identity.load_or_create(key).peer if key and key.exists() else None
+    return None
 
 
 def _run(folder: Path | None) -> RunId:

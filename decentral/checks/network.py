@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mode
 
-from decentral.checks.finding import Finding, FindingState, ok, unknown, warn, wrong
+from decentral.checks.finding import Finding, ok, unknown, warn, wrong
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_services import AUTONAT, DialBack, DialStatus, Identified, dial_back, identify
 from decentral.comm.wire.codec import Envelope
@@ -180,9 +180,7 @@ def rate(check: str, bytes_per_s: float) -> Finding:
     """A link's rate, and what follows where it is low."""
     seen = f"{BIT * bytes_per_s / 1e6:.1f} Mb/s"
     if bytes_per_s < SLOW_LINK_PER_S:
-        remedy = (
-            "use a wire in the place of Wi-Fi, end other transfers; or a smaller model: windows stretch to the link"
-        )
+        remedy = "use a wire in the place of Wi-Fi, end other transfers, or train a smaller model: windows stretch"
         return warn(check, seen, remedy)
     return ok(check, seen)
 
@@ -202,15 +200,13 @@ def listens(addresses: Sequence[str], running: bool) -> Finding:
 def cannot_listen(error: str, listen: Sequence[str]) -> Finding:
     """Where libp2p does not start at the addresses of --listen."""
     if "address already in use" in error:
-        remedy = (
-            "another program, or this peer itself, has that port (ss -ltnp shows which): end it, or --listen at another"
-        )
+        remedy = "another program has that port (ss -ltnp shows which): end it, or --listen at another"
         return wrong("port", f"{', '.join(listen)}: address already in use", remedy)
     if "cannot assign" in error:
         return wrong("port", error, "--listen takes an address of this machine; /ip4/0.0.0.0/tcp/PORT is all of them")
     if "permission denied" in error:
         return wrong("port", error, "ports below 1024 are for root: --listen at a higher one")
-    return Finding("port", FindingState.WRONG, error, "choose other addresses with --listen")
+    return wrong("port", error, "choose other addresses with --listen")
 
 
 def port_of(addresses: Sequence[str]) -> int:

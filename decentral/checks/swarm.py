@@ -196,7 +196,7 @@ class Visit:
         others = [record for peer, record in self.known.items() if peer != own]
         phases = [record.phase for record in others]
         if not others and own in self.known:
-            remedy = "start others with the line that this peer printed; or look above whether they can reach it"
+            remedy = "start others with the line that this peer printed; or see reachability, below"
             return wrong("swarm", f"run {self.run}: no peer but this one", remedy)
         if not others:
             remedy = "those that answer do not train yet, or cannot reach each other: try again in a minute"

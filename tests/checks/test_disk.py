@@ -60,8 +60,11 @@ def test_a_limit_of_a_file_s_size(tmp_path: Path) -> None:
     assert "ulimit -f unlimited" in found.remedy
 
 
-def test_a_damaged_run_file(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{")
+@pytest.mark.parametrize(
+    ("file", "said"), [("run.json", "run.json is damaged"), ("identity.key", "holds no libp2p identity")]
+)
+def test_a_damaged_file_of_the_folder(tmp_path: Path, file: str, said: str) -> None:
+    (tmp_path / file).write_text("{")
     found = disk.belongs_to(tmp_path)
-    assert "run.json is damaged" in found.seen
+    assert said in found.seen
     assert "another --state-dir" in found.remedy
