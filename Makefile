@@ -17,7 +17,7 @@ SECONDS ?= 3600
 .PHONY: swarm test check sweep soak night fuzz install clean
 
 swarm: install
-	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --summary swarm-summary.json
+	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --dashboard 8420 --summary swarm-summary.json
 
 test: check sweep
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses 2 --dist loadfile
@@ -47,7 +47,7 @@ install: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf,plot,8bit]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf,plot,8bit,dashboard]"
 	touch $@
 
 clean:

@@ -18,6 +18,7 @@ PACKAGES = {
     "decentral",
     "decentral.algorithms",
     "decentral.core",
+    "decentral.dashboard",
     "decentral.train",
     "decentral.sim",
     *(f"decentral.{name}" for name in LINKED),

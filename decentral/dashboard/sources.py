@@ -1,0 +1,112 @@
+"""Where the page's lines come from: journals on this machine, a parent process, or both.
+
+A source has `lines()`: what is new since the last call, as (peer, line) in the order of the lines' times. All that a
+journal has is taken once, so the page shows history from before it was opened.
+
+Beside a journal's own lines there are three that sources make:
+
+    now      {"t"}                                virtual time, and the last time that there is
+    facts    {"t", "facts"}                       what is known of the run, where no state folder says it
+    missed   {"t", "peer", "reason", "certain"}   somebody does not reach this peer; certain: its process has ended
+    record   {"t", "peer", ...}                   what a peer's record in the DHT says (record_lines.py)
+"""
+
+import heapq
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from decentral.core import strict_json, swarm_config
+from decentral.core.errors import UserError
+from decentral.core.journal import Tail
+from decentral.core.plain_text import plain_text
+from decentral.core.units import KiB, MiB
+
+Told = tuple[str, dict[str, Any]]  # the peer whose line it is, and the line
+JOURNAL = "journal.jsonl"
+MOST_JOURNALS = 4096
+MOST_LINE_BYTES = 256 * KiB  # from a parent process; a longer line is skipped
+READ_BYTES = 1 * MiB  # from a parent process at once
+
+
+class Source(Protocol):
+    """Lines about the swarm, and whether there can be more."""
+
+    def lines(self) -> Iterator[Told]: ...
+
+    @property
+    def over(self) -> bool: ...
+
+
+class FollowedJournal:
+    """One journal, and whose it is: its first line says so."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail, self._peer = Tail(path), ""
+
+    def lines(self) -> Iterator[Told]:
+        for line in self._tail.new():
+            if line["event"] in ("started", "continued"):
+                self._peer = str(line.get("peer", ""))
+            if self._peer:
+                yield self._peer, line
+
+
+class JournalFolder:
+    """The journals of a peer's state folder, or of all state folders in a folder; new ones are found as they come."""
+
+    over = False  # a peer may go on at any time
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._followed: dict[Path, FollowedJournal] = {}
+
+    def lines(self) -> Iterator[Told]:
+        for journal in self._journals():
+            if journal not in self._followed and len(self._followed) < MOST_JOURNALS:
+                self._followed[journal] = FollowedJournal(journal)
+        each = (followed.lines() for followed in self._followed.values())
+        return heapq.merge(*each, key=lambda told: _time(told[1]))
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of the run, from the first state folder that has its config; {} if none has."""
+        for journal in self._journals():
+            with suppress(OSError, ValueError, KeyError, TypeError, UserError):
+                kept = strict_json.loads((journal.parent / "run.json").read_text())
+                return {"run": plain_text(str(kept["run"])), **swarm_config.received(kept["config"]).facts()}
+        return {}
+
+    def _journals(self) -> list[Path]:
+        own = self.path / JOURNAL
+        return [own] if own.exists() else sorted(self.path.glob(f"*/{JOURNAL}"))
+
+
+class ParentFeed:
+    """What the process that has started this one writes: a JSON array [peer, line] in each line of text."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._rest, self.over = descriptor, b"", False
+        os.set_blocking(descriptor, False)
+
+    def lines(self) -> Iterator[Told]:
+        """At most READ_BYTES of them; `over` once the parent has closed its end."""
+        try:
+            data = os.read(self._descriptor, READ_BYTES)
+        except BlockingIOError:
+            return
+        self.over = not data
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MOST_LINE_BYTES:
+            self._rest = b""
+        for text in whole:
+            with suppress(ValueError):
+                match strict_json.loads(text):
+                    case [str(peer), dict(line)]:
+                        yield peer, line
+
+
+def _time(line: dict[str, Any]) -> float:
+    t = line.get("t")
+    return t if isinstance(t, int | float) else 0.0
