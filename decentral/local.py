@@ -30,7 +30,7 @@ from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.units import Amount, readable_bytes
 from decentral.dashboard.address import PageAddress
-from decentral.dashboard.child import DashboardProcess
+from decentral.dashboard.child import DashboardProcess, dashboard
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.state import StateFolder
 from decentral.train import measure, memory
@@ -55,12 +55,10 @@ def _main(flags: argparse.Namespace) -> None:
         else:
             folder = Path(flags.state_dir)
         check_memory(flags, folder)
-        page = None
-        if flags.dashboard:
-            folder.mkdir(parents=True, exist_ok=True)
-            page = DashboardProcess.start(flags.dashboard, folder)
-            stack.callback(page.close)
-            console.print(f"the page: [link={page.url}]{page.url}[/link]", style="bold")
+        folder.mkdir(parents=True, exist_ok=True)
+        page = stack.enter_context(dashboard(flags.dashboard, folder))
+        if page:
+            console.print(f"the page: {page.url}", style="bold")
         swarm = LocalSwarm(flags, folder, page)
         stack.callback(swarm.kill)
         try:

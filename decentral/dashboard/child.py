@@ -9,6 +9,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,19 @@ class DashboardProcess:
         except OSError:  # the page has ended
             os.close(self._pipe)
             self._pipe = -1
+
+
+@contextmanager
+def dashboard(
+    address: PageAddress | None, folder: Path | None = None, waits: bool = False
+) -> Iterator[DashboardProcess | None]:
+    """The page of a command, for as long as that runs; none if the user has asked for none."""
+    page = DashboardProcess.start(address, folder, waits) if address else None
+    try:
+        yield page
+    finally:
+        if page:
+            page.close()
 
 
 def _spawn(address: PageAddress, folder: Path | None, listening: socket.socket, feed: int) -> "subprocess.Popen[bytes]":

@@ -21,7 +21,7 @@ def told(line: Line) -> tuple[str, str] | None:
             return PLAIN, f"starts on {text(line, 'device')}"
         case "joined":
             donors, where = line.get("donors"), f"joined in {_amount(line, 'seconds')} s"
-            return GOOD, where + (f", with state from {len(donors)}" if isinstance(donors, list) and donors else "")
+            return GOOD, where + (f", state from {len(donors)}" if isinstance(donors, list) and donors else "")
         case "stopped":
             return PLAIN, f"stopped: {_said(line)}"
         case "plan":

@@ -104,10 +104,14 @@ class PeerView:
         self.become("joining", t)
         work = self.work
         self.work = WorkView(work.step, work.tokens, loss=work.loss, held_out=work.held_out)
+        self.place(line)
+        self.span(line)
+
+    def place(self, line: Line) -> None:
+        """What and where a line says that it is."""
         self.device.device = text(line, "device")
         self.device.region = text(line, "region") or self.device.region
         self.device.throttle = number(line, "throttle") or 1.0
-        self.span(line)
 
     def span(self, line: Line) -> None:
         """The layers that a line names."""

@@ -8,6 +8,7 @@ Beside a journal's own lines there are three that sources make:
     now      {"t"}                                virtual time, and the last time that there is
     facts    {"t", "facts"}                       what is known of the run, where no state folder says it
     missed   {"t", "peer", "reason", "certain"}   somebody does not reach this peer; certain: its process has ended
+    place    {"t", "peer", "device", "region", "throttle"}   what and where a peer is, where no journal says it
     record   {"t", "peer", ...}                   what a peer's record in the DHT says (record_lines.py)
 """
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from decentral.core.ids import PeerId, suffix
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.dashboard.events import BAD, GOOD, PLAIN, EventLog, told
@@ -28,7 +29,6 @@ SERIES_SHOWN = 12  # peers whose own loss is drawn; of more the median, and wher
 SILENT_S = 30.0  # without a line of its own; a peer that trains writes one every second, its machine permitting
 SILENT_GAPS = 4  # times as long as between its last lines: a slow peer writes less often
 MISSED_S = 3.0  # a peer that others miss is silent if it wrote nothing for so long
-SUFFIX = 8  # characters of a peer's id that stand for it in records
 PLAN_CHARS = 1000
 
 
@@ -62,6 +62,9 @@ class SwarmView:
                 return
             case "facts":
                 self.facts |= line.get("facts") or {}
+            case "place" if (placed := self.peers.get(text(line, "peer"))) is not None:
+                placed.place(line)
+                self._changed[placed.number] = placed
             case "record":
                 self._recorded(line, t)
             case "missed":
@@ -168,7 +171,7 @@ class SwarmView:
 
     def _exchange(self, view: PeerView, t: Seconds, line: Line) -> None:
         view.exchanged(line)
-        outcome, partner = text(line, "outcome", SUFFIX), line.get("partner")
+        outcome, partner = text(line, "outcome"), line.get("partner")
         self.troubles.exchanged(t, outcome, text(line, "reason"))
         if isinstance(partner, str) and partner and (other := self._view(partner, t)) is not None:
             self.links.exchanged(view.number, other.number, t, outcome)
@@ -179,7 +182,7 @@ class SwarmView:
         for one in links if isinstance(links, Sequence) else ():
             match one:
                 case [str(partner), int() | float() as rate, int() | float() as latency_s]:
-                    other = self._by_suffix.get(partner[-SUFFIX:])
+                    other = self._by_suffix.get(suffix(PeerId(partner)))
                     if other is not None and other is not view:
                         self.links.measured(view.number, other.number, rate, latency_s)
                     network.down = max(network.down, rate) if view.own else network.down
@@ -213,7 +216,7 @@ class SwarmView:
         links = line.get("links")
         self._measured(view, links)
         for one in links if isinstance(links, Sequence) else ():
-            if (other := self._by_suffix.get(str(one[0])[-SUFFIX:])) is not None and other is not view:
+            if (other := self._by_suffix.get(suffix(PeerId(str(one[0]))))) is not None and other is not view:
                 self.links.exchanged(view.number, other.number, t, "")
         if view.become("training" if line.get("phase") == "training" else "joining", t):
             self.events.add(t, view.number, GOOD, "is there")
@@ -250,7 +253,7 @@ class SwarmView:
         if view is None and peer and (len(self.peers) < PEERS_SHOWN or self._forget_one()):
             view = PeerView(self._numbers, peer, since=t)
             self._numbers += 1
-            self.peers[peer] = self._by_suffix[peer[-SUFFIX:]] = self._changed[view.number] = view
+            self.peers[peer] = self._by_suffix[suffix(PeerId(peer))] = self._changed[view.number] = view
         self.uncounted += view is None
         return view
 
@@ -261,7 +264,7 @@ class SwarmView:
             return False
         self.totals.forgotten_tokens += gone.work.tokens
         del self.peers[gone.peer]
-        self._by_suffix.pop(gone.peer[-SUFFIX:], None)
+        self._by_suffix.pop(suffix(PeerId(gone.peer)), None)
         self._changed.pop(gone.number, None)
         self.timeline.drop(gone.series)
         self.links.drop(gone.number)

@@ -152,7 +152,7 @@ function line(pen, colors, link, few) {
   pen.lineTo(b.x, b.y);
   pen.lineWidth = few ? 1 + Math.min(4, Math.max(0, Math.log10(measured * 8 + 1) - 5)) : 1;
   pen.strokeStyle = link.outcome === "failed" && fresh ? colors.failed : chosen ? colors.focus : few ? colors.line : colors.done;
-  pen.globalAlpha = few || chosen ? 1 : 0.1 + 0.5 * fresh;
+  pen.globalAlpha = few || chosen ? 1 : 0.05 + 0.3 * fresh;
   pen.stroke();
   pen.globalAlpha = 1;
   if (!few || !fresh || STILL.matches) return;
