@@ -63,7 +63,7 @@ class Follower:
         while True:
             self._name_run()
             for source in self.sources:
-                await self._take(source, live)
+                await self.take(source, live)
             self.view.tick(self.time.now())
             self.view.facts["past"] = self.time.past
             over = any(source.over for source in self.sources)
@@ -74,13 +74,13 @@ class Follower:
             live = True
             await asyncio.sleep(UPDATE_S)
 
-    async def _take(self, source: Source, live: bool) -> None:
+    async def take(self, source: Source, live: bool) -> None:
         """Of history, the totals are taken as often as the grid of the timeline has buckets."""
         ticked = 0.0
         for count, (peer, line) in enumerate(source.lines()):
             self.time.saw(line, live)
             self.view.take(peer, line)
-            if not live and self.view.now > ticked + self.view.timeline.width_s:
+            if not live and self.view.now >= ticked + self.view.timeline.width_s:
                 self.view.tick(self.view.now)
                 ticked = self.view.now
             if count % LINES_AT_ONCE == LINES_AT_ONCE - 1:

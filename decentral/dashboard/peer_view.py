@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ class WorkView:
     tokens_per_s: float = 0.0
     loss: float | None = None
     held_out: float | None = None
+    evaluated: Seconds = 0.0  # when
     shares: dict[str, float] = field(default_factory=dict)  # of its training thread's time, by kind
     spent: TimeSpent = NO_TIME
     exchanges: Counter[str] = field(default_factory=Counter)  # by outcome
@@ -103,7 +104,7 @@ class PeerView:
         """A new life: its counts begin anew, its tokens and its losses stay."""
         self.become("joining", t)
         work = self.work
-        self.work = WorkView(work.step, work.tokens, loss=work.loss, held_out=work.held_out)
+        self.work = WorkView(work.step, work.tokens, 0.0, work.loss, work.held_out, work.evaluated)
         self.place(line)
         self.span(line)
 
@@ -132,6 +133,14 @@ class PeerView:
         work.spent += TimeSpent(**{**kinds, "training": training_s})
         work.shares = work.spent.shares()
 
+    def judged(self, t: Seconds, held_out: float | None) -> bool:
+        """Takes its held-out loss. Whether that is a new one: a record repeats it, and the first may be old."""
+        work = self.work
+        news = held_out is not None and held_out != work.held_out
+        fresh = news and (self.own or work.held_out is not None)
+        work.held_out, work.evaluated = held_out, t if news else work.evaluated
+        return fresh
+
     def exchanged(self, line: Line) -> None:
         """An `exchange` line."""
         outcome = line.get("outcome")
@@ -141,7 +150,7 @@ class PeerView:
             self.work.reasons[text(line, "reason", REASON_TEXT)] += 1
 
     def recorded(self, t: Seconds, line: Line) -> None:
-        """What its record in the DHT says (sources.py). Its own journal knows better, where it is followed."""
+        """What its record in the DHT says, but for its held-out loss. Its own journal knows better."""
         device, network, work = self.device, self.network, self.work
         device.region = device.region or text(line, "region")
         device.software, device.memory_bytes = text(line, "software"), count(line, "memory_bytes")
@@ -152,10 +161,9 @@ class PeerView:
         self.span(line)
         work.step, work.tokens, work.tokens_per_s = count(line, "step"), count(line, "tokens"), number(line, "speed")
         network.window_s, network.latency_s = number(line, "window_s"), number(line, "latency_s")
-        work.loss, work.held_out = finite(line, "loss"), finite(line, "held_out")
-        shares, exchanges = line.get("shares") or (), line.get("exchanges") or ()
-        work.shares = dict(zip(KINDS, shares, strict=False))
-        work.exchanges = Counter(dict(zip(OUTCOMES, exchanges, strict=False)))
+        work.loss = finite(line, "loss")
+        work.shares = dict(zip(KINDS, listed(line, "shares"), strict=False))
+        work.exchanges = Counter(dict(zip(OUTCOMES, listed(line, "exchanges"), strict=False)))
         network.sent_bytes, network.received_bytes = count(line, "sent_bytes"), count(line, "received_bytes")
 
     def row(self) -> list[Any]:
@@ -191,6 +199,12 @@ def text(line: Line, name: str, most: int = 128) -> str:
     """The text of that name, made plain; "" if there is none."""
     value = line.get(name)
     return "" if value is None else plain_text(str(value), most)
+
+
+def listed(line: Line, name: str) -> Sequence[Any]:
+    """The list of that name; empty if there is none."""
+    value = line.get(name)
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _short(value: float | None) -> float | None:

@@ -12,7 +12,7 @@ An update is encoded once for all browsers. One that is slow gets everything ane
 import asyncio
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Updates:
             self._whole = self.number, _message("everything", self.number, self.view.snapshot())
         return self._whole[1]
 
-    async def listen(self) -> AsyncIterator[bytes]:
+    async def listen(self) -> AsyncGenerator[bytes]:
         """Server-sent events, for one browser."""
         known = -1
         self.browsers += 1

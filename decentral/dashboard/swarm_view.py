@@ -9,7 +9,7 @@ that peers chose are made plain here, and the page shows them as text.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.dashboard.events import BAD, GOOD, PLAIN, EventLog, told
 from decentral.dashboard.link_view import LINK_ROW, LinkTable
-from decentral.dashboard.peer_view import LIVE, OUTCOMES, ROW, Line, PeerView, count, finite, number, text
+from decentral.dashboard.peer_view import LIVE, OUTCOMES, ROW, Line, PeerView, count, finite, listed, number, text
 from decentral.dashboard.problems import Problem, RecentTroubles
 from decentral.dashboard.timeline import Timeline
 from decentral.dashboard.totals import TOTAL_SERIES, Totals, totals_of
@@ -60,8 +60,8 @@ class SwarmView:
         match event:
             case "now":
                 return
-            case "facts":
-                self.facts |= line.get("facts") or {}
+            case "facts" if isinstance(facts := line.get("facts"), dict):
+                self.facts |= facts
             case "place" if (placed := self.peers.get(text(line, "peer"))) is not None:
                 placed.place(line)
                 self._changed[placed.number] = placed
@@ -130,9 +130,8 @@ class SwarmView:
                 self._step(view, t, line)
             case "exchange":
                 self._exchange(view, t, line)
-            case "eval" if (loss := finite(line, "loss")) is not None:
-                view.work.held_out = loss
-                self.timeline.put("held_out", t, loss)
+            case "eval":
+                self._evaluated(view, t, finite(line, "loss"))
             case "traffic":
                 view.network.sent_bytes, view.network.received_bytes = (
                     count(line, "sent_bytes"),
@@ -141,7 +140,7 @@ class SwarmView:
             case "status":
                 view.span(line)
                 view.network.window_s = number(line, "window_s")
-                self._measured(view, line.get("links"))
+                self._measured(view, line)
             case "plan":
                 said = {"peer": view.number, "reason": text(line, "reason", PLAN_CHARS), "digest": text(line, "digest")}
                 self.plan = said | {"t": t, "cost": number(line, "cost")}
@@ -169,6 +168,10 @@ class SwarmView:
         if (loss := finite(line, "loss")) is not None:
             self.timeline.put(view.series, t, loss)
 
+    def _evaluated(self, view: PeerView, t: Seconds, loss: float | None) -> None:
+        if view.judged(t, loss) and loss is not None:
+            self.timeline.put("held_out", t, loss)
+
     def _exchange(self, view: PeerView, t: Seconds, line: Line) -> None:
         view.exchanged(line)
         outcome, partner = text(line, "outcome"), line.get("partner")
@@ -176,18 +179,23 @@ class SwarmView:
         if isinstance(partner, str) and partner and (other := self._view(partner, t)) is not None:
             self.links.exchanged(view.number, other.number, t, outcome)
 
-    def _measured(self, view: PeerView, links: object) -> None:
-        """`links`: [the end of the partner's id, bytes/s from it, round trip in s] each."""
-        network = view.network
-        for one in links if isinstance(links, Sequence) else ():
+    def _measured(self, view: PeerView, line: Line) -> list[PeerView]:
+        """What it measured of its links: [the end of the partner's id, bytes/s from it, round trip in s] each.
+
+        Returns the partners, the latest used first.
+        """
+        network, partners = view.network, []
+        for one in listed(line, "links"):
             match one:
                 case [str(partner), int() | float() as rate, int() | float() as latency_s]:
+                    network.down = max(network.down, rate) if view.own else network.down
+                    network.latency_s = min(network.latency_s or math.inf, latency_s or network.latency_s or math.inf)
                     other = self._by_suffix.get(suffix(PeerId(partner)))
                     if other is not None and other is not view:
                         self.links.measured(view.number, other.number, rate, latency_s)
-                    network.down = max(network.down, rate) if view.own else network.down
-                    network.latency_s = min(network.latency_s or math.inf, latency_s or math.inf)
+                        partners.append(other)
         network.latency_s = network.latency_s if network.latency_s < math.inf else 0.0
+        return partners
 
     # What is said of peers by others
 
@@ -211,13 +219,9 @@ class SwarmView:
             return
         if view.work.loss is not None:
             self.timeline.put(view.series, t, view.work.loss)
-        if view.work.held_out is not None:
-            self.timeline.put("held_out", t, view.work.held_out)
-        links = line.get("links")
-        self._measured(view, links)
-        for one in links if isinstance(links, Sequence) else ():
-            if (other := self._by_suffix.get(suffix(PeerId(str(one[0]))))) is not None and other is not view:
-                self.links.exchanged(view.number, other.number, t, "")
+        self._evaluated(view, t, finite(line, "held_out"))
+        for partner in self._measured(view, line):
+            self.links.exchanged(view.number, partner.number, t, "")
         if view.become("training" if line.get("phase") == "training" else "joining", t):
             self.events.add(t, view.number, GOOD, "is there")
 

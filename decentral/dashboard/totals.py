@@ -26,7 +26,7 @@ class Totals:
     loss: float | None = None  # the median
     low: float | None = None
     high: float | None = None
-    held_out: float | None = None  # the mean
+    held_out: float | None = None  # the latest evaluation of a peer; older ones say less
     trend: float | None = None  # of the loss: its relative change in the last minute
     exchanges: list[int] = field(default_factory=lambda: [0] * len(OUTCOMES))
     reasons: dict[str, int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
     training = [view for view in live if view.state == "training"]
     judged = training or known  # of a swarm that is over, what it came to
     losses = sorted(view.work.loss for view in judged if view.work.loss is not None)
-    held_out = [view.work.held_out for view in judged if view.work.held_out is not None]
+    evaluated = max(judged, key=lambda view: view.work.evaluated, default=None)
     reasons, exchanges = Counter[str](), Counter[str]()
     for view in known:
         reasons.update(view.work.reasons)
@@ -74,7 +74,7 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
         loss=middle,
         low=tenths[0],
         high=tenths[-1],
-        held_out=fmean(held_out) if held_out else None,
+        held_out=evaluated.work.held_out if evaluated else None,
         trend=kept[-1][1] / kept[0][1] - 1 if kept and kept[-1][0] > kept[0][0] + TREND_S / 3 else None,
         exchanges=[exchanges[outcome] for outcome in OUTCOMES],
         reasons=dict(reasons.most_common(2 * REASONS_SHOWN)),

@@ -83,7 +83,7 @@ function place(shown) {
     const center = { x: ((index % columns) + 0.5) * cell.w, y: (Math.floor(index / columns) + 0.5) * cell.h };
     const members = regions.get(name).sort((a, b) => a.number - b.number);
     const room = Math.min(cell.w, cell.h) / 2 - (names.length > 1 ? 16 : 10);
-    state.regions.push({ name, ...center, radius: room, count: members.length });
+    state.regions.push({ name, ...center, wide: room * stretched(cell), radius: room, count: members.length });
     members.forEach((peer, position) => state.spots.set(peer.number, { peer, ...spot(center, room, cell, position, members.length), r: size(peer, most, members.length, room) }));
   });
 }
@@ -91,11 +91,13 @@ function place(shown) {
 // Few peers stand on a ring, many on a sunflower's spiral, which fills the region evenly.
 function spot(center, room, cell, position, count) {
   if (count === 1) return center;
-  const [stretch, ring] = [Math.min(1.5, cell.w / cell.h), count <= FEW];
+  const [stretch, ring] = [stretched(cell), count <= FEW];
   const angle = ring ? (2 * Math.PI * position) / count - Math.PI / (count === 2 ? 1 : 2) : position * 2.399963;
   const far = ring ? room * 0.68 : room * 0.92 * Math.sqrt((position + 0.5) / count);
-  return { x: center.x + far * Math.cos(angle) * (stretch > 1 ? stretch : 1), y: center.y + far * Math.sin(angle) };
+  return { x: center.x + far * Math.cos(angle) * stretch, y: center.y + far * Math.sin(angle) };
 }
+
+const stretched = (cell) => Math.max(1, Math.min(1.5, cell.w / cell.h));
 
 function size(peer, most, count, room) {
   if (count > FEW) return Math.max(1.6, Math.min(7, (0.62 * room) / Math.sqrt(count)));
@@ -117,7 +119,7 @@ function paint() {
   if (state.regions.length > 1) regions(pen, colors);
   const links = drawn(few);
   for (const link of links) line(pen, colors, link, few);
-  if (few && links.length <= WRITTEN) for (const link of links) written(pen, colors, link);
+  if (few && links.length <= WRITTEN) figures(pen, colors, links);
   for (const one of state.spots.values()) disc(pen, colors, one, few);
 }
 
@@ -126,7 +128,7 @@ function regions(pen, colors) {
   pen.textAlign = "center";
   for (const region of state.regions) {
     pen.beginPath();
-    pen.ellipse(region.x, region.y, region.radius * 1.04, region.radius * 1.04, 0, 0, 2 * Math.PI);
+    pen.ellipse(region.x, region.y, region.wide * 1.04, region.radius * 1.04, 0, 0, 2 * Math.PI);
     pen.fillStyle = colors.faint;
     pen.fill();
     pen.fillStyle = colors.soft;
@@ -167,19 +169,30 @@ function line(pen, colors, link, few) {
   }
 }
 
-function written(pen, colors, link) {
-  const [a, b] = [state.spots.get(link.low), state.spots.get(link.high)];
-  const best = Math.max(link.to_low, link.to_high);
-  const words = [best ? rate(best) : "", link.latency_s ? delay(link.latency_s) : ""].filter(Boolean).join(", ");
-  if (!words) return;
+// Each link's figures stand where they hide neither a peer nor another link's figures, or nowhere.
+function figures(pen, colors, links) {
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "center";
-  const [x, y] = [a.x + (b.x - a.x) * 0.36, a.y + (b.y - a.y) * 0.36];
-  const width = pen.measureText(words).width;
-  pen.fillStyle = colors.card;
-  pen.fillRect(x - width / 2 - 3, y - 8, width + 6, 15);
-  pen.fillStyle = colors.soft;
-  pen.fillText(words, x, y + 4);
+  const taken = [...state.spots.values()].map(({ x, y, r }) => [x - r - 18, y - r, x + r + 18, y + r + 18]);
+  for (const link of links) {
+    const [a, b] = [state.spots.get(link.low), state.spots.get(link.high)];
+    const best = Math.max(link.to_low, link.to_high);
+    const words = [best ? rate(best) : "", link.latency_s ? delay(link.latency_s) : ""].filter(Boolean).join(", ");
+    const half = pen.measureText(words).width / 2 + 3;
+    for (const part of words ? [0.5, 0.42, 0.58, 0.34, 0.66, 0.28, 0.72] : []) {
+      const [x, y] = [a.x + (b.x - a.x) * part, a.y + (b.y - a.y) * part];
+      const box = [x - half, y - 9, x + half, y + 8];
+      if (taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3])) continue;
+      taken.push(box);
+      pen.fillStyle = colors.card;
+      pen.globalAlpha = 0.85;
+      pen.fillRect(box[0], box[1], 2 * half, 17);
+      pen.globalAlpha = 1;
+      pen.fillStyle = colors.soft;
+      pen.fillText(words, x, y + 4);
+      break;
+    }
+  }
 }
 
 function disc(pen, colors, { peer, x, y, r }, few) {

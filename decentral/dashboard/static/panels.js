@@ -50,7 +50,7 @@ function tiles() {
   const level = totals.trend > 0.02 ? "bad" : totals.trend < -0.005 ? "good" : "";
   const entries = [
     ["Loss", number(totals.loss), trend(totals.trend), level],
-    ["Held-out loss", number(totals.held_out), "mean of the peers"],
+    ["Held-out loss", number(totals.held_out), "the latest of a peer"],
     ["Tokens", large(totals.tokens), `${large(totals.tokens_per_s)}/s`],
     ["Peers", `${totals.training ?? 0}`, [totals.live - totals.training ? `${totals.live - totals.training} joining` : "training", totals.gone ? `${totals.gone} gone` : ""].filter(Boolean).join(", ")],
     ["Time in training", percent(training), "of the training threads"],
