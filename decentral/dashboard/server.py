@@ -55,9 +55,11 @@ class Updates:
         self._news = asyncio.Event()
 
     def publish(self) -> None:
-        """What has changed goes to all who listen."""
-        self._latest = _message("changes", self.number + 1, self.view.changes())
+        """What has changed goes to all who listen. While nobody does, nothing is encoded."""
         self.number += 1
+        if not self.browsers:
+            return
+        self._latest = _message("changes", self.number, self.view.changes())
         news, self._news = self._news, asyncio.Event()
         news.set()
 

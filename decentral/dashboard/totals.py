@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from statistics import fmean, median, quantiles
+from statistics import median, quantiles
 from typing import Any
 
 from decentral.core.time_spent import KINDS
@@ -56,10 +56,12 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
     judged = training or known  # of a swarm that is over, what it came to
     losses = sorted(view.work.loss for view in judged if view.work.loss is not None)
     evaluated = max(judged, key=lambda view: view.work.evaluated, default=None)
-    reasons, exchanges = Counter[str](), Counter[str]()
+    reasons, exchanges = Counter[str](), [0] * len(OUTCOMES)
     for view in known:
-        reasons.update(view.work.reasons)
-        exchanges.update(view.work.exchanges)
+        for at, outcome in enumerate(OUTCOMES):
+            exchanges[at] += view.work.exchanges[outcome]
+        if view.work.reasons:
+            reasons.update(view.work.reasons)
     middle = median(losses) if losses else None
     kept = [(t, loss) for t, loss in before._losses if t > now - TREND_S] + (
         [(now, middle)] if middle and training else []
@@ -76,7 +78,7 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
         high=tenths[-1],
         held_out=evaluated.work.held_out if evaluated else None,
         trend=kept[-1][1] / kept[0][1] - 1 if kept and kept[-1][0] > kept[0][0] + TREND_S / 3 else None,
-        exchanges=[exchanges[outcome] for outcome in OUTCOMES],
+        exchanges=exchanges,
         reasons=dict(reasons.most_common(2 * REASONS_SHOWN)),
         shares=_shares(judged),
         sent_bytes=sum(view.network.sent_bytes for view in known),
@@ -88,4 +90,4 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
 
 def _shares(peers: Iterable[PeerView]) -> list[float]:
     known = [view.work.shares for view in peers if view.work.shares]
-    return [round(fmean(shares.get(kind, 0.0) for shares in known), 4) for kind in KINDS] if known else []
+    return [round(sum(shares.get(kind, 0.0) for shares in known) / len(known), 4) for kind in KINDS] if known else []

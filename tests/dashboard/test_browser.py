@@ -12,12 +12,12 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from benchmarks.browser import CHROMIUM, DRIVER, browsing, complaints, hosts_asked, until
 from decentral.dashboard.address import PageAddress, link
 from decentral.dashboard.server import Updates, application
 from decentral.dashboard.swarm_view import SwarmView
-from tests.dashboard.browser import NEEDED, browsing, complaints, hosts_asked, until
 
-pytestmark = NEEDED
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver; apt-get has both")
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>alert(1)</script>"
 PEERS = [f"Qm{'x' * 36}{name}" for name in ("aaaaaaaa", "bbbbbbbb", "cccccccc", "dddddddd")]
 

@@ -33,7 +33,8 @@ export function changes(told) {
     swarm.links.set(key, link);
   }
   for (const key of [...swarm.links.keys()].slice(0, Math.max(0, swarm.links.size - 1000))) swarm.links.delete(key);
-  swarm.events = [...swarm.events, ...told.events].slice(-EVENTS);
+  const newest = swarm.events.at(-1)?.[0] ?? 0;
+  swarm.events = [...swarm.events, ...told.events.filter((event) => event[0] > newest)].slice(-EVENTS);
   grow(told.timeline);
 }
 

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
-NEEDED = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver; apt-get has both")
 PATIENCE_S = 60.0  # until something shows; the machine may be busy
 
 
@@ -37,9 +35,9 @@ def browsing(url: str, width: int = 1280, height: int = 900) -> Iterator[Chrome]
         driver.quit()
 
 
-def until(driver: Chrome, holds: Callable[[], object]) -> None:
+def until(driver: Chrome, holds: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
     """Waits until that holds. Raises TimeoutException."""
-    WebDriverWait(driver, PATIENCE_S, poll_frequency=0.05).until(lambda _: holds())
+    WebDriverWait(driver, patience_s, poll_frequency=0.05).until(lambda _: holds())
 
 
 def complaints(driver: Chrome) -> list[str]:
