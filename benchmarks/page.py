@@ -4,8 +4,8 @@
 
 feed   a peer's event loop: the processor time in which it hands a roster of 1,000 peers on to its page
 many   a simulation of 1,000 peers: how long the browser takes for an update, and the page's process of a core
-kill   four real peers, one of them killed with SIGKILL: how long until the page says so, of three pages: that of
-       decentral.local, that of another peer, and that of a visitor
+kill   four real peers, one of them killed with SIGKILL: how long until a page says so. In the browser that is the page
+       of decentral.local; those of another peer and of a visitor are asked for their JSON
 """
 
 import argparse
@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.request import urlopen
 
 from selenium.webdriver import Chrome
 
@@ -111,21 +112,21 @@ def kill(seconds: float) -> dict[str, Any]:
         _, visitor = stack.enter_context(_started(["decentral.dashboard", "--join", address, "--at", "0"]))
         joined = ["decentral.peer", "--plain", "--join", address, "--dashboard", "0", "--state-dir", f"{name}/own"]
         _, own = stack.enter_context(_started(joined))
-        pages = {"local": local, "visitor": visitor, "peer": own}
-        drivers = {kind: stack.enter_context(browsing(url)) for kind, url in pages.items()}
+        driver = stack.enter_context(browsing(local))
         victim = _lines(folder, 2, "started")[0]["peer"]
-        for driver in drivers.values():
-            until(driver, partial(_is_training, driver, victim), patience_s=START_S)
+        states = {"local": partial(_shown, driver, victim)}
+        states |= {kind: partial(_told, url, victim) for kind, url in (("visitor", visitor), ("peer", own))}
+        for state in states.values():
+            _wait(partial(_is_training, state))
         time.sleep(seconds)
         os.kill(_peer_process(process.pid, f"{name}/peer-2"), signal.SIGKILL)
         began, shown = time.monotonic(), dict[str, Any]()
-        while len(shown) < len(drivers) and time.monotonic() < began + 120:
-            for kind, driver in drivers.items():
-                if kind not in shown and _state(driver, victim) != "training":
+        while len(shown) < len(states) and time.monotonic() < began + 120:
+            for kind, state in states.items():
+                if kind not in shown and state() != "training":
                     shown[kind] = round(time.monotonic() - began, 1)
             time.sleep(0.1)
-        said = [one for driver in drivers.values() for one in complaints(driver)]
-        return {"shown_after_s": shown, "complaints": said, "hosts": [sorted(hosts_asked(d)) for d in drivers.values()]}
+        return {"shown_after_s": shown, "complaints": complaints(driver), "hosts": sorted(hosts_asked(driver))}
 
 
 @contextmanager
@@ -155,7 +156,7 @@ def _started(arguments: Sequence[str]) -> Iterator[tuple["subprocess.Popen[bytes
                 process.wait()
 
 
-def _wait(holds: Any) -> None:
+def _wait(holds: Callable[[], object]) -> None:
     deadline = time.monotonic() + START_S
     while not holds():
         if time.monotonic() > deadline:
@@ -176,15 +177,22 @@ def _totals(driver: Chrome) -> dict[str, Any]:
     return _asked(driver, "totals")
 
 
-def _state(driver: Chrome, peer: str) -> str:
-    """What the page's table shows of the peer."""
-    cell = f'[title="{peer}"]'
+def _shown(driver: Chrome, peer: str) -> str:
+    """The state of a peer that the page's table shows."""
     script = "return document.querySelector(arguments[0])?.closest('tr').cells[1].textContent ?? ''"
-    return str(driver.execute_script(script, cell))
+    return str(driver.execute_script(script, f'[title="{peer}"]'))
 
 
-def _is_training(driver: Chrome, peer: str) -> bool:
-    return _state(driver, peer) == "training"
+def _told(url: str, peer: str) -> str:
+    """The state of a peer that the page's JSON has."""
+    with urlopen(f"{url}/api/swarm", timeout=START_S) as answer:
+        swarm = json.loads(answer.read())
+    rows = (dict(zip(swarm["row"], row, strict=True)) for row in swarm["peers"])
+    return next((str(row["state"]) for row in rows if row["peer"] == peer), "")
+
+
+def _is_training(state: Callable[[], str]) -> bool:
+    return state() == "training"
 
 
 def _asked(driver: Chrome, name: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from decentral.core.journal import Tail, read
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.units import Amount, readable_bytes
-from decentral.dashboard.address import PageAddress
+from decentral.dashboard.address import add_dashboard_flag
 from decentral.dashboard.child import DashboardProcess, dashboard
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.state import StateFolder
@@ -320,8 +320,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, for all")
     parser.add_argument("--memory", metavar="BYTES,...", help="each peer's, or one for all; default: the device's")
     parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and go on from them")
-    page = "a live page in a browser; default 127.0.0.1"
-    parser.add_argument("--dashboard", type=PageAddress.parse, metavar="[HOST:]PORT", help=page)
+    add_dashboard_flag(parser)
     parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
     flags = parser.parse_args(argv)
     if not 1 <= flags.peers <= 64:

@@ -24,7 +24,7 @@ from decentral.comm.wire.identity import Identity
 from decentral.core.errors import UserError
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.units import Amount
-from decentral.dashboard.address import PageAddress
+from decentral.dashboard.address import add_dashboard_flag
 from decentral.dashboard.child import dashboard
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
@@ -126,8 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--throttle", type=float, default=1.0, metavar="F", help="be F times slower than the device is")
     parser.add_argument("--stop-after", metavar="AMOUNT", help="500steps, 90s or 2e6tokens of this peer")
     parser.add_argument("--plain", action="store_true", help="a line every few seconds instead of the live view")
-    page = "a live page in a browser; default 127.0.0.1"
-    parser.add_argument("--dashboard", type=PageAddress.parse, metavar="[HOST:]PORT", help=page)
+    add_dashboard_flag(parser)
     parser.set_defaults(restarted=False, island=None)
     flags = parser.parse_args(argv)
     if not 1 <= flags.throttle <= 1e4:

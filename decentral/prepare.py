@@ -26,7 +26,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Amount, Seconds
-from decentral.dashboard.record_lines import feed_page
+from decentral.dashboard.record_lines import feed_page, watch_for_page
 from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
 from decentral.peers.hosts.host import Host
 from decentral.peers.membership import records
@@ -192,7 +192,8 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     for name in ending:
         loop.add_signal_handler(name, host.stop, "interrupted")
     tasks = [asyncio.create_task(work) for work in (_show(host, shown), _reconnect_when_alone(host), _revive(host))]
-    tasks += [asyncio.create_task(feed_page(host, flags.page))] if flags.page else []
+    if flags.page:
+        tasks += [asyncio.create_task(work(host, flags.page)) for work in (feed_page, watch_for_page)]
     try:
         reason = await host.run()
     finally:

@@ -29,7 +29,7 @@ from decentral import command
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError
 from decentral.core.units import readable_bytes
-from decentral.dashboard.address import PageAddress
+from decentral.dashboard.address import add_dashboard_flag
 from decentral.dashboard.child import dashboard
 from decentral.dashboard.simulated import SimulatedPage
 from decentral.scheduler.shared import topology
@@ -234,8 +234,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="of a sweep")
     parser.add_argument("--shrink", action="store_true", help="of a violation, the fewest faults that still cause it")
     parser.add_argument("--plot", metavar="FILE", help="PNG: tokens/s, spread and live peers over time")
-    where = "a live page in a browser; default 127.0.0.1"
-    parser.add_argument("--dashboard", type=PageAddress.parse, metavar="[HOST:]PORT", help=where)
+    add_dashboard_flag(parser)
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     flags = parser.parse_args(argv)
     flags.typed = list(sys.argv[1:] if argv is None else argv)

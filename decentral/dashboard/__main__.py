@@ -23,7 +23,7 @@ from decentral.dashboard.address import HERE, PageAddress, link
 from decentral.dashboard.follow import Follower
 from decentral.dashboard.sources import JournalFolder, ParentFeed, Source
 
-NICENESS = 19  # of a page that a peer has started: where cores are short, it gets 1.5% of one
+NICENESS = 5  # of a page that a peer has started: what trains goes first, and the page is served all the same
 FAREWELL_S = 2.0  # in which browsers get the last update
 
 
@@ -33,20 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     if flags.feed is not None:
-        _yield_to_training()
+        with suppress(OSError):
+            os.nice(NICENESS)
     with socket.socket(fileno=flags.socket) if flags.socket is not None else flags.address.bind() as listening:
         if flags.feed is None:
             print(f"the page: {link(listening)}", flush=True)
         with suppress(asyncio.CancelledError):
             asyncio.run(_serve(flags, listening))
-
-
-def _yield_to_training() -> None:
-    """Lowers this process's priority, and that of its session, by which Linux shares cores on desktops."""
-    with suppress(OSError):
-        os.nice(NICENESS)
-    with suppress(OSError):
-        Path("/proc/self/autogroup").write_text(f"{NICENESS}")
 
 
 async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:

@@ -1,5 +1,6 @@
 """Where the page is served: `[HOST:]PORT` as a user types it, and the socket."""
 
+import argparse
 import ipaddress
 import socket
 from dataclasses import dataclass
@@ -43,6 +44,14 @@ class PageAddress:
     def _listening(self, port: int) -> socket.socket:
         found = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)
         return socket.create_server((self.host, port), family=found[0][0])
+
+
+def add_dashboard_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--dashboard [[HOST:]PORT]`: a PageAddress, or None where the user wants no page."""
+    where = "show a live page in a browser; default 127.0.0.1:8420, or another port if that is taken"
+    parser.add_argument(
+        "--dashboard", nargs="?", const=PageAddress(), type=PageAddress.parse, metavar="[HOST:]PORT", help=where
+    )
 
 
 def link(listening: socket.socket) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.dashboard.child import DashboardProcess
+from decentral.dashboard.signs_of_life import ASKED_EVERY_S, SignsOfLife
 from decentral.peers.hosts.host import Host
 from decentral.peers.membership.records import PeerRecord
 
@@ -54,3 +55,13 @@ async def feed_page(host: Host, page: DashboardProcess) -> None:
         for line in told.news(live, host.now()):
             page.tell("", line)
         await asyncio.sleep(FEED_S)
+
+
+async def watch_for_page(host: Host, page: DashboardProcess) -> None:
+    """Asks the others for signs of life, and tells the page who gives none. Exchanges find that out much later, where
+    windows are long."""
+    signs = SignsOfLife(host.transport)
+    while True:
+        for peer, reason in await signs.missed(host.node.roster.live):
+            page.tell("", {"t": host.now(), "event": "missed", "peer": peer, "reason": reason})
+        await asyncio.sleep(ASKED_EVERY_S)

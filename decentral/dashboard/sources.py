@@ -14,7 +14,7 @@ Beside a journal's own lines there are three that sources make:
 
 import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,17 +42,32 @@ class Source(Protocol):
 
 
 class FollowedJournal:
-    """One journal, and whose it is: its first line says so."""
+    """One journal: whose it is, as its first line says, and whether the process that writes it has ended."""
 
     def __init__(self, path: Path) -> None:
-        self._tail, self._peer = Tail(path), ""
+        self._tail, self._peer, self._t = Tail(path), "", 0.0
+        self._lock = path.parent / "lock"
+        self._locked = False  # whether a process had the lock at the last look
 
-    def lines(self) -> Iterator[Told]:
+    def lines(self, locks: Collection[int]) -> Iterator[Told]:
+        """`locks`: those that processes had when the look began. What a process wrote in the end is read before it is
+        said to have ended; after its own farewell that says nothing new."""
+        had, self._locked = self._locked, self._inode() in locks
         for line in self._tail.new():
+            self._t = _time(line)
             if line["event"] in ("started", "continued"):
                 self._peer = str(line.get("peer", ""))
             if self._peer:
                 yield self._peer, line
+        if had and not self._locked and self._peer:
+            why = {"reason": "its process has ended", "certain": True}
+            yield self._peer, {"t": self._t, "event": "missed", "peer": self._peer, **why}
+
+    def _inode(self) -> int:
+        try:
+            return self._lock.stat().st_ino
+        except OSError:
+            return 0
 
 
 class JournalFolder:
@@ -65,10 +80,11 @@ class JournalFolder:
         self._followed: dict[Path, FollowedJournal] = {}
 
     def lines(self) -> Iterator[Told]:
+        locks = locked_files()
         for journal in self._journals():
             if journal not in self._followed and len(self._followed) < MOST_JOURNALS:
                 self._followed[journal] = FollowedJournal(journal)
-        each = (followed.lines() for followed in self._followed.values())
+        each = (followed.lines(locks) for followed in self._followed.values())
         return heapq.merge(*each, key=lambda told: _time(told[1]))
 
     def facts(self) -> dict[str, Any]:
@@ -106,6 +122,16 @@ class ParentFeed:
                 match strict_json.loads(text):
                     case [str(peer), dict(line)]:
                         yield peer, line
+
+
+def locked_files() -> frozenset[int]:
+    """The inodes of files that processes have locked, where the system tells (Linux). Nothing is locked to find out: a
+    peer that starts at that moment would find its folder in use."""
+    try:
+        rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
+        return frozenset(int(row[5].rsplit(":", 1)[1]) for row in rows if row[1:2] == ["FLOCK"])
+    except (OSError, ValueError, IndexError):
+        return frozenset()
 
 
 def _time(line: dict[str, Any]) -> float:

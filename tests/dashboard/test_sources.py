@@ -1,6 +1,7 @@
 """Where lines come from: journals as they grow, and a parent process through a pipe."""
 
 import asyncio
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_a_run_that_is_garbage_or_code_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "A" / "run.json").write_text(strict_json.dumps({"run": "r", "config": code.canonical()}))
     facts = JournalFolder(tmp_path).facts()
     assert (facts["code"], facts["parameters"]) == ("no_such_module:function", 0)
+
+
+def test_a_process_that_ends_without_a_farewell_is_missed_after_its_last_line(tmp_path: Path) -> None:
+    clock = Clock()
+    written = journal(tmp_path, "A", clock)
+    source = JournalFolder(tmp_path)
+    with (tmp_path / "A" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert [line["event"] for _, line in source.lines()] == ["started"]
+        written.write("step", step=1)
+    told = [line for _, line in source.lines()]
+    assert [line["event"] for line in told] == ["step", "missed"]
+    assert (told[1]["peer"], told[1]["certain"]) == ("A", True)
+    assert list(source.lines()) == []
 
 
 @pytest.fixture
