@@ -26,7 +26,7 @@ class PageAddress:
         """Reads `8420`, `0.0.0.0:8420` or `[::]:8420`. Raises UserError for anything else."""
         host, colon, port = text.rpartition(":")
         if not port.isascii() or not port.isdigit() or int(port) > 65535 or (colon and not host):
-            raise UserError(f"--dashboard expects [HOST:]PORT, such as 8420 or 0.0.0.0:8420; got {text!r}")
+            raise UserError(f"the page: [HOST:]PORT is expected, such as 8420 or 0.0.0.0:8420; got {text!r}")
         return cls(host.strip("[]") or HERE, int(port), strict=True)
 
     def bind(self) -> socket.socket:
@@ -37,7 +37,7 @@ class PageAddress:
             return self._listening(self.port)
         except OSError as error:
             if self.strict:
-                text = f"--dashboard: {self.host}:{self.port} cannot be used ({error.strerror}); choose another port"
+                text = f"the page: {self.host}:{self.port} cannot be used ({error.strerror}); choose another port"
                 raise UserError(text) from None
         return self._listening(0)
 

@@ -170,7 +170,14 @@ class PeerView:
         """The values of ROW, fit for JSON."""
         device, network, work = self.device, self.network, self.work
         return [
-            *(self.number, self.peer, self.state, self.why, round(self.since, 1), round(self.heard, 1)),
+            *(
+                self.number,
+                self.peer,
+                self.state,
+                "" if self.live else self.why,
+                round(self.since, 1),
+                round(self.heard, 1),
+            ),
             *(device.device, device.region, device.software, device.throttle, device.first, device.last),
             *(device.memory_bytes, work.step, work.tokens, round(work.tokens_per_s, 1), _short(work.loss)),
             *(_short(work.held_out), [round(work.shares.get(kind, 0.0), 3) for kind in KINDS] if work.shares else None),

@@ -133,10 +133,8 @@ class SwarmView:
             case "eval":
                 self._evaluated(view, t, finite(line, "loss"))
             case "traffic":
-                view.network.sent_bytes, view.network.received_bytes = (
-                    count(line, "sent_bytes"),
-                    count(line, "received_bytes"),
-                )
+                view.network.sent_bytes = count(line, "sent_bytes")
+                view.network.received_bytes = count(line, "received_bytes")
             case "status":
                 view.span(line)
                 view.network.window_s = number(line, "window_s")
@@ -258,7 +256,7 @@ class SwarmView:
             view = PeerView(self._numbers, peer, since=t)
             self._numbers += 1
             self.peers[peer] = self._by_suffix[suffix(PeerId(peer))] = self._changed[view.number] = view
-        self.uncounted += view is None
+        self.uncounted += view is None and peer != ""
         return view
 
     def _forget_one(self) -> bool:

@@ -1,11 +1,14 @@
 """Where the page is served: what a user types, and what is said of a port that is taken."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from decentral import local
 from decentral.core.errors import UserError
 from decentral.dashboard import address
+from decentral.dashboard.__main__ import main
 from decentral.dashboard.address import HERE, PageAddress, link
 
 
@@ -19,7 +22,7 @@ def test_an_address_is_read_as_it_is_typed(text: str, host: str, port: int) -> N
 
 @pytest.mark.parametrize("text", ["", "x", ":80", "host:", "host:x", "70000", "-1", "1.5", "٣"])
 def test_anything_else_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(UserError, match=r"expects \[HOST:\]PORT"):
+    with pytest.raises(UserError, match=r"\[HOST:\]PORT is expected"):
         PageAddress.parse(text)
 
 
@@ -46,3 +49,28 @@ def test_without_its_libraries_one_line_names_the_remedy(monkeypatch: pytest.Mon
 def test_the_link_to_a_page_that_listens_everywhere_leads_to_this_machine() -> None:
     with PageAddress("0.0.0.0", 0, strict=True).bind() as listening:
         assert link(listening) == f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "expected --join ADDR of a live peer, or the folder of a peer's journal"),
+        (["no/such/folder"], "no/such/folder is no folder; give the state folder of a peer, or a folder of such"),
+        (["--at", "nowhere", "."], "the page: [HOST:]PORT is expected, such as 8420 or 0.0.0.0:8420; got 'nowhere'"),
+    ],
+)
+def test_what_the_command_cannot_show_is_said_in_one_line(
+    capfd: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    assert main(flags) == 2
+    assert capfd.readouterr().err == f"error: {said}\n"
+
+
+def test_a_port_that_is_taken_ends_a_local_swarm_before_any_peer_starts(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.create_server((HERE, 0)) as taken:
+        port = taken.getsockname()[1]
+        assert local.main(["--dashboard", str(port), "--state-dir", str(tmp_path)]) == 2
+    assert f"127.0.0.1:{port} cannot be used" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -25,7 +25,7 @@ class Page:
 
 def scenario() -> Scenario:
     settings = SwarmSettings.of(Config(gossip=config.GossipConfig(window_s=5.0)), Pace(0.5, 0.0), [1.0, 2.0], 1024)
-    return Scenario(settings, 4, 40.0, seed=1, faults=tuple(faults.parse("crash 2 at 20")))
+    return Scenario(settings, 4, 20.0, seed=1, faults=tuple(faults.parse("crash 2 at 12")))
 
 
 def test_the_page_of_a_simulation_has_its_figures_and_changes_nothing() -> None:
