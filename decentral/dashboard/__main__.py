@@ -20,11 +20,11 @@ from pathlib import Path
 from decentral import command
 from decentral.core.errors import UserError
 from decentral.dashboard.address import HERE, PageAddress, link
-from decentral.dashboard.follow import Follower
-from decentral.dashboard.sources import JournalFolder, ParentFeed, Source
+from decentral.dashboard.follow import PageFollower
+from decentral.dashboard.sources import JournalFolder, LineSource, ParentFeed
 
 NICENESS = 5  # of a page that a peer has started: what trains goes first, and the page is served all the same
-FAREWELL_S = 2.0  # in which browsers get the last update
+LAST_UPDATE_S = 2.0  # in which browsers get the last update
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,12 +49,12 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
     from decentral.dashboard.server import Updates, application
 
     async with AsyncExitStack() as stack:
-        sources: list[Source] = [JournalFolder(Path(flags.folder))] if flags.folder else []
+        sources: list[LineSource] = [JournalFolder(Path(flags.folder))] if flags.folder else []
         if flags.feed is not None:
             sources.append(ParentFeed(flags.feed))
         if flags.join:
             sources.append(await stack.enter_async_context(_visitor(flags)))
-        follower = Follower(sources, time.time)
+        follower = PageFollower(sources, time.time)
         updates = Updates(follower.view)
         settings = uvicorn.Config(
             application(updates, _names(flags.address)), log_level="warning", access_log=False, lifespan="off",
@@ -65,7 +65,7 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
         following = asyncio.create_task(follower.run(updates.publish))
         await asyncio.wait((serving, following), return_when=asyncio.FIRST_COMPLETED)
         if following.done():
-            await asyncio.wait((serving,), timeout=FAREWELL_S)
+            await asyncio.wait((serving,), timeout=LAST_UPDATE_S)
         server.should_exit = True
         following.cancel()
         await serving
@@ -74,7 +74,7 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
 
 
 @asynccontextmanager
-async def _visitor(flags: argparse.Namespace) -> AsyncIterator[Source]:
+async def _visitor(flags: argparse.Namespace) -> AsyncIterator[LineSource]:
     """Loaded only where it is needed: libp2p takes a second, and a process of its own."""
     from decentral.dashboard.visitor import visiting
 

@@ -19,7 +19,7 @@ from decentral.core import strict_json
 from decentral.core.units import MiB
 from decentral.dashboard.address import PageAddress, link
 
-MOST_WAITING = 1 * MiB  # bytes that the page has not read; beyond them lines are left out
+MOST_UNREAD_BYTES = 1 * MiB  # bytes that the page has not read; beyond them lines are left out
 LEAVE_S = 5.0  # in which the page tells browsers that this is the end
 
 
@@ -48,7 +48,7 @@ class DashboardProcess:
 
     def tell(self, peer: str, line: dict[str, Any]) -> None:
         """A line about this peer. A page that has gone, or does not keep up, misses it."""
-        if len(self._waiting) > MOST_WAITING:
+        if len(self._waiting) > MOST_UNREAD_BYTES:
             self.left_out += 1
         else:
             self._waiting += strict_json.dumps([peer, line]).encode() + b"\n"

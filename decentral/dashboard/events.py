@@ -7,7 +7,7 @@ from typing import Any
 from decentral.core.units import Seconds
 from decentral.dashboard.peer_view import Line, finite, text
 
-EVENTS_KEPT = 300
+EVENTS_SHOWN = 300
 EVENTS_AT_ONCE = 100  # in one update
 TEXT_CHARS = 300
 
@@ -51,7 +51,7 @@ def told(line: Line) -> tuple[str, str] | None:
 class EventLog:
     """Rows of [number of the event, time, number of the peer, how serious, words]."""
 
-    rows: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
+    rows: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=EVENTS_SHOWN))
     count: int = 0
     _settled: int = 0
 

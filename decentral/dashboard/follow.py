@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decentral.core.units import Seconds
-from decentral.dashboard.sources import JournalFolder, Source
+from decentral.dashboard.sources import JournalFolder, LineSource
 from decentral.dashboard.swarm_view import SwarmView
 
 UPDATE_S = 1.0
-FRESH_S = 60.0  # a line that is older says nothing of what time it is now
+FRESH_LINE_S = 60.0  # a line that is older says nothing of what time it is now
 LINES_AT_ONCE = 2000  # between two chances for the server to answer
 
 
@@ -33,7 +33,7 @@ class SwarmTime:
         t = line.get("t")
         if isinstance(t, int | float) and t > self._newest:
             self._newest = t
-            if live or abs(t - self.wall()) < FRESH_S:
+            if live or abs(t - self.wall()) < FRESH_LINE_S:
                 self._ahead_s = t - self.wall()
 
     @property
@@ -48,8 +48,8 @@ class SwarmTime:
 
 
 @dataclass(slots=True)
-class Follower:
-    sources: Sequence[Source]
+class PageFollower:
+    sources: Sequence[LineSource]
     wall: Callable[[], Seconds]
     view: SwarmView = field(default_factory=SwarmView)
     time: SwarmTime = field(init=False)
@@ -74,7 +74,7 @@ class Follower:
             live = True
             await asyncio.sleep(UPDATE_S)
 
-    async def take(self, source: Source, live: bool) -> None:
+    async def take(self, source: LineSource, live: bool) -> None:
         """Of history, the totals are taken as often as the grid of the timeline has buckets."""
         ticked = 0.0
         for count, (peer, line) in enumerate(source.lines()):

@@ -12,10 +12,10 @@ from decentral.dashboard.peer_view import REASON_TEXT, PeerView
 RECENT_S = 120.0  # after which what went wrong is history
 EXCHANGES_SEEN = 300  # the last ones, by which failing ones are judged
 MOST_FAILED = 0.25  # of them, before it is a problem
-FEW = 20  # exchanges say nothing yet
+FEW_EXCHANGES = 20  # exchanges say nothing yet
 PROBLEMS_SHOWN = 8
 ALONE_S = 30.0  # a peer that trains beside others for so long has exchanged something
-SLOWER = 0.5  # of the time: a peer that trains less is held up by something
+LEAST_TRAINING = 0.5  # of the time: a peer that trains less is held up by something
 
 Problem = tuple[str, int, str]  # how serious, the peer's number or -1 for the swarm, words
 
@@ -47,7 +47,7 @@ class RecentTroubles:
         recent = [(outcome, reason) for t, outcome, reason in self._exchanges if t > now - RECENT_S]
         failed = Counter(reason for outcome, reason in recent if outcome == "failed")
         count = sum(failed.values())
-        if len(recent) < FEW or count < MOST_FAILED * len(recent):
+        if len(recent) < FEW_EXCHANGES or count < MOST_FAILED * len(recent):
             return []
         why = ", ".join(f"{reason} {times}" for reason, times in failed.most_common(3))
         return [(WARNING, -1, f"{count} of the last {len(recent)} exchanges failed: {why}")]
@@ -80,7 +80,7 @@ def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:
 def _idle(peers: Iterable[PeerView]) -> list[Problem]:
     """Peers whose training thread does something else most of the time."""
     idle = [(peer, peer.work.shares) for peer in peers if peer.state == "training" and peer.work.spent.total > ALONE_S]
-    slow = [(peer, shares) for peer, shares in idle if shares["training"] < SLOWER]
+    slow = [(peer, shares) for peer, shares in idle if shares["training"] < LEAST_TRAINING]
     if len(slow) > PROBLEMS_SHOWN // 2:
         return [(WARNING, -1, f"{len(slow)} peers train less than half of the time")]
     worst = {

@@ -16,7 +16,7 @@ from decentral.sim.run import Scenario
 from decentral.sim.swarm import EPOCH, SimulatedSwarm
 
 OF_OTHERS = ("peer_joined", "peer_left")
-NOTE = (
+SIMULATION_NOTE = (
     "A simulation: time is virtual. Unless --gradients asks for it nothing is trained, a few numbers stand for the "
     "model, and their gossip is real."
 )
@@ -53,7 +53,7 @@ class SimulatedPage:
     def _introduce(self, t: Seconds) -> None:
         settings = self.scenario.settings
         facts = facts_of(settings.config) | {"layers": settings.fragments[-1].last}
-        self._say(t, "facts", facts={"run": settings.run, "note": NOTE, **facts})
+        self._say(t, "facts", facts={"run": settings.run, "note": SIMULATION_NOTE, **facts})
         self._say(t, "now")
         self._introduced = True
 

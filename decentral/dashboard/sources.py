@@ -32,7 +32,7 @@ MOST_LINE_BYTES = 256 * KiB  # from a parent process; a longer line is skipped
 READ_BYTES = 1 * MiB  # from a parent process at once
 
 
-class Source(Protocol):
+class LineSource(Protocol):
     """Lines about the swarm, and whether there can be more."""
 
     def lines(self) -> Iterator[Told]: ...

@@ -23,7 +23,7 @@ from decentral.peers.membership.records import PeerRecord
 from decentral.visit import VisitedSwarm, visit
 
 LINES_KEPT = 10_000  # that nobody has taken yet
-NOTE = (
+VISITOR_NOTE = (
     "This page is a visitor's: it shows what peers say in their records, about every 20 s, and which of them answer. "
     "Events, reasons of failed exchanges and plans stand in the peers' own journals."
 )
@@ -31,7 +31,7 @@ NOTE = (
 
 @dataclass(slots=True)
 class Visitor:
-    """A Source: what a visited swarm's records say."""
+    """A LineSource: what a visited swarm's records say."""
 
     swarm: VisitedSwarm
     over: bool = False
@@ -49,7 +49,7 @@ class Visitor:
 
     async def stay(self) -> None:
         """Looks again and again, for as long as the page is served."""
-        self._say("facts", facts={"run": self.swarm.run, "note": NOTE, **facts_of(self.swarm.config)})
+        self._say("facts", facts={"run": self.swarm.run, "note": VISITOR_NOTE, **facts_of(self.swarm.config)})
         while True:
             await self.look()
             await asyncio.sleep(ASKED_EVERY_S)

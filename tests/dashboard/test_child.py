@@ -12,7 +12,7 @@ import pytest
 
 from decentral.core.journal import Journal
 from decentral.dashboard.address import PageAddress
-from decentral.dashboard.child import MOST_WAITING, DashboardProcess, dashboard
+from decentral.dashboard.child import MOST_UNREAD_BYTES, DashboardProcess, dashboard
 from tests.commands.peer_processes import Peers
 
 NO_PROCESS = cast("subprocess.Popen[bytes]", None)
@@ -25,9 +25,9 @@ def test_a_page_that_does_not_read_keeps_nobody_waiting_and_misses_lines() -> No
     for number in range(4000):
         page.tell("A", {"event": "step", "text": "x" * 500, "number": number})
     assert page.left_out > 0
-    assert len(page._waiting) < MOST_WAITING + 1000
+    assert len(page._waiting) < MOST_UNREAD_BYTES + 1000
     data = b""
-    while len(data) < MOST_WAITING:
+    while len(data) < MOST_UNREAD_BYTES:
         data += os.read(theirs, 1 << 20)
         page.tell("A", {"event": "now"})
     numbers = [json.loads(line)[1].get("number", 0) for line in data.splitlines()[:1000]]

@@ -11,7 +11,7 @@ import pytest
 from decentral.core import config, strict_json
 from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
-from decentral.dashboard.follow import Follower, SwarmTime
+from decentral.dashboard.follow import PageFollower, SwarmTime
 from decentral.dashboard.record_lines import RECORDS_AT_ONCE, ToldRecords
 from decentral.dashboard.sources import MOST_LINE_BYTES, JournalFolder, ParentFeed
 from decentral.peers.membership.records import PeerRecord, Profile
@@ -146,7 +146,7 @@ def test_history_is_taken_with_its_totals(tmp_path: Path) -> None:
     for step in range(1, 50):
         clock.now = float(step)
         written.write("step", step=step, tokens=10, loss=1.0, seconds=1.0, aside={})
-    follower = Follower([JournalFolder(tmp_path)], clock)
+    follower = PageFollower([JournalFolder(tmp_path)], clock)
     asyncio.run(follower.take(follower.sources[0], live=False))
     tokens = follower.view.timeline.since(0, ["tokens"])["series"]["tokens"]
     assert tokens[10] < tokens[30] < tokens[-1] <= 490
