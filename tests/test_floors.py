@@ -23,6 +23,7 @@ FLOORS = {
     "algorithms": 2,
     "sim": 4,
     "dashboard": 4,
+    "checks": 4,
 }
 DRIVERS = {"comm.net": 3, "peers.hosts": 3}
 ROOMS = {  # of a folder, from below: a room imports from those before it, and from itself
