@@ -9,7 +9,7 @@ from decentral.core.units import Seconds
 from decentral.dashboard.events import BAD, WARNING
 from decentral.dashboard.peer_view import REASON_TEXT, PeerView
 
-RECENT_S = 120.0  # after which what went wrong is history
+TROUBLED_S = 120.0  # after which what went wrong is history
 EXCHANGES_SEEN = 300  # the last ones, by which failing ones are judged
 MOST_FAILED = 0.25  # of them, before it is a problem
 FEW_EXCHANGES = 20  # exchanges say nothing yet
@@ -41,10 +41,10 @@ class RecentTroubles:
         return sorted(dict.fromkeys(found), key=lambda one: one[0] != BAD)[:PROBLEMS_SHOWN]
 
     def _serious(self, now: Seconds) -> list[Problem]:
-        return [problem for t, problem in reversed(self._told) if t > now - RECENT_S]
+        return [problem for t, problem in reversed(self._told) if t > now - TROUBLED_S]
 
     def _failing(self, now: Seconds) -> list[Problem]:
-        recent = [(outcome, reason) for t, outcome, reason in self._exchanges if t > now - RECENT_S]
+        recent = [(outcome, reason) for t, outcome, reason in self._exchanges if t > now - TROUBLED_S]
         failed = Counter(reason for outcome, reason in recent if outcome == "failed")
         count = sum(failed.values())
         if len(recent) < FEW_EXCHANGES or count < MOST_FAILED * len(recent):
@@ -54,7 +54,7 @@ class RecentTroubles:
 
 
 def _silent(peers: Iterable[PeerView], now: Seconds) -> list[Problem]:
-    lost = [peer for peer in peers if peer.state == "silent" and peer.since > now - RECENT_S]
+    lost = [peer for peer in peers if peer.state == "silent" and peer.since > now - TROUBLED_S]
     if len(lost) > PROBLEMS_SHOWN // 2:
         return [(BAD, -1, f"{len(lost)} peers have fallen silent in the last two minutes")]
     return [(BAD, peer.number, f"is silent ({peer.why})") for peer in lost]

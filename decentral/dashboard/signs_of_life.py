@@ -11,7 +11,7 @@ from decentral.core.ids import PeerId
 
 ASKED_EVERY_S = 3.0
 MOST_PINGED = 32  # at one time; of a larger swarm some, in turn
-PING_S = 2.0
+SIGN_S = 2.0
 UNANSWERED = 2  # in a row: the peer is missed
 
 
@@ -36,7 +36,7 @@ class SignsOfLife:
 
     async def _ask(self, peer: PeerId) -> tuple[PeerId, str] | None:
         try:
-            await self.transport.ask(peer, Envelope(Ping(0)), PING_S, 0)
+            await self.transport.ask(peer, Envelope(Ping(0)), SIGN_S, 0)
         except AskError as error:
             self.failures[peer] = self.failures.get(peer, 0) + 1
             return (peer, error.reason) if self.failures[peer] == UNANSWERED else None

@@ -26,7 +26,7 @@ from decentral.dashboard.totals import TOTAL_SERIES, Totals, totals_of
 PEERS_SHOWN = 4096  # beyond them those that have gone are forgotten, and newcomers are only counted
 ROWS_AT_ONCE = 250  # peers in one update; the others follow in the next ones
 SERIES_SHOWN = 12  # peers whose own loss is drawn; of more the median, and where four fifths of them are
-SILENT_S = 30.0  # without a line of its own; a peer that trains writes one every second, its machine permitting
+UNWRITTEN_S = 30.0  # without a line of its own; a peer that trains writes one every second, its machine permitting
 SILENT_GAPS = 4  # times as long as between its last lines: a slow peer writes less often
 MISSED_S = 3.0  # a peer that others miss is silent if it wrote nothing for so long
 PLAN_CHARS = 1000
@@ -240,7 +240,7 @@ class SwarmView:
         quiet_s = self.now - view.heard
         if view.doubted > view.heard and quiet_s > MISSED_S:
             self._gone(view, self.now, f"{view.why}, says another peer")
-        elif quiet_s > max(SILENT_S, SILENT_GAPS * view.gap_s):
+        elif quiet_s > max(UNWRITTEN_S, SILENT_GAPS * view.gap_s):
             self._gone(view, self.now, f"no line in its journal for {quiet_s:.0f} s")
 
     def _gone(self, view: PeerView, t: Seconds, why: str) -> None:

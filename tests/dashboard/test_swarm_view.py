@@ -92,7 +92,7 @@ def test_a_slow_peer_may_be_quiet_for_longer(told: Told) -> None:
     told.training(A, B)
     told.step(A, 41.0)
     told.step(A, 81.0)
-    told.view.tick(81.0 + swarm_view.SILENT_S + 5)
+    told.view.tick(81.0 + swarm_view.UNWRITTEN_S + 5)
     assert told.row(A)["state"] == "training"
     assert told.row(B)["state"] == "silent"
 
