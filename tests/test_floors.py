@@ -22,6 +22,7 @@ FLOORS = {
     "peers": 2,
     "algorithms": 2,
     "sim": 4,
+    "dashboard": 4,
     "checks": 4,
 }
 DRIVERS = {"comm.net": 3, "peers.hosts": 3}

@@ -19,6 +19,7 @@ PACKAGES = {
     "decentral.algorithms",
     "decentral.checks",
     "decentral.core",
+    "decentral.dashboard",
     "decentral.train",
     "decentral.sim",
     *(f"decentral.{name}" for name in LINKED),
