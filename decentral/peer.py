@@ -24,6 +24,8 @@ from decentral.comm.wire.identity import Identity
 from decentral.core.errors import UserError
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.units import Amount
+from decentral.dashboard.address import add_dashboard_flag
+from decentral.dashboard.child import dashboard
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
@@ -63,7 +65,7 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
     """One peer: alone, or as rank 0 of its island."""
     _raise_file_limit()
     flags.island, flags.warnings = island, []  # what the user is told when training begins
-    with state.StateFolder.claim(flags.state_dir) as folder:
+    with state.StateFolder.claim(flags.state_dir) as folder, dashboard(flags.dashboard, folder.path) as flags.page:
         if flags.restarted:
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
@@ -124,6 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--throttle", type=float, default=1.0, metavar="F", help="be F times slower than the device is")
     parser.add_argument("--stop-after", metavar="AMOUNT", help="500steps, 90s or 2e6tokens of this peer")
     parser.add_argument("--plain", action="store_true", help="a line every few seconds instead of the live view")
+    add_dashboard_flag(parser)
     parser.set_defaults(restarted=False, island=None)
     flags = parser.parse_args(argv)
     if not 1 <= flags.throttle <= 1e4:

@@ -26,6 +26,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Amount, Seconds
+from decentral.dashboard.record_lines import feed_page, watch_for_page
 from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
 from decentral.peers.hosts.host import Host
 from decentral.peers.membership import records
@@ -175,10 +176,13 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     view.say(f"kernels of gossip: {flags.kernels}")
     shown.introduce(node, folder.path)
     view.say(view.openness(setup, folder.path))
+    if flags.page:
+        view.say(f"the page: {flags.page.url}")
     for warning in flags.warnings:
         view.say(f"warning: {warning}")
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
-    host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels)
+    place = {"region": setup.profile.region, "first": setup.fragments[0].first, "last": setup.fragments[-1].last}
+    host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels, **place)
     for warning in flags.warnings:
         host.journal.write("error", reason=warning)
     if flags.island:
@@ -188,6 +192,8 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     for name in ending:
         loop.add_signal_handler(name, host.stop, "interrupted")
     tasks = [asyncio.create_task(work) for work in (_show(host, shown), _reconnect_when_alone(host), _revive(host))]
+    if flags.page:
+        tasks += [asyncio.create_task(work(host, flags.page)) for work in (feed_page, watch_for_page)]
     try:
         reason = await host.run()
     finally:

@@ -17,7 +17,9 @@ ROOMS = {
 PACKAGES = {
     "decentral",
     "decentral.algorithms",
+    "decentral.checks",
     "decentral.core",
+    "decentral.dashboard",
     "decentral.train",
     "decentral.sim",
     *(f"decentral.{name}" for name in LINKED),

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
+from decentral.core.ids import PeerId
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.scheduler.shared.topology import Topology
 from decentral.sim.audit import CHECK_S, InvariantAudit
@@ -26,8 +29,19 @@ ROSTER_SETTLE_S = 30.0  # beyond a record's lifetime, until every peer must know
 ALL_AT_ONCE_S = 0.2  # between two starts of a small swarm
 START_SPREAD_S = 200.0  # in which a large one starts
 
+JournalLine = Callable[[PeerId, Seconds, Log], None]
 OnProgress = Callable[[Seconds], None]
 """Called once for each sample, with the virtual time."""
+
+
+class Watch(Protocol):
+    """Looks on while a run is played, and changes nothing of it."""
+
+    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        """One journal line of a peer, written at its clock's time `t`."""
+
+    def sampled(self, swarm: SimulatedSwarm) -> None:
+        """A sample was taken; at least one is, in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +62,12 @@ class StopRun(Exception):
     """Raised by a run's `on_progress`: the run ends here, and reports what there is."""
 
 
-def run(scenario: Scenario, on_progress: OnProgress | None = None, observer: Observer | None = None) -> RunReport:
+def run(
+    scenario: Scenario,
+    on_progress: OnProgress | None = None,
+    observer: Observer | None = None,
+    watch: Watch | None = None,
+) -> RunReport:
     """Plays the scenario. Raises Violation. `observer` sees every event where the scenario is not audited."""
     geography = SwarmGeography(scenario.seed, scenario.link, scenario.topology)
     swarm = SimulatedSwarm(scenario.settings, scenario.seed, geography, observer)
@@ -57,7 +76,7 @@ def run(scenario: Scenario, on_progress: OnProgress | None = None, observer: Obs
     if scenario.audited:
         swarm.observer = audit
     statistics = RunStatistics(swarm)
-    swarm.journal = statistics.line
+    swarm.journal = _both(statistics.line, watch.line) if watch else statistics.line
     with _few_collections(scenario.peers > MANY_SIMULATED), suppress(StopRun):
         _start(swarm, scenario.peers)
         injector.plan(scenario.faults)
@@ -67,12 +86,22 @@ def run(scenario: Scenario, on_progress: OnProgress | None = None, observer: Obs
                 audit.check()
             if sampled:
                 statistics.sample()
+                if watch is not None:
+                    watch.sampled(swarm)
                 if on_progress is not None:
                     on_progress(moment)
     if scenario.audited:
         ttl_s = scenario.settings.config.swarm.record_ttl_s
         audit.finish(settled=swarm.agenda.now >= injector.last_at + ttl_s + ROSTER_SETTLE_S)
     return statistics.report(scenario.peers, scenario.faults, audit.checks, audit.convergence.farthest)
+
+
+def _both(first: JournalLine, second: JournalLine) -> JournalLine:
+    def line(peer: PeerId, t: Seconds, log: Log) -> None:
+        first(peer, t, log)
+        second(peer, t, log)
+
+    return line
 
 
 def _start(swarm: SimulatedSwarm, count: int) -> None:
