@@ -43,7 +43,7 @@ MAY = {  # ... but for these
 }
 ALLOWED = {
     "torch": {"train", "algorithms", "sim", "simulate", "launch"},
-    "hivemind": {"comm.net.libp2p", "comm.net.hivemind_directory"},
+    "hivemind": {"comm.net.libp2p"},
     "cupy": {"train.kernels_cuda"},
 }  # who may use it, by module or package
 WITHOUT_TORCH = ["peers.node.node", "peers.hosts.host", "comm.net.virtual_network", "comm.net.libp2p"]

@@ -15,8 +15,7 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 
 from decentral.comm.net.fair_shares import MAX_STREAMS
-from decentral.comm.net.hivemind_directory import HivemindDirectory, SignedRecords
-from decentral.comm.net.libp2p import PROTOCOL, Libp2p
+from decentral.comm.net.libp2p import PROTOCOL, HivemindDirectory, Libp2p, SignedRecords
 from decentral.comm.net.virtual_directory import Records, VirtualDirectory
 from decentral.comm.net.virtual_network import Network
 from decentral.comm.wire import blobs, codec
