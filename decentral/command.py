@@ -7,6 +7,7 @@ to mend.
 import argparse
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NoReturn, TypeVar
 
 from decentral.core.errors import UserError
@@ -41,6 +42,23 @@ def several(text: str, read: Callable[[str], T]) -> list[T]:
         return [read(part) for part in text.split(",")]
     except ValueError:
         return []
+
+
+def host_port(text: str) -> tuple[str, int]:
+    """The address that `9100`, `0.0.0.0:9100` or `[::]:9100` means, on this machine only where no host is named.
+
+    Raises ArgumentTypeError for anything else. Port 0 is any free one.
+    """
+    host, colon, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or (colon and not host):
+        raise argparse.ArgumentTypeError(f"expected [HOST:]PORT, such as 9100 or 0.0.0.0:9100; got {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def require_extra(flag: str, package: str, module: str, extra: str) -> None:
+    """Raises UserError where the package that a flag needs is not installed; it names the command that installs it."""
+    if find_spec(module) is None:
+        raise UserError(f"{flag} needs {package}: pip install 'decentral[{extra}]'")
 
 
 def one_line(error: Exception) -> str:

@@ -222,6 +222,14 @@ class LocalSwarm:
         arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
         if self.flags.memory:
             arguments += ["--memory", str(self.flags.memory[number])]
+        if self.flags.metrics:
+            host, port = self.flags.metrics
+            arguments += [
+                "--metrics",
+                f"[{host}]:{port and port + number}" if ":" in host else f"{host}:{port and port + number}",
+            ]
+        if self.flags.log:
+            arguments += ["--log", self.flags.log]
         if join and not restart:
             arguments += ["--join", join, *self.own_inputs().flags()]
         elif not restart:
@@ -300,6 +308,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory", metavar="BYTES,...", help="each peer's, or one for all; default: the device's")
     parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and go on from them")
     parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
+    parser.add_argument("--metrics", type=command.host_port, metavar="[HOST:]PORT", help="Prometheus; ports from it on")
+    parser.add_argument("--log", metavar="NAMES", help="curves for tensorboard, wandb (offline), of each peer")
     flags = parser.parse_args(argv)
     if not 1 <= flags.peers <= 64:
         raise UserError(f"--peers expects 1 to 64; got {flags.peers}")
