@@ -29,8 +29,9 @@ from decentral import command
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError
 from decentral.core.units import readable_bytes
+from decentral.pictures.run_picture import draw_run
 from decentral.scheduler.shared import topology
-from decentral.sim import faults, plot, sweep
+from decentral.sim import faults, sweep
 from decentral.sim.evidence import Violation
 from decentral.sim.geography import TypicalLink
 from decentral.sim.gradients import real_gradients
@@ -55,7 +56,7 @@ def _main(flags: argparse.Namespace) -> None:
     scenario = scenario_of(flags)
     report = _run(flags, scenario)
     if flags.plot:
-        plot.draw(report, Path(flags.plot))
+        draw_run(report, scenario.faults, Path(flags.plot))
     print(strict_json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))
 
 
@@ -224,7 +225,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", metavar="FILE", help="JSON: what a sweep has played and found")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="of a sweep")
     parser.add_argument("--shrink", action="store_true", help="of a violation, the fewest faults that still cause it")
-    parser.add_argument("--plot", metavar="FILE", help="PNG: tokens/s, spread and live peers over time")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="picture: tokens/s, loss, spread and peers over time, and the faults"
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     flags = parser.parse_args(argv)
     flags.typed = list(sys.argv[1:] if argv is None else argv)

@@ -18,6 +18,8 @@ PACKAGES = {
     "decentral",
     "decentral.algorithms",
     "decentral.core",
+    "decentral.observe",
+    "decentral.pictures",
     "decentral.train",
     "decentral.sim",
     *(f"decentral.{name}" for name in LINKED),

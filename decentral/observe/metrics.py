@@ -1,8 +1,8 @@
 """What can be measured of a running peer: the table of all metrics, and where each is read.
 
 Names follow Prometheus's conventions: base units, `_total` for what only grows while the process lives, `_ratio` for
-shares. The values of a label are a closed set (kinds of time, outcomes, our own reasons), or tell of this peer alone: no
-id, region or text of another peer is a label. docs/OBSERVING.md shows the table, and deploy/grafana a dashboard of it.
+shares. The values of a label are a closed set (kinds of time, outcomes, our own reasons), or tell of this peer alone:
+no id, region or text of another peer is a label. docs/OBSERVING.md shows the table, deploy/grafana a dashboard of it.
 """
 
 from collections.abc import Callable, Mapping
@@ -73,7 +73,7 @@ def _time_shares(host: Host, now: Seconds) -> Values:
 
 
 def _exchanges(host: Host, now: Seconds) -> Values:
-    return {**NO_EXCHANGES, **host.node.traffic.reasons}
+    return dict(NO_EXCHANGES) | dict(host.node.traffic.reasons)
 
 
 def _window(host: Host, now: Seconds) -> Values:
@@ -85,7 +85,7 @@ def _window_bound(host: Host, now: Seconds) -> Values:
 
 
 def _peers(host: Host, now: Seconds) -> Values:
-    known = [entry.record.phase for entry in host.node.roster.live.values()]
+    known: list[str] = [entry.record.phase for entry in host.node.roster.live.values()]
     return {(phase,): known.count(phase) for phase in PEER_PHASES.values()}
 
 

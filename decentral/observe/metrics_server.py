@@ -85,7 +85,8 @@ class MetricsServer(WSGIServer):
 
     @property
     def url(self) -> str:
-        return f"http://{f'[{self.server_name}]' if ':' in self.server_name else self.server_name}:{self.server_port}/metrics"
+        host = f"[{self.server_name}]" if ":" in self.server_name else self.server_name
+        return f"http://{host}:{self.server_port}/metrics"
 
     def server_bind(self) -> None:
         """Binds without asking DNS for the machine's name, which may take seconds."""

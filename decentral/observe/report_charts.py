@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decentral.core.units import Seconds, readable_bytes
+from decentral.core.units import Seconds, readable_bytes, readable_number
 from decentral.observe.run_history import OUTCOMES, Column, Life, PeerHistory, RunHistory
 from decentral.observe.svg_chart import BOTTOM, LEFT, TOP, Chart, Ink, Line, Point, limits
 from decentral.scheduler.shared.arrays import Floats
@@ -18,7 +18,6 @@ LEAST_BAR_S = 1.0
 MOST_ROWS = 120  # of peers, in one chart
 ROW = 17  # height of a peer's row
 MANY = 24  # peers; more lines than this cannot be told apart, and have one colour
-ROBUST = 0.98  # of the losses lie below the top of their chart, where the others would hide them
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,9 @@ class RunCharts:
     def loss_over_tokens(self) -> str:
         """The same losses over the tokens that all peers together had trained by then."""
         lines = self._loss_lines(self.run.tokens_at)
-        chart = Chart((0, self.run.tokens or 1.0), _loss_limits(lines), 240, short_number, lambda loss: f"{loss:.3g}")
+        chart = Chart(
+            (0, self.run.tokens or 1.0), _loss_limits(lines), 240, readable_number, lambda loss: f"{loss:.3g}"
+        )
         chart.x_name = "tokens that the swarm had trained"
         chart.lines(lines)
         return chart.svg("loss over tokens")
@@ -72,7 +73,7 @@ class RunCharts:
         """Tokens/s of all peers on top of one another."""
         edges, rates = self._rates(lambda peer: peer.tokens)
         together = np.sum([rate for *_, rate in rates], axis=0)
-        chart = self.over_time(limits(together, from_zero=True), short_number)
+        chart = self.over_time(limits(together, from_zero=True), readable_number)
         if len(rates) > MANY:
             rates = [("all peers", Ink("crowd"), together)]
         times = list(itertools.chain.from_iterable(itertools.pairwise(edges)))  # each bar's two ends
@@ -112,7 +113,7 @@ class RunCharts:
             at = np.concatenate([np.asarray(peer.exchanges[outcome]) for peer in self.run.peers]) - self.run.began
             layers.append((outcome, np.histogram(at, edges)[0].astype(float)))
         chart = self.over_time(
-            limits(np.sum([counts for _, counts in layers], axis=0), from_zero=True), short_number, 180
+            limits(np.sum([counts for _, counts in layers], axis=0), from_zero=True), readable_number, 180
         )
         for number, (left, right) in enumerate(itertools.pairwise(edges.tolist())):
             low = 0.0
@@ -198,14 +199,6 @@ def time_unit(seconds: Seconds) -> tuple[float, str]:
     return next(((unit, name) for unit, name in units if seconds >= 3 * unit), (1.0, "seconds"))
 
 
-def short_number(value: float) -> str:
-    """`1.5 M`, `20 k`."""
-    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(value) >= unit:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:.3g}"
-
-
 def _thinned(column: Column, life: Life, across: Callable[[Floats], Floats]) -> list[Point]:
     """The means of a life's values over POINTS stretches of equal count, where they are drawn."""
     times, values = np.asarray(column.t), np.asarray(column.value)
@@ -217,6 +210,4 @@ def _thinned(column: Column, life: Life, across: Callable[[Floats], Floats]) -> 
 
 
 def _loss_limits(lines: Sequence[Line]) -> tuple[float, float]:
-    """Of the first losses, which are high, so much is cut off that the others fill the chart."""
-    known = sorted(y for line in lines for segment in line.segments for _, y in segment)
-    return limits(known)
+    return limits(y for line in lines for segment in line.segments for _, y in segment)

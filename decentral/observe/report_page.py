@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from decentral.core.time_spent import KINDS
-from decentral.core.units import readable_bytes
-from decentral.observe.report_charts import RunCharts, reasons_of, short_number, time_unit
+from decentral.core.units import readable_bytes, readable_number
+from decentral.observe.report_charts import RunCharts, reasons_of, time_unit
 from decentral.observe.run_history import OUTCOMES, PeerHistory, RunHistory
 from decentral.observe.svg_chart import Ink, shown
 
@@ -18,25 +18,43 @@ MOST_SHOWN = 300  # events, the latest
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --fore: #1c2430; --dim: #667085; --grid: #e6e9ee; --l: 42%; --s: 68%;
   --ok: #2f7d5b; --warn: #c58a00; --bad: #c2403a; --blue: #2f6fb3; --violet: #7a52b3; --grey: #9aa3af; }
-@media (prefers-color-scheme: dark) { :root { --back: #12161c; --fore: #e4e8ee; --dim: #97a1b0; --grid: #262d37; --l: 66%;
-  --s: 62%; --ok: #54b98b; --warn: #e0b040; --bad: #ef7b73; --blue: #6aa9e9; --violet: #b093ea; --grey: #6b7686; } }
-body { background: var(--back); color: var(--fore); font: 15px/1.5 system-ui, sans-serif; max-width: 860px; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2.2rem 0 .2rem; }
-p { margin: .2rem 0 .6rem; color: var(--dim); } svg { width: 100%; height: auto; display: block; }
-table { border-collapse: collapse; width: 100%; font-size: .86rem; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 500; color: var(--dim); } th, td { padding: .2rem .6rem .2rem 0; vertical-align: top;
-  border-bottom: 1px solid var(--grid); overflow-wrap: anywhere; } .number { text-align: right; }
-.wide { overflow-x: auto; } .facts { display: flex; flex-wrap: wrap; gap: .3rem 2rem; margin: .8rem 0; }
-.facts b { display: block; font-size: 1.25rem; font-weight: 600; } .facts span { color: var(--dim); font-size: .85rem; }
-.key { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin: 0 .35em 0 0; background: var(--ink); }
+@media (prefers-color-scheme: dark) {
+  :root { --back: #12161c; --fore: #e4e8ee; --dim: #97a1b0; --grid: #262d37; --l: 66%; --s: 62%;
+    --ok: #54b98b; --warn: #e0b040; --bad: #ef7b73; --blue: #6aa9e9; --violet: #b093ea; --grey: #6b7686; }
+}
+body { background: var(--back); color: var(--fore); font: 15px/1.5 system-ui, sans-serif; max-width: 860px;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; margin: 0; }
+h2 { font-size: 1.05rem; margin: 2.2rem 0 .2rem; }
+p { margin: .2rem 0 .6rem; color: var(--dim); }
+svg { width: 100%; height: auto; display: block; }
+table { border-collapse: collapse; width: 100%; font-size: .82rem; font-variant-numeric: tabular-nums; }
+th { text-align: left; font-weight: 500; color: var(--dim); }
+th, td { padding: .2rem .6rem .2rem 0; vertical-align: top; border-bottom: 1px solid var(--grid); }
+.number { text-align: right; white-space: nowrap; }
+.wide { overflow-x: auto; }
+.facts { display: flex; flex-wrap: wrap; gap: .3rem 2rem; margin: .8rem 0; }
+.facts b { display: block; font-size: 1.25rem; font-weight: 600; }
+.facts span { color: var(--dim); font-size: .85rem; }
+.key { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin-right: .35em;
+  background: var(--ink); }
 .legend span { margin-right: 1.1rem; white-space: nowrap; }
-.hue { --ink: hsl(var(--h) var(--s) var(--l)); } .crowd { --ink: var(--blue); } .training, .done { --ink: var(--ok); }
-.gossip, .sent { --ink: var(--blue); } .checkpoint, .received { --ink: var(--violet); } .evaluation, .solo { --ink: var(--warn); }
-.state { --ink: var(--fore); } .waiting { --ink: var(--grey); } .failed { --ink: var(--bad); }
-.line { fill: none; stroke: var(--ink); stroke-width: 1.6; stroke-linejoin: round; } .held-out .line { stroke-dasharray: 2 3; }
-.crowd .line { stroke-opacity: .35; } circle, .bar, .area { fill: var(--ink); } .area { fill-opacity: .8; }
-.joining .bar { fill-opacity: .35; } .axis, .tick, .grid { stroke: var(--grid); } .text { font-size: 11px; fill: var(--dim); }
+.hue { --ink: hsl(var(--h) var(--s) var(--l)); }
+.crowd, .gossip, .sent { --ink: var(--blue); }
+.training, .done { --ink: var(--ok); }
+.checkpoint, .received { --ink: var(--violet); }
+.evaluation, .solo { --ink: var(--warn); }
+.state { --ink: var(--fore); }
+.waiting { --ink: var(--grey); }
+.failed { --ink: var(--bad); }
+.line { fill: none; stroke: var(--ink); stroke-width: 1.6; stroke-linejoin: round; }
+.held-out .line { stroke-dasharray: 2 3; }
+.crowd .line { stroke-opacity: .35; }
+circle, .bar, .area { fill: var(--ink); }
+.area { fill-opacity: .8; }
+.joining .bar { fill-opacity: .35; }
+.axis, .tick, .grid { stroke: var(--grid); }
+.text { font-size: 11px; fill: var(--dim); }
 text.hue { fill: var(--ink); }
 """
 
@@ -90,8 +108,8 @@ def _facts(run: RunHistory) -> str:
     facts = {
         "peers": f"{len(run.peers)}",
         name: f"{seconds / unit:.3g}",
-        "tokens": short_number(run.tokens),
-        "tokens/s": short_number(run.tokens / seconds),
+        "tokens": readable_number(run.tokens),
+        "tokens/s": readable_number(run.tokens / seconds),
         "best last held-out loss": f"{min(held_out):.3f}" if held_out else "-",
     }
     shown_facts = "".join(
@@ -135,8 +153,8 @@ def _peer(peer: PeerHistory) -> tuple[str, ...]:
         peer.device,
         f"{peer.throttle:g}",
         f"{len(peer.lives)}",
-        short_number(tokens),
-        short_number(tokens / peer.lived_s) if peer.lived_s else "-",
+        readable_number(tokens),
+        readable_number(tokens / peer.lived_s) if peer.lived_s else "-",
         f"{peer.shares()['training']:.1%}",
         "/".join(f"{len(peer.exchanges[outcome])}" for outcome in OUTCOMES),
         readable_bytes(peer.total(peer.sent)),
@@ -167,6 +185,6 @@ def _table(
         )
         return f"<tr>{''.join(parts)}</tr>"
 
-    marks = [f'<i {ink.attributes().replace(chr(34), chr(34), 1)}><b class="key"></b></i>' for ink in inks]
+    marks = [f'<i {ink.attributes()}><b class="key"></b></i>' for ink in inks]
     body = (cells("td", row, mark) for row, mark in itertools.zip_longest(rows, marks, fillvalue="") if row)
     return f'<div class="wide"><table>{cells("th", names)}{"".join(body)}</table></div>'

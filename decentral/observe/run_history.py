@@ -49,7 +49,7 @@ class Column:
         """The value at these times, on straight lines between those that are known; 0 before the first."""
         if not self.t:
             return np.zeros(len(times))
-        return np.interp(times, np.asarray(self.t), np.asarray(self.value), left=0.0)
+        return np.asarray(np.interp(times, np.asarray(self.t), np.asarray(self.value), left=0.0))
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class PeerHistory:
     held_out: Column = field(default_factory=Column)
     sent: Column = field(default_factory=Column)
     received: Column = field(default_factory=Column)
-    spent: Counter[str] = field(default_factory=Counter)  # seconds of the training thread, by kind
+    spent: dict[str, float] = field(default_factory=dict)  # seconds of the training thread, by kind
     exchanges: "dict[str, array[float]]" = field(default_factory=lambda: {one: array("d") for one in OUTCOMES})  # when
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)  # of exchanges, by outcome and reason
     events: list[tuple[Seconds, str, str]] = field(default_factory=list)  # when, what, and what it says
@@ -95,8 +95,8 @@ class PeerHistory:
 
     def shares(self) -> dict[str, float]:
         """What the training thread's time went to; they add up to one, unless no time is known."""
-        total = sum(self.spent[kind] for kind in KINDS)
-        return {kind: self.spent[kind] / total if total else 0.0 for kind in KINDS}
+        total = sum(self.spent.values())
+        return {kind: self.spent.get(kind, 0.0) / total if total else 0.0 for kind in KINDS}
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Takes a line of the journal, in their order."""
@@ -141,7 +141,8 @@ class PeerHistory:
     def _step(self, line: Mapping[str, Any], t: Seconds) -> None:
         spent = {kind: _number(line["aside"].get(kind, 0.0)) for kind in KINDS} | {"training": _number(line["seconds"])}
         self.tokens.add(t, self.total(self.tokens) + _number(line["tokens"]))
-        self.spent.update(spent)  # type: ignore[arg-type]  # a Counter of seconds
+        for kind, seconds in spent.items():
+            self.spent[kind] = self.spent.get(kind, 0.0) + seconds
         if line["loss"] is not None:
             self.losses.add(t, _number(line["loss"]))
 
@@ -171,7 +172,7 @@ class RunHistory:
 
     def tokens_at(self, times: Floats) -> Floats:
         """The tokens that all peers together had trained at these times."""
-        return np.sum([peer.tokens.at(times) for peer in self.peers], axis=0)
+        return np.asarray(np.sum([peer.tokens.at(times) for peer in self.peers], axis=0))
 
 
 def history_of(journals: Iterable[tuple[str, Path]]) -> RunHistory:

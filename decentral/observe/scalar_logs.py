@@ -45,7 +45,8 @@ class TensorBoardLog:
     def __init__(self, folder: Path, run: RunFacts) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard" / f"{run.started:.0f}"), flush_secs=int(FOLLOW_S))
+        place = folder / "tensorboard" / f"{run.started:.0f}"
+        self._writer: Any = SummaryWriter(str(place), flush_secs=int(FOLLOW_S))
 
     def write(self, step: int, at: Seconds, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -56,7 +57,7 @@ class TensorBoardLog:
 
 
 class OfflineWandb:
-    """A run of W&B in a folder, which its own command may upload later. It never asks for a key, nor for the network."""
+    """A run of W&B in a folder, which its own command may upload later. It asks neither for a key nor for the network."""
 
     def __init__(self, folder: Path, run: RunFacts) -> None:
         import wandb
@@ -64,7 +65,7 @@ class OfflineWandb:
         quiet = wandb.Settings(
             mode="offline", console="off", silent=True, disable_code=True, disable_git=True, x_disable_stats=True
         )
-        self._run: Any = wandb.init(project=run.run, name=run.peer, dir=str(folder), config=asdict(run), settings=quiet)
+        self._run: Any = wandb.init(project=run.run, name=run.peer, dir=folder, config=asdict(run), settings=quiet)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, at: Seconds, values: Mapping[str, float]) -> None:

@@ -1,8 +1,8 @@
 """Charts as SVG text, for a page that is read by people and needs nothing else: no script, no font, no request.
 
 matplotlib's SVG of the same chart is several times as long, and has its colours in it; these take theirs from the page
-(CSS variables), so that they are right in light and in dark. Marks carry a <title>, which browsers show under the mouse.
-Text is escaped here, wherever it comes from.
+(CSS variables), so that they are right in light and in dark. Marks carry a <title>, which browsers show under the
+mouse. Text is escaped here, wherever it comes from.
 """
 
 import math
@@ -12,7 +12,7 @@ from html import escape
 
 from decentral.core.plain_text import printable
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 760, 58, 96, 8, 34
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 760, 66, 90, 8, 34
 LABEL_HEIGHT = 13  # of a line of small text
 TICKS = 5
 MOST_LABELLED = 12  # lines whose names stand at their ends
@@ -40,7 +40,7 @@ class Line:
     name: str
     ink: Ink
     segments: Sequence[Sequence[Point]]
-    marked: bool = False  # with a dot at each point
+    marked: bool = False  # with a dot at each point, and without its name at its end
 
 
 @dataclass(slots=True)
@@ -53,7 +53,6 @@ class Chart:
     x_text: Writer = str
     y_text: Writer = str
     x_name: str = ""
-    y_name: str = ""
     parts: list[str] = field(default_factory=list)
 
     def at(self, x: float, y: float) -> Point:
@@ -70,7 +69,8 @@ class Chart:
             title = f"<title>{shown(line.name)}</title>"
             marks = dots if line.marked else ""
             self.parts.append(f'<g {line.ink.attributes()}>{title}<path class="line" d="{path}"/>{marks}</g>')
-        ends = [(self.at(*line.segments[-1][-1]), line) for line in lines if line.segments and line.segments[-1]]
+        named = [line for line in lines if not line.marked and line.segments and line.segments[-1]]
+        ends = [(self.at(*line.segments[-1][-1]), line) for line in named]
         if len(ends) <= MOST_LABELLED:
             self._name(ends)
 
@@ -106,8 +106,7 @@ class Chart:
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", ink: Ink | None = None) -> None:
         """A text at a place of the drawing, not of the data."""
-        how = f'class="hue text" style="--h:{ink.hue:.0f}"' if ink and ink.hue is not None else 'class="text"'
-        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {how}>{shown(text)}</text>')
+        self.parts.append(_text(x, y, text, anchor, ink))
 
     def svg(self, title: str, levels: bool = True) -> str:
         """The drawing. `levels`: with a scale at the left and lines across."""
@@ -118,26 +117,22 @@ class Chart:
         return named + "".join(back) + "".join(self.parts) + "</svg>"
 
     def _x_scale(self) -> str:
-        base, parts = self.height - BOTTOM, []
-        for value in nice(*self.x):
-            x, _ = self.at(value, self.y[0])
-            parts.append(f'<path class="tick" d="M{x:.1f},{base}v4"/>')
-            parts.append(
-                f'<text class="text" x="{x:.1f}" y="{base + 16}" text-anchor="middle">{shown(self.x_text(value))}</text>'
-            )
-        middle = (LEFT + WIDTH - RIGHT) / 2
-        name = f'<text class="text name" x="{middle}" y="{base + 30}" text-anchor="middle">{shown(self.x_name)}</text>'
-        return f'<path class="axis" d="M{LEFT},{base}H{WIDTH - RIGHT}"/>' + "".join(parts) + name
+        base, right = self.height - BOTTOM, WIDTH - RIGHT
+        ticks = [(self.at(value, self.y[0])[0], self.x_text(value)) for value in nice(*self.x)]
+        marks = "".join(f'<path class="tick" d="M{x:.1f},{base}v4"/>' for x, _ in ticks)
+        texts = "".join(_text(x, base + 16, text, "middle") for x, text in ticks)
+        name = _text((LEFT + right) / 2, base + 30, self.x_name, "middle")
+        return f'<path class="axis" d="M{LEFT},{base}H{right}"/>{marks}{texts}{name}'
 
     def _y_scale(self) -> str:
-        parts = []
-        for value in nice(*self.y):
-            _, y = self.at(self.x[0], value)
-            parts.append(f'<path class="grid" d="M{LEFT},{y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(
-                f'<text class="text" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown(self.y_text(value))}</text>'
-            )
-        return "".join(parts)
+        ticks = [(self.at(self.x[0], value)[1], self.y_text(value)) for value in nice(*self.y)]
+        lines = "".join(f'<path class="grid" d="M{LEFT},{y:.1f}H{WIDTH - RIGHT}"/>' for y, _ in ticks)
+        return lines + "".join(_text(LEFT - 6, y + 4, text, "end") for y, text in ticks)
+
+
+def _text(x: float, y: float, text: str, anchor: str, ink: Ink | None = None) -> str:
+    how = f'class="hue text" style="--h:{ink.hue:.0f}"' if ink and ink.hue is not None else 'class="text"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {how}>{shown(text)}</text>'
 
 
 def shown(text: str) -> str:

@@ -12,7 +12,11 @@ from decentral.peers.node.gossip_cost import GossipTraffic
 
 TRAFFIC_S = 10.0  # between two `traffic` lines in the journal
 QUESTION_BYTES = 64 * KiB  # what a question costs besides its bytes, on either side
-NO_EXCHANGES = {("done", ""): 0, ("solo", ""): 0, ("failed", ""): 0}  # by outcome and reason
+NO_EXCHANGES: dict[tuple[str, ...], float] = {
+    ("done", ""): 0,
+    ("solo", ""): 0,
+    ("failed", ""): 0,
+}  # by outcome and reason
 OTHER_REASON = "other"  # a word that another peer has made up
 
 
@@ -29,7 +33,7 @@ class TrafficCounter:
     sent_bytes: int = 0
     received_bytes: int = 0
     exchanges: Counter[str] = field(default_factory=Counter)  # by outcome
-    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)  # the same, by outcome and known reason
+    reasons: Counter[tuple[str, ...]] = field(default_factory=Counter)  # the same, by outcome and known reason
     _line_at: Seconds = 0.0
     _work_bytes: float = 0.0  # since gossip was asked for
     _exchange_bytes: float = 0.0  # of it, that of exchanges which we have asked for
