@@ -91,7 +91,7 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
 def _run(flags: argparse.Namespace, scenario: Scenario) -> RunReport:
     try:
         with _progress(scenario.seconds, quiet=flags.json) as on_progress:
-            return run(scenario, on_progress)
+            return run(scenario, on_progress, journals=Path(flags.journals) if flags.journals else None)
     except Violation as violation:
         again = f"python -m decentral.simulate {shlex.join(flags.typed)}"
         _explain(str(violation), violation.latest, scenario, again)
@@ -228,6 +228,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--plot", metavar="FILE", help="picture: tokens/s, loss, spread and peers over time, and the faults"
     )
+    parser.add_argument("--journals", metavar="DIR", help="keep the peers' journals, for decentral.report and audit")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     flags = parser.parse_args(argv)
     flags.typed = list(sys.argv[1:] if argv is None else argv)

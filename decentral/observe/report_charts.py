@@ -15,7 +15,7 @@ from decentral.scheduler.shared.arrays import Floats
 POINTS = 200  # of a line
 BARS = 60  # over time
 LEAST_BAR_S = 1.0
-MOST_ROWS = 120  # of peers, in one chart
+MOST_PEER_ROWS = 120  # of peers, in one chart
 ROW = 17  # height of a peer's row
 MANY = 24  # peers; more lines than this cannot be told apart, and have one colour
 
@@ -40,7 +40,11 @@ class RunCharts:
 
     def over_time(self, y: tuple[float, float], y_text: Callable[[float], str], height: int = 240) -> Chart:
         unit, name = time_unit(self.seconds)
-        return Chart((0, self.seconds), y, height, lambda s: f"{s / unit:g}", y_text, f"{name} since the run began")
+
+        def text(seconds: float) -> str:
+            return f"{seconds / unit:g}"
+
+        return Chart((0, self.seconds), y, height, text, unit, y_text, f"{name} since the run began")
 
     def loss_over_time(self) -> str:
         lines = self._loss_lines(lambda times: times - self.run.began)
@@ -126,7 +130,7 @@ class RunCharts:
 
     def account_of_time(self) -> str:
         """Of each peer, what its training thread spent its time on."""
-        chart = Chart((0, 1), (0, 1), 0, lambda part: f"{part:.0%}", str, "of the training thread's time")
+        chart = Chart((0, 1), (0, 1), 0, lambda part: f"{part:.0%}", x_name="of the training thread's time")
         rows = _Rows(chart, len(self.run.peers))
         for peer, row in zip(self.run.peers, rows.places(), strict=False):
             rows.name(row, peer.name)
@@ -168,15 +172,17 @@ class _Rows:
     count: int
 
     def __post_init__(self) -> None:
-        self.chart.y = (0, min(self.count, MOST_ROWS))
-        self.chart.height = TOP + BOTTOM + ROW * min(self.count, MOST_ROWS) + (ROW if self.count > MOST_ROWS else 0)
-        if self.count > MOST_ROWS:
-            self.chart.text(LEFT, self.chart.height - BOTTOM - 3, f"and {self.count - MOST_ROWS} more peers")
-            self.chart.y = (-1, MOST_ROWS)
+        self.chart.y = (0, min(self.count, MOST_PEER_ROWS))
+        self.chart.height = (
+            TOP + BOTTOM + ROW * min(self.count, MOST_PEER_ROWS) + (ROW if self.count > MOST_PEER_ROWS else 0)
+        )
+        if self.count > MOST_PEER_ROWS:
+            self.chart.text(LEFT, self.chart.height - BOTTOM - 3, f"and {self.count - MOST_PEER_ROWS} more peers")
+            self.chart.y = (-1, MOST_PEER_ROWS)
 
     def places(self) -> list[tuple[float, float]]:
         """The y of each row, from above."""
-        top = min(self.count, MOST_ROWS)
+        top = min(self.count, MOST_PEER_ROWS)
         return [(top - number - 0.85, top - number - 0.15) for number in range(top)]
 
     def name(self, row: tuple[float, float], name: str) -> None:

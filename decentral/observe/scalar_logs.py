@@ -57,7 +57,7 @@ class TensorBoardLog:
 
 
 class OfflineWandb:
-    """A run of W&B in a folder, which its own command may upload later. It asks neither for a key nor for the network."""
+    """A run of W&B in a folder, which its own command may upload later. It asks for no key and for no network."""
 
     def __init__(self, folder: Path, run: RunFacts) -> None:
         import wandb

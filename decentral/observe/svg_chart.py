@@ -51,6 +51,7 @@ class Chart:
     y: tuple[float, float]
     height: int = 240
     x_text: Writer = str
+    x_unit: float = 1.0  # ticks are round numbers of it
     y_text: Writer = str
     x_name: str = ""
     parts: list[str] = field(default_factory=list)
@@ -118,11 +119,14 @@ class Chart:
 
     def _x_scale(self) -> str:
         base, right = self.height - BOTTOM, WIDTH - RIGHT
-        ticks = [(self.at(value, self.y[0])[0], self.x_text(value)) for value in nice(*self.x)]
+        ticks = [(self.at(value, self.y[0])[0], self.x_text(value)) for value in self._x_ticks()]
         marks = "".join(f'<path class="tick" d="M{x:.1f},{base}v4"/>' for x, _ in ticks)
         texts = "".join(_text(x, base + 16, text, "middle") for x, text in ticks)
         name = _text((LEFT + right) / 2, base + 30, self.x_name, "middle")
         return f'<path class="axis" d="M{LEFT},{base}H{right}"/>{marks}{texts}{name}'
+
+    def _x_ticks(self) -> list[float]:
+        return [number * self.x_unit for number in nice(self.x[0] / self.x_unit, self.x[1] / self.x_unit)]
 
     def _y_scale(self) -> str:
         ticks = [(self.at(self.x[0], value)[1], self.y_text(value)) for value in nice(*self.y)]

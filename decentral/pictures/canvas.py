@@ -10,7 +10,7 @@ from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
 
 INK, DIM, PALE = "#1c2430", "#667085", "#d5dae1"  # of texts and lines
-SLOW = "#c0342c"  # of what decides how long it takes
+RED = "#c0342c"  # of what decides how long it takes
 USED = "#4a7fb5"  # of links that carry something
 NAME_CHARS = 18  # of a name in a picture
 

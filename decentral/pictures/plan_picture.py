@@ -9,7 +9,7 @@ import numpy as np
 
 from decentral.core.plain_text import printable
 from decentral.core.units import readable_number
-from decentral.pictures.canvas import DIM, INK, NAME_CHARS, SLOW, USED, full_name, heading, picture, seconds_text
+from decentral.pictures.canvas import DIM, INK, NAME_CHARS, RED, USED, full_name, heading, picture, seconds_text
 from decentral.pictures.swarm_map import MapLinks, SwarmMap, matrix_of
 from decentral.scheduler.shared.arrays import Flags, Floats
 from decentral.scheduler.shared.topology import Topology, Workload
@@ -20,8 +20,8 @@ from decentral.scheduler.throughput.throughput_plan import ThroughputPlan
 MAP_IN = 6.6  # width of a map
 NAMED_CELLS = 160  # peers of a synchronous plan whose names stand in their cells
 NAMED_ROWS = 32  # peers that have a row each; of more, those that are alike share one
-MOST_ROWS = 64
-ALIKE = 1e-6  # of the larger one: times that differ by less are the same, but for rounding
+MOST_SPAN_ROWS = 64
+SAME_TIME = 1e-6  # of the larger one: times that differ by less are the same, but for rounding
 TITLE = {"fontsize": 9.5, "loc": "left", "color": DIM}
 
 
@@ -101,16 +101,16 @@ class StageGrid:
 
     def deciding_hops(self) -> Flags:
         """Which hops, joints x rows, decide the dearest joint's time; none where all joints' hops take as long."""
-        if not self.hops_SR.size or np.ptp(self.hops_SR) <= ALIKE * self.hops_SR.max():
+        if not self.hops_SR.size or np.ptp(self.hops_SR) <= SAME_TIME * self.hops_SR.max():
             return np.zeros(self.hops_SR.shape, bool)
-        return np.asarray(self.hops_SR >= (1 - ALIKE) * self.hops_SR.max())
+        return np.asarray(self.hops_SR >= (1 - SAME_TIME) * self.hops_SR.max())
 
     def deciding_peers(self) -> Flags:
         """Which peers, stages x rows, decide the dearest stage's averaging; none where all take as long."""
         seconds = self.averaging_SRR.sum(axis=2)
-        if np.ptp(seconds) <= ALIKE * seconds.max():
+        if np.ptp(seconds) <= SAME_TIME * seconds.max():
             return np.zeros(seconds.shape, bool)
-        return np.asarray(seconds >= (1 - ALIKE) * seconds.max())
+        return np.asarray(seconds >= (1 - SAME_TIME) * seconds.max())
 
     def draw(self, axes: Any, swarm: SwarmMap) -> None:
         stages, replicas = self.peers_SR.shape
@@ -125,7 +125,7 @@ class StageGrid:
             self._say(axes, stage, replicas - 0.15, self.averaging_S[stage], bool(red_peers[stage].any()))
         for joint in range(stages - 1):
             for row in range(replicas):
-                colour, width = (SLOW, 2.6) if red_hops[joint, row] else (USED, 1.2)
+                colour, width = (RED, 2.6) if red_hops[joint, row] else (USED, 1.2)
                 axes.plot([joint + 0.38, joint + 0.62], [row, row], color=colour, linewidth=width, zorder=2)
             self._say(axes, joint + 0.5, -0.45, self.joints[joint], bool(red_hops[joint].any()))
         if stages > 1:
@@ -133,13 +133,13 @@ class StageGrid:
         axes.text(-0.5, replicas - 0.15, "averaging", ha="right", va="center", fontsize=7, color=DIM)
 
     def _draw_cell(self, axes: Any, at: tuple[int, int], colour: tuple[float, float, float], red: bool) -> None:
-        axes.add_patch(_cell(*at, colour, SLOW if red else INK, 2.0 if red else 0.5))
+        axes.add_patch(_cell(*at, colour, RED if red else INK, 2.0 if red else 0.5))
         if self.peers_SR.size <= NAMED_CELLS:
             name = full_name(self.topology.ids[self.peers_SR[at]])
             axes.text(*at, name, ha="center", va="center", fontsize=min(8.0, 68 / max(6, len(name))), zorder=4)
 
     def _say(self, axes: Any, x: float, y: float, seconds: float, red: bool) -> None:
-        how = {"color": SLOW, "fontweight": "bold"} if red else {"color": DIM}
+        how = {"color": RED, "fontweight": "bold"} if red else {"color": DIM}
         axes.text(x, y, seconds_text(float(seconds)), ha="center", va="center", fontsize=8, **how)
 
 
@@ -161,7 +161,7 @@ def _draw_throughput(plan: ThroughputPlan, topology: Topology, file: str) -> Non
     }
     drawn = [(title, matrix_of(topology, used)) for title, used in maps.items()]
     drawn = [(title, used) for title, used in drawn if swarm.crossed(used)]
-    width, height = MAP_IN * len(drawn) + 6.4, max(5.6, 1.9 + 0.2 * min(MOST_ROWS, len(rows)))
+    width, height = MAP_IN * len(drawn) + 6.4, max(5.6, 1.9 + 0.2 * min(MOST_SPAN_ROWS, len(rows)))
     with picture(file, width, height) as figure:
         rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
         share = f"{rate / bound:.0%} of what the devices could compute if links cost nothing"
@@ -220,7 +220,7 @@ def span_rows(plan: ThroughputPlan, topology: Topology) -> list[SpanRow]:
 
 def _draw_spans(axes: Any, rows: Sequence[SpanRow], swarm: SwarmMap) -> None:
     """A bar for each row over the layers that it holds, and behind it the share of the work and the device."""
-    shown, layers = rows[:MOST_ROWS], max(row.last for row in rows)
+    shown, layers = rows[:MOST_SPAN_ROWS], max(row.last for row in rows)
     more = f" (the first {len(shown)} of {len(rows)} rows)" if len(shown) < len(rows) else ""
     axes.set_title(f"Who holds which layers; at the right the share of the work{more}", **TITLE)
     devices = swarm.topology.devices

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from decentral.pictures.canvas import DIM, INK, SLOW, USED, heading, picture
+from decentral.core.units import Seconds
+from decentral.pictures.canvas import DIM, INK, RED, USED, heading, picture
 from decentral.sim.faults import Fault
 from decentral.sim.report import RunReport
 
@@ -39,12 +40,22 @@ def draw_run(report: RunReport, faults: Sequence[Fault], path: Path) -> None:
             axes = figure.add_axes((left, top - each * (number + 1) + 0.02, wide, each - 0.035))
             draw(axes, report)
             axes.set_xlim(0, report.seconds)
-            for fault in shown:
-                end = fault.at + max(fault.lasts, 0.002 * report.seconds)
-                axes.axvspan(fault.at, end, color=SLOW, alpha=0.13, linewidth=0)
+            for begin, end in faulty(shown, 0.002 * report.seconds):
+                axes.axvspan(begin, end, color=RED, alpha=0.13, linewidth=0)
             axes.tick_params(labelsize=8, labelbottom=number == 3)
             axes.grid(axis="y", color="#e6e9ee", linewidth=0.7)
         axes.set_xlabel("virtual seconds", fontsize=9)
+
+
+def faulty(faults: Sequence[Fault], least_s: Seconds) -> list[tuple[Seconds, Seconds]]:
+    """The times in which at least one of the faults lasts, in order; one that happens at once lasts `least_s`."""
+    found: list[tuple[Seconds, Seconds]] = []
+    for fault in sorted(faults, key=lambda fault: fault.at):
+        begin, end = fault.at, fault.at + max(fault.lasts, least_s)
+        if found and begin <= found[-1][1]:
+            begin, end = found[-1][0], max(end, found.pop()[1])
+        found.append((begin, end))
+    return found
 
 
 def _exchanges(report: RunReport) -> str:
@@ -56,14 +67,14 @@ def _draw_faults(axes: Any, report: RunReport, faults: Sequence[Fault]) -> None:
     """A row for each fault, the first one above."""
     for row, fault in enumerate(faults):
         over, well_s = fault.at + fault.lasts, report.recovery_s.get(str(fault))
-        axes.barh(row, max(fault.lasts, 0.004 * report.seconds), 0.6, fault.at, color=SLOW)
+        axes.barh(row, max(fault.lasts, 0.004 * report.seconds), 0.6, fault.at, color=RED)
         end = over if well_s is None else over + well_s
         axes.barh(row, end - over, 0.2, over, color=WELL)
         after = "not well again" if well_s is None else f"well {well_s:.3g} s later"
         late = end > 0.6 * report.seconds
         x, side = (fault.at, "right") if late else (max(end, over), "left")
         text = f"  {fault}: {after}  "
-        axes.text(x, row, text, ha=side, va="center", fontsize=8, color=INK if well_s is not None else SLOW)
+        axes.text(x, row, text, ha=side, va="center", fontsize=8, color=INK if well_s is not None else RED)
     axes.set(xlim=(0, report.seconds), ylim=(len(faults) - 0.4, -0.6))
     axes.set_axis_off()
 

@@ -16,7 +16,7 @@ from decentral.pictures.canvas import (
     DIM,
     INK,
     NAME_CHARS,
-    SLOW,
+    RED,
     USED,
     colours,
     counted,
@@ -33,7 +33,7 @@ NAMED_PLACES = 24
 DRAWN_LINKS = 60
 CHAR_IN, LINE_IN = 0.085, 0.17  # size of a character and of a line of text
 NOTE_IN = 0.2  # below the map
-STEPS = 300  # of pushing places apart
+PUSHES = 300  # of pushing places apart
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class SwarmMap:
         most = max((wide[pair] for pair in pairs), default=1.0)
         taken = [(*places[number], *boxes[number]) for number in range(self.count)]
         for a, b in pairs:
-            colour = SLOW if red[a, b] else USED
+            colour = RED if red[a, b] else USED
             width, above = 0.6 + 3.4 * wide[a, b] / most, 2 if red[a, b] else 1
             axes.plot(*places[[a, b]].T, color=colour, linewidth=width, alpha=0.6, zorder=above)
             if self._all_alike():
@@ -171,7 +171,7 @@ class SwarmMap:
             if place is None:
                 continue
             back = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-            how = {"fontsize": 7, "color": SLOW if red[a, b] else DIM, "bbox": back, "zorder": 3}
+            how = {"fontsize": 7, "color": RED if red[a, b] else DIM, "bbox": back, "zorder": 3}
             axes.text(*place, text, ha="center", va="center", **how)
 
 
@@ -217,7 +217,7 @@ def _fitted(places: Floats, size: tuple[float, float], boxes: Floats) -> Floats:
 def _apart(places: Floats, boxes: Floats, size: tuple[float, float]) -> Floats:
     """Pushes boxes apart that cover each other, or nearly, and keeps them inside."""
     places, half = places.copy(), boxes / 2
-    for _ in range(STEPS):
+    for _ in range(PUSHES):
         moved = False
         for a, b in itertools.combinations(range(len(places)), 2):
             gap = places[b] - places[a]

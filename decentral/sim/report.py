@@ -219,8 +219,8 @@ class RunStatistics:
         }
 
     def _recoveries(self, faults: Sequence[Fault]) -> dict[str, Seconds | None]:
-        """The time from the end of each fault until all living peers train and know each other."""
-        good = [one.at for one in self.samples if one.live == one.training and not one.roster_error]
+        """The time from the end of each fault until there are peers, and all train and know each other."""
+        good = [one.at for one in self.samples if 0 < one.live == one.training and not one.roster_error]
         ends = {str(fault): fault.at + fault.lasts for fault in faults}
         return {name: next((round(at - over, 2) for at in good if at >= over), None) for name, over in ends.items()}
 

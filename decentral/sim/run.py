@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from decentral.core.units import Seconds
 from decentral.scheduler.shared.topology import Topology
@@ -16,6 +17,7 @@ from decentral.sim.evidence import Violation
 from decentral.sim.fault_injector import FaultInjector
 from decentral.sim.faults import Fault
 from decentral.sim.geography import SwarmGeography, TypicalLink
+from decentral.sim.journals import SimulatedJournals
 from decentral.sim.report import RunReport, RunStatistics
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 from decentral.sim.virtual_host import Observer
@@ -48,8 +50,14 @@ class StopRun(Exception):
     """Raised by a run's `on_progress`: the run ends here, and reports what there is."""
 
 
-def run(scenario: Scenario, on_progress: OnProgress | None = None, observer: Observer | None = None) -> RunReport:
-    """Plays the scenario. Raises Violation. `observer` sees every event where the scenario is not audited."""
+def run(
+    scenario: Scenario,
+    on_progress: OnProgress | None = None,
+    observer: Observer | None = None,
+    journals: Path | None = None,
+) -> RunReport:
+    """Plays the scenario. Raises Violation. `observer` sees every event where the scenario is not audited. `journals`:
+    the folder in which each peer gets a folder with its journal; none are kept without it."""
     geography = SwarmGeography(scenario.seed, scenario.link, scenario.topology)
     swarm = SimulatedSwarm(scenario.settings, scenario.seed, geography, observer)
     injector = FaultInjector(swarm)
@@ -57,7 +65,8 @@ def run(scenario: Scenario, on_progress: OnProgress | None = None, observer: Obs
     if scenario.audited:
         swarm.observer = audit
     statistics = RunStatistics(swarm)
-    swarm.journal = statistics.line
+    kept = SimulatedJournals(swarm, journals) if journals else None
+    swarm.journal = kept.tee(statistics.line) if kept else statistics.line
     with _few_collections(scenario.peers > MANY_SIMULATED), suppress(StopRun):
         _start(swarm, scenario.peers)
         injector.plan(scenario.faults)
@@ -67,6 +76,8 @@ def run(scenario: Scenario, on_progress: OnProgress | None = None, observer: Obs
                 audit.check()
             if sampled:
                 statistics.sample()
+                if kept:
+                    kept.flush()
                 if on_progress is not None:
                     on_progress(moment)
     if scenario.audited:
