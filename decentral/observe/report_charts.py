@@ -55,9 +55,8 @@ class RunCharts:
     def loss_over_tokens(self) -> str:
         """The same losses over the tokens that all peers together had trained by then."""
         lines = self._loss_lines(self.run.tokens_at)
-        chart = Chart(
-            (0, self.run.tokens or 1.0), _loss_limits(lines), 240, readable_number, lambda loss: f"{loss:.3g}"
-        )
+        chart = Chart((0, self.run.tokens or 1.0), _loss_limits(lines), 240, readable_number)
+        chart.y_text = "{:.3g}".format
         chart.x_name = "tokens that the swarm had trained"
         chart.lines(lines)
         return chart.svg("loss over tokens")

@@ -101,7 +101,7 @@ class PeerHistory:
     def take(self, line: Mapping[str, Any]) -> None:
         """Takes a line of the journal, in their order."""
         try:
-            self._take(line, _number(line["t"]), line["event"])
+            self._take(line, _number(line["t"]), _text(line["event"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             self.bad += 1
 
@@ -140,11 +140,12 @@ class PeerHistory:
 
     def _step(self, line: Mapping[str, Any], t: Seconds) -> None:
         spent = {kind: _number(line["aside"].get(kind, 0.0)) for kind in KINDS} | {"training": _number(line["seconds"])}
-        self.tokens.add(t, self.total(self.tokens) + _number(line["tokens"]))
+        tokens, loss = _number(line["tokens"]), None if line["loss"] is None else _number(line["loss"])
+        self.tokens.add(t, self.total(self.tokens) + tokens)
         for kind, seconds in spent.items():
             self.spent[kind] = self.spent.get(kind, 0.0) + seconds
-        if line["loss"] is not None:
-            self.losses.add(t, _number(line["loss"]))
+        if loss is not None:
+            self.losses.add(t, loss)
 
     def _moved(self, t: Seconds, sent: float, received: float) -> None:
         self.sent.add(t, self.total(self.sent) + max(0.0, sent - self._traffic[0]))
@@ -185,6 +186,13 @@ def history_of(journals: Iterable[tuple[str, Path]]) -> RunHistory:
         if peer.lives:
             peers.append(peer)
     return RunHistory(sorted(peers, key=lambda peer: (peer.began, peer.folder)))
+
+
+def _text(value: Any) -> str:
+    """The value, if it is a text. Raises TypeError if not."""
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
 
 
 def _number(value: Any) -> float:

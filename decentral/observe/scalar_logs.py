@@ -66,6 +66,7 @@ class OfflineWandb:
             mode="offline", console="off", silent=True, disable_code=True, disable_git=True, x_disable_stats=True
         )
         self._run: Any = wandb.init(project=run.run, name=run.peer, dir=folder, config=asdict(run), settings=quiet)
+        self._service: Any = wandb
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, at: Seconds, values: Mapping[str, float]) -> None:
@@ -73,6 +74,7 @@ class OfflineWandb:
 
     def close(self) -> None:
         self._run.finish()
+        self._service.teardown()  # waits until all is in the file
 
 
 LOGS: Mapping[str, type[TensorBoardLog] | type[OfflineWandb]] = {"tensorboard": TensorBoardLog, "wandb": OfflineWandb}

@@ -35,17 +35,23 @@ def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100)
         "axes.edgecolor": PALE,
     }
     style |= {"xtick.color": DIM, "ytick.color": DIM, "axes.spines.top": False, "axes.spines.right": False}
+    style |= {"svg.fonttype": "none"}  # text stays text
     with matplotlib.rc_context(style):  # math is off, as a region's name may have dollar signs
         figure = pyplot.figure(figsize=(width_in, height_in))
         try:
             yield figure
-            figure.savefig(file, dpi=dpi, facecolor="white")
-        except OSError as error:
-            raise UserError(f"--plot {file}: {error.strerror}; choose a place that can be written") from None
-        except ValueError as error:
-            raise UserError(f"--plot {file}: {error}") from None  # a suffix that matplotlib does not know
+            _save(figure, file, dpi)
         finally:
             pyplot.close(figure)
+
+
+def _save(figure: Any, file: str | Path, dpi: int) -> None:
+    try:
+        figure.savefig(file, dpi=dpi, facecolor="white")
+    except OSError as error:
+        raise UserError(f"--plot {file}: {error.strerror}; choose a place that can be written") from None
+    except ValueError as error:  # matplotlib does not know the suffix
+        raise UserError(f"--plot {file}: {error}") from None
 
 
 def colours(count: int) -> list[tuple[float, float, float]]:
