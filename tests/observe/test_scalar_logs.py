@@ -91,6 +91,6 @@ def test_a_log_that_cannot_be_written_is_told_and_ends(tmp_path: Path, monkeypat
     def broken(folder: Path, run: RunFacts) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(LOGS, "tensorboard", broken)  # type: ignore[call-overload]
+    monkeypatch.setitem(LOGS, "tensorboard", broken)
     (said,) = follow(["tensorboard"], tmp_path)
     assert said.startswith("--log tensorboard has ended: OSError")
