@@ -24,6 +24,7 @@ FLOORS = {
     "peers": 2,
     "algorithms": 2,
     "sim": 4,
+    "checks": 4,
 }
 DRIVERS = {"comm.net": 3, "peers.hosts": 3}
 ROOMS = {  # of a folder, from below: a room imports from those before it, and from itself
