@@ -14,6 +14,7 @@ from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
 
 T = TypeVar("T")
+LOG_NAMES = ("tensorboard", "wandb")  # of experiment trackers; their packages and extras are called so too
 ERROR_CHARS = 2000  # of the line that says what to mend
 
 
@@ -53,6 +54,14 @@ def host_port(text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or (colon and not host):
         raise argparse.ArgumentTypeError(f"expected [HOST:]PORT, such as 9100 or 0.0.0.0:9100; got {text!r}")
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def log_names(text: str) -> list[str]:
+    """The logs that `tensorboard`, `wandb` or both with a comma name. Raises ArgumentTypeError for others."""
+    names = list(dict.fromkeys(text.split(",")))
+    if not set(names) <= set(LOG_NAMES):
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(LOG_NAMES)}, or both with a comma; got {text!r}")
+    return names
 
 
 def require_extra(flag: str, package: str, module: str, extra: str) -> None:

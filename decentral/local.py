@@ -223,13 +223,9 @@ class LocalSwarm:
         if self.flags.memory:
             arguments += ["--memory", str(self.flags.memory[number])]
         if self.flags.metrics:
-            host, port = self.flags.metrics
-            arguments += [
-                "--metrics",
-                f"[{host}]:{port and port + number}" if ":" in host else f"{host}:{port and port + number}",
-            ]
+            arguments += ["--metrics", metrics_address(self.flags.metrics, number)]
         if self.flags.log:
-            arguments += ["--log", self.flags.log]
+            arguments += ["--log", ",".join(self.flags.log)]
         if join and not restart:
             arguments += ["--join", join, *self.own_inputs().flags()]
         elif not restart:
@@ -266,6 +262,12 @@ class LocalSwarm:
 
     def _running(self) -> list[LocalPeer]:
         return [member for member in self.members if member.process.poll() is None]
+
+
+def metrics_address(first: tuple[str, int], number: int) -> str:
+    """Where peer `number` serves its metrics: the ports follow the first one's; 0 is any free one for all."""
+    host, port = first
+    return f"{f'[{host}]' if ':' in host else host}:{port + number if port else 0}"
 
 
 def _last_output(folder: Path) -> str:
@@ -309,7 +311,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and go on from them")
     parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
     parser.add_argument("--metrics", type=command.host_port, metavar="[HOST:]PORT", help="Prometheus; ports from it on")
-    parser.add_argument("--log", metavar="NAMES", help="curves for tensorboard, wandb (offline), of each peer")
+    parser.add_argument(
+        "--log",
+        type=command.log_names,
+        default=[],
+        metavar="NAMES",
+        help="curves for tensorboard, wandb (offline), of each peer",
+    )
     flags = parser.parse_args(argv)
     if not 1 <= flags.peers <= 64:
         raise UserError(f"--peers expects 1 to 64; got {flags.peers}")

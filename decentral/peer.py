@@ -30,8 +30,6 @@ from decentral.peers.membership.address_book import AddressBook
 from decentral.reach_swarm import reach_swarm
 from decentral.train.island import Island
 
-LOG_NAMES = ("tensorboard", "wandb")  # their packages and extras are called so too
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -128,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="a line every few seconds instead of the live view")
     parser.add_argument("--metrics", type=command.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
     parser.add_argument(
-        "--log", type=_logs, default=[], metavar="NAMES", help="curves for tensorboard, wandb (offline)"
+        "--log", type=command.log_names, default=[], metavar="NAMES", help="curves for tensorboard, wandb (offline)"
     )
     parser.set_defaults(restarted=False, island=None)
     flags = parser.parse_args(argv)
@@ -142,13 +140,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.require_extra(f"--log {name}", name, name, name)
     _check_record(flags)
     return flags
-
-
-def _logs(text: str) -> list[str]:
-    names = list(dict.fromkeys(text.split(",")))
-    if not set(names) <= set(LOG_NAMES):
-        raise argparse.ArgumentTypeError(f"expected {' or '.join(LOG_NAMES)}, or both with a comma; got {text!r}")
-    return names
 
 
 def _check_record(flags: argparse.Namespace) -> None:

@@ -14,8 +14,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LINKED = ("comm", "scheduler", "peers", "configs")
 FLOORS = {
-    "observe": 4,
-    "pictures": 4,
     "core": 0,
     "configs": 0,
     "comm": 1,
@@ -25,6 +23,8 @@ FLOORS = {
     "algorithms": 2,
     "sim": 4,
     "checks": 4,
+    "observe": 4,
+    "pictures": 4,
 }
 DRIVERS = {"comm.net": 3, "peers.hosts": 3}
 ROOMS = {  # of a folder, from below: a room imports from those before it, and from itself

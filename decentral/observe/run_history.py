@@ -20,6 +20,7 @@ from decentral.core.units import Seconds
 from decentral.scheduler.shared.arrays import Floats
 
 MOST_EVENTS = 2000  # of one peer, the latest
+MOST_TIME_S = 1e11  # Unix time in the year 5138
 OUTCOMES = ("done", "solo", "failed")
 TOLD = ("error", "unheld", "behind", "revoked", "suspended", "clock", "lost", "plan", "move")  # events for people
 
@@ -101,7 +102,7 @@ class PeerHistory:
     def take(self, line: Mapping[str, Any]) -> None:
         """Takes a line of the journal, in their order."""
         try:
-            self._take(line, _number(line["t"]), _text(line["event"]))
+            self._take(line, _time(line["t"]), _text(line["event"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             self.bad += 1
 
@@ -193,6 +194,13 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(value)
     return value
+
+
+def _time(value: Any) -> Seconds:
+    """The value, if it is a Unix time that a calendar knows. Raises ValueError or TypeError if not."""
+    if not 0 <= _number(value) < MOST_TIME_S:
+        raise ValueError(value)
+    return float(value)
 
 
 def _number(value: Any) -> float:

@@ -6,11 +6,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from decentral import report, simulate
 from decentral.observe.report_charts import RunCharts
 from decentral.observe.report_page import page_of
-from decentral.observe.run_history import RunHistory, history_of
+from decentral.observe.run_history import PeerHistory, RunHistory, history_of
 from decentral.sim import sweep
 
 QUICK = [word for setting in sweep.SETTINGS for word in ("--set", setting)]
@@ -119,6 +121,8 @@ def test_what_others_wrote_is_text(tmp_path: Path) -> None:
 
 BAD = [
     '{"t": "now", "event": "step"}',
+    '{"t": 1e200, "event": "joined"}',
+    '{"t": -5, "event": "joined"}',
     '{"t": 2, "event": "step", "tokens": [], "loss": 1, "seconds": 1, "aside": {}}',
     '{"t": 2, "event": "step", "tokens": 1e999, "loss": 1, "seconds": 1, "aside": {}}',
     '{"t": 2, "event": "step", "tokens": true, "loss": 1, "seconds": 1, "aside": {}}',
@@ -139,6 +143,27 @@ def test_a_line_that_is_not_as_it_should_be_is_counted_and_passed_over(tmp_path:
     assert [peer.bad for peer in run.peers] == [1]
     assert run.tokens == 10
     assert "1 lines of the journals could not be read" in page_of(run)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3) | st.just("done"),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["gossip", "waiting"]), inner),
+    max_leaves=3,
+)
+EVENTS = ["started", "step", "exchange", "traffic", "eval", "plan", "joined", "stopped"]
+OTHERS = ["peer", "run", "device", "throttle", "tokens", "loss", "seconds", "aside", "outcome", "reason", "sent_bytes"]
+FIELDS = st.fixed_dictionaries(
+    {"t": VALUES, "event": st.sampled_from(EVENTS)},
+    optional=dict.fromkeys([*OTHERS, "received_bytes"], VALUES),
+)
+
+
+@given(st.lists(FIELDS, max_size=6))
+def test_any_lines_make_a_page(lines: list[dict[str, object]]) -> None:
+    peer = PeerHistory("a")
+    for line in lines:
+        peer.take(line)
+    Page(page_of(RunHistory([peer])))
 
 
 def test_many_peers_share_a_colour_and_the_rows_end(tmp_path: Path) -> None:
