@@ -127,12 +127,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stop-after", metavar="AMOUNT", help="500steps, 90s or 2e6tokens of this peer")
     parser.add_argument("--plain", action="store_true", help="a line every few seconds instead of the live view")
     add_dashboard_flag(parser)
+    parser.add_argument("--metrics", type=command.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
+    parser.add_argument(
+        "--log", type=command.log_names, default=[], metavar="NAMES", help="curves for tensorboard, wandb (offline)"
+    )
     parser.set_defaults(restarted=False, island=None)
     flags = parser.parse_args(argv)
     if not 1 <= flags.throttle <= 1e4:
         raise UserError(f"--throttle expects a factor of 1 to 10000; got {flags.throttle:g}")
     if flags.stop_after:
         Amount.parse(flags.stop_after)
+    if flags.metrics:
+        command.require_extra("--metrics", "prometheus-client", "prometheus_client", "metrics")
+    for name in flags.log:
+        command.require_extra(f"--log {name}", name, name, name)
     _check_record(flags)
     return flags
 

@@ -13,6 +13,8 @@ import secrets
 import signal
 import sys
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -195,7 +197,8 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     if flags.page:
         tasks += [asyncio.create_task(work(host, flags.page)) for work in (feed_page, watch_for_page)]
     try:
-        reason = await host.run()
+        async with _observed(flags, host):
+            reason = await host.run()
     finally:
         for task in tasks:
             task.cancel()
@@ -206,6 +209,22 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         raise UserError(reason.removeprefix(f"{NO_MEMBER}: "))
     if reason.startswith("error") or host.unsaved:
         raise SystemExit(1)
+
+
+@asynccontextmanager
+async def _observed(flags: argparse.Namespace, host: Host) -> AsyncIterator[None]:
+    """Lets others look on while the host runs, as the flags say."""
+    async with AsyncExitStack() as stack:
+        if flags.metrics:
+            from decentral.observe.metrics_server import metrics_served
+
+            url = await stack.enter_async_context(metrics_served(flags.metrics, host))
+            view.say(f"metrics for Prometheus at {url}")
+        if flags.log:
+            from decentral.observe.scalar_logs import scalars_logged
+
+            await stack.enter_async_context(scalars_logged(flags.log, host))
+        yield
 
 
 async def _show(host: Host, shown: view.Display) -> None:
