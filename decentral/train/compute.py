@@ -26,6 +26,7 @@ from decentral.train.job_runner import JobRunner, time_kind
 from decentral.train.outer_kernels import OuterKernels, TorchKernels
 from decentral.train.sections import Codecs
 from decentral.train.span import Span
+from decentral.train.start_weights import StartWeightsError
 from decentral.train.step import Device, held_out_part, parts_of, train_step
 from decentral.train.update_rules import RuleTools
 
@@ -169,6 +170,8 @@ class Compute(JobRunner):
         match error:
             case OSError() | RuntimeError() | MemoryError():  # a full disk, a device or a machine out of memory
                 return jobs.JobFailed(type(job).__name__, _said(error))
+            case StartWeightsError():
+                return jobs.JobFailed(type(job).__name__, str(error))
             case ProtocolError():  # our own weights do not encode: they have diverged
                 return jobs.JobFailed(type(job).__name__, f"this peer's weights have diverged ({error})")
         raise error

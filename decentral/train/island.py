@@ -235,8 +235,8 @@ class Follower:
 
     @classmethod
     def build(cls, run: config.Config, device: torch.device) -> "Follower":
-        with gpt.Undrawn():  # rank 0's weights come when it is wrapped
-            layers = [layer.to(device) for layer in gpt.build(run.model, run.seed)]
+        built = gpt.build(run.model, run.seed, drawn=False)  # rank 0's weights come when it is wrapped
+        layers = [layer.to(device) for layer in built]
         lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
         compiled = run.train.compile and device.type == "cuda"
         return cls(run, layers, Inner(lives, run.train), Chain(layers, compiled, run))
