@@ -114,6 +114,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", metavar="PATH", help="this peer's own text or tokens, where the run needs them")
     parser.add_argument("--data-glob", metavar="PATTERN", help="which files of a folder; for text: default **/*.txt")
     parser.add_argument("--data-column", metavar="NAME", help="the column of text in rows of data; default text")
+    parser.add_argument("--data-part", metavar="K/N", help="read the K-th of N parts of streamed data, no other peer's")
     parser.add_argument("--tokenizer", metavar="PATH", help="this peer's own file or folder of the run's tokenizer")
     parser.add_argument("--model-from", metavar="DIR", help="a Hugging Face folder whose weights the run starts from")
     code = "package.module:function of the model, which is imported and called here"

@@ -107,7 +107,7 @@ async def prepare(
         _without(error, flags, access)
         restored = False
     if flags.island:
-        flags.island.assign(Assignment(run, own.peer, compute.micro_batch), compute.span)
+        flags.island.assign(Assignment(run, own.peer, compute.micro_batch, folder.path), compute.span)
     setup = NodeSetup(
         config=run,
         run=access.run,

@@ -14,7 +14,7 @@ from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import FOR_EVER, Permission, is_private
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
-from decentral.core import config, swarm_config
+from decentral.core import config, own_inputs, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import OwnInputs
@@ -96,9 +96,7 @@ async def reach_swarm(
 
 def named_by(flags: argparse.Namespace) -> OwnInputs:
     """The code and the files that the user of this peer has named by flags."""
-    return OwnInputs(
-        flags.trust_model_code, flags.model_from, flags.data, flags.data_glob, flags.data_column, flags.tokenizer
-    )
+    return OwnInputs(**{name: getattr(flags, flag[2:].replace("-", "_")) for name, flag in own_inputs.FLAGS.items()})
 
 
 def _check_flags(flags: argparse.Namespace, kept: Run | None, folder: Path) -> None:

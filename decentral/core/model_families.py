@@ -14,7 +14,7 @@ from decentral.core import strict_json
 from decentral.core.errors import UserError
 
 if TYPE_CHECKING:
-    from decentral.core.config import ModelConfig, RopeScaling
+    from decentral.core.model_config import ModelConfig, RopeScaling
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_JSON_BYTES = 1 << 20
@@ -170,7 +170,7 @@ def _refusal(folder: Path, name: str, value: object, expected: str) -> UserError
 
 
 def config_json(model: "ModelConfig", tied: bool) -> dict[str, Any]:
-    """A config.json from which transformers, 4 or 5, builds this model. `tied`: its head has the embedding's weights."""
+    """A config.json from which transformers 4 or 5 builds this model. `tied`: its head has the embedding's weights."""
     family = FAMILIES[model.family]
     rope = {"rope_type": "default"} if model.rope_scaling is None else _rope_fields(model.rope_scaling)
     found = {

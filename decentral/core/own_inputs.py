@@ -19,6 +19,7 @@ class OwnInputs:
     data: str | None = None  # the file or folder that is read
     data_glob: str | None = None  # which files of a folder
     data_column: str | None = None  # which column of their rows
+    data_part: str | None = None  # k/n: which of n parts of them
     tokenizer: str | None = None  # its file or folder
 
     def or_else(self, kept: "OwnInputs") -> "OwnInputs":
@@ -41,9 +42,10 @@ FLAGS = {
     "data": "--data",
     "data_glob": "--data-glob",
     "data_column": "--data-column",
+    "data_part": "--data-part",
     "tokenizer": "--tokenizer",
 }
-OF_DATA = ("data", "data_glob", "data_column", "tokenizer")
+OF_DATA = ("data", "data_glob", "data_column", "data_part", "tokenizer")
 NOTHING_NAMED = OwnInputs()
 
 

@@ -8,7 +8,7 @@ that still has the embedding's weights, as in a folder that ties the two, is wri
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def _tie(weights: dict[str, Tensor]) -> bool:
     return tied
 
 
-def _special_tokens(like: Path | None) -> Mapping[str, Any]:
+def _special_tokens(like: Path | None) -> dict[str, Any]:
     if like is None or not (like / model_families.CONFIG_FILE).exists():
         return {}
     found = model_families.read(like)

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from decentral.core.config import ModelConfig, RopeScaling
+from decentral.core.model_config import ModelConfig, RopeScaling
 
 
 def tables(model: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -71,8 +71,8 @@ def _digest(path: str) -> str:
         for name in sorted(folder.files):
             tensor = folder.tensor(name)
             found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-            for piece in tensor.contiguous().flatten().split(PIECE_ELEMENTS):
-                found.update(piece.view(torch.uint8).numpy())
+            for piece in torch.split(tensor.contiguous().flatten(), PIECE_ELEMENTS):
+                found.update(piece.view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
