@@ -23,8 +23,8 @@ from decentral.core import config
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.train import tokenizer
-from decentral.train.documents import Documents, Piece
-from decentral.train.text_stream import Packer
+from decentral.train.documents import Documents, TextPiece
+from decentral.train.text_stream import TokenPacker
 
 SEPARATOR = "<|endoftext|>"  # of a tokenizer that is trained here
 PIECES_AT_ONCE = 256
@@ -54,12 +54,12 @@ def _data(flags: argparse.Namespace, path: str) -> config.DataConfig:
     return config.validated({"data": tree}).data
 
 
-def _pieces(parts: Sequence[Documents]) -> Iterator[Piece]:
+def _pieces(parts: Sequence[Documents]) -> Iterator[TextPiece]:
     """All text, what a run would hold out included: a file of tokens holds stretches of itself out."""
     return itertools.chain.from_iterable(one.all_pieces() for one in parts)
 
 
-def train(pieces: Iterator[Piece], size: int, most_bytes: int, place: Path) -> None:
+def train(pieces: Iterator[TextPiece], size: int, most_bytes: int, place: Path) -> None:
     """Trains a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909) and writes its folder. Raises UserError."""
     library = tokenizer.library()
     made = library.Tokenizer(library.models.BPE())
@@ -71,7 +71,10 @@ def train(pieces: Iterator[Piece], size: int, most_bytes: int, place: Path) -> N
     )
     made.train_from_iterator(_first(pieces, most_bytes), trainer)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SEPARATOR}
-    files = {tokenizer.FILE: made.to_str(pretty=True), tokenizer.SETTINGS: json.dumps(settings, indent=1)}
+    files = {
+        tokenizer.TOKENIZER_FILE: made.to_str(pretty=True),
+        tokenizer.TOKENIZER_SETTINGS: json.dumps(settings, indent=1),
+    }
     try:
         place.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -80,7 +83,7 @@ def train(pieces: Iterator[Piece], size: int, most_bytes: int, place: Path) -> N
         raise UserError(f"--out: {place} cannot be written ({error.strerror})") from None
 
 
-def _first(pieces: Iterator[Piece], most_bytes: int) -> Iterator[str]:
+def _first(pieces: Iterator[TextPiece], most_bytes: int) -> Iterator[str]:
     left = most_bytes
     for piece in pieces:
         yield piece.text
@@ -89,9 +92,9 @@ def _first(pieces: Iterator[Piece], most_bytes: int) -> Iterator[str]:
             return
 
 
-def write(pieces: Iterator[Piece], found: tokenizer.TextTokenizer, out: Path, width: int) -> int:
+def write(pieces: Iterator[TextPiece], found: tokenizer.TextTokenizer, out: Path, width: int) -> int:
     """Writes the tokens; gives how many they are. Raises UserError, and leaves an old file as it was."""
-    packer, part, count = Packer(found), out.with_name(out.name + ".new"), 0
+    packer, part, count = TokenPacker(found), out.with_name(out.name + ".new"), 0
     dtype = np.uint16 if width == 2 else np.uint32
     try:
         with part.open("wb") as file:

@@ -38,7 +38,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", query_bias=True, silent={"num_key_value_heads": 32}),
     "qwen3": Family("Qwen3ForCausalLM", query_norm=True, silent={"num_key_value_heads": 32, "head_dim": 128}),
 }
-NAMES = {  # theirs -> ours; all but the last two must be there
+THEIR_NAMES = {  # theirs -> ours; all but the last two must be there
     "vocab_size": "vocabulary",
     "hidden_size": "width",
     "intermediate_size": "hidden",
@@ -90,10 +90,10 @@ def model_keys(folder: Path) -> dict[str, Any]:
         if value is not None and value not in allowed:
             raise _refusal(folder, theirs, value, repr(allowed[0]) if allowed else "no such field")
     fields = {**family.silent, **found}
-    for theirs in NAMES:
+    for theirs in THEIR_NAMES:
         if theirs not in OPTIONAL and fields.get(theirs) is None:
             raise UserError(f"{folder / CONFIG_FILE} lacks {theirs}")
-    keys = {ours: fields[theirs] for theirs, ours in NAMES.items() if fields.get(theirs) is not None}
+    keys = {ours: fields[theirs] for theirs, ours in THEIR_NAMES.items() if fields.get(theirs) is not None}
     rope = _rope(folder, fields)
     keys |= {"family": name, "norm_eps": float(fields.get("rms_norm_eps", 1e-6)), "rope_theta": rope.pop("theta")}
     if rope:

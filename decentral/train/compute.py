@@ -20,7 +20,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.train import checkpoint, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
-from decentral.train.data_source import Reading, Source
+from decentral.train.data_source import Reading, TrainingData
 from decentral.train.fragment_gossip import BEFORE_START
 from decentral.train.job_phases import JobThreads, Phase, Program
 from decentral.train.job_runner import JobRunner, time_kind
@@ -40,7 +40,7 @@ MOST_SAID = 400  # characters of an error
 class ComputeSetup:
     config: config.Config
     peer: PeerId
-    corpus: Source
+    corpus: TrainingData
     codecs: Codecs
     device: Device
     folder: Path

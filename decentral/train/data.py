@@ -21,7 +21,7 @@ from torch import Tensor
 
 from decentral.core import config, rng
 from decentral.core.errors import UserError
-from decentral.train.data_source import MicroBatches, Reading, Source, batch_of
+from decentral.train.data_source import MicroBatches, Reading, TrainingData, batch_of
 from decentral.train.text_stream import TextStream
 
 STRETCH_TOKENS = 16 * 1024
@@ -64,7 +64,7 @@ class Corpus:
         return batch_of(np.stack([self.tokens[start : start + self.context + 1] for start in starts]))
 
 
-def load(data: config.DataConfig, model: config.ModelConfig) -> Source:
+def load(data: config.DataConfig, model: config.ModelConfig) -> TrainingData:
     """This peer's data. Raises UserError when they cannot be read, are too few, or do not fit the vocabulary."""
     return TextStream(data, model) if data.kind == "huggingface" else corpus(data, model)
 

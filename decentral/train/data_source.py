@@ -28,7 +28,7 @@ class Reading:
     ranks: int = 1
 
 
-class Source(Protocol):
+class TrainingData(Protocol):
     """Data: train/data.py has those in memory, train/text_stream.py those that are streamed."""
 
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:

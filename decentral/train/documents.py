@@ -22,10 +22,10 @@ from decentral.core import config
 from decentral.core.errors import UserError
 
 PIECE_CHARS = 16 * 1024
-MOST_PIECES = 1 << 40  # of a shard
+PIECES_OF_SHARD = 1 << 40  # of a shard
 LEAST_PARTS = 32  # of a data set
 ROWS_AT_ONCE, LINES_AT_ONCE = 64, 4096
-KINDS = {  # of files, by the ends of their names; the packed modules of datasets that read them
+READERS = {  # of files, by the ends of their names; the packed modules of datasets that read them
     ".parquet": "parquet",
     ".jsonl": "json",
     ".json": "json",
@@ -42,7 +42,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A stretch of one document."""
 
     text: str
@@ -55,7 +55,7 @@ class Piece:
 class Batch:
     """Pieces that were read together, and where reading goes on."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
     state: State
     read: int  # pieces of the shard so far, of all parts
 
@@ -84,17 +84,17 @@ class Documents:
             ours = [one for at, one in enumerate(batch.pieces, first) if at % self.per_shard == lane]
             yield Batch(tuple(one for one in ours if not self.is_held_out(one)), batch.state, batch.read)
 
-    def held_out(self) -> Iterator[Piece]:
+    def held_out(self) -> Iterator[TextPiece]:
         """All pieces that are held out, in the order of the data."""
         return filter(self.is_held_out, self.all_pieces())
 
-    def all_pieces(self) -> Iterator[Piece]:
+    def all_pieces(self) -> Iterator[TextPiece]:
         """All pieces, in the order of the data."""
         for shard in range(self.shards):
             for batch in self._batches(shard, None, 0):
                 yield from batch.pieces
 
-    def is_held_out(self, piece: Piece) -> bool:
+    def is_held_out(self, piece: TextPiece) -> bool:
         found = hashlib.blake2b(piece.text.encode(errors="surrogatepass"), digest_size=8).digest()
         return int.from_bytes(found) < self.data.held_out * 2**64
 
@@ -106,7 +106,7 @@ class Documents:
                 rows.load_state_dict(state)
             for table in rows.iter(batch_size=size):
                 texts = self._texts(table)
-                at = shard * MOST_PIECES + read
+                at = shard * PIECES_OF_SHARD + read
                 pieces = tuple(_joined(texts, at) if self.kind == "text" else _cut(texts, at))
                 read += len(pieces)
                 yield Batch(pieces, rows.state_dict(), read)
@@ -148,7 +148,7 @@ def files_of(path: str, glob: str | None) -> tuple[str, list[str]]:
     kinds = {one: kind for one in found if (kind := _kind(one))}
     if not kinds:
         matching = f" and matches {glob}" if glob else ""
-        raise UserError(f"data: no file at {root} is one of {', '.join(KINDS)}{matching}")
+        raise UserError(f"data: no file at {root} is one of {', '.join(READERS)}{matching}")
     if len(set(kinds.values())) > 1:
         there = ", ".join(sorted(set(kinds.values())))
         raise UserError(f"data: {root} has files of several kinds ({there}); choose with data.glob")
@@ -157,7 +157,7 @@ def files_of(path: str, glob: str | None) -> tuple[str, list[str]]:
 
 def _kind(path: Path) -> str | None:
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in PACKED]
-    return KINDS.get(suffixes[-1]) if suffixes else None
+    return READERS.get(suffixes[-1]) if suffixes else None
 
 
 def _opened(data: config.DataConfig, path: str) -> tuple[str, Any]:
@@ -184,17 +184,17 @@ def _unreadable(data: config.DataConfig, error: Exception) -> UserError:
     return UserError(f"data: {data.path} cannot be read ({said[:200]})")
 
 
-def _cut(texts: list[str], at: int) -> Iterator[Piece]:
+def _cut(texts: list[str], at: int) -> Iterator[TextPiece]:
     """Documents as pieces, the first of which is number `at`."""
     for text in texts:
         for begin in range(0, len(text), PIECE_CHARS):
             end = begin + PIECE_CHARS
-            yield Piece(text[begin:end], at, begin == 0, end >= len(text))
+            yield TextPiece(text[begin:end], at, begin == 0, end >= len(text))
             at += 1
 
 
-def _joined(lines: list[str], at: int) -> Iterator[Piece]:
+def _joined(lines: list[str], at: int) -> Iterator[TextPiece]:
     """Lines of one file as pieces: the file is the document, and its end is not known here."""
     whole = "".join(lines)
     for number, begin in enumerate(range(0, len(whole), PIECE_CHARS), at):
-        yield Piece(whole[begin : begin + PIECE_CHARS], number, begins=number % MOST_PIECES == 0)
+        yield TextPiece(whole[begin : begin + PIECE_CHARS], number, begins=number % PIECES_OF_SHARD == 0)

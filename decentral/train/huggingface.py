@@ -22,11 +22,11 @@ from decentral.core.config import BYTES
 from decentral.core.errors import UserError
 from decentral.train import gpt
 from decentral.train.start_weights import EMBEDDING, HEAD, WHOLE
+from decentral.train.tokenizer import TOKENIZER_FILE, TOKENIZER_SETTINGS
 
-TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
+    TOKENIZER_FILE,
+    TOKENIZER_SETTINGS,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -81,10 +81,10 @@ def _special_tokens(like: Path | None) -> dict[str, Any]:
 def _tokenizer_files(run: config.Config, like: Path | None) -> dict[str, bytes]:
     """Raises OSError."""
     if like is not None and like.is_file():
-        return {TOKENIZER: like.read_bytes()}
+        return {TOKENIZER_FILE: like.read_bytes()}
     present = [like / name for name in TOKENIZER_FILES if (like / name).is_file()] if like is not None else []
     found = {path.name: path.read_bytes() for path in present if path.stat().st_size <= MAX_TOKENIZER_FILE_BYTES}
-    if TOKENIZER in found or not run.reads_bytes or run.model.vocabulary < BYTES:
+    if TOKENIZER_FILE in found or not run.reads_bytes or run.model.vocabulary < BYTES:
         return found
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -93,7 +93,7 @@ def _tokenizer_files(run: config.Config, like: Path | None) -> dict[str, bytes]:
         "add_bos_token": False,
         "add_eos_token": False,
     }
-    return found | {TOKENIZER: _json(tokenizer()), "tokenizer_config.json": _json(settings)}
+    return found | {TOKENIZER_FILE: _json(tokenizer()), TOKENIZER_SETTINGS: _json(settings)}
 
 
 def tokenizer() -> dict[str, Any]:

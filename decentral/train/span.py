@@ -39,8 +39,8 @@ class Span:
         Without `drawn`, the others have no weights until a checkpoint or donors give them (`given`), or else `draw`.
 
         Layers that are not wanted any more are let go of before new ones are built, so that the device never holds
-        both. No execution may be pending. Raises RuntimeError where the device's memory is too small; another call of
-        `hold` must follow then.
+        both. No execution may be pending. Raises RuntimeError where the device's memory is too small, and
+        StartWeightsError where there are no weights to begin with; another call of `hold` must follow then.
         """
         run, device = self.run, self.device.device
         wanted = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
@@ -49,7 +49,7 @@ class Span:
         new_cuts = {cut.index for cut in wanted if cut not in lives}
         start = self.fragments[0].first if self.fragments else 0
         layers = {start + at: layer for at, layer in enumerate(self.layers) if first <= start + at < last}
-        self.layers, self.fragments, self._stages = [], [], None
+        self.layers, self.fragments, self._stages = list(layers.values()), list(lives), None
         self.inner, self.forward = Inner([], run.train), Chain([])
         self.gossip.hold(list(lives.values()))
         for begin, end in _gaps(layers, first, last):

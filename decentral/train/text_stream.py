@@ -30,7 +30,7 @@ from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.train import tokenizer
 from decentral.train.data_source import Reading, batch_of
-from decentral.train.documents import LEAST_PARTS, Documents, Piece, State
+from decentral.train.documents import LEAST_PARTS, Documents, State, TextPiece
 from decentral.train.tokenizer import TextTokenizer
 
 TOKENS_AT_ONCE = 1 << 18  # that are read together, or all of an epoch; but at least one window
@@ -78,7 +78,7 @@ class TextStream:
 
         Where there is less text, some are drawn from it again, at other places. Raises UserError if it is too short.
         """
-        wanted, packer = sequences * self.context + 1, Packer(self.tokenizer)
+        wanted, packer = sequences * self.context + 1, TokenPacker(self.tokenizer)
         for piece in Documents(self.data).held_out():
             packer.add([piece])
             if packer.count >= wanted:
@@ -132,7 +132,7 @@ class StreamReader:
         self._next = self._thread.submit(self._read, self._here.end)
 
     def _read(self, begin: Position) -> Windows:
-        context, packer, at = self.stream.context, Packer(self.stream.tokenizer), begin
+        context, packer, at = self.stream.context, TokenPacker(self.stream.tokenizer), begin
         for pieces, position in self._pieces(begin):
             packer.add(pieces)
             at = position
@@ -144,7 +144,7 @@ class StreamReader:
         order = rng.arrays(self.reading.seed, "windows", self.reading.peer, self.reading.rank, begin.number)
         return Windows(tokens_NT[order.permutation(count)], begin, _numbered(at, begin.number + 1))
 
-    def _pieces(self, at: Position) -> Iterator[tuple[Sequence[Piece], Position]]:
+    def _pieces(self, at: Position) -> Iterator[tuple[Sequence[TextPiece], Position]]:
         """Pieces from there on, epoch after epoch, each time with the position after them. Raises UserError if an
         epoch has none."""
         epoch, part, state, read, some = at.epoch, at.part, at.state, at.read, False
@@ -168,7 +168,7 @@ class StreamReader:
         return [int(part) for part in chance.permutation(parts)]
 
 
-class Packer:
+class TokenPacker:
     """Tokens of pieces one after another; a separator stands wherever the text does not go on."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -176,7 +176,7 @@ class Packer:
         self._parts: list[Tokens] = []
         self._next: int | None = None  # the piece with which the text goes on
 
-    def add(self, pieces: Sequence[Piece]) -> None:
+    def add(self, pieces: Sequence[TextPiece]) -> None:
         separator = np.array([self.tokenizer.separator], dtype=np.uint32)
         for piece, tokens in zip(pieces, self.tokenizer.tokens([piece.text for piece in pieces]), strict=True):
             if self._next is not None and (piece.begins or piece.at != self._next):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from decentral.core import strict_json
 from decentral.core.errors import UserError
 
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 USUAL_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 OF_ONE_TEXT = ("padding", "truncation")  # parts of a tokenizer.json that say nothing of the tokens
 
@@ -43,10 +43,10 @@ def load(path: str, separator: str | None = None) -> TextTokenizer:
     Raises UserError.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores train
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    file = Path(path) / TOKENIZER_FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
         save = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers writes one"
-        raise UserError(f"--tokenizer {path}: there is no {FILE}; {save}")
+        raise UserError(f"--tokenizer {path}: there is no {TOKENIZER_FILE}; {save}")
     try:
         text = file.read_text()
         tokenizer = library().Tokenizer.from_str(text)
@@ -60,7 +60,7 @@ def load(path: str, separator: str | None = None) -> TextTokenizer:
     known = [name for name in wanted if name in vocabulary]
     if not known:
         named = f"has no token {separator!r}" if separator is not None else "names no token for the end of a text"
-        raise UserError(f"--tokenizer {path}: it {named}; set eos_token in {SETTINGS} beside it")
+        raise UserError(f"--tokenizer {path}: it {named}; set eos_token in {TOKENIZER_SETTINGS} beside it")
     number = vocabulary[known[0]]
     return TextTokenizer(tokenizer, number, max(vocabulary.values()) + 1, _digest(text, number))
 
@@ -76,9 +76,9 @@ def library() -> Any:
 
 def _settings(folder: Path) -> str | None:
     """The token for the end of a text that the folder names."""
-    if not (folder / SETTINGS).is_file():
+    if not (folder / TOKENIZER_SETTINGS).is_file():
         return None
-    found = strict_json.loads((folder / SETTINGS).read_text()).get("eos_token")
+    found = strict_json.loads((folder / TOKENIZER_SETTINGS).read_text()).get("eos_token")
     name = found.get("content") if isinstance(found, dict) else found  # as an AddedToken, or as its text
     return name if isinstance(name, str) else None
 

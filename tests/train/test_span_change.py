@@ -156,10 +156,12 @@ def test_a_device_whose_memory_is_full_goes_back_to_its_old_layers(
 
     state = state_of(donor, 0)
     monkeypatch.setattr(gpt, "build", full)
-    compute.do(jobs.CloseWindow(2, 1))
-    before = state_of(compute, 2)
+    for index in (1, 2):
+        compute.gossip.of(index).live.theta += 0.5
+        compute.do(jobs.CloseWindow(index, 1))
+    before = [state_of(compute, index) for index in (1, 2)]
     assert compute.do(jobs.ChangeSpan(*FIRST, (state,), 40)) == jobs.SpanChanged(False, "memory")
-    assert state_of(compute, 2) == before
+    assert [state_of(compute, index) for index in (1, 2)] == before
     assert [fragment.index for fragment in compute.fragments] == [1, 2]
 
 
