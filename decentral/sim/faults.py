@@ -37,7 +37,7 @@ HOSTS = ("clock", "full-disk")  # faults of one machine, drawn apart from the ot
 PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", "nat", "lie")
 PAIRS = {"oneway": ">", "degrade": "-"}
 SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
-LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # those that chance draws
+LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # drawn among all faults; the others apart
 KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")  # sim/liars.py
 HOP_LIES = (
     *("hop-flipped", "hop-opposed", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss"),
@@ -214,6 +214,14 @@ def draw_of_hosts(chance: Random, peers: int, until: Seconds) -> list[Fault]:
         if kind == "clock" or chance.random() < 0.5:
             found += [Fault("crash", down, (peer,)), Fault("restart", round(down + 2.0, 2), (peer,))]
     return sorted(found, key=lambda fault: fault.at)
+
+
+def draw_of_liars(chance: Random, peers: int, until: Seconds, routes: bool) -> list[Fault]:
+    """One peer lies as one who knows what the honest ones publish; with `routes`, along them or in gossip."""
+    kinds = [*KNOWING_LIES, *HOP_LIES] if routes else [*KNOWING_LIES]
+    at = round(chance.uniform(0.1, 0.5) * until, 2)
+    lasts = round(chance.uniform(0.2, 0.5) * until, 2)
+    return [Fault("lie", at, (chance.randrange(peers),), lasts=lasts, how=chance.choice(kinds))]
 
 
 def text_of(faults: Sequence[Fault]) -> str:

@@ -26,6 +26,7 @@ from decentral.train import memory
 FAULTS_UNTIL_S: Seconds = 60.0
 SPANS_EVERY = 4  # in every so many seeds, the last one stands for a swarm whose peers hold spans of the model
 HOSTS_EVERY, HOSTS_AT = 10, 3  # of so many rows of SPANS_EVERY seeds, one has faults of machines: full disks, clocks
+LIARS_EVERY, LIARS_AT = 10, 5  # likewise of knowing liars
 SPAN_MODEL = [
     *("model.depth=4", "model.width=32", "model.context=32", "train.micro_batch=2"),
     "gossip.fragment_parameters=10000",  # which makes four fragments
@@ -70,6 +71,9 @@ def scenario_of(seed: int) -> Scenario:
     drawn = faults.draw(chance, peers, FAULTS_UNTIL_S, chance.randint(1, 5))
     if seed // SPANS_EVERY % HOSTS_EVERY == HOSTS_AT:
         drawn += faults.draw_of_hosts(rng.stream(seed, "hosts"), peers, FAULTS_UNTIL_S)
+    if seed // SPANS_EVERY % LIARS_EVERY == LIARS_AT:
+        with_routes = len(settings.memory) > 0
+        drawn += faults.draw_of_liars(rng.stream(seed, "liars"), peers, FAULTS_UNTIL_S, with_routes)
     over = max(fault.at + fault.lasts for fault in drawn)
     seconds = over + settings.config.swarm.record_ttl_s + ROSTER_SETTLE_S + 1
     link = TypicalLink(delay_s=chance.choice([0.005, 0.05, 0.2]))

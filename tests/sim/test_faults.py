@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.core.errors import UserError
-from decentral.sim import faults
+from decentral.sim import faults, sweep
 from decentral.sim.faults import ALL, Fault
+from decentral.sim.sweep import LIARS_AT, LIARS_EVERY, SPANS_EVERY
 
 EXAMPLES = {
     "crash 2 at 20": Fault("crash", 20, (2,)),
@@ -69,6 +70,15 @@ def test_faults_of_machines_are_drawn_apart_with_a_restart_after_each_jump_of_a_
     for jump in (fault for fault in drawn if fault.kind == "clock"):
         later = [fault.kind for fault in drawn if fault.peers == jump.peers and fault.at >= jump.at]
         assert "restart" in later
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_a_sweep_has_every_lie_of_those_who_know_and_along_routes_where_there_are_any(routes: bool) -> None:
+    with_liars = range(LIARS_AT * SPANS_EVERY, 100_000, LIARS_EVERY * SPANS_EVERY)
+    lies = {fault.how for seed in with_liars[:200] for fault in faults.draw_of_liars(Random(seed), 5, 60.0, routes)}
+    assert lies == {*faults.KNOWING_LIES, *(faults.HOP_LIES if routes else ())}
+    drawn = [sweep.scenario_of(seed + 3 * routes).faults for seed in with_liars[:5]]
+    assert all(any(fault.how in lies for fault in scenario) for scenario in drawn)
 
 
 def test_faults_are_separated_by_lines_or_semicolons_and_comments_are_skipped() -> None:
