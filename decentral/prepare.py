@@ -20,7 +20,8 @@ from functools import partial
 
 from decentral import __version__, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, stage_config
-from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import Permission
 from decentral.core.errors import UserError

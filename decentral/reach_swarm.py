@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decentral import invitation_files, state
-from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import FOR_EVER, Permission, is_private
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decentral import state
-from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity, Signer
 from decentral.comm.wire.invitations import Holding, is_private
