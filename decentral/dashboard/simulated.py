@@ -49,7 +49,7 @@ class SimulatedPage:
                 place = {"device": "simulated", "region": swarm.geography.region(member.peer), "throttle": throttle}
                 self._say(now, "place", peer=member.peer, **place)
         for peer in self._living - living:
-            self._say(now, "missed", peer=peer, reason="it has ended", certain=True)
+            self._say(now, "missed", peer=peer, reason="crashed, or stopped", certain=True)
         self._living = living
         self._say(now, "now")
 
