@@ -97,7 +97,7 @@ class FounderFile:
     @classmethod
     def create(cls, folder: Path, name: str) -> "FounderFile":
         """Begins a private run of this name, and keeps its keys. Raises UserError."""
-        founder = cls(_founder_path(folder), FounderKeys.create(name, os.urandom))
+        founder = cls(founder_path(folder), FounderKeys.create(name, os.urandom))
         founder.save()
         return founder
 
@@ -105,7 +105,7 @@ class FounderFile:
     @contextmanager
     def open(cls, folder: Path) -> Iterator["FounderFile"]:
         """The founder's file, which no other process changes meanwhile; its peer may run. Raises UserError."""
-        path = _founder_path(folder)
+        path = founder_path(folder)
         if not path.exists():
             raise UserError(
                 f"--state-dir {folder}: no private swarm was begun there (python -m decentral.peer --private)"
@@ -208,7 +208,7 @@ def _require_noted(one: dict[str, Any]) -> None:
         raise ValueError("a note of an invitation is none")
 
 
-def _founder_path(folder: Path) -> Path:
+def founder_path(folder: Path) -> Path:
     return folder / "founder.json"
 
 

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
-    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
+if __name__ == "__main__":  # while the libraries below load, which takes seconds, there is nothing to save
+    for _each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(_each, lambda *_: os._exit(0))
 
 from decentral import command, launch, state
 from decentral.comm.net.libp2p import Libp2p
@@ -33,6 +34,7 @@ from decentral.train.island import Island
 
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # a host's notice is as Ctrl-C is
     arguments = sys.argv[1:] if argv is None else argv
     return command.run(lambda: _start(arguments))
 
