@@ -31,6 +31,8 @@ from decentral.peers.membership.address_book import AddressBook
 from decentral.reach_swarm import reach_swarm
 from decentral.train.island import Island
 
+MAX_JOIN_WAIT_S = 7 * 86400.0
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -110,6 +112,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(prog="python -m decentral.peer", description="One peer of a swarm that trains together.")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
+    wait = "try --join's addresses for so long, where a peer there may start later; default 0"
+    parser.add_argument("--join-wait", type=float, default=0.0, metavar="SECONDS", help=wait)
     parser.add_argument("--invite", metavar="FILE", help="this peer's invitation, where the swarm is private")
     parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers join")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
@@ -130,6 +134,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     flags = parser.parse_args(argv)
     if not 1 <= flags.throttle <= 1e4:
         raise UserError(f"--throttle expects a factor of 1 to 10000; got {flags.throttle:g}")
+    if not 0 <= flags.join_wait <= MAX_JOIN_WAIT_S:
+        raise UserError(f"--join-wait expects seconds up to {MAX_JOIN_WAIT_S:g}; got {flags.join_wait:g}")
     if flags.stop_after:
         Amount.parse(flags.stop_after)
     _check_record(flags)

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from decentral.peers.membership.revocation_watch import ENDINGS
 from decentral.peers.planning import swarm_plans
 from decentral.visit import NobodyAnswers, refused_member, say_hello
 
+JOIN_AGAIN_S = 3.0  # between two tries of --join, within --join-wait
 CLOCKS_ASKED = 9  # peers whose clocks are compared with ours
 MOST_NAME_CHARS = 37  # of a private run, whose name also has the hash of the founder's key
 
@@ -96,14 +98,22 @@ async def reach_swarm(
 async def _greet(
     flags: argparse.Namespace, transport: Libp2p, run: RunId | None, kept: Run | None
 ) -> tuple[list[PeerId], Welcome | None]:
-    """The peers at --join, as `say_hello` finds them. A peer that comes back goes on where they are not there."""
-    try:
-        return await say_hello(flags.join, transport, run or RunId(""))
-    except NobodyAnswers as error:
-        if not kept:
-            raise
-        flags.warnings.append(f"{error}; this peer goes on with those that it knows, and tries again while it is alone")
-        return [], None
+    """The peers at --join, as `say_hello` finds them, for as long as --join-wait says.
+
+    A peer that comes back goes on where they are not there.
+    """
+    end = time.monotonic() + flags.join_wait
+    while True:
+        try:
+            return await say_hello(flags.join, transport, run or RunId(""))
+        except NobodyAnswers as error:
+            if kept:
+                alone = "this peer goes on with those that it knows, and tries again while it is alone"
+                flags.warnings.append(f"{error}; {alone}")
+                return [], None
+            if time.monotonic() >= end:
+                raise
+            await asyncio.sleep(JOIN_AGAIN_S)
 
 
 def _check_flags(flags: argparse.Namespace, kept: Run | None, folder: Path) -> None:
