@@ -37,6 +37,10 @@ COMMANDS = {
             "small --peers 3 --memory 8GB,2GB,2GB --state-dir kept",
         ),
     ),
+    "doctor": Command(
+        "why a peer does not start, join or average, and what to do",
+        ("", f"--join {ADDRESS}", "--state-dir swarm/peer-1 --json"),
+    ),
     "plan": Command(
         "who should hold which layers and talk with whom, for a topology or a live swarm",
         (

@@ -16,21 +16,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from decentral import command, invitation_files
-from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.invitations import FOR_EVER, ID_BYTES, MAX_HOLDER_CHARS, Permission, Revocations
 from decentral.comm.wire.private_swarm import revoked_key
 from decentral.core.errors import UserError
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
 from decentral.invitation_files import FounderFile
-from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.revocation_watch import COPY_S
-from decentral.state import StateFolder
-from decentral.visit import visit
+from decentral.visit import known_addresses, visit
 
 UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 MOST_S = 10 * 365 * 86400.0
-PEERS_TRIED = 4  # of those that the founder's peer has met: one that is gone may take ten seconds
 VISIT_S = 600.0  # how long the founder's own invitation lasts with which it announces revocations
 
 
@@ -73,7 +69,7 @@ def _list(founder: FounderFile) -> None:
 
 def _revoke(founder: FounderFile, flags: argparse.Namespace) -> None:
     """Notes it, and announces the list to the swarm. What was noted is announced again by the next call."""
-    addresses = flags.join or _addresses(Path(flags.state_dir))
+    addresses = flags.join or known_addresses(Path(flags.state_dir))
     revocations = founder.revoke(_number(flags.revoke), time.time())
     invitation_files.keep_revocations(Path(flags.state_dir), revocations.packed)
     if not addresses:
@@ -95,14 +91,6 @@ async def _announce(founder: FounderFile, revocations: Revocations, addresses: S
         if not await swarm.directory.store(key, swarm.own.peer, value, now + COPY_S):
             raise UserError("revoked here, but no peer of the swarm took the list: try again with --join ADDR")
         return f"{len(swarm.contacts)} peer" + ("s" if len(swarm.contacts) > 1 else "")
-
-
-def _addresses(folder: Path) -> list[str]:
-    """Where the founder's own peer listens, and where it has met others last."""
-    identity = Identity.load_or_create(folder / "identity.key")
-    own = [f"{place}/p2p/{identity.peer}" for place in StateFolder(folder).listening()]
-    met = [known[0] for known in AddressBook.load(folder / "peers.json").known.values() if known]
-    return own + met[-PEERS_TRIED:]
 
 
 def _number(text: str) -> bytes:

@@ -20,8 +20,10 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
+from decentral.peers.membership.address_book import AddressBook
 
 HELLO_S = 15.0
+PEERS_TRIED = 4  # of those that the founder's peer has met: one that is gone may take ten seconds
 CHECK = "check the address, that the peer there runs, and its port"
 
 
@@ -66,6 +68,14 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
             yield VisitedSwarm(transport, run, settings, contacts, directory, clock, own)
         finally:
             await transport.close()
+
+
+def known_addresses(folder: Path) -> list[str]:
+    """Where the peer of this state folder listens, and where it has met others last."""
+    key, places = folder / "identity.key", state.StateFolder(folder).listening()
+    own = [f"{place}/p2p/{Identity.load_or_create(key).peer}" for place in places if key.exists()]
+    met = [known[0] for known in AddressBook.load(folder / "peers.json").known.values() if known]
+    return own + met[-PEERS_TRIED:]
 
 
 async def say_hello(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:

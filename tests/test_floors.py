@@ -13,7 +13,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("comm", "scheduler", "peers", "configs")
-FLOORS = {"core": 0, "configs": 0, "comm": 1, "scheduler": 1, "train": 1, "peers": 2, "algorithms": 2, "sim": 4}
+FLOORS = {
+    "core": 0,
+    "configs": 0,
+    "comm": 1,
+    "scheduler": 1,
+    "train": 1,
+    "peers": 2,
+    "algorithms": 2,
+    "sim": 4,
+    "checks": 4,
+}
 DRIVERS = {"comm.net": 3, "peers.hosts": 3}
 ROOMS = {  # of a folder, from below: a room imports from those before it, and from itself
     "comm": ["wire", "gossip", "routes", "rounds", "net"],

@@ -17,6 +17,7 @@ ROOMS = {
 PACKAGES = {
     "decentral",
     "decentral.algorithms",
+    "decentral.checks",
     "decentral.core",
     "decentral.train",
     "decentral.sim",

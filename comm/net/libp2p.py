@@ -36,7 +36,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from decentral.comm.net.fair_shares import QuestionShares
 from decentral.comm.net.member_calls import MemberCalls
 from decentral.comm.net.stored_records import StoredRecords
-from decentral.comm.net.streams import Asker, Server, Stream, exchange_proofs
+from decentral.comm.net.streams import Asker, Server, Stream, exchange_proofs, read_until_closed
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import identity
 from decentral.comm.wire.codec import Envelope
@@ -156,6 +156,22 @@ class Libp2p:
         await self._reach(to)
         _, reader, writer = await self._p2p.call_binary_stream_handler(name, PROTOCOL)
         return Stream(reader, writer)
+
+    async def call(self, to: PeerId, protocol: str, request: bytes, most_bytes: int, deadline_s: Seconds) -> bytes:
+        """What a peer that we are connected to answers in another protocol of libp2p, until it closes the stream.
+
+        Raises AskError if it does not speak it, says more than `most_bytes`, or not all in time.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(to), protocol)
+                with closing(writer):
+                    writer.write(request)
+                    return await read_until_closed(reader, most_bytes)
+        except TimeoutError:
+            raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
+        except _NETWORK_ERRORS as error:
+            raise _failure(error) from None
 
     async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
         if self._server is not None:
@@ -395,6 +411,20 @@ def parse_address(address: str) -> tuple[PeerId, str]:
             f"--join expects an address such as /ip4/203.0.113.7/tcp/4001/p2p/Qm...; got {address!r}"
         ) from None
     return PeerId(peer), place
+
+
+def packed_address(address: str) -> bytes:
+    """A valid address, or `/p2p/Qm...` as the peer's id alone, as libp2p's own messages have it."""
+    peer = address.removeprefix("/p2p/")
+    return bytes(Multiaddr(address).to_bytes() if peer == address else PeerID.from_base58(peer).to_bytes())
+
+
+def address_text(packed: bytes) -> str:
+    """An address that a peer has sent; "" if it is none."""
+    try:
+        return str(Multiaddr(packed))
+    except Exception:  # multiaddr raises what its parsers raise
+        return ""
 
 
 def _plain(found: Any) -> dict[str, bytes]:

@@ -327,6 +327,16 @@ class Server:
         return True
 
 
+async def read_until_closed(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
+    """All that comes. Raises AskError for more than `most_bytes`."""
+    found = b""
+    while len(found) <= most_bytes and (piece := await reader.read(most_bytes + 1 - len(found))):
+        found += piece
+    if len(found) > most_bytes:
+        raise AskError(Reason.OVERSIZE, f"more than {most_bytes} bytes")
+    return found
+
+
 async def _linger(reader: blobs.Reader) -> None:
     """Reads on until the asker hangs up: closing with unread bytes resets the stream, and the refusal may be lost."""
     with suppress(EOFError, ConnectionError, OSError, TimeoutError):

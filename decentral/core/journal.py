@@ -189,6 +189,25 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             yield from (entry for line in file if (entry := _entry(line)) is not None)
 
 
+def recent(path: Path, most_bytes: int) -> Iterator[dict[str, Any]]:
+    """The lines in the last bytes of the file that is being written, oldest first; none where it cannot be read."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) > most_bytes:
+            file.seek(-most_bytes, os.SEEK_END)
+            file.readline()  # a part of a line
+        else:
+            file.seek(0)
+        yield from (entry for line in file if (entry := _entry(line)) is not None)
+
+
+def first(path: Path) -> Iterator[dict[str, Any]]:
+    """The first line of the file that is being written: of a full file's successor, it repeats `started`."""
+    with suppress(OSError), path.open("rb") as file:
+        entry = _entry(file.readline())
+        if entry is not None and entry["event"] in ("started", "continued"):
+            yield entry
+
+
 def _opened(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
     """The journal's files that are there, oldest first, each with its number; the last one will have one more.
 

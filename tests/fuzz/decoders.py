@@ -15,8 +15,9 @@ import torch
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 
+from decentral.checks import running_peer
 from decentral.comm.gossip.token_claims import TokenClaims
-from decentral.comm.net import libp2p
+from decentral.comm.net import libp2p, libp2p_services
 from decentral.comm.rounds import contributions
 from decentral.comm.wire import blobs, codec, identity, messages
 from decentral.comm.wire.messages import RoundMember
@@ -166,6 +167,12 @@ def address(data: bytes) -> None:
     libp2p.parse_address(data.decode(errors="surrogateescape"))
 
 
+def libp2p_answer(data: bytes) -> None:
+    """An answer of another peer's daemon, to one of two questions."""
+    read = libp2p_services.dialled if _choice(data, 2) else libp2p_services.identified
+    read(data[1:])
+
+
 def fault(data: bytes) -> None:
     faults.parse(data.decode(errors="replace"))
 
@@ -237,6 +244,8 @@ def token_claim(data: bytes) -> None:
 def journal_file(data: bytes) -> None:
     path = written("journal.jsonl", data)
     assert all("event" in entry for entry in journal.read(path))
+    assert [*journal.recent(path, len(data))] == [*journal.read(path)]
+    list(running_peer.checks(path.parent, NOW))
     assert list(journal.Tail(path).new()) == [*journal.read(path)][: data.count(b"\n")]
 
 
@@ -337,6 +346,9 @@ DECODERS: dict[str, Decoder] = {
     "own_config": Decoder(own_config, ("core.own_yaml.mapping", "core.config.validated")),
     "yaml_value": Decoder(yaml_value, ("core.own_yaml.value",)),
     "address": Decoder(address, ("comm.net.libp2p.parse_address",)),
+    "libp2p_answer": Decoder(
+        libp2p_answer, ("comm.net.libp2p_services._unpacked", "comm.net.libp2p.address_text"), 1024
+    ),
     "fault": Decoder(fault, ("sim.faults.parse", "sim.faults._one")),
     "section": Decoder(
         section, ("train.compress.decode", "train.compress.as_bytes", "train.compress.refuse", "train.compress.unpack")
@@ -357,7 +369,16 @@ DECODERS: dict[str, Decoder] = {
     "activation": Decoder(activation, ("train.activations.unpack", "train.activations.decode")),
     "gradient": Decoder(gradient, ("train.activations.decode",)),
     "token_claim": Decoder(token_claim, ("comm.gossip.token_claims.believed",)),
-    "journal_file": Decoder(journal_file, ("core.journal.read", "core.journal._entry", "core.strict_json.loads")),
+    "journal_file": Decoder(
+        journal_file,
+        (
+            "core.journal.read",
+            "core.journal.recent",
+            "core.journal.first",
+            "core.journal._entry",
+            "core.strict_json.loads",
+        ),
+    ),
     "checkpoint_file": Decoder(checkpoint_file, ("train.checkpoint.read", "train.checkpoint._read"), 1 << 14),
     "retained_file": Decoder(retained_file, ("train.checkpoint._facts", "train.checkpoint.read")),
     "position_file": Decoder(position_file, ("train.checkpoint.of",), 64),

@@ -76,12 +76,24 @@ def seeds(name: str, folder: Path) -> Iterator[bytes]:
             yield from (b"8e-3", b"[1, 2]", b"2026-01-01", b"0x10", b"!!python/object:os.system {}")
         case "address":
             yield b"/ip4/203.0.113.7/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+        case "libp2p_answer":
+            yield from _of_daemons()
         case "fault":
             yield b"crash 2 at 20; slow 0 x5 at 10 for 20; cut 0-1 at 5 for 3"
         case _:
             yield from _numbers(name)
             yield from _of_private_swarms(name)
             yield from _files(name, folder)
+
+
+def _of_daemons() -> Iterator[bytes]:
+    """Answers of identify and AutoNAT, each behind the byte that chooses."""
+    address = b"\x04\x7f\0\0\x01\x06\x0f\xa1"  # /ip4/127.0.0.1/tcp/4001
+    said = b"\x1a\x05/ping\x22\x08" + address + b"\x32\x04p2pd"
+    yield bytes([0, len(said)]) + said
+    for response in (b"\x08\0\x1a\x08" + address, b"\x08\x64\x12\x06failed", b"\x08\xff\xff\xff\xff\x0f"):
+        body = b"\x08\x01\x1a" + bytes([len(response)]) + response
+        yield bytes([1, len(body)]) + body
 
 
 def _stream(message: messages.Message, blob: bytes) -> bytes:

@@ -1,0 +1,160 @@
+"""What a peer's journal and process tell of why it does not average."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decentral.checks import running_peer
+from decentral.checks.finding import Finding, FindingState
+from decentral.checks.reason_remedies import REMEDIES
+from decentral.core.journal import Journal
+from decentral.state import StateFolder
+
+NOW = 1e6
+
+
+def written(folder: Path, *lines: tuple[float, str, dict[str, Any]]) -> Path:
+    """A journal with these lines: seconds before NOW, event, fields."""
+    at = [NOW - 3600.0]
+    journal = Journal(folder / "journal.jsonl", lambda: at[0])
+    journal.write("started", peer="QmA", run="gpt", addresses=[], device="cpu")
+    for ago_s, event, fields in lines:
+        at[0] = NOW - ago_s
+        journal.write(event, **fields)
+    journal.close()
+    return folder
+
+
+def found(folder: Path) -> dict[str, Finding]:
+    return {one.check: one for one in running_peer.checks(folder, NOW)}
+
+
+def exchange(outcome: str, reason: str = "", ago_s: float = 30.0) -> tuple[float, str, dict[str, Any]]:
+    return ago_s, "exchange", {"fragment": 0, "partner": "QmB", "outcome": outcome, "reason": reason, "seconds": 0.1}
+
+
+STEP = (5.0, "step", {"step": 7, "loss": 2.5})
+
+
+def test_exchanges_that_mostly_get_done_are_well(tmp_path: Path) -> None:
+    lines = [exchange("done"), exchange("done"), exchange("solo", "nothing-newer"), exchange("failed", "deadline")]
+    one = found(written(tmp_path, *lines))["exchanges"]
+    assert one.state == FindingState.OK
+    assert one.seen.startswith("2/1/1 (done/solo/failed)")
+
+
+@pytest.mark.parametrize(("reason", "says"), [("unreachable", "--announce"), ("deadline", "slow or lossy link")])
+def test_exchanges_that_all_fail_have_the_remedy_of_their_commonest_reason(
+    tmp_path: Path, reason: str, says: str
+) -> None:
+    one = found(written(tmp_path, exchange("failed", "busy"), *[exchange("failed", reason)] * 3))["exchanges"]
+    assert one.state == FindingState.WRONG
+    assert f"{reason} 3, busy 1" in one.seen
+    assert says in one.remedy
+
+
+def test_a_reason_that_is_not_known_here_leads_to_the_table(tmp_path: Path) -> None:
+    one = found(written(tmp_path, exchange("failed", "new-reason")))["exchanges"]
+    assert "table of reasons, docs/PROTOCOL.md" in one.remedy
+
+
+def test_what_happened_an_hour_ago_is_left_out(tmp_path: Path) -> None:
+    one = found(written(tmp_path, exchange("failed", "deadline", ago_s=3000.0), exchange("done")))["exchanges"]
+    assert one.state == FindingState.OK
+
+
+def test_lines_of_an_earlier_life_are_left_out(tmp_path: Path) -> None:
+    written(tmp_path, exchange("failed", "deadline"))
+    assert "1/0/0" in found(written(tmp_path, exchange("done")))["exchanges"].seen
+
+
+def test_what_the_peer_itself_says_is_wrong_is_told_once_each(tmp_path: Path) -> None:
+    full = {"reason": "no checkpoint could be written: disk"}
+    lines: list[tuple[float, str, dict[str, Any]]]
+    more: list[tuple[float, str, dict[str, Any]]]
+    lines = [(9.0, "error", full), (8.0, "error", full), (7.0, "unheld", {"reason": "no peer holds layers 1 to 2"})]
+    more = [(6.0, "clock", {"jumped_s": 3600.0}), (5.0, "refused", {"by_reason": {"version": 4}})]
+    seen = list(running_peer.checks(written(tmp_path, *lines, *more), NOW))
+    assert [one.seen for one in seen if one.check == "error"] == [full["reason"]]
+    by_check = {one.check: one for one in seen}
+    assert by_check["layers"].state == FindingState.WRONG
+    assert "3600 s" in by_check["clock jump"].seen
+    assert "version 4" in by_check["refused"].seen
+    assert "--upgrade decentral" in by_check["refused"].remedy
+
+
+@pytest.mark.parametrize(
+    ("line", "state"),
+    [
+        ({"reason": "interrupted"}, FindingState.OK),
+        ({"reason": "interrupted", "unsaved": "No space left on device"}, FindingState.WRONG),
+        ({"reason": "error: out of memory"}, FindingState.WRONG),
+    ],
+)
+def test_a_peer_that_has_stopped_says_why(tmp_path: Path, line: dict[str, str], state: FindingState) -> None:
+    one = found(written(tmp_path, (5.0, "stopped", line)))["journal"]
+    assert one.state == state
+    assert all(text in one.seen for text in line.values())
+
+
+def test_a_peer_that_was_killed_has_no_last_line(tmp_path: Path) -> None:
+    assert "it was killed" in found(written(tmp_path, STEP))["journal"].seen
+
+
+def test_a_folder_without_a_journal_is_no_fault(tmp_path: Path) -> None:
+    assert found(tmp_path)["journal"].state == FindingState.UNKNOWN
+
+
+def test_garbage_in_a_journal_is_no_traceback(tmp_path: Path) -> None:
+    written(
+        tmp_path, (5.0, "refused", {"by_reason": 7}), (4.0, "exchange", {"outcome": []}), (3.0, "step", {"loss": ""})
+    )
+    with (tmp_path / "journal.jsonl").open("ab") as file:
+        file.write(b'{"event": "step", "t": "soon"}\n\xff\xff\n{"event": 7}\n{"t": 1')
+    assert found(tmp_path)["exchanges"].state == FindingState.WRONG
+
+
+def test_a_process_that_holds_the_folder_and_is_stopped(tmp_path: Path) -> None:
+    holds = "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.flock(lock, fcntl.LOCK_EX); "
+    holds += "print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-I", "-S", "-c", holds, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        try:
+            assert peer.stdout is not None
+            peer.stdout.readline()
+            assert running_peer.holder(tmp_path) == peer.pid
+            assert running_peer.process(peer.pid).state == FindingState.OK
+            peer.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, peer.pid, os.WSTOPPED)
+            stopped = running_peer.process(peer.pid)
+            assert f"kill -CONT {peer.pid}" in stopped.remedy
+        finally:
+            peer.kill()
+
+
+def test_nobody_holds_a_folder_that_was_let_go(tmp_path: Path) -> None:
+    with StateFolder.claim(str(tmp_path)):
+        assert running_peer.holder(tmp_path) == os.getpid()
+    assert running_peer.holder(tmp_path) is None
+
+
+@pytest.mark.parametrize("silent_s", [5.0, 500.0])
+def test_a_running_peer_whose_journal_stands_still(tmp_path: Path, silent_s: float) -> None:
+    folder = written(tmp_path, (silent_s, "step", {"step": 7, "loss": 2.5}))
+    with StateFolder.claim(str(folder)):
+        one = found(folder)["training"]
+    assert one.state == (FindingState.OK if silent_s < 60 else FindingState.WRONG)
+
+
+def test_a_running_peer_that_does_not_get_its_state(tmp_path: Path) -> None:
+    folder = written(tmp_path, *[(5.0, "donor_failed", {"peer": "QmB", "reason": "unreachable"})] * 2)
+    with StateFolder.claim(str(folder)):
+        one = found(folder)["training"]
+    assert one.state == FindingState.WRONG
+    assert "unreachable 2" in one.seen
+    assert one.remedy == REMEDIES["unreachable"]  # type: ignore[index]
