@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from decentral import identity, state, visit
+from decentral import state, visit
+from decentral.comm.wire.identity import Identity
 from decentral.peers.membership import records
 from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
 
-PORT = 39417
+PORT = 24817  # below those that systems give away
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
 def address(folder: Path) -> str:
     """Where the first peer will be, who has never run."""
     folder.mkdir(exist_ok=True)
-    own = identity.Identity.load_or_create(folder / "identity.key")
+    own = Identity.load_or_create(folder / "identity.key")
     with state.StateFolder.claim(str(folder)) as claimed:
         claimed.write_listen([f"/ip4/127.0.0.1/tcp/{PORT}"])
     return f"/ip4/127.0.0.1/tcp/{PORT}/p2p/{own.peer}"
