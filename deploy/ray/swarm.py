@@ -5,7 +5,8 @@
 
 What stands behind the second `--` goes to the first peer, which begins the swarm. decentral is installed on the nodes.
 --state has the peers' folders; a peer whose task Ray starts again goes on from its own, so give a file system that all
-nodes see. When the job is stopped each peer saves and says goodbye.
+nodes see. When the job is stopped each peer saves and says goodbye, if Ray waits for it: it gives a job 3 s, or what
+RAY_JOB_STOP_WAIT_TIME_S says, such as `--runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "160"}}'`.
 """
 
 import argparse
@@ -40,7 +41,6 @@ def run_peer(folder: str, flags: list[str]) -> int:
     """Runs a peer until it ends. Where Ray ends this task first, the peer saves and leaves. Returns its exit code."""
     command = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", folder, *flags]
     peer = subprocess.Popen(command, start_new_session=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         while peer.poll() is None:
             time.sleep(POLL_S)
@@ -64,9 +64,20 @@ def main() -> int:
     begins = ["--listen", f"/ip4/0.0.0.0/tcp/{port}", "--join", first, *both, *flags.first]
     tasks = [run_peer.options(**size, scheduling_strategy=there).remote(folders[0], begins)]
     tasks += [run_peer.options(**size).remote(one, ["--join", first, *JOIN_WAIT, *both]) for one in folders[1:]]
-    codes = ray.get(tasks)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        codes = ray.get(tasks)
+    finally:
+        leave(tasks)
     print(f"exit codes: {codes}")
     return max(codes)
+
+
+def leave(tasks: list[ray.ObjectRef]) -> None:
+    """Ends the tasks that still run, and waits until their peers have saved."""
+    for task in tasks:
+        ray.cancel(task)
+    ray.wait(tasks, num_returns=len(tasks), timeout=LEAVE_S)
 
 
 def parse() -> argparse.Namespace:
