@@ -8,8 +8,10 @@ import argparse
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from decentral import command_table
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
 
@@ -19,10 +21,20 @@ ERROR_CHARS = 2000  # of the line that says what to mend
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose error is a UserError, and so one line without the usage above it."""
+    """An argparse parser whose help ends with the command's examples, and whose error is a UserError of one line."""
+
+    def format_help(self) -> str:
+        lines = "".join(f"\n  {line}" for line in command_table.examples(self.prog))
+        return as_called(super().format_help() + (f"\nexamples:{lines}\n" if lines else ""))
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
+        raise UserError(as_called(f"{message} (see {self.prog} --help)"))
+
+
+def as_called(text: str) -> str:
+    """The text with our commands named in the way in which the user has called this one."""
+    by_one_name = Path(sys.argv[0]).name == "decentral"
+    return text.replace(command_table.CALL, "decentral ") if by_one_name else text
 
 
 def size(text: str) -> int:

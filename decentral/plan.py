@@ -46,7 +46,7 @@ LOOK_PAUSE_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(_options(arguments)), interrupted=130)
+    return command.run(lambda: _main(parse(arguments)), interrupted=130)
 
 
 def _main(options: argparse.Namespace) -> None:
@@ -60,7 +60,7 @@ def _main(options: argparse.Namespace) -> None:
     print(strict_json.dumps(plan.to_json())) if options.json else _show(plan, topology, Console())
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(prog="python -m decentral.plan", description=(__doc__ or "").split("\n")[0])
     place = "a YAML or JSON file, or a shipped name such as eight-cities"
     parser.add_argument("topology", metavar="TOPOLOGY", nargs="?", help=place)

@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -195,7 +195,10 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
     for name in ending:
         loop.add_signal_handler(name, host.stop, "interrupted")
-    tasks = [asyncio.create_task(work) for work in (_show(host, shown), _reconnect_when_alone(host), _revive(host))]
+    tasks = [
+        asyncio.create_task(work)
+        for work in (_show(host, shown), _reconnect_when_alone(host, flags.join), _revive(host))
+    ]
     if flags.page:
         tasks += [asyncio.create_task(work(host, flags.page)) for work in (feed_page, watch_for_page)]
     try:
@@ -254,8 +257,11 @@ async def _revive(host: Host) -> None:
             return
 
 
-async def _reconnect_when_alone(host: Host) -> None:
-    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were."""
+async def _reconnect_when_alone(host: Host, join: Sequence[str]) -> None:
+    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were.
+
+    It also looks at the addresses of --join, because a name there may lead somewhere else by now.
+    """
     transport, directory = host.transport, host.directory
     assert isinstance(transport, Libp2p)
     assert isinstance(directory, HivemindDirectory)
@@ -263,7 +269,7 @@ async def _reconnect_when_alone(host: Host) -> None:
         await asyncio.sleep(RECONNECT_S)
         if host.node.roster.live:
             continue
-        for addresses in list(host.book.known.values()):
+        for addresses in [*([address] for address in join), *host.book.known.values()]:
             if peer := await connect(transport, addresses):
                 await directory.meet(peer)
                 await _compare_clocks(host, peer)
