@@ -245,6 +245,10 @@ class LocalSwarm:
         arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
         if self.flags.memory:
             arguments += ["--memory", str(self.flags.memory[number])]
+        if self.flags.metrics:
+            arguments += ["--metrics", metrics_address(self.flags.metrics, number)]
+        if self.flags.log:
+            arguments += ["--log", ",".join(self.flags.log)]
         if join and not restart:
             arguments += ["--join", join, *self.joining(folder.name)]
         elif not restart:
@@ -295,6 +299,12 @@ class LocalSwarm:
         return [member for member in self.members if member.process.poll() is None]
 
 
+def metrics_address(first: tuple[str, int], number: int) -> str:
+    """Where peer `number` serves its metrics: the ports follow the first one's; 0 is any free one for all."""
+    host, port = first
+    return f"{f'[{host}]' if ':' in host else host}:{port + number if port else 0}"
+
+
 def _last_output(folder: Path) -> str:
     lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("error: ") if lines else "it said nothing"
@@ -337,6 +347,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and go on from them")
     add_dashboard_flag(parser)
     parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
+    parser.add_argument("--metrics", type=command.host_port, metavar="[HOST:]PORT", help="Prometheus; ports from it on")
+    parser.add_argument(
+        "--log",
+        type=command.log_names,
+        default=[],
+        metavar="NAMES",
+        help="curves for tensorboard, wandb (offline), of each peer",
+    )
     flags = parser.parse_args(argv)
     if not 1 <= flags.peers <= 64:
         raise UserError(f"--peers expects 1 to 64; got {flags.peers}")

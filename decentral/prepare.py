@@ -13,12 +13,15 @@ import secrets
 import signal
 import sys
 from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 
 from decentral import __version__, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, stage_config
-from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import Permission
 from decentral.core.errors import UserError
@@ -37,7 +40,7 @@ from decentral.peers.node.node import Node
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.reach_swarm import SwarmAccess, connect
-from decentral.train import checkpoint, compress, data, measure, memory
+from decentral.train import checkpoint, compress, data, measure, memory, run_inputs
 from decentral.train.checkpoint import DamagedCheckpoint
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.island import Assignment
@@ -96,6 +99,7 @@ async def prepare(
         memory.give_back_what_is_freed()
     else:
         memory.keep_what_is_freed()
+    run_inputs.check(run, begun=request.kept is not None)
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
@@ -107,7 +111,7 @@ async def prepare(
         _without(error, flags, access)
         restored = False
     if flags.island:
-        flags.island.assign(Assignment(run, own.peer, compute.micro_batch), compute.span)
+        flags.island.assign(Assignment(run, own.peer, compute.micro_batch, folder.path), compute.span)
     setup = NodeSetup(
         config=run,
         run=access.run,
@@ -191,11 +195,15 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
     for name in ending:
         loop.add_signal_handler(name, host.stop, "interrupted")
-    tasks = [asyncio.create_task(work) for work in (_show(host, shown), _reconnect_when_alone(host), _revive(host))]
+    tasks = [
+        asyncio.create_task(work)
+        for work in (_show(host, shown), _reconnect_when_alone(host, flags.join), _revive(host))
+    ]
     if flags.page:
         tasks += [asyncio.create_task(work(host, flags.page)) for work in (feed_page, watch_for_page)]
     try:
-        reason = await host.run()
+        async with _observed(flags, host):
+            reason = await host.run()
     finally:
         for task in tasks:
             task.cancel()
@@ -206,6 +214,22 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         raise UserError(reason.removeprefix(f"{NO_MEMBER}: "))
     if reason.startswith("error") or host.unsaved:
         raise SystemExit(1)
+
+
+@asynccontextmanager
+async def _observed(flags: argparse.Namespace, host: Host) -> AsyncIterator[None]:
+    """Lets others look on while the host runs, as the flags say."""
+    async with AsyncExitStack() as stack:
+        if flags.metrics:
+            from decentral.observe.metrics_server import metrics_served
+
+            url = await stack.enter_async_context(metrics_served(flags.metrics, host))
+            view.say(f"metrics for Prometheus at {url}")
+        if flags.log:
+            from decentral.observe.scalar_logs import scalars_logged
+
+            await stack.enter_async_context(scalars_logged(flags.log, host))
+        yield
 
 
 async def _show(host: Host, shown: view.Display) -> None:
@@ -233,8 +257,11 @@ async def _revive(host: Host) -> None:
             return
 
 
-async def _reconnect_when_alone(host: Host) -> None:
-    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were."""
+async def _reconnect_when_alone(host: Host, join: Sequence[str]) -> None:
+    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were.
+
+    It also looks at the addresses of --join, because a name there may lead somewhere else by now.
+    """
     transport, directory = host.transport, host.directory
     assert isinstance(transport, Libp2p)
     assert isinstance(directory, HivemindDirectory)
@@ -242,7 +269,7 @@ async def _reconnect_when_alone(host: Host) -> None:
         await asyncio.sleep(RECONNECT_S)
         if host.node.roster.live:
             continue
-        for addresses in list(host.book.known.values()):
+        for addresses in [*([address] for address in join), *host.book.known.values()]:
             if peer := await connect(transport, addresses):
                 await directory.meet(peer)
                 await _compare_clocks(host, peer)

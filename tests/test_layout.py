@@ -20,6 +20,8 @@ PACKAGES = {
     "decentral.checks",
     "decentral.core",
     "decentral.dashboard",
+    "decentral.observe",
+    "decentral.pictures",
     "decentral.train",
     "decentral.sim",
     *(f"decentral.{name}" for name in LINKED),

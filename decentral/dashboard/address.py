@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from decentral import command
 from decentral.core.errors import UserError
 
 DEFAULT_PORT = 8420
@@ -23,11 +24,8 @@ class PageAddress:
 
     @classmethod
     def parse(cls, text: str) -> "PageAddress":
-        """Reads `8420`, `0.0.0.0:8420` or `[::]:8420`. Raises UserError for anything else."""
-        host, colon, port = text.rpartition(":")
-        if not port.isascii() or not port.isdigit() or int(port) > 65535 or (colon and not host):
-            raise UserError(f"the page: [HOST:]PORT is expected, such as 8420 or 0.0.0.0:8420; got {text!r}")
-        return cls(host.strip("[]") or HERE, int(port), strict=True)
+        """Reads `8420`, `0.0.0.0:8420` or `[::]:8420`. Raises ArgumentTypeError for anything else."""
+        return cls(*command.host_port(text), strict=True)
 
     def bind(self) -> socket.socket:
         """The socket, listening. Raises UserError if the address cannot be had, or the page's libraries are missing."""

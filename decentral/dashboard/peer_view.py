@@ -72,7 +72,7 @@ class PeerView:
 
     number: int
     peer: str
-    state: str = "joining"  # joining, training; left, silent
+    state: str = "joining"  # joining, training; left, silent, ended (its process has, without a farewell)
     why: str = ""  # of the state
     since: Seconds = 0.0  # when the state began
     heard: Seconds = 0.0
@@ -185,6 +185,12 @@ class PeerView:
             *(network.sent_bytes, network.received_bytes, round(network.up), round(network.down)),
             *(round(network.latency_s, 4), round(network.window_s, 2)),
         ]
+
+
+def gone_words(view: PeerView) -> str:
+    """What has become of a peer that is not live, in words for people."""
+    words = {"left": "left", "silent": f"is silent ({view.why})", "ended": f"has ended ({view.why})"}
+    return words[view.state]
 
 
 def finite(line: Line, name: str) -> float | None:

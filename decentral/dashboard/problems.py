@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
 from decentral.dashboard.events import BAD, WARNING
-from decentral.dashboard.peer_view import REASON_TEXT, PeerView
+from decentral.dashboard.peer_view import REASON_TEXT, PeerView, gone_words
 
 TROUBLED_S = 120.0  # after which what went wrong is history
 EXCHANGES_SEEN = 300  # the last ones, by which failing ones are judged
@@ -54,10 +54,10 @@ class RecentTroubles:
 
 
 def _silent(peers: Iterable[PeerView], now: Seconds) -> list[Problem]:
-    lost = [peer for peer in peers if peer.state == "silent" and peer.since > now - TROUBLED_S]
+    lost = [peer for peer in peers if peer.state in ("silent", "ended") and peer.since > now - TROUBLED_S]
     if len(lost) > PROBLEMS_SHOWN // 2:
-        return [(BAD, -1, f"{len(lost)} peers have fallen silent in the last two minutes")]
-    return [(BAD, peer.number, f"is silent ({peer.why})") for peer in lost]
+        return [(BAD, -1, f"{len(lost)} peers have fallen silent or ended in the last two minutes")]
+    return [(BAD, peer.number, gone_words(peer)) for peer in lost]
 
 
 def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:

@@ -29,11 +29,14 @@ class SimulatedPage:
     page: DashboardProcess
     scenario: Scenario
     _living: set[PeerId] = field(default_factory=set)
-    _introduced: bool = False
+
+    def begins(self, swarm: SimulatedSwarm) -> None:
+        settings, now = self.scenario.settings, EPOCH + swarm.agenda.now
+        facts = facts_of(settings.config) | {"layers": settings.fragments[-1].last}
+        self._say(now, "facts", facts={"run": settings.run, "note": SIMULATION_NOTE, **facts})
+        self._say(now, "now")
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
-        if not self._introduced:
-            self._introduce(t)
         if log.event not in OF_OTHERS:
             self.page.tell(peer, {"t": t, "event": log.event, **log.fields})
 
@@ -46,16 +49,9 @@ class SimulatedPage:
                 place = {"device": "simulated", "region": swarm.geography.region(member.peer), "throttle": throttle}
                 self._say(now, "place", peer=member.peer, **place)
         for peer in self._living - living:
-            self._say(now, "missed", peer=peer, reason="it has ended", certain=True)
+            self._say(now, "missed", peer=peer, reason="crashed, or stopped", certain=True)
         self._living = living
         self._say(now, "now")
-
-    def _introduce(self, t: Seconds) -> None:
-        settings = self.scenario.settings
-        facts = facts_of(settings.config) | {"layers": settings.fragments[-1].last}
-        self._say(t, "facts", facts={"run": settings.run, "note": SIMULATION_NOTE, **facts})
-        self._say(t, "now")
-        self._introduced = True
 
     def _say(self, t: Seconds, event: str, **fields: Any) -> None:
         self.page.tell("", {"t": t, "event": event, **fields})

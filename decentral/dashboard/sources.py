@@ -47,20 +47,23 @@ class FollowedJournal:
     def __init__(self, path: Path) -> None:
         self._tail, self._peer, self._t = Tail(path), "", 0.0
         self._lock = path.parent / "lock"
-        self._locked = False  # whether a process had the lock at the last look
+        self._unlocked: int | None = None  # for so many looks nobody has had the lock; None: nobody ever had
 
     def lines(self, locks: Collection[int]) -> Iterator[Told]:
-        """`locks`: those that processes had when the look began. What a process wrote in the end is read before it is
-        said to have ended; after its own farewell that says nothing new."""
-        had, self._locked = self._locked, self._inode() in locks
+        """`locks`: those that processes had when the look began. A process is said to have ended at the second look
+        without its lock, when all that it wrote was read, and those who know more have said it."""
+        if self._inode() in locks:
+            self._unlocked = 0
+        elif self._unlocked is not None:
+            self._unlocked += 1
         for line in self._tail.new():
             self._t = _time(line)
             if line["event"] in ("started", "continued"):
                 self._peer = str(line.get("peer", ""))
             if self._peer:
                 yield self._peer, line
-        if had and not self._locked and self._peer:
-            why = {"reason": "its process has ended", "certain": True}
+        if self._unlocked == 2 and self._peer:
+            why = {"reason": "its process is gone", "certain": True}
             yield self._peer, {"t": self._t, "event": "missed", "peer": self._peer, **why}
 
     def _inode(self) -> int:

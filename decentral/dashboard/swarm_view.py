@@ -18,7 +18,19 @@ from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.dashboard.events import BAD, GOOD, PLAIN, EventLog, told
 from decentral.dashboard.link_view import LINK_ROW, LinkTable
-from decentral.dashboard.peer_view import LIVE, OUTCOMES, ROW, Line, PeerView, count, finite, listed, number, text
+from decentral.dashboard.peer_view import (
+    LIVE,
+    OUTCOMES,
+    ROW,
+    Line,
+    PeerView,
+    count,
+    finite,
+    gone_words,
+    listed,
+    number,
+    text,
+)
 from decentral.dashboard.problems import Problem, RecentTroubles
 from decentral.dashboard.timeline import Timeline
 from decentral.dashboard.totals import TOTAL_SERIES, Totals, totals_of
@@ -228,10 +240,12 @@ class SwarmView:
         view, why = self.peers.get(text(line, "peer")), text(line, "reason")
         if view is None or not view.live:
             return
-        if view.own and line.get("certain") is not True:
+        if line.get("certain") is True:
+            self._gone(view, t, "ended", why)
+        elif view.own:
             view.doubted, view.why = max(t, view.doubted), why
         else:
-            self._gone(view, t, why)
+            self._gone(view, t, "left" if why == "left" else "silent", why)
 
     def _look_after(self, view: PeerView) -> None:
         """A peer that has written its own journal until now, and does not go on."""
@@ -239,15 +253,14 @@ class SwarmView:
             return
         quiet_s = self.now - view.heard
         if view.doubted > view.heard and quiet_s > MISSED_S:
-            self._gone(view, self.now, f"{view.why}, says another peer")
+            self._gone(view, self.now, "silent", f"{view.why}, says another peer")
         elif quiet_s > max(UNWRITTEN_S, SILENT_GAPS * view.gap_s):
-            self._gone(view, self.now, f"no line in its journal for {quiet_s:.0f} s")
+            self._gone(view, self.now, "silent", f"no line in its journal for {quiet_s:.0f} s")
 
-    def _gone(self, view: PeerView, t: Seconds, why: str) -> None:
-        left = why == "left"
-        if view.become("left" if left else "silent", t, why):
+    def _gone(self, view: PeerView, t: Seconds, state: str, why: str) -> None:
+        if view.become(state, t, why):
             self._changed[view.number] = view
-            self.events.add(t, view.number, PLAIN if left else BAD, "left" if left else f"is silent ({why})")
+            self.events.add(t, view.number, PLAIN if state == "left" else BAD, gone_words(view))
 
     def _view(self, peer: str, t: Seconds) -> PeerView | None:
         """The peer, from its first line on; None if there is no room for one more."""

@@ -37,6 +37,9 @@ OnProgress = Callable[[Seconds], None]
 class Watch(Protocol):
     """Looks on while a run is played, and changes nothing of it."""
 
+    def begins(self, swarm: SimulatedSwarm) -> None:
+        """The swarm that is going to be played, before its first peer starts."""
+
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
         """One journal line of a peer, written at its clock's time `t`."""
 
@@ -66,7 +69,7 @@ def run(
     scenario: Scenario,
     on_progress: OnProgress | None = None,
     observer: Observer | None = None,
-    watch: Watch | None = None,
+    watches: Sequence[Watch] = (),
 ) -> RunReport:
     """Plays the scenario. Raises Violation. `observer` sees every event where the scenario is not audited."""
     geography = SwarmGeography(scenario.seed, scenario.link, scenario.topology)
@@ -76,7 +79,9 @@ def run(
     if scenario.audited:
         swarm.observer = audit
     statistics = RunStatistics(swarm)
-    swarm.journal = _both(statistics.line, watch.line) if watch else statistics.line
+    for watch in watches:
+        watch.begins(swarm)
+    swarm.journal = _to_all([statistics.line, *(watch.line for watch in watches)])
     with _few_collections(scenario.peers > MANY_SIMULATED), suppress(StopRun):
         _start(swarm, scenario.peers)
         injector.plan(scenario.faults)
@@ -86,7 +91,7 @@ def run(
                 audit.check()
             if sampled:
                 statistics.sample()
-                if watch is not None:
+                for watch in watches:
                     watch.sampled(swarm)
                 if on_progress is not None:
                     on_progress(moment)
@@ -96,10 +101,10 @@ def run(
     return statistics.report(scenario.peers, scenario.faults, audit.checks, audit.convergence.farthest)
 
 
-def _both(first: JournalLine, second: JournalLine) -> JournalLine:
+def _to_all(takers: Sequence[JournalLine]) -> JournalLine:
     def line(peer: PeerId, t: Seconds, log: Log) -> None:
-        first(peer, t, log)
-        second(peer, t, log)
+        for take in takers:
+            take(peer, t, log)
 
     return line
 

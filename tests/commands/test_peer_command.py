@@ -15,6 +15,7 @@ from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import OwnInputs
+from decentral.invitation_files import FounderFile
 from decentral.state import StateFolder
 from tests.commands.played_swarm import PlayedSwarm
 
@@ -103,13 +104,33 @@ def test_a_damaged_identity(capfd: pytest.CaptureFixture[str], folder: Path) -> 
 
 
 @pytest.mark.swarm
-@pytest.mark.parametrize("flags", [["default"], ["--set", "seed=2"]])
+@pytest.mark.parametrize("flags", [["small"], ["--set", "seed=2"]])
 def test_a_state_folder_whose_run_is_settled(capfd: pytest.CaptureFixture[str], folder: Path, flags: list[str]) -> None:
     folder.mkdir()
     StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
     said = refusal(capfd, folder, *flags)
     assert "belongs to run gpt-3fa2c1" in said
     assert "leave CONFIG and --set out" in said
+
+
+@pytest.mark.swarm
+def test_the_line_that_began_a_run_may_be_given_again(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    """It gets as far as the memory, which is too little."""
+    folder.mkdir()
+    line = ["small", "--set", "seed=2", "--private"]
+    FounderFile.create(folder, "gpt")
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.load("small", ["seed=2"]))
+    assert "smallest part of this model" in refusal(capfd, folder, *line, "--memory", "1KB")
+
+
+@pytest.mark.swarm
+def test_a_peer_that_was_in_the_swarm_starts_where_join_does_not_answer(
+    capfd: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    join = ["--join", f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.load_or_create(folder / 'other').peer}"]
+    assert "check the address" in refusal(capfd, folder, *join)
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
+    assert "smallest part of this model" in refusal(capfd, folder, *join, "--memory", "1KB")
 
 
 @pytest.mark.swarm
@@ -197,9 +218,20 @@ def test_a_folder_remembers_the_data_that_its_user_has_named(folder: Path, tmp_p
     named = config.load(None, ["data.kind=text"], OwnInputs(data="text", data_glob="*.md", model_code="mine:layers"))
     StateFolder(folder).write_run(RunId("gpt-3fa2c1"), named)
     (_, kept) = StateFolder(folder).read_run() or (None, config.Config())
-    assert kept.own_inputs == OwnInputs("mine:layers", str(Path("text").absolute()), "*.md")
+    assert kept.own_inputs == OwnInputs(model_code="mine:layers", data=str(Path("text").absolute()), data_glob="*.md")
     (_, moved) = StateFolder(folder).read_run(OwnInputs(data=str(tmp_path))) or (None, config.Config())
     assert (moved.data.path, moved.model.layers) == (str(tmp_path), "mine:layers")
+
+
+def test_a_folder_remembers_files_by_their_whole_path_and_a_name_of_the_hub_as_it_is(folder: Path) -> None:
+    folder.mkdir()
+    keys = ["data.kind=huggingface", "data.path=nobody/texts", "data.part=2/3", "data.column=body"]
+    named = config.load(None, keys, OwnInputs(tokenizer="my-tokenizer"))
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), named)
+    (_, kept) = StateFolder(folder).read_run() or (None, config.Config())
+    assert kept.own_inputs == OwnInputs(
+        data="nobody/texts", data_column="body", data_part="2/3", tokenizer=str(Path("my-tokenizer").absolute())
+    )
 
 
 @pytest.mark.swarm

@@ -114,8 +114,8 @@ def test_what_happens_shows_while_the_page_is_open(served: Served) -> None:
         served.tell("", 9.0, "missed", peer=PEERS[2], reason="killed by signal 9", certain=True)
         served.publish(9.0)
         until(driver, lambda: "1 thing is wrong" in text(driver, "#verdict"))
-        assert "cccccc is silent (killed by signal 9)" in text(driver, "#problems")
-        assert "silent" in text(driver, row(PEERS[2]))
+        assert "cccccc has ended (killed by signal 9)" in text(driver, "#problems")
+        assert "ended" in text(driver, row(PEERS[2]))
         assert complaints(driver) == []
 
 

@@ -31,7 +31,7 @@ def test_a_silent_peer_is_named_until_that_is_history() -> None:
 def test_many_silent_peers_are_counted() -> None:
     silent = [peer(number, "silent", since=90.0) for number in range(50)]
     assert RecentTroubles().problems(silent, now=100.0) == [
-        (BAD, -1, "50 peers have fallen silent in the last two minutes")
+        (BAD, -1, "50 peers have fallen silent or ended in the last two minutes")
     ]
 
 

@@ -30,7 +30,7 @@ def scenario() -> Scenario:
 
 def test_the_page_of_a_simulation_has_its_figures_and_changes_nothing() -> None:
     page = Page()
-    report = run(scenario(), watch=SimulatedPage(cast(DashboardProcess, page), scenario()))
+    report = run(scenario(), watches=[SimulatedPage(cast(DashboardProcess, page), scenario())])
     assert report.audit.digest == run(scenario()).audit.digest
     page.view.tick(page.view.now)
     totals = page.view.totals
@@ -41,5 +41,5 @@ def test_the_page_of_a_simulation_has_its_figures_and_changes_nothing() -> None:
     }
     views = sorted(page.view.peers.values(), key=lambda view: view.peer)
     assert [view.device.throttle for view in views] == [1.0, 2.0, 1.0, 2.0]
-    assert (views[2].state, views[2].why) == ("silent", "it has ended")
+    assert (views[2].state, views[2].why) == ("ended", "crashed, or stopped")
     assert page.view.facts["run"] == "simulated-000000"

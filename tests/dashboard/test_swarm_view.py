@@ -81,11 +81,11 @@ def test_a_peer_that_another_one_misses_and_that_goes_on_is_not_silent(told: Tol
     assert told.row(B)["state"] == "training"
 
 
-def test_a_peer_whose_process_has_ended_is_silent_at_once(told: Told) -> None:
+def test_a_peer_whose_process_has_ended_is_not_waited_for(told: Told) -> None:
     told.training(A, B)
     told.line("", 2.5, "missed", peer=B, reason="killed by signal 9", certain=True)
-    assert (told.row(B)["state"], told.row(B)["why"]) == ("silent", "killed by signal 9")
-    assert told.words()[-1] == "is silent (killed by signal 9)"
+    assert (told.row(B)["state"], told.row(B)["why"]) == ("ended", "killed by signal 9")
+    assert told.words()[-1] == "has ended (killed by signal 9)"
 
 
 def test_a_slow_peer_may_be_quiet_for_longer(told: Told) -> None:

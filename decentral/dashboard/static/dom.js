@@ -18,8 +18,9 @@ export function fill(element, ...children) {
   element.replaceChildren(...children.filter((child) => child !== null));
 }
 
+// Names and values; a value that is not known is left out.
 export function pairs(entries) {
-  return make("dl", { class: "pairs" }, ...entries.flatMap(([name, value, color]) => [
+  return make("dl", { class: "pairs" }, ...entries.filter(([, value]) => value !== "–").flatMap(([name, value, color]) => [
     make("dt", {}, color ? make("i", { color }) : null, name),
     make("dd", {}, value),
   ]));

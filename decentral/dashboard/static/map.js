@@ -179,7 +179,7 @@ function figures(pen, colors, links) {
     const best = Math.max(link.to_low, link.to_high);
     const words = [best ? rate(best) : "", link.latency_s ? delay(link.latency_s) : ""].filter(Boolean).join(", ");
     const half = pen.measureText(words).width / 2 + 3;
-    for (const part of words ? [0.5, 0.42, 0.58, 0.34, 0.66, 0.28, 0.72] : []) {
+    for (const part of words ? [0.4, 0.6, 0.5, 0.32, 0.68, 0.25, 0.75] : []) {
       const [x, y] = [a.x + (b.x - a.x) * part, a.y + (b.y - a.y) * part];
       const box = [x - half, y - 9, x + half, y + 8];
       if (taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3])) continue;
@@ -275,6 +275,6 @@ function explain(shown) {
   const active = [...swarm.links.values()].filter((link) => swarm.now - link.used_at < USED_S).length;
   $("map-note").textContent = `${shown.length} peers${regions > 1 ? ` in ${regions} regions` : ""}; ${active} pairs exchanged in the last ${USED_S} s`;
   const dot = (name, words) => make("li", {}, make("i", { color: color(name) }), words);
-  fill($("map-legend"), ...(few ? [] : [dot("training", "training")]), dot("solo", "joining"), dot("bad", "silent"), dot("done", few ? "exchange" : "pair that exchanged just now"),
+  fill($("map-legend"), ...(few ? [] : [dot("training", "training")]), dot("solo", "joining"), dot("bad", "silent or ended"), dot("done", few ? "exchange" : "pair that exchanged just now"),
     few ? make("li", {}, "size: tokens/s; width: measured rate; ring: layers held") : null);
 }
