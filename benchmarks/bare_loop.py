@@ -57,7 +57,7 @@ def train(
     interval: Sequence[float],
 ) -> list[Mark]:
     """Trains until the interval is over. Returns when steps ended."""
-    corpus, draw = data.load(run.data, run.model), rng.arrays(run.seed, "bare loop")
+    corpus, draw = data.corpus(run.data, run.model), rng.arrays(run.seed, "bare loop")
     optimizers, schedules = _optimizers(model, run.train)
     marks: list[Mark] = []
     steps = 0

@@ -185,7 +185,7 @@ def _loss(seeds: Sequence[Result]) -> float:
 
 def _run_all(args: argparse.Namespace) -> Iterator[Result]:
     model = config.ModelConfig(depth=2, width=64 if args.quick else 96, context=64 if args.quick else 96)
-    corpus = data.load(config.DataConfig(), model)
+    corpus = data.corpus(config.DataConfig(), model)
     for horizon in args.horizons:
         for seed in args.seeds:
             for name in args.methods:

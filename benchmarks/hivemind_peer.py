@@ -39,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)  # several peers share this machine, as in decentral.local
     run = config.load(args.config, args.set)
     model = nn.Sequential(*gpt.build(run.model, run.seed))
-    corpus = data.load(run.data, run.model)
+    corpus = data.corpus(run.data, run.model)
     dht = hivemind.DHT(initial_peers=args.join or None, start=True, startup_timeout=STARTUP_S)
     print("address", dht.get_visible_maddrs()[0], flush=True)
     optimizer = _optimizer(args, run, model, dht)

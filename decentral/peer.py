@@ -112,7 +112,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers join")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
     parser.add_argument("--data", metavar="PATH", help="this peer's own text or tokens, where the run needs them")
-    parser.add_argument("--data-glob", metavar="PATTERN", help="which files of a folder of text; default **/*.txt")
+    parser.add_argument("--data-glob", metavar="PATTERN", help="which files of a folder; for text: default **/*.txt")
+    parser.add_argument("--data-column", metavar="NAME", help="the column of text in rows of data; default text")
+    parser.add_argument("--data-part", metavar="K/N", help="read the K-th of N parts of streamed data, no other peer's")
+    parser.add_argument("--tokenizer", metavar="PATH", help="this peer's own file or folder of the run's tokenizer")
+    parser.add_argument("--model-from", metavar="DIR", help="a Hugging Face folder whose weights the run starts from")
     code = "package.module:function of the model, which is imported and called here"
     parser.add_argument("--trust-model-code", metavar="NAME", help=code)
     parser.add_argument("--state-dir", metavar="DIR", help="identity, journal, checkpoints; default: a new one")

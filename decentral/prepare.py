@@ -36,7 +36,7 @@ from decentral.peers.node.node import Node
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
 from decentral.reach_swarm import SwarmAccess, connect
-from decentral.train import checkpoint, compress, data, measure, memory
+from decentral.train import checkpoint, compress, data, measure, memory, run_inputs
 from decentral.train.checkpoint import DamagedCheckpoint
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.island import Assignment
@@ -95,6 +95,7 @@ async def prepare(
         memory.give_back_what_is_freed()
     else:
         memory.keep_what_is_freed()
+    run_inputs.check(run, begun=request.kept is not None)
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
@@ -106,7 +107,7 @@ async def prepare(
         _without(error, flags, access)
         restored = False
     if flags.island:
-        flags.island.assign(Assignment(run, own.peer, compute.micro_batch), compute.span)
+        flags.island.assign(Assignment(run, own.peer, compute.micro_batch, folder.path), compute.span)
     setup = NodeSetup(
         config=run,
         run=access.run,

@@ -14,7 +14,7 @@ from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import FOR_EVER, Permission, is_private
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
-from decentral.core import config, swarm_config
+from decentral.core import config, own_inputs, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import OwnInputs
@@ -25,6 +25,7 @@ from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.revocation_watch import ENDINGS
 from decentral.peers.planning import swarm_plans
+from decentral.train import run_inputs
 from decentral.visit import refused_member, say_hello
 
 CLOCKS_ASKED = 9  # peers whose clocks are compared with ours
@@ -57,7 +58,7 @@ async def reach_swarm(
 
     Raises UserError.
     """
-    own = OwnInputs(flags.trust_model_code, flags.data, flags.data_glob)
+    own = named_by(flags)
     kept = folder.read_run(own)
     _check_flags(flags, kept, folder.path)
     known = kept if kept or flags.join else _begin(flags, folder.path, own)
@@ -93,6 +94,11 @@ async def reach_swarm(
     return SwarmAccess(run, settings, tuple(contacts), directory, addresses, clock, private)
 
 
+def named_by(flags: argparse.Namespace) -> OwnInputs:
+    """The code and the files that the user of this peer has named by flags."""
+    return OwnInputs(**{name: getattr(flags, flag[2:].replace("-", "_")) for name, flag in own_inputs.FLAGS.items()})
+
+
 def _check_flags(flags: argparse.Namespace, kept: Run | None, folder: Path) -> None:
     """Raises UserError for flags that say otherwise than the folder, or the swarm, or each other."""
     if kept and (flags.config or flags.set):
@@ -109,7 +115,7 @@ def _check_flags(flags: argparse.Namespace, kept: Run | None, folder: Path) -> N
 
 def _begin(flags: argparse.Namespace, folder: Path, own: OwnInputs) -> Run:
     """A new run. A private one's founder is this folder. Raises UserError."""
-    settings = config.load(flags.config, flags.set, own)
+    settings = run_inputs.sealed(config.load(flags.config, flags.set, own))
     if not flags.private:
         return RunId(f"{settings.name}-{secrets.token_hex(3)}"), settings
     if len(settings.name) > MOST_NAME_CHARS:

@@ -7,7 +7,7 @@ import fcntl
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,10 @@ class StateFolder:
         refuses.
         """
         named = asdict(settings.own_inputs)
-        if named["data"] is not None:
-            named["data"] = str(Path(named["data"]).absolute())
+        for key in ("data", "model_folder", "tokenizer"):
+            on_hub = key == "data" and settings.data.kind == "huggingface" and not Path(named[key] or "").exists()
+            if named[key] is not None and not on_hub:
+                named[key] = str(Path(named[key]).absolute())
         self._write("run.json", {"run": run, "config": settings.canonical(), "own": named})
 
     def listen(self, wanted: Sequence[str]) -> list[str]:
@@ -136,8 +138,8 @@ class StateFolder:
 
 def _own_inputs(named: dict[str, Any]) -> OwnInputs:
     """What run.json says that the user has named."""
-    texts = {key: text for key, text in named.items() if isinstance(text, str)}
-    return OwnInputs(texts.get("model_code"), texts.get("data"), texts.get("data_glob"))
+    known = {one.name for one in fields(OwnInputs)}
+    return OwnInputs(**{key: text for key, text in named.items() if key in known and isinstance(text, str)})
 
 
 def new_path() -> Path:

@@ -16,34 +16,41 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticKnownError
 
-from decentral.core import algorithms, own_yaml
+from decentral.core import algorithms, model_families, own_yaml
+from decentral.core.config_values import (
+    MIN_INTERVAL_S,
+    Digest,
+    Fraction,
+    Interval,
+    Large,
+    OwnPath,
+    Positive,
+    PositiveFloat,
+    Steps,
+    Strict,
+)
 from decentral.core.errors import UserError
+from decentral.core.model_config import ModelConfig as ModelConfig
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs, agreed_code
 from decentral.core.plain_text import printable
 
 MAX_YAML_BYTES = 64 * 1024  # of a user's own YAML
 MAX_CONFIG_BYTES = 8 * 1024  # of the canonical form, which travels; the longest valid one has about 2 KiB
-MAX_INTERVAL_S = 1e7  # for any time in a config
-MIN_INTERVAL_S = 0.01  # for whatever a peer does again and again
 MAX_RECORD_S = 3600.0  # lifetime of a peer's record
+BYTES = 256  # tokens, where each is a byte
 MAX_BATCH_TOKENS = 1 << 24  # of one micro-batch, and of one evaluation: 128 MiB of token numbers
-MAX_ROTARY = 1 << 24  # context times channels of a head: entries of each of a block's two tables of rotary positions
-OWN_DATA_KEYS = ("path", "glob")  # of `data`: they name a peer's own files, and do not travel
+OWN_KEYS = {  # they name a peer's own files, or what is in them, and do not travel
+    "model": ("from",),
+    "data": ("path", "glob", "column", "part", "tokenizer"),
+}
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
 LEARNING_RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best of those that docs/results/convergence.md compares
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
 _SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
 _SHORT.maxlevel = 2
-
-Positive = Annotated[int, Field(gt=0, le=1 << 20)]
-Large = Annotated[int, Field(gt=0, le=1 << 40)]
-Steps = Annotated[int, Field(ge=0, le=1 << 40)]
-PositiveFloat = Annotated[float, Field(gt=0, le=1e12)]
-Interval = Annotated[float, Field(ge=MIN_INTERVAL_S, le=MAX_INTERVAL_S)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def _algorithm_name(value: object) -> object:
@@ -58,68 +65,25 @@ def _algorithm_name(value: object) -> object:
 AlgorithmName = Annotated[str, BeforeValidator(_algorithm_name), Field(max_length=32)]
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ModelConfig(Strict):
-    """A Llama-style decoder. Its size follows from `depth`, unless other keys say otherwise."""
-
-    depth: Annotated[int, Field(gt=0, le=1024)] = 2
-    width: Annotated[int, Field(gt=0, le=65_536)] | None = None  # 64 * depth
-    heads: Positive | None = None  # one for every 32 channels up to width 256, above it one for every 64
-    kv_heads: Positive | None = None  # as many as `heads`; fewer is grouped-query attention
-    hidden: Positive | None = None  # 8/3 * width, rounded up to a multiple of 32
-    vocabulary: Positive = 256
-    context: Positive = 128
-    rope_theta: PositiveFloat = 10_000.0
-    # "package.module:function", which returns list[nn.Module]: a user's own model, whose code others have to trust
-    layers: Annotated[str, Field(max_length=256)] | None = None
-
-    @model_validator(mode="after")
-    def shapes_fit(self) -> "ModelConfig":
-        if self.layers is None:
-            if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
-                raise ValueError(f"width {self.d_model} must be an even multiple of heads {self.n_heads}")
-            if self.n_heads % self.n_kv_heads:
-                raise ValueError(f"heads {self.n_heads} must be a multiple of kv_heads {self.n_kv_heads}")
-            if self.context * (self.d_model // self.n_heads) > MAX_ROTARY:
-                raise ValueError(f"context times channels of a head must be at most {MAX_ROTARY}; more heads, perhaps")
-        return self
-
-    @property
-    def d_model(self) -> int:
-        return self.width or 64 * self.depth
-
-    @property
-    def n_heads(self) -> int:
-        return self.heads or max(1, self.d_model // (32 if self.d_model <= 256 else 64))
-
-    @property
-    def n_kv_heads(self) -> int:
-        return self.kv_heads or self.n_heads
-
-    @property
-    def d_hidden(self) -> int:
-        return self.hidden or -(-8 * self.d_model // (3 * 32)) * 32
-
-    @property
-    def layer_parameters(self) -> list[int]:
-        """The parameters of embedding, blocks and head. It knows nothing of a user's own `layers`."""
-        width, keys = self.d_model, self.d_model // self.n_heads * self.n_kv_heads
-        block = 2 * width * width + 2 * width * keys + 3 * width * self.d_hidden + 2 * width
-        table = self.vocabulary * width
-        return [table, *([block] * self.depth), width + table]
-
-
 class DataConfig(Strict):
     """Where the tokens come from: train/data.py."""
 
-    kind: Literal["python-stdlib", "text", "tokens"] = "python-stdlib"
-    path: Annotated[str, Field(max_length=4096)] | None = None  # a file or folder on this peer's own disk
-    glob: Annotated[str, Field(max_length=256)] = "**/*.txt"  # which files of a folder of text
+    kind: Literal["python-stdlib", "text", "tokens", "huggingface"] = "python-stdlib"
+    path: OwnPath | None = None  # a file or folder on this peer's own disk; huggingface: or a data set's name
+    glob: Annotated[str, Field(max_length=256)] | None = None  # which files of a folder; text: **/*.txt
+    column: Annotated[str, Field(max_length=256)] = "text"  # huggingface: of the rows, where the text is
+    part: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}/[1-9]\d{0,3}$", max_length=9)] | None = None  # k/n, as below
+    tokenizer: OwnPath | None = None  # huggingface: its file or folder; None: that of model.from
+    tokenizer_digest: Digest | None = None  # of the tokenizer that all peers have
     token_bytes: Literal[2, 4] = 2  # width of an entry of a tokens file
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of the tokens that no peer trains on
+
+    @model_validator(mode="after")
+    def part_is_one(self) -> "DataConfig":
+        """Of n peers with `part` 1/n to n/n no two read the same rows."""
+        if self.part and int(self.part.split("/")[0]) > int(self.part.split("/")[1]):
+            raise ValueError(f"part expects k/n with k from 1 to n; it is {self.part}")
+        return self
 
 
 class TrainMemory(Strict):
@@ -253,17 +217,51 @@ class Config(Strict):
         return self
 
     @property
+    def reads_bytes(self) -> bool:
+        """Whether a token is a byte."""
+        return self.data.kind in ("python-stdlib", "text")
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The file or folder of the tokenizer that this peer's data are read with."""
+        return self.data.tokenizer or self.model.start_from
+
+    @property
     def own_inputs(self) -> OwnInputs:
         """The code and the files that this config names."""
         data = self.data
-        return OwnInputs(self.model.layers, data.path, data.glob if data.path is not None else None)
+        column = data.column if data.column != DataConfig().column else None
+        return OwnInputs(
+            model_code=self.model.layers,
+            model_folder=self.model.start_from,
+            data=data.path,
+            data_glob=data.glob,
+            data_column=column,
+            data_part=data.part,
+            tokenizer=data.tokenizer,
+        )
+
+    def with_own(self, own: OwnInputs) -> "Config":
+        """The same run with what this peer's own user names."""
+        model = {"layers": own.model_code, "start_from": own.model_folder}
+        data = {"path": own.data, "glob": own.data_glob, "column": own.data_column, "part": own.data_part}
+        data["tokenizer"] = own.tokenizer
+        sections = {"model": (self.model, model), "data": (self.data, data)}
+        update = {
+            name: section.model_copy(update={key: value for key, value in named.items() if value is not None})
+            for name, (section, named) in sections.items()
+        }
+        return self.model_copy(update=update)
 
     def canonical(self) -> str:
         """JSON with every key that the peers of a run share, sorted: runs that are equal give equal text.
 
         The keys that name files of one peer are left out.
         """
-        tree = self.model_dump(mode="json", exclude={"data": set(OWN_DATA_KEYS)})
+        tree = self.model_dump(mode="json", by_alias=True)
+        for section, keys in OWN_KEYS.items():
+            for key in keys:
+                del tree[section][key]
         return json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def digest(self) -> str:
@@ -278,17 +276,36 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
     tree = own_yaml.mapping(_read(path), str(path or "default"))
     for override in overrides:
         _set(tree, override)
+    _take_model(tree, own.model_folder)
     found = validated(tree)
     if own.model_code is not None and found.model.layers is not None:
         agreed_code(found.model.layers, own.model_code, "the config's")
-    named = {"path": own.data or found.data.path, "glob": own.data_glob or found.data.glob}
-    model = found.model.model_copy(update={"layers": own.model_code or found.model.layers})
-    found = found.model_copy(update={"model": model, "data": found.data.model_copy(update=named)})
-    if found.data.kind == "python-stdlib" and (own.data or own.data_glob):
-        raise UserError("--data: data.kind python-stdlib reads none; add --set data.kind=text, or tokens")
+    found = found.with_own(own)
+    if found.data.kind == "python-stdlib" and own.of_data():
+        raise UserError(f"{own.of_data()}: data.kind python-stdlib reads none; add --set data.kind=text, or another")
     if found.data.kind != "python-stdlib" and found.data.path is None:
         raise UserError(f"config: data: kind {found.data.kind} needs data.path, or the flag --data PATH")
+    if found.data.kind == "huggingface" and found.tokenizer is None:
+        raise UserError("config: data: kind huggingface needs data.tokenizer, or the flag --tokenizer PATH")
+    if found.model.start_from is not None and found.reads_bytes and found.model.vocabulary != BYTES:
+        other = f"data.kind {found.data.kind} gives bytes, and the model of model.from reads other tokens"
+        raise UserError(f"config: {other}: take data.kind huggingface, or tokens")
     return found
+
+
+def _take_model(tree: dict[str, Any], folder: str | None) -> None:
+    """Fills in the keys of `model` that the folder's config.json has: the flag's, or else that of model.from."""
+    model = tree.setdefault("model", {})
+    folder = folder or (model.get("from") if isinstance(model, dict) else None)
+    if not isinstance(model, dict) or not isinstance(folder, str):
+        return  # an error that `validated` names, or no folder
+    found = model_families.model_keys(Path(folder))
+    for key, value in found.items():
+        if key in model and model[key] != value:
+            source = Path(folder) / model_families.CONFIG_FILE
+            raise UserError(f"config: model.{key} is {model[key]}, and {source} says {value}; leave the key out")
+    model.setdefault("context", min(found["positions"], model_families.MOST_START_CONTEXT))
+    tree["model"] = {**model, **found, "from": folder}
 
 
 def _read(path: str | Path | None) -> str:
@@ -346,7 +363,8 @@ def _explain(error: ValidationError) -> str:
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
-    for name, field in model.model_fields.items():
+    for attribute, field in model.model_fields.items():
+        name = field.alias or attribute
         keys.append(prefix + name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             keys += _keys(field.annotation, f"{prefix}{name}.")

@@ -4,7 +4,7 @@ Whoever starts a swarm says so in the config or by flags; whoever joins one, by 
 network ever gets here (decentral/core/swarm_config.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from decentral.core.errors import UserError
 from decentral.core.plain_text import plain_text
@@ -15,19 +15,37 @@ class OwnInputs:
     """The values of this peer's flags, or those of its own config or state folder. None: nothing is named."""
 
     model_code: str | None = None  # package.module:function, which is imported and called
+    model_folder: str | None = None  # a Hugging Face folder, whose weights the model starts from
     data: str | None = None  # the file or folder that is read
-    data_glob: str | None = None  # which files of a folder of text
+    data_glob: str | None = None  # which files of a folder
+    data_column: str | None = None  # which column of their rows
+    data_part: str | None = None  # k/n: which of n parts of them
+    tokenizer: str | None = None  # its file or folder
 
     def or_else(self, kept: "OwnInputs") -> "OwnInputs":
         """These, and where they name nothing, those that were kept."""
-        return OwnInputs(self.model_code or kept.model_code, self.data or kept.data, self.data_glob or kept.data_glob)
+        return OwnInputs(*(getattr(self, one.name) or getattr(kept, one.name) for one in fields(self)))
 
     def flags(self) -> list[str]:
         """The flags of decentral.peer that name the same."""
-        named = {"--trust-model-code": self.model_code, "--data": self.data, "--data-glob": self.data_glob}
-        return [part for flag, given in named.items() if given is not None for part in (flag, given)]
+        named = ((flag, getattr(self, name)) for name, flag in FLAGS.items())
+        return [part for flag, given in named if given is not None for part in (flag, given)]
+
+    def of_data(self) -> str:
+        """The flag of the first of these that is about data; empty if none is."""
+        return next((FLAGS[name] for name in OF_DATA if getattr(self, name) is not None), "")
 
 
+FLAGS = {
+    "model_code": "--trust-model-code",
+    "model_folder": "--model-from",
+    "data": "--data",
+    "data_glob": "--data-glob",
+    "data_column": "--data-column",
+    "data_part": "--data-part",
+    "tokenizer": "--tokenizer",
+}
+OF_DATA = ("data", "data_glob", "data_column", "data_part", "tokenizer")
 NOTHING_NAMED = OwnInputs()
 
 

@@ -96,6 +96,7 @@ class Reason(StrEnum):
     DONORS = "donors"  # no peer gives the state
     MEMORY = "memory"  # the device does not have the memory
     DISK = "disk"  # the state could not be written
+    NO_WEIGHTS = "no-weights"  # the run starts from the weights of a folder that this peer has not
     NEEDED = "needed"  # too few others hold what would be given up
     PROMISED = "promised"  # this peer has granted a replica lease on it
     MOVING = "moving"  # this peer is giving that fragment up itself

@@ -9,10 +9,11 @@ by `adopt`, and only with the code and the files that this peer's own user has n
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from decentral.core import config
-from decentral.core.config import Config
+from decentral.core import config, model_families
+from decentral.core.config import Config, ModelConfig
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs, agreed_code
 from decentral.core.plain_text import plain_text
@@ -30,17 +31,29 @@ class ReceivedConfig:
     def adopt(self, own: OwnInputs) -> Config:
         """The config of a peer that trains. Raises UserError, with the flag, unless `own` names the code and the data
         that the run needs."""
-        code = agreed_code(self._settings.model.layers, own.model_code, "this swarm's")
-        data = self._settings.data
-        if data.kind == "python-stdlib":
-            if own.data or own.data_glob:
-                raise UserError("--data: this swarm trains on Python's standard library; leave the flag out")
-            return self._settings
-        if own.data is None:
-            raise UserError(f"this swarm trains on data of kind {data.kind}, each peer on its own: give --data PATH")
-        named = {"path": own.data} | ({"glob": own.data_glob} if own.data_glob else {})
-        model = self._settings.model.model_copy(update={"layers": code})
-        return self._settings.model_copy(update={"model": model, "data": data.model_copy(update=named)})
+        settings = self._settings
+        agreed_code(settings.model.layers, own.model_code, "this swarm's")
+        kind = settings.data.kind
+        if kind == "python-stdlib" and own.of_data():
+            raise UserError(f"{own.of_data()}: this swarm trains on Python's standard library; leave the flag out")
+        if kind != "python-stdlib" and own.data is None:
+            raise UserError(f"this swarm trains on data of kind {kind}, each peer on its own: give --data PATH")
+        if kind == "huggingface" and own.tokenizer is None and own.model_folder is None:
+            raise UserError("this swarm's text is read by a tokenizer: give --tokenizer PATH, its file or folder")
+        if own.model_folder is not None:
+            self._check_folder(Path(own.model_folder))
+        return settings.with_own(own)
+
+    def _check_folder(self, folder: Path) -> None:
+        """Raises UserError unless the folder's config.json describes this run's model. Its weights are not read yet."""
+        model = self._settings.model
+        if model.weights is None:
+            raise UserError("--model-from: this swarm's model starts from no folder; leave the flag out")
+        described = ModelConfig.model_validate({**model_families.model_keys(folder), "context": model.context})
+        for key, found in described:
+            if key != "weights" and found != (known := getattr(model, key)):
+                source = folder / model_families.CONFIG_FILE
+                raise UserError(f"--model-from: {source} says model.{key} is {found}; this swarm's is {known}")
 
     def built_in(self) -> Config:
         """The config for a command that looks, and neither runs a model's code nor reads data. Raises UserError if the
@@ -64,10 +77,10 @@ def received(text: str) -> ReceivedConfig:
         raise UserError("config: the swarm's is not plain JSON; does it run another version of decentral?") from None
     if not isinstance(tree, dict):
         raise UserError(f"config: the swarm's must be an object of sections; it is a {type(tree).__name__}")
-    data = tree.get("data")
-    for key in config.OWN_DATA_KEYS:
-        if isinstance(data, dict) and key in data:
-            raise UserError(f"config: the swarm's names files of this peer (data.{key}), which no swarm may")
+    for section, keys in config.OWN_KEYS.items():
+        for key in keys:
+            if isinstance(tree.get(section), dict) and key in tree[section]:
+                raise UserError(f"config: the swarm's names files of this peer ({section}.{key}), which no swarm may")
     return ReceivedConfig(config.validated(tree))
 
 

@@ -85,7 +85,8 @@ class SurrogateSpan:
         self.fragments: list[jobs.Fragment] = []
         self.hold(first, last)
 
-    def hold(self, first: int, last: int) -> None:
+    def hold(self, first: int, last: int, drawn: bool = True) -> None:
+        """Its few numbers begin as ones, drawn or not."""
         assert not self.fragments or self.stages.idle, "a span changes while no execution is pending"
         known = {one.live.fragment.index: one.live for one in self.gossip.fragments}
         self.layers = first, last
@@ -93,6 +94,9 @@ class SurrogateSpan:
         self.lives = [known.get(cut.index) or _live(cut, self.model.config.train) for cut in self.fragments]
         self.gossip.hold(self.lives)
         self.stages = SurrogateStages(self.model, self.peer, self.lives, self.fragments, self.chance)
+
+    def given(self, fragments: Iterable[int]) -> None:
+        """They are there from the beginning."""
 
     def descend(self, count: int) -> None:
         """So many steps at once: the descent and the noise of all of them."""

@@ -18,14 +18,16 @@ from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.train import checkpoint, data, measure
+from decentral.train import checkpoint, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
+from decentral.train.data_source import Reading, TrainingData
 from decentral.train.fragment_gossip import BEFORE_START
 from decentral.train.job_phases import JobThreads, Phase, Program
 from decentral.train.job_runner import JobRunner, time_kind
 from decentral.train.outer_kernels import OuterKernels, TorchKernels
 from decentral.train.sections import Codecs
 from decentral.train.span import Span
+from decentral.train.start_weights import StartWeightsError
 from decentral.train.step import Device, held_out_part, parts_of, train_step
 from decentral.train.update_rules import RuleTools
 
@@ -38,7 +40,7 @@ MOST_SAID = 400  # characters of an error
 class ComputeSetup:
     config: config.Config
     peer: PeerId
-    corpus: data.Corpus
+    corpus: TrainingData
     codecs: Codecs
     device: Device
     folder: Path
@@ -70,6 +72,9 @@ class Compute(JobRunner):
         self._broken = False  # a step has failed: only what is left to do, such as a checkpoint, is done
         self.threads = JobThreads(self.program, self._failure_of)
         self.counters.beside_s = self.threads.take_beside_s
+        ranks = setup.device.ranks
+        reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank, ranks.size)
+        self.micro_batches = setup.corpus.micro_batches(reading)
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
         size = run.train.micro_batch
         self.micro_batch = size if size != "auto" else measure.micro_batch(span.forward, run.model, setup.device)
@@ -169,6 +174,8 @@ class Compute(JobRunner):
         match error:
             case OSError() | RuntimeError() | MemoryError():  # a full disk, a device or a machine out of memory
                 return jobs.JobFailed(type(job).__name__, _said(error))
+            case StartWeightsError():
+                return jobs.JobFailed(type(job).__name__, str(error))
             case ProtocolError():  # our own weights do not encode: they have diverged
                 return jobs.JobFailed(type(job).__name__, f"this peer's weights have diverged ({error})")
         raise error
@@ -182,10 +189,10 @@ class Compute(JobRunner):
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """inputs_BT and targets_BT of this peer's micro-batch with this number, int64 on the CPU.
 
-        They are a pure function of (seed, peer, number), so a checkpoint keeps nothing of the data but a number.
+        Of tokens that are all at hand they are a pure function of (seed, peer, number), so a checkpoint keeps nothing
+        of the data but a number; a stream keeps its position itself.
         """
-        setup = self.setup
-        return data.numbered(setup.corpus, setup.config.seed, setup.peer, number, self.micro_batch)
+        return self.micro_batches(number, self.micro_batch)
 
     def _fetch(self) -> tuple[Tensor, Tensor]:
         """The next micro-batch of rank 0; the other ranks of an island take the numbers after it."""

@@ -1,5 +1,7 @@
 """Where tokens come from: the standard library's text, files of text, or a memory-mapped file of tokens.
 
+`load` also opens what train/text_stream.py streams; the rest is about tokens that are all at hand.
+
 The tokens are cut into stretches of 16 Ki, and a fixed share of the stretches is held out, chosen by their number, so
 that every peer holds out the same ones. Micro-batch number k of a peer is a pure function of (seed, peer, k): the
 position in the data is one integer, and each peer has its own random stream.
@@ -15,14 +17,15 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from decentral.core import config, rng
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId
+from decentral.train.data_source import MicroBatches, Reading, TrainingData, batch_of
+from decentral.train.text_stream import TextStream
 
 STRETCH_TOKENS = 16 * 1024
+TEXT = "**/*.txt"
 CHUNK_TOKENS = 1 << 24  # how many mapped tokens are read at once
 Tokens = npt.NDArray[np.generic]
 
@@ -41,6 +44,14 @@ class Corpus:
         """inputs_BT and targets_BT, int64 on the CPU: windows drawn at random from the training stretches."""
         return self._draw(self.train, generator, sequences)
 
+    def micro_batches(self, reading: Reading) -> MicroBatches:
+        """A pure function of (seed, peer, number): the same number gives the same micro-batch every time."""
+
+        def numbered(number: int, sequences: int) -> tuple[Tensor, Tensor]:
+            return self.micro_batch(rng.arrays(reading.seed, "data", reading.peer, number), sequences)
+
+        return numbered
+
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
         """inputs_BT and targets_BT, int64 on the CPU: the same held-out windows on every peer and every time."""
         return self._draw(self.held_out, rng.arrays(0, "held-out"), sequences)
@@ -50,13 +61,16 @@ class Corpus:
     ) -> tuple[Tensor, Tensor]:
         starts = stretches[generator.integers(len(stretches), size=sequences)]
         starts = starts + generator.integers(self.stretch - self.context, size=sequences)
-        windows_BT = np.stack([self.tokens[start : start + self.context + 1] for start in starts])
-        tokens_BT = torch.from_numpy(windows_BT.astype(np.int64))  # with one position more
-        return tokens_BT[:, :-1], tokens_BT[:, 1:]
+        return batch_of(np.stack([self.tokens[start : start + self.context + 1] for start in starts]))
 
 
-def load(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
-    """Reads or maps the tokens. Raises UserError when there are too few, or they do not fit the vocabulary."""
+def load(data: config.DataConfig, model: config.ModelConfig) -> TrainingData:
+    """This peer's data. Raises UserError when they cannot be read, are too few, or do not fit the vocabulary."""
+    return TextStream(data, model) if data.kind == "huggingface" else corpus(data, model)
+
+
+def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
+    """Reads or maps all tokens. Raises UserError, as `load` does."""
     tokens = _read(data)
     stretch = min(STRETCH_TOKENS, len(tokens) // 20)
     if stretch <= model.context + 1:
@@ -82,11 +96,6 @@ def _held_out(stretches: int, share: float) -> npt.NDArray[np.bool_]:
     return held
 
 
-def numbered(corpus: Corpus, seed: int, peer: PeerId, number: int, sequences: int) -> tuple[Tensor, Tensor]:
-    """inputs_BT and targets_BT of this peer's micro-batch with this number: the same ones every time."""
-    return corpus.micro_batch(rng.arrays(seed, "data", peer, number), sequences)
-
-
 def _read(data: config.DataConfig) -> Tokens:
     if data.kind == "tokens":
         return _map(data)
@@ -95,11 +104,11 @@ def _read(data: config.DataConfig) -> Tokens:
     assert data.path is not None
     root = Path(data.path)
     try:
-        found = sorted(path for path in root.glob(data.glob) if path.is_file()) if root.is_dir() else [root]
+        found = sorted(path for path in root.glob(data.glob or TEXT) if path.is_file()) if root.is_dir() else [root]
     except (ValueError, NotImplementedError, OSError) as error:
         raise UserError(f"data.glob: {data.glob!r} is no pattern below {root} ({error})") from None
     if not found or not found[0].exists():
-        raise UserError(f"data: no text at {root}" + (f" that matches {data.glob}" if root.is_dir() else ""))
+        raise UserError(f"data: no text at {root}" + (f" that matches {data.glob or TEXT}" if root.is_dir() else ""))
     return _bytes_of(found)
 
 

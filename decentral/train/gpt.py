@@ -2,14 +2,17 @@
 
 RMSNorm, rotary positions, SwiGLU, grouped-query attention (Touvron et al., arXiv 2307.09288). A layer is an
 `nn.Module` from one tensor to one tensor, and a model is a list of them, so a span is a slice of that list. The
-names inside a layer are those of Hugging Face's Llama; `to_llama` adds the prefix.
+names inside a layer are those of Hugging Face's Llama; `named_weights` adds the prefix. Mistral and Qwen have the same
+names, and a few options more (core/model_families.py).
 
 Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channels of a head, V vocabulary.
 """
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,21 +23,32 @@ from torch.utils.checkpoint import checkpoint
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.train import rotary, start_weights
 
 
-def build(model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
+def build(
+    model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None, drawn: bool = True
+) -> list[nn.Module]:
     """Layers [first, last) with their initial weights, on the CPU, the same on every peer of a run, whatever its span.
 
-    The layers outside are built too, one at a time, and let go, so that only one more layer's memory is needed (a
-    user's own function returns all at once). Raises UserError if `model.layers` names no function that returns modules.
+    The weights are those of the folder `model.from`, or else drawn. For that, layers outside are built too, one at a
+    time, and let go, so that only one more layer's memory is needed (a user's own function returns all at once).
+    Without `drawn` they are whatever the memory holds, for others will take their place.
+
+    Raises UserError if `model.layers` names no function that returns modules, and StartWeightsError where the folder is
+    not here, or is not what it should be.
     """
-    with torch.random.fork_rng(devices=[]):
+    given = model.weights is not None or model.start_from is not None
+    with torch.random.fork_rng(devices=[]), nullcontext() if drawn and not given else Undrawn():
         torch.manual_seed(seed)
         if model.layers is not None:
             return _users_layers(model)[first:last]
         inside = range(model.depth + 2)[first:last]
         kept = {index: layer for index, layer in _ours(model) if index in inside}
-        return [kept[index] for index in inside]
+    layers = [kept[index] for index in inside]
+    if drawn and given:
+        start_weights.fill(model, named_weights(layers, model.depth, inside.start))
+    return layers
 
 
 class Undrawn(TorchFunctionMode):
@@ -70,16 +84,15 @@ class LayerSizes:
 
     matrices: tuple[int, ...]
     larger: tuple[int, ...] = ()  # of tensors with more than two dimensions
-    gains: tuple[int, ...] = ()
+    gains: tuple[int, ...] = ()  # and biases
 
 
 def sizes(model: config.ModelConfig) -> list[LayerSizes]:
     """The sizes of each layer's tensors; no weights are made."""
     if model.layers is None:
-        width, keys, table = model.d_model, model.d_model // model.n_heads * model.n_kv_heads, model.vocabulary
-        attention = (width * width, width * keys, width * keys, width * width)
-        block = LayerSizes((*attention, *[width * model.d_hidden] * 3), gains=(width, width))
-        return [LayerSizes((table * width,)), *[block] * model.depth, LayerSizes((table * width,), gains=(width,))]
+        width, table = model.d_model, model.vocabulary * model.d_model
+        block = LayerSizes(tuple(model.block_matrices), gains=tuple(model.block_vectors))
+        return [LayerSizes((table,)), *[block] * model.depth, LayerSizes((table,), gains=(width,))]
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         shapes = [[p.shape for p in layer.parameters()] for layer in _users_layers(model)]
     kinds: list[Callable[[int], bool]] = [lambda ndim: ndim == 2, lambda ndim: ndim > 2, lambda ndim: ndim < 2]
@@ -124,9 +137,9 @@ class Block(nn.Module):
 
     def __init__(self, model: config.ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(model.d_model, eps=1e-5)
+        self.input_layernorm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
         self.self_attn = Attention(model)
-        self.post_attention_layernorm = nn.RMSNorm(model.d_model, eps=1e-5)
+        self.post_attention_layernorm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
         self.mlp = FeedForward(model)
         for out in (self.self_attn.o_proj, self.mlp.down_proj):  # GPT-2: residual branches start small
             nn.init.normal_(out.weight, std=0.02 / (2 * model.depth) ** 0.5)
@@ -145,23 +158,33 @@ class Attention(nn.Module):
 
     def __init__(self, model: config.ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = model.n_heads, model.n_kv_heads
-        self.channels = model.d_model // model.n_heads
-        self.q_proj = _linear(model.d_model, self.heads * self.channels)
-        self.k_proj = _linear(model.d_model, self.kv_heads * self.channels)
-        self.v_proj = _linear(model.d_model, self.kv_heads * self.channels)
-        self.o_proj = _linear(self.heads * self.channels, model.d_model)
-        cos_TE, sin_TE = _rotary(model.context, self.channels, model.rope_theta)
+        self.heads, self.kv_heads, self.channels = model.n_heads, model.n_kv_heads, model.d_head
+        self.window = model.window
+        bias = model.options.query_bias
+        self.q_proj = _linear(model.d_model, model.d_queries, bias)
+        self.k_proj = _linear(model.d_model, model.d_keys, bias)
+        self.v_proj = _linear(model.d_model, model.d_keys, bias)
+        self.o_proj = _linear(model.d_queries, model.d_model)
+        normed = model.options.query_norm
+        self.q_norm = nn.RMSNorm(model.d_head, eps=model.norm_eps) if normed else nn.Identity()
+        self.k_norm = nn.RMSNorm(model.d_head, eps=model.norm_eps) if normed else nn.Identity()
+        cos_TE, sin_TE = rotary.tables(model)
         self.register_buffer("cos_TE", cos_TE, persistent=False)
         self.register_buffer("sin_TE", sin_TE, persistent=False)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         B, T, _ = hidden_BTD.shape
-        q_BHTE = self.q_proj(hidden_BTD).view(B, T, self.heads, self.channels).transpose(1, 2)
-        k_BKTE = self.k_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels).transpose(1, 2)
+        q_BHTE = self.q_norm(self.q_proj(hidden_BTD).view(B, T, self.heads, self.channels)).transpose(1, 2)
+        k_BKTE = self.k_norm(self.k_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels)).transpose(1, 2)
         v_BKTE = self.v_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels).transpose(1, 2)
+        windowed = self.window is not None and self.window < T
         out_BHTE = F.scaled_dot_product_attention(
-            self._rotate(q_BHTE), self._rotate(k_BKTE), v_BKTE, is_causal=True, enable_gqa=self.heads != self.kv_heads
+            self._rotate(q_BHTE),
+            self._rotate(k_BKTE),
+            v_BKTE,
+            attn_mask=_within_window(T, self.window, hidden_BTD.device) if windowed else None,
+            is_causal=not windowed,
+            enable_gqa=self.heads != self.kv_heads,
         )
         out_BTD: Tensor = self.o_proj(out_BHTE.transpose(1, 2).reshape(B, T, -1))
         return out_BTD
@@ -192,7 +215,7 @@ class Head(nn.Module):
 
     def __init__(self, model: config.ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(model.d_model, eps=1e-5)
+        self.norm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
         self.lm_head = _linear(model.d_model, model.vocabulary)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
@@ -247,27 +270,30 @@ class Recomputed(nn.Module):
         return out_BTD
 
 
-def to_llama(layers: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The weights under the names of Hugging Face's LlamaForCausalLM; they share their memory with the layers."""
+def named_weights(layers: Sequence[nn.Module], depth: int, first: int = 0) -> dict[str, Tensor]:
+    """The weights of layers [first, ...) of a model with so many blocks, under the names that Hugging Face's models
+    have for them; they share their memory with the layers."""
     names = {}
-    for index, layer in enumerate(layers):
-        prefix = "model." if index in (0, len(layers) - 1) else f"model.layers.{index - 1}."
+    for number, layer in enumerate(layers, first):
+        prefix = f"model.layers.{number - 1}." if 0 < number <= depth else "model."
         for name, tensor in layer.state_dict().items():
             names[name if name.startswith("lm_head.") else prefix + name] = tensor
     return names
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    linear = nn.Linear(inputs, outputs, bias=False)
+def _linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias)
     nn.init.normal_(linear.weight, std=0.02)
+    if bias:
+        nn.init.zeros_(linear.bias)
     return linear
 
 
-def _rotary(context: int, channels: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos_TE and sin_TE of the angles by which each position turns each pair of channels."""
-    rates_F = theta ** (-torch.arange(0, channels, 2).float() / channels)
-    angles_TE = torch.outer(torch.arange(context).float(), rates_F).repeat(1, 2)
-    return angles_TE.cos(), angles_TE.sin()
+@lru_cache(maxsize=4)  # all blocks have the same one, and their backward passes keep it
+def _within_window(positions: int, window: int, device: torch.device) -> Tensor:
+    """mask_TT: which positions each position attends to, the last `window` ones up to itself."""
+    ones_TT = torch.ones(positions, positions, dtype=torch.bool, device=device)
+    return ones_TT.tril().triu(1 - window)
 
 
 def _users_layers(model: config.ModelConfig) -> list[nn.Module]:

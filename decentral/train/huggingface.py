@@ -1,9 +1,10 @@
-"""A folder that Hugging Face's transformers loads: our layers as a LlamaForCausalLM, and a tokenizer of bytes.
+"""A folder that Hugging Face's transformers loads: our layers in its own class of their family, and a tokenizer.
 
     config.json  model.safetensors  tokenizer.json  tokenizer_config.json
 
-Token k is byte k, so the tokenizer is a byte-level BPE without merges, written as plain JSON. For a `tokens` data set
-no tokenizer is written: whoever made its tokens has one.
+Where the run's tokens are bytes, token k is byte k: the tokenizer is a byte-level BPE without merges, written as plain
+JSON. Otherwise the files of the tokenizer that the run's text was read with are copied, where they are known. A head
+that still has the embedding's weights, as in a folder that ties the two, is written once.
 """
 
 import json
@@ -11,33 +12,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
-from decentral.core import config
+from decentral.core import config, model_families
 from decentral.core.atomic_file import write_atomically
+from decentral.core.config import BYTES
 from decentral.core.errors import UserError
 from decentral.train import gpt
+from decentral.train.start_weights import EMBEDDING, HEAD, WHOLE
+from decentral.train.tokenizer import TOKENIZER_FILE, TOKENIZER_SETTINGS
 
-BYTES = 256
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    TOKENIZER_SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json
+MAX_TOKENIZER_FILE_BYTES = 256 << 20
 
 
-def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list[str]:
-    """Writes the folder and gives its files' names. Raises UserError if the model is no Llama, or the disk refuses."""
+def write(folder: Path, run: config.Config, layers: Sequence[nn.Module], like: Path | None = None) -> list[str]:
+    """Writes the folder and gives its files' names. `like`: where the tokenizer is, or the model started from.
+
+    Raises UserError if the model is of no family that transformers knows, or the disk refuses.
+    """
     if run.model.layers is not None:
         raise UserError(f"only the built-in model can be exported as a Llama; this run's is {run.model.layers}")
-    weights = {name: tensor.detach().float().contiguous() for name, tensor in gpt.to_llama(layers).items()}
-    files = {"config.json": _json(llama(run)), "model.safetensors": save(weights, {"format": "pt"})}
-    if run.data.kind != "tokens" and run.model.vocabulary >= BYTES:
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": run.model.context,
-            "clean_up_tokenization_spaces": False,
-            "add_bos_token": False,
-            "add_eos_token": False,
-        }
-        files |= {"tokenizer.json": _json(tokenizer()), "tokenizer_config.json": _json(settings)}
+    weights = {
+        name: tensor.detach().float().contiguous()
+        for name, tensor in gpt.named_weights(layers, run.model.depth).items()
+    }
+    tied = _tie(weights)
+    described = model_families.config_json(run.model, tied) | _special_tokens(like)
+    files = {model_families.CONFIG_FILE: _json(described), WHOLE: save(weights, {"format": "pt"})}
     try:
+        files |= _tokenizer_files(run, like)
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_atomically(folder / name, content)
@@ -46,30 +63,37 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
     return list(files)
 
 
-def llama(run: config.Config) -> dict[str, Any]:
-    model = run.model
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model.vocabulary,
-        "hidden_size": model.d_model,
-        "intermediate_size": model.d_hidden,
-        "num_hidden_layers": model.depth,
-        "num_attention_heads": model.n_heads,
-        "num_key_value_heads": model.n_kv_heads,
-        "head_dim": model.d_model // model.n_heads,
-        "max_position_embeddings": model.context,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": model.rope_theta,  # transformers 4 reads this, 5 the next
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "torch_dtype": "float32",
+def _tie(weights: dict[str, Tensor]) -> bool:
+    """Leaves the head out if it has the embedding's weights; whether it has."""
+    tied = torch.equal(weights[HEAD], weights[EMBEDDING])
+    if tied:
+        del weights[HEAD]
+    return tied
+
+
+def _special_tokens(like: Path | None) -> dict[str, Any]:
+    if like is None or not (like / model_families.CONFIG_FILE).exists():
+        return {}
+    found = model_families.read(like)
+    return {name: found[name] for name in SPECIAL_TOKENS if name in found}
+
+
+def _tokenizer_files(run: config.Config, like: Path | None) -> dict[str, bytes]:
+    """Raises OSError."""
+    if like is not None and like.is_file():
+        return {TOKENIZER_FILE: like.read_bytes()}
+    present = [like / name for name in TOKENIZER_FILES if (like / name).is_file()] if like is not None else []
+    found = {path.name: path.read_bytes() for path in present if path.stat().st_size <= MAX_TOKENIZER_FILE_BYTES}
+    if TOKENIZER_FILE in found or not run.reads_bytes or run.model.vocabulary < BYTES:
+        return found
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": run.model.context,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "add_eos_token": False,
     }
+    return found | {TOKENIZER_FILE: _json(tokenizer()), TOKENIZER_SETTINGS: _json(settings)}
 
 
 def tokenizer() -> dict[str, Any]:

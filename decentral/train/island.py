@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.train import data, gpt, measure
 from decentral.train.counters import Counters
+from decentral.train.data_source import Reading
 from decentral.train.inner import Inner, Live, fragments_of
 from decentral.train.step import Chain, Device, ModelForward, Replica, train_step
 
@@ -68,6 +70,7 @@ class Assignment:
     run: config.Config  # rank 0's own, with the code and the data that its user has named
     peer: PeerId
     micro_batch: int  # sequences
+    folder: Path | None = None  # the peer's, where a rank keeps its position in data that are streamed
 
 
 class Island:
@@ -235,8 +238,8 @@ class Follower:
 
     @classmethod
     def build(cls, run: config.Config, device: torch.device) -> "Follower":
-        with gpt.Undrawn():  # rank 0's weights come when it is wrapped
-            layers = [layer.to(device) for layer in gpt.build(run.model, run.seed)]
+        built = gpt.build(run.model, run.seed, drawn=False)  # rank 0's weights come when it is wrapped
+        layers = [layer.to(device) for layer in built]
         lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
         compiled = run.train.compile and device.type == "cuda"
         return cls(run, layers, Inner(lives, run.train), Chain(layers, compiled, run))
@@ -248,14 +251,15 @@ def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
     Raises RuntimeError if a rank is gone, and UserError if the run's data are not here.
     """
     run = assignment.run
-    corpus = data.load(run.data, run.model)
+    reading = Reading(run.seed, assignment.peer, assignment.folder, island.rank, island.size)
+    micro_batches = data.load(run.data, run.model).micro_batches(reading)
     replica, counters = Follower.build(run, device.device), Counters()
     island.hold(replica)
 
     def fetch() -> tuple[Tensor, Tensor]:
         number = counters.micro_batches + island.rank
         counters.micro_batches += island.size
-        return data.numbered(corpus, run.seed, assignment.peer, number, assignment.micro_batch)
+        return micro_batches(number, assignment.micro_batch)
 
     while True:
         order, forward = island.next_step(counters)

@@ -39,6 +39,7 @@ SCRATCH_BYTES = 16
 ROUNDING_BYTES = 12  # for each parameter of a stretch in bf16, while it is trained: weights and gradient in fp32, noise
 WIDENING_BYTES = 20  # for each parameter with moments in int8, while they are computed with in fp32
 MUON_BYTES = 24  # for each parameter of Muon's largest matrix: its iterations' matrices
+MASK_BYTES = 5  # for each pair of positions, where a window masks them: as a truth value, and as a float while computed
 LOGIT_BYTES = 12  # for each logit: itself, its softmax, its gradient
 PART_BYTES = 16  # where the loss is computed in parts, for each logit of a part
 UNKNOWN_LAYER_BYTES = 128  # a token, and number that enters a user's own layer: a guess on the safe side
@@ -97,6 +98,8 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
             step += ROUNDING_BYTES * max(muon, decayed)
         weights = number_bytes * (muon + decayed + gains)
         token, computed = kept[number], number_bytes * max((*sizes.matrices, *sizes.larger, *sizes.gains), default=0)
+        if inner and run.model.windowed:
+            computed += MASK_BYTES * run.model.context**2
         if inner and train.recompute:
             token, computed = 4 * entering[number], computed + _tokens(run) * token
         if number == last and logits > train.logits_at_once and run.model.layers is None:
@@ -108,14 +111,15 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
 def activation_bytes(model: config.ModelConfig) -> list[int]:
     """Bytes a token that each layer keeps from its forward pass for its backward pass, in fp32, if none is saved.
 
-    A block keeps what each of its matrix products, norms, rotations and gates got: 14 vectors of its width, of which
-    two are keys and values, and five of its hidden width. The head keeps its norm's input and output, logits and
-    their softmax. What is sent on is kept as well.
+    A block keeps what each of its matrix products, norms, rotations and gates got: 14 vectors, two of them keys and
+    values, and two queries, and five of its hidden width; norms of queries and keys keep two of each more. The head
+    keeps its norm's input and output, logits and their softmax. What is sent on is kept as well.
     """
     if model.layers is not None:
         return [UNKNOWN_LAYER_BYTES * width for width in gpt.widths(model)]
-    width, keys = model.d_model, model.d_model // model.n_heads * model.n_kv_heads
-    block = 4 * (10 * width + 4 * keys + 5 * model.d_hidden)
+    width, queries, keys = model.d_model, model.d_queries, model.d_keys
+    normed = 2 * model.options.query_norm
+    block = 4 * (8 * width + (2 + normed) * queries + (4 + normed) * keys + 5 * model.d_hidden)
     return [4 * width + 8, *([block] * model.depth), 12 * width + LOGIT_BYTES * model.vocabulary]
 
 
@@ -159,7 +163,7 @@ def check_machine(run: config.Config, span: tuple[int, int] | None, machine_byte
         return  # only its own code knows
     parameters, (first, last) = run.model.layer_parameters, span or (0, run.model.depth + 2)
     blocks = min(last, run.model.depth + 1) - max(first, 1)
-    tables = blocks * ROTARY_BYTES * run.model.context * (run.model.d_model // run.model.n_heads)
+    tables = blocks * ROTARY_BYTES * run.model.context * run.model.d_head
     needed = WEIGHT_BYTES * max(parameters) + tables
     if needed > machine_bytes:
         size = f"{sum(parameters)} parameters, {max(parameters)} of them in one layer"

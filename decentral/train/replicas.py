@@ -57,7 +57,7 @@ def layers_with(run: config.Config, weights: Weights) -> list[nn.Module]:
     """The run's model with these weights, on the CPU. Raises UserError if they are another model's, or not all."""
     for fragment in missing(run, weights):
         raise UserError(f"nobody holds layers {fragment.first} to {fragment.last - 1} of the model")
-    layers = gpt.build(run.model, run.seed)
+    layers = gpt.build(run.model, run.seed, drawn=False)
     train = run.train.model_copy(update={"weights": "float32", "moments": "float32"})
     for fragment in fragments_of(run):
         if weights[fragment.index].numel() != fragment.parameters:

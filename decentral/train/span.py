@@ -1,7 +1,6 @@
 """The layers that a peer holds: their live weights, their inner optimizer, their gossip, and their work for routes."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 
 from torch import nn
 
@@ -40,21 +39,21 @@ class Span:
         Without `drawn`, the others have no weights until a checkpoint or donors give them (`given`), or else `draw`.
 
         Layers that are not wanted any more are let go of before new ones are built, so that the device never holds
-        both. No execution may be pending. Raises RuntimeError where the device's memory is too small; another call of
-        `hold` must follow then.
+        both. No execution may be pending. Raises RuntimeError where the device's memory is too small, and
+        StartWeightsError where there are no weights to begin with; another call of `hold` must follow then.
         """
         run, device = self.run, self.device.device
         wanted = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
         assert (wanted[0].first, wanted[-1].last) == (first, last), "a span is whole fragments"
         lives = {one.live.fragment: one.live for one in self.gossip.fragments if one.live.fragment in wanted}
+        new_cuts = {cut.index for cut in wanted if cut not in lives}
         start = self.fragments[0].first if self.fragments else 0
         layers = {start + at: layer for at, layer in enumerate(self.layers) if first <= start + at < last}
-        self.layers, self.fragments, self._stages = [], [], None
+        self.layers, self.fragments, self._stages = list(layers.values()), list(lives), None
         self.inner, self.forward = Inner([], run.train), Chain([])
         self.gossip.hold(list(lives.values()))
         for begin, end in _gaps(layers, first, last):
-            with nullcontext() if drawn else gpt.Undrawn():
-                new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end)]
+            new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end, drawn)]
             layers |= dict(enumerate(new, begin))
             lives |= {
                 cut: Live(cut, new, device, run.train, range(begin, self.model_layers), drawn)
@@ -62,7 +61,7 @@ class Span:
                 if begin <= cut.first < end
             }
         self.layers, self.fragments = [layers[at] for at in range(first, last)], wanted
-        self._undrawn = set() if drawn else {cut.index for cut in wanted}
+        self._undrawn = set() if drawn else new_cuts
         ordered = [lives[fragment] for fragment in wanted]
         self.gossip.hold(ordered, undrawn=self._undrawn)
         self.inner = Inner(ordered, run.train)

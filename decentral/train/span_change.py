@@ -13,6 +13,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip, unpacked
+from decentral.train.start_weights import StartWeightsError
 
 RetainedState = tuple[int, jobs.Layout, bytes]
 """The state of a fragment that was given up: the learning-rate step, its sections, and the blob."""
@@ -38,8 +39,12 @@ class HeldSpan(Protocol):
     fragments: list[jobs.Fragment]  # the held ones
     gossip: FragmentGossip
 
-    def hold(self, first: int, last: int) -> None:
-        """Holds layers [first, last): those that are here as they are, the others with their initial weights."""
+    def hold(self, first: int, last: int, drawn: bool = True) -> None:
+        """Holds layers [first, last): those that are here as they are, the others with their initial weights, or
+        without `drawn` with none until they are `given`."""
+
+    def given(self, fragments: Iterable[int]) -> None:
+        """These fragments have got their weights."""
 
     def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
         """The layout of every fragment's state as a newcomer gets it, of the whole model."""
@@ -58,17 +63,28 @@ def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, c
     try:
         for state in given_up:
             retained.write(state, counters.lr_step)
-        span.hold(job.first, job.last)
-    except (OSError, RuntimeError) as error:  # a full disk, a device out of memory
+        span.hold(job.first, job.last, drawn=not states.keys() >= set(gained))
+    except (OSError, RuntimeError, StartWeightsError) as error:  # a full disk, a device out of memory
         if span.fragments != held:
-            span.hold(held[0].first, held[-1].last)
+            span.hold(held[0].first, held[-1].last, drawn=False)
             span.gossip.start(unpacked(span.gossip.tools.codecs, given_up, layouts))
-        return jobs.SpanChanged(False, Reason.DISK if isinstance(error, OSError) else Reason.MEMORY)
+            span.given(lost)
+        return jobs.SpanChanged(False, _reason(error))
     span.gossip.start(states)
+    span.given(states)
     span.gossip.begin_anew(gained)
     retained.forget(gained)
     counters.follow(job.step)
     return jobs.SpanChanged(True, kept=retained.steps(cut.index for cut in span.cuts))
+
+
+def _reason(error: Exception) -> Reason:
+    match error:
+        case StartWeightsError():
+            return Reason.NO_WEIGHTS
+        case OSError():
+            return Reason.DISK
+    return Reason.MEMORY
 
 
 def _states(

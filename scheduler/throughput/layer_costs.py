@@ -117,7 +117,9 @@ def _layers(config: Config) -> tuple[Floats, Floats]:
     parameters_L = np.array(model.layer_parameters, dtype=np.float64)
     flops_L = 2 * parameters_L
     flops_L[0] = 2 * model.d_model  # a table is read, not multiplied
-    flops_L[1:-1] += 2 * model.context * model.d_model  # causal attention computes half of the scores and values
+    reach = min(model.window or model.context, model.context)
+    attended = reach - reach**2 / (2 * model.context)  # positions, on average: half of them where there is no window
+    flops_L[1:-1] += 4 * attended * model.d_queries  # scores and values
     return 3 * flops_L, parameters_L
 
 

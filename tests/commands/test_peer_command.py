@@ -197,9 +197,20 @@ def test_a_folder_remembers_the_data_that_its_user_has_named(folder: Path, tmp_p
     named = config.load(None, ["data.kind=text"], OwnInputs(data="text", data_glob="*.md", model_code="mine:layers"))
     StateFolder(folder).write_run(RunId("gpt-3fa2c1"), named)
     (_, kept) = StateFolder(folder).read_run() or (None, config.Config())
-    assert kept.own_inputs == OwnInputs("mine:layers", str(Path("text").absolute()), "*.md")
+    assert kept.own_inputs == OwnInputs(model_code="mine:layers", data=str(Path("text").absolute()), data_glob="*.md")
     (_, moved) = StateFolder(folder).read_run(OwnInputs(data=str(tmp_path))) or (None, config.Config())
     assert (moved.data.path, moved.model.layers) == (str(tmp_path), "mine:layers")
+
+
+def test_a_folder_remembers_files_by_their_whole_path_and_a_name_of_the_hub_as_it_is(folder: Path) -> None:
+    folder.mkdir()
+    keys = ["data.kind=huggingface", "data.path=nobody/texts", "data.part=2/3", "data.column=body"]
+    named = config.load(None, keys, OwnInputs(tokenizer="my-tokenizer"))
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), named)
+    (_, kept) = StateFolder(folder).read_run() or (None, config.Config())
+    assert kept.own_inputs == OwnInputs(
+        data="nobody/texts", data_column="body", data_part="2/3", tokenizer=str(Path("my-tokenizer").absolute())
+    )
 
 
 @pytest.mark.swarm

@@ -290,3 +290,34 @@ def test_each_optimizer_has_its_own_learning_rate_unless_one_is_given(optimizer:
 def test_what_holders_would_round_apart_is_not_for_exact_gradients(option: str) -> None:
     with pytest.raises(UserError, match="must be float32 where gossip"):
         load(None, [option, "gossip.algorithm=synchronous"])
+
+
+# A model's families
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.window=8"], "family llama has no window; mistral has one"),
+        (["model.family=mistral", "model.window=8", "model.context=32768"], "context must be at most 16384"),
+        (["model.heads=3"], "must be an even multiple of heads 3"),
+        (["model.heads=1024", "model.kv_heads=1024", "model.head_channels=128"], "heads times head_channels must be"),
+        (
+            ["model.layers=mine:layers", "model.weights=" + 32 * "a"],
+            "model.layers is code, which starts from no folder",
+        ),
+        (["model.weights=short"], "model.weights must"),
+        (["model.from=[1]"], "model.from must be"),
+        (["model.rope_scaling={kind: yarn, factor: 0.5}"], "model.rope_scaling.factor must be"),
+        (["data.part=3/2"], "part expects k/n with k from 1 to n; it is 3/2"),
+        (["data.kind=huggingface"], "kind huggingface needs data.path, or the flag --data PATH"),
+        (["data.kind=huggingface", "data.path=x"], "needs data.tokenizer, or the flag --tokenizer PATH"),
+    ],
+)
+def test_what_a_family_or_data_have_not_is_refused(overrides: list[str], said: str) -> None:
+    assert said in refusal(*overrides)
+
+
+def test_heads_may_have_more_channels_together_than_the_model_is_wide() -> None:
+    model = load(None, ["model.width=96", "model.heads=5", "model.head_channels=32"]).model
+    assert (model.d_queries, model.d_keys) == (160, 160)

@@ -144,10 +144,26 @@ def test_a_config_on_its_way_names_no_file() -> None:
     assert "secret" not in run.canonical()
 
 
-@pytest.mark.parametrize("keys", [{"path": "/etc/passwd"}, {"glob": "../../.ssh/*"}, {"path": None}])
+OWN = [{"path": "/etc/passwd"}, {"glob": "../../.ssh/*"}, {"path": None}, {"column": "password"}, {"tokenizer": "/x"}]
+
+
+@pytest.mark.parametrize("keys", OWN)
 def test_a_swarm_that_names_files_is_refused(keys: dict[str, str | None]) -> None:
     said = refusal(changed("data", kind="text", **keys), OwnInputs(data="/my/text"))
     assert f"data.{next(iter(keys))}" in said
+
+
+@pytest.mark.parametrize("key", ["from", "start_from"])
+def test_a_swarm_that_names_a_folder_to_start_from_is_refused(key: str) -> None:
+    assert f"model.{key}" in refusal(changed("model", **{key: "/home/me/model"}))
+
+
+def test_a_tokenizer_comes_from_the_user_s_own_flag() -> None:
+    text = changed("data", kind="huggingface", tokenizer_digest="0" * 32)
+    assert refusal(text, OwnInputs(data="/my/rows")).endswith("give --tokenizer PATH, its file or folder")
+    own = OwnInputs(data="/my/rows", tokenizer="/my/tokenizer", data_part="1/2")
+    data = received(text).adopt(own).data
+    assert (data.tokenizer, data.part, data.tokenizer_digest) == ("/my/tokenizer", "1/2", "0" * 32)
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
@@ -165,6 +181,38 @@ def test_peers_with_their_data_in_other_places_are_in_one_run() -> None:
 
 def test_data_that_the_swarm_does_not_read_is_refused() -> None:
     assert "--data" in refusal(Config().canonical(), OwnInputs(data="/my/text"))
+
+
+# A folder to start from
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    fields = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64}
+    fields |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    return tmp_path
+
+
+def test_a_member_may_have_the_folder_in_another_place_or_not_at_all(model_folder: Path) -> None:
+    run = load(None, [f"model.from={model_folder}"])
+    text = run.model_copy(update={"model": run.model.model_copy(update={"weights": "0" * 32})}).canonical()
+    assert str(model_folder) not in text
+    without, with_folder = (
+        received(text).adopt(own) for own in (NOTHING_NAMED, OwnInputs(model_folder=str(model_folder)))
+    )
+    assert (without.model.start_from, with_folder.model.start_from) == (None, str(model_folder))
+    assert without.digest() == with_folder.digest()
+
+
+def test_a_folder_of_another_model_is_refused_and_the_key_is_named(model_folder: Path) -> None:
+    own = OwnInputs(model_folder=str(model_folder))
+    drawn = Config().canonical()
+    assert refusal(drawn, own) == "--model-from: this swarm's model starts from no folder; leave the flag out"
+    other = changed("model", weights="0" * 32, width=32, vocabulary=256, depth=2, heads=2, hidden=64)
+    assert "model.depth is 1; this swarm's is 2" in refusal(other, own)
+    windowed = changed("model", weights="0" * 32, family="mistral", window=8, depth=1, width=32, heads=2, hidden=64)
+    assert "--model-from" in refusal(windowed, own)
 
 
 def test_a_command_that_looks_needs_no_data() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from decentral.core import config, rng
 from decentral.core.errors import UserError
 from decentral.train import data
-from decentral.train.data import Corpus, load
+from decentral.train.data import Corpus
+from decentral.train.data import corpus as load
 
 CONTEXT = 16
 ENOUGH = 20 * (CONTEXT + 2)

@@ -38,7 +38,7 @@ def test_every_peer_with_the_seed_builds_the_same_weights() -> None:
 
 
 def test_another_seed_builds_other_weights() -> None:
-    one, other = (gpt.to_llama(gpt.build(GROUPED, seed))["lm_head.weight"] for seed in (7, 8))
+    one, other = (gpt.named_weights(gpt.build(GROUPED, seed), 2)["lm_head.weight"] for seed in (7, 8))
     assert not torch.equal(one, other)
 
 
@@ -89,8 +89,8 @@ def test_the_loss_is_the_mean_cross_entropy_in_nats() -> None:
 
 def test_every_weight_has_a_name_of_its_own_among_llamas() -> None:
     ours, others = gpt.build(GROUPED, 1), gpt.build(GROUPED, 2)
-    theirs = gpt.to_llama(others)  # these share their memory with the layers
-    for name, weight in gpt.to_llama(ours).items():
+    theirs = gpt.named_weights(others, 2)  # these share their memory with the layers
+    for name, weight in gpt.named_weights(ours, 2).items():
         theirs[name].copy_(weight)
     assert torch.equal(logits(others, tokens(0)), logits(ours, tokens(0)))
 
@@ -119,7 +119,7 @@ def test_transformers_llama_with_our_weights_gives_our_logits(model: config.Mode
             tie_word_embeddings=False,
         )
     )
-    llama.load_state_dict(gpt.to_llama(layers))
+    llama.load_state_dict(gpt.named_weights(layers, model.depth))
     with torch.no_grad():
         theirs = llama.eval()(tokens(0)).logits
     assert torch.allclose(logits(layers, tokens(0)), theirs, atol=1e-4, rtol=1e-4)

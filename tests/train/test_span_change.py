@@ -147,17 +147,21 @@ def test_a_device_whose_memory_is_full_goes_back_to_its_old_layers(
     compute, donor = peer(setup_of, "A", LAST), peer(setup_of, "BB", FIRST)
     build = gpt.build
 
-    def full(model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
+    def full(
+        model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None, drawn: bool = True
+    ) -> list[nn.Module]:
         if first == 0:
             raise torch.OutOfMemoryError("no memory for layer 0")
-        return build(model, seed, first, last)
+        return build(model, seed, first, last, drawn)
 
     state = state_of(donor, 0)
     monkeypatch.setattr(gpt, "build", full)
-    compute.do(jobs.CloseWindow(2, 1))
-    before = state_of(compute, 2)
+    for index in (1, 2):
+        compute.gossip.of(index).live.theta += 0.5
+        compute.do(jobs.CloseWindow(index, 1))
+    before = [state_of(compute, index) for index in (1, 2)]
     assert compute.do(jobs.ChangeSpan(*FIRST, (state,), 40)) == jobs.SpanChanged(False, "memory")
-    assert state_of(compute, 2) == before
+    assert [state_of(compute, index) for index in (1, 2)] == before
     assert [fragment.index for fragment in compute.fragments] == [1, 2]
 
 
@@ -211,10 +215,12 @@ def test_layers_that_are_given_up_are_let_go_before_new_ones_are_built(
     head, build = weakref.ref(compute.span.layers[-1]), gpt.build
     while_building: list[object] = []
 
-    def watching(model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None) -> list[nn.Module]:
+    def watching(
+        model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None, drawn: bool = True
+    ) -> list[nn.Module]:
         gc.collect()
         while_building.append(head())
-        return build(model, seed, first, last)
+        return build(model, seed, first, last, drawn)
 
     monkeypatch.setattr(gpt, "build", watching)
     compute.do(jobs.ChangeSpan(*FIRST, (state_of(donor, 0),), 0))

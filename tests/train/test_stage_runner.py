@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from decentral import audit
-from decentral.core import config, jobs, rng
+from decentral.core import config, jobs
 from decentral.core.ids import PeerId
 from decentral.core.outcomes import UNLIKE
 from decentral.peers.planning import routing_weights
@@ -57,9 +57,7 @@ def world_of(computes: dict[str, Compute], per_step: int) -> World:
 
 
 def batches(compute: Compute, count: int) -> list[tuple[Tensor, Tensor]]:
-    setup = compute.setup
-    draws = [rng.arrays(setup.config.seed, "data", setup.peer, number) for number in range(count)]
-    return [setup.corpus.micro_batch(draw, compute.micro_batch) for draw in draws]
+    return [compute.batch(number) for number in range(count)]
 
 
 def carried(world: World, micro_batches: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from decentral.claim_span import ClaimedSpan
 from decentral.comm.rounds.round import Rounds
 from decentral.comm.routes import stage
-from decentral.core import jobs, rng
+from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
@@ -27,6 +27,7 @@ from decentral.sim.virtual_host import Pace, Training, VirtualHost
 from decentral.sim.virtual_signer import VirtualSigner
 from decentral.train import gpt
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.data_source import Reading
 from decentral.train.step import train_step
 from tests.core.next_action import next_at
 
@@ -182,7 +183,7 @@ def _fetching(setup: ComputeSetup, sequences: int, batches: Batches) -> Callable
 
     def fetch() -> tuple[Tensor, Tensor]:
         origin, number = next(given)
-        return setup.corpus.micro_batch(rng.arrays(setup.config.seed, "data", origin, number), sequences)
+        return setup.corpus.micro_batches(Reading(setup.config.seed, origin))(number, sequences)
 
     return fetch
 

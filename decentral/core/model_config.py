@@ -1,0 +1,129 @@
+"""The section `model` of a config, and the sizes that follow from it."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from decentral.core.config_values import Digest, OwnPath, Positive, PositiveFloat, Strict
+from decentral.core.model_families import FAMILIES, Family
+
+MAX_WIDTH = 65_536
+MAX_ROTARY = 1 << 24  # context times channels of a head: entries of each of a block's two tables of rotary positions
+MAX_WINDOWED = 1 << 14  # context with a narrower window, whose mask has a byte for each pair of positions
+
+
+class RopeScaling(Strict):
+    """How rotary positions are stretched beyond those that a model was first trained with: train/rotary.py."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: Annotated[float, Field(ge=1, le=1e6)]
+    positions: Positive = 8192  # that it was first trained with
+    low: PositiveFloat = 1.0  # turns within these positions up to which an angle is stretched in full
+    high: PositiveFloat = 4.0  # and from which on it is left as it was
+    attention: PositiveFloat | None = None  # what yarn multiplies queries and keys by; None: it follows from `factor`
+    truncate: bool = True  # yarn: whole numbers of channels between the two
+
+
+class ModelConfig(Strict):
+    """A Llama-style decoder. Its size follows from `depth`, unless other keys say otherwise.
+
+    With `from`, a Hugging Face folder, all of them but `context` are those of its config.json.
+    """
+
+    depth: Annotated[int, Field(gt=0, le=1024)] = 2
+    width: Annotated[int, Field(gt=0, le=MAX_WIDTH)] | None = None  # 64 * depth
+    heads: Positive | None = None  # one for every 32 channels up to width 256, above it one for every 64
+    kv_heads: Positive | None = None  # as many as `heads`; fewer is grouped-query attention
+    hidden: Positive | None = None  # 8/3 * width, rounded up to a multiple of 32
+    vocabulary: Positive = 256
+    context: Positive = 128
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    positions: Positive | None = None  # that the model is made for, as an export says; None: `context`
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"  # core/model_families.py
+    head_channels: Positive | None = None  # width / heads
+    norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-5
+    window: Positive | None = None  # how many positions a token attends to, itself included; None: all before it
+    # "package.module:function", which returns list[nn.Module]: a user's own model, whose code others have to trust
+    layers: Annotated[str, Field(max_length=256)] | None = None
+    start_from: OwnPath | None = Field(default=None, alias="from")  # a Hugging Face folder on this peer's own disk
+    weights: Digest | None = None  # of those that all peers start from; None: they are drawn, by `seed`
+
+    @model_validator(mode="after")
+    def shapes_fit(self) -> "ModelConfig":
+        if self.layers is not None:
+            if self.start_from is not None or self.weights is not None:
+                raise ValueError("model.layers is code, which starts from no folder; leave model.from out")
+            return self
+        if (self.head_channels is None and self.d_model % self.n_heads) or self.d_head % 2:
+            raise ValueError(f"width {self.d_model} must be an even multiple of heads {self.n_heads}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"heads {self.n_heads} must be a multiple of kv_heads {self.n_kv_heads}")
+        if self.n_heads * self.d_head > MAX_WIDTH:
+            raise ValueError(f"heads times head_channels must be at most {MAX_WIDTH}")
+        if self.context * self.d_head > MAX_ROTARY:
+            raise ValueError(f"context times channels of a head must be at most {MAX_ROTARY}; more heads, perhaps")
+        if self.window is not None and not self.options.window:
+            raise ValueError(f"family {self.family} has no window; mistral has one")
+        if self.windowed and self.context > MAX_WINDOWED:
+            raise ValueError(f"context must be at most {MAX_WINDOWED} where the window, {self.window}, is narrower")
+        return self
+
+    @property
+    def options(self) -> Family:
+        return FAMILIES[self.family]
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some token does not attend to all before it."""
+        return self.window is not None and self.window < self.context
+
+    @property
+    def d_model(self) -> int:
+        return self.width or 64 * self.depth
+
+    @property
+    def d_head(self) -> int:
+        """Channels of a head."""
+        return self.head_channels or self.d_model // self.n_heads
+
+    @property
+    def d_queries(self) -> int:
+        """Channels of all heads' queries together."""
+        return self.n_heads * self.d_head
+
+    @property
+    def d_keys(self) -> int:
+        """Channels of all keys together, and of all values."""
+        return self.n_kv_heads * self.d_head
+
+    @property
+    def n_heads(self) -> int:
+        return self.heads or max(1, self.d_model // (32 if self.d_model <= 256 else 64))
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.kv_heads or self.n_heads
+
+    @property
+    def d_hidden(self) -> int:
+        return self.hidden or -(-8 * self.d_model // (3 * 32)) * 32
+
+    @property
+    def layer_parameters(self) -> list[int]:
+        """The parameters of embedding, blocks and head. It knows nothing of a user's own `layers`."""
+        width, table = self.d_model, self.vocabulary * self.d_model
+        block = sum(self.block_matrices) + sum(self.block_vectors)
+        return [table, *([block] * self.depth), width + table]
+
+    @property
+    def block_matrices(self) -> list[int]:
+        """The sizes of a block's matrices: queries, keys, values, output, and the three of the feed-forward."""
+        width, queries, keys = self.d_model, self.d_queries, self.d_keys
+        return [width * queries, width * keys, width * keys, queries * width, *[width * self.d_hidden] * 3]
+
+    @property
+    def block_vectors(self) -> list[int]:
+        """The sizes of a block's gains and biases."""
+        biases = [self.d_queries, self.d_keys, self.d_keys] if self.options.query_bias else []
+        return [self.d_model, self.d_model, *biases, *[self.d_head] * (2 * self.options.query_norm)]

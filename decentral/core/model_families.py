@@ -1,0 +1,207 @@
+"""Families of decoders that differ from Llama by a few options, and how a Hugging Face config.json names those.
+
+Our model (train/gpt.py) is one; a family says which of its options it has, and `model_keys` turns a config.json into
+keys of `model`. What the file asks for and we do not compute is refused by name; fields that transformers itself does
+not read for such a model are left alone. `config_json` is the way back.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decentral.core import strict_json
+from decentral.core.errors import UserError
+
+if TYPE_CHECKING:
+    from decentral.core.model_config import ModelConfig, RopeScaling
+
+CONFIG_FILE = "config.json"
+MAX_CONFIG_JSON_BYTES = 1 << 20
+MOST_START_CONTEXT = 2048  # tokens of a sequence, where the folder allows more and the user has not said how many
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What transformers calls it, the options that it has, and what it means where config.json is silent."""
+
+    architecture: str
+    query_bias: bool = False  # of the projections to queries, keys and values
+    query_norm: bool = False  # RMSNorm over the channels of each head's queries and keys
+    window: bool = False  # `sliding_window` holds for all blocks
+    silent: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", window=True, silent={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": Family("Qwen2ForCausalLM", query_bias=True, silent={"num_key_value_heads": 32}),
+    "qwen3": Family("Qwen3ForCausalLM", query_norm=True, silent={"num_key_value_heads": 32, "head_dim": 128}),
+}
+THEIR_NAMES = {  # theirs -> ours; all but the last two must be there
+    "vocab_size": "vocabulary",
+    "hidden_size": "width",
+    "intermediate_size": "hidden",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "heads",
+    "max_position_embeddings": "positions",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_channels",
+}
+OPTIONAL = ("num_key_value_heads", "head_dim")
+ONLY = {  # a field, and the values of it with which it changes nothing that we compute
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0, 0.0),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "quantization_config": (),
+    "auto_map": (),
+}
+ROPE_NAMES = {  # of the kinds of scaling that we compute: their fields -> ours
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original_max_position_embeddings": "positions",
+        "low_freq_factor": "low",
+        "high_freq_factor": "high",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "positions",
+        "beta_slow": "low",
+        "beta_fast": "high",
+        "attention_factor": "attention",
+        "truncate": "truncate",
+    },
+}
+
+
+def model_keys(folder: Path) -> dict[str, Any]:
+    """The keys of `model` that the folder's config.json stands for. Raises UserError, which names the field."""
+    found = read(folder)
+    name = found.get("model_type")
+    if name not in FAMILIES:
+        raise _refusal(folder, "model_type", name, f"one of {', '.join(FAMILIES)}")
+    family = FAMILIES[str(name)]
+    for theirs, allowed in ONLY.items():
+        value = found.get(theirs)
+        if value is not None and value not in allowed:
+            raise _refusal(folder, theirs, value, repr(allowed[0]) if allowed else "no such field")
+    fields = {**family.silent, **found}
+    for theirs in THEIR_NAMES:
+        if theirs not in OPTIONAL and fields.get(theirs) is None:
+            raise UserError(f"{folder / CONFIG_FILE} lacks {theirs}")
+    keys = {ours: fields[theirs] for theirs, ours in THEIR_NAMES.items() if fields.get(theirs) is not None}
+    rope = _rope(folder, fields)
+    keys |= {"family": name, "norm_eps": float(fields.get("rms_norm_eps", 1e-6)), "rope_theta": rope.pop("theta")}
+    if rope:
+        keys["rope_scaling"] = rope
+    if window := _window(folder, family, fields):
+        keys["window"] = window
+    return keys
+
+
+def is_tied(folder: Path) -> bool:
+    """Whether the head's weights are the embedding's. Raises UserError."""
+    return bool(read(folder).get("tie_word_embeddings", False))
+
+
+def _rope(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `rope_scaling`, none where nothing is scaled, and `theta`. transformers 5 has one mapping for both."""
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise _refusal(folder, "rope_scaling", given, "a mapping")
+    theta = given.get("rope_theta", fields.get("rope_theta"))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind != "default" and kind not in ROPE_NAMES:
+        raise _refusal(folder, "rope_type", kind, f"default, {', '.join(ROPE_NAMES)}")
+    names = ROPE_NAMES.get(kind, {})
+    idle = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
+    for theirs, value in given.items():
+        if theirs not in names and theirs not in idle and value is not None and value not in ONLY.get(theirs, ()):
+            raise _refusal(folder, f"rope_scaling.{theirs}", value, "no such field")
+    found: dict[str, Any] = {"theta": float(10_000.0 if theta is None else theta)}
+    if kind == "default":
+        return found
+    found["kind"] = kind
+    for theirs, ours in names.items():
+        if given.get(theirs) is not None:
+            value = given[theirs]
+            found[ours] = value if ours in ("positions", "truncate") else float(value)
+    if "original_max_position_embeddings" in names:
+        found.setdefault("positions", fields["max_position_embeddings"])
+    return found
+
+
+def _window(folder: Path, family: Family, fields: Mapping[str, Any]) -> int | None:
+    kinds = set(fields.get("layer_types") or ())
+    allowed = {"full_attention", "sliding_attention"} if family.window else {"full_attention"}
+    if not kinds <= allowed or len(kinds) > 1:
+        raise _refusal(folder, "layer_types", sorted(map(str, kinds)), "full_attention for all layers")
+    window: int | None = fields.get("sliding_window")
+    return window if family.window else None
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises UserError."""
+    path = folder / CONFIG_FILE
+    try:
+        if path.stat().st_size > MAX_CONFIG_JSON_BYTES:
+            raise UserError(f"{path} is larger than {MAX_CONFIG_JSON_BYTES} bytes; is it a model's?")
+        found = strict_json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"model.from: cannot read {path} ({error.strerror}); give a Hugging Face model's folder"
+        ) from None
+    except ValueError:
+        raise UserError(f"{path} is not valid JSON") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must be an object; it is a {type(found).__name__}")
+    return found
+
+
+def _refusal(folder: Path, name: str, value: object, expected: str) -> UserError:
+    said = str(value) if len(str(value)) < 60 else str(value)[:60] + "..."
+    return UserError(
+        f"{folder / CONFIG_FILE}: {name} is {said}, which this model does not compute; expected {expected}"
+    )
+
+
+def config_json(model: "ModelConfig", tied: bool) -> dict[str, Any]:
+    """A config.json from which transformers 4 or 5 builds this model. `tied`: its head has the embedding's weights."""
+    family = FAMILIES[model.family]
+    rope = {"rope_type": "default"} if model.rope_scaling is None else _rope_fields(model.rope_scaling)
+    found = {
+        "architectures": [family.architecture],
+        "model_type": model.family,
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_hidden,
+        "num_hidden_layers": model.depth,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.n_kv_heads,
+        "head_dim": model.d_head,
+        "max_position_embeddings": model.positions or model.context,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,  # transformers 4 reads this and rope_scaling, 5 the last
+        "rope_scaling": None if model.rope_scaling is None else rope,
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": "float32",
+    }
+    if model.family == "llama":
+        found |= {"attention_bias": False, "mlp_bias": False}
+    if family.window:
+        found["sliding_window"] = model.window
+    return found
+
+
+def _rope_fields(scaling: "RopeScaling") -> dict[str, Any]:
+    names = ROPE_NAMES[scaling.kind]
+    values = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
+    return {"rope_type": scaling.kind, **{theirs: value for theirs, value in values.items() if value is not None}}

@@ -1,0 +1,35 @@
+"""What all peers of a run must have alike though each has its own files: the weights it starts from, its tokenizer.
+
+The founder's digests go into the run's config; the others compare their own files with them.
+"""
+
+from decentral.core.config import Config
+from decentral.core.errors import UserError
+from decentral.train import start_weights, tokenizer
+
+
+def sealed(run: Config) -> Config:
+    """A new run with the digests of this peer's files. Raises UserError if they cannot be read."""
+    update: dict[str, object] = {}
+    if run.model.start_from is not None:
+        update["model"] = run.model.model_copy(update={"weights": start_weights.digest(run.model)})
+    if run.data.kind == "huggingface":
+        update["data"] = run.data.model_copy(update={"tokenizer_digest": _tokenizer(run).digest})
+    return run.model_copy(update=update)
+
+
+def check(run: Config, begun: bool) -> None:
+    """Raises UserError where this peer's files are not the run's. `begun`: it has a checkpoint, and the folder of the
+    first weights may be gone."""
+    if run.model.start_from is not None and not begun:
+        start_weights.compare(run.model)
+    known = run.data.tokenizer_digest
+    if run.data.kind == "huggingface" and known is not None and _tokenizer(run).digest != known:
+        raise UserError(
+            f"--tokenizer {run.tokenizer}: this run's tokenizer, or the token between its texts, is another"
+        )
+
+
+def _tokenizer(run: Config) -> tokenizer.TextTokenizer:
+    assert run.tokenizer is not None
+    return tokenizer.load(run.tokenizer)

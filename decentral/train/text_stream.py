@@ -1,0 +1,239 @@
+"""Micro-batches from a data set that is streamed and tokenised on the way: `data.kind: huggingface`.
+
+    parts in this peer's order -> pieces -> tokens, packed with a separator -> windows of `context`, shuffled -> batches
+
+Each peer reads the parts (train/documents.py) in an order of its own, drawn anew for each epoch, so no peer reads a
+part twice in an epoch, and two peers read the same one only by chance: as often as their shares of the data overlap.
+With `data.part: k/n` a peer reads only every n-th part, and n peers with different k never meet.
+
+About TOKENS_AT_ONCE tokens are read together, while those before are trained on, and their windows drawn in a random
+order. The position is where they began, and how many windows may have been drawn. It is on the disk before they are, in
+steps of an eighth: a peer that is killed goes on a little further on, and trains on nothing twice.
+
+Shapes: B sequences, T positions (`context`), N windows.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from decentral.core import config, rng, strict_json
+from decentral.core.atomic_file import write_atomically
+from decentral.core.errors import UserError
+from decentral.train import tokenizer
+from decentral.train.data_source import Reading, batch_of
+from decentral.train.documents import LEAST_PARTS, Documents, State, TextPiece
+from decentral.train.tokenizer import TextTokenizer
+
+TOKENS_AT_ONCE = 1 << 18  # that are read together, or all of an epoch; but at least one window
+MARKS = 8  # in which the windows that were read together are marked as drawn
+Tokens = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the windows begin that are read together."""
+
+    epoch: int = 0
+    part: int = 0  # how many parts of this epoch are over
+    state: State | None = None  # in the part, as `Documents.read` takes it
+    read: int = 0
+    number: int = 0  # how many windows were read together before, as their order needs another seed
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Windows that were read together, shuffled, and where the next ones begin."""
+
+    tokens_NT: Tokens  # with one position more
+    begin: Position
+    end: Position
+
+
+class TextStream:
+    """A data set as a source of micro-batches."""
+
+    def __init__(self, data: config.DataConfig, model: config.ModelConfig) -> None:
+        """Raises UserError if the data or the tokenizer cannot be read, or do not fit the model."""
+        path = data.tokenizer or model.start_from
+        assert path is not None
+        self.data, self.context = data, model.context
+        self.tokenizer = tokenizer.load(path)
+        if self.tokenizer.size > model.vocabulary:
+            fits = f"--set model.vocabulary={self.tokenizer.size} would fit"
+            raise UserError(f"data: {self.tokenizer.size} tokens, but model.vocabulary is {model.vocabulary}; {fits}")
+        ours, shares = data.part.split("/") if data.part else (1, 1)
+        self.share = int(ours), int(shares)
+
+    def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
+        """inputs_BT and targets_BT, int64 on the CPU: the first windows of the held-out text, every time the same.
+
+        Where there is less text, some are drawn from it again, at other places. Raises UserError if it is too short.
+        """
+        wanted, packer = sequences * self.context + 1, TokenPacker(self.tokenizer)
+        for piece in Documents(self.data).held_out():
+            packer.add([piece])
+            if packer.count >= wanted:
+                break
+        tokens = packer.take()
+        if len(tokens) <= self.context + 1:
+            need = f"{len(tokens)} tokens of it are held out, and {self.context + 2} are needed"
+            raise UserError(f"data: {self.data.path}: {need}; raise data.held_out, or give more text")
+        starts = np.arange(sequences) * self.context
+        if len(tokens) < wanted:
+            starts = rng.arrays(0, "held-out").integers(len(tokens) - self.context, size=sequences)
+        return batch_of(np.stack([tokens[start : start + self.context + 1] for start in starts]))
+
+    def micro_batches(self, reading: Reading) -> "StreamReader":
+        """This peer's micro-batches, from where it was."""
+        return StreamReader(self, reading)
+
+
+class StreamReader:
+    """Gives a peer's micro-batches. It reads ahead in a thread of its own."""
+
+    def __init__(self, stream: TextStream, reading: Reading) -> None:
+        self.stream, self.reading = stream, reading
+        self.documents = Documents(stream.data, LEAST_PARTS * stream.share[1])
+        self.mark = PositionFile.of(stream, reading)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._next: Future[Windows] = self._thread.submit(self._read, self.mark.position)
+        self._drawn = 0
+        self._here: Windows | None = None
+
+    def __call__(self, number: int, sequences: int) -> tuple[Tensor, Tensor]:
+        """inputs_BT and targets_BT of the next windows, int64 on the CPU; `number` names them, and changes nothing.
+
+        Raises UserError if the data cannot be read any more.
+        """
+        windows: list[Tokens] = []
+        while len(windows) < sequences:
+            if self._here is None or self._drawn >= len(self._here.tokens_NT):
+                self._turn()
+            assert self._here is not None
+            upto = min(len(self._here.tokens_NT), self._drawn + sequences - len(windows))
+            self.mark.cover(self._here, upto)
+            windows += list(self._here.tokens_NT[self._drawn : upto])
+            self._drawn = upto
+        return batch_of(np.stack(windows))
+
+    def _turn(self) -> None:
+        """Goes on with the windows that were read meanwhile."""
+        self._here = self._next.result()
+        self._drawn = self.mark.drawn_of(self._here)
+        self._next = self._thread.submit(self._read, self._here.end)
+
+    def _read(self, begin: Position) -> Windows:
+        context, packer, at = self.stream.context, TokenPacker(self.stream.tokenizer), begin
+        for pieces, position in self._pieces(begin):
+            packer.add(pieces)
+            at = position
+            if packer.count > context and (packer.count >= TOKENS_AT_ONCE or position.epoch > begin.epoch):
+                break
+        tokens = packer.take()
+        count = (len(tokens) - 1) // context
+        tokens_NT = np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context][:count]
+        order = rng.arrays(self.reading.seed, "windows", self.reading.peer, self.reading.rank, begin.number)
+        return Windows(tokens_NT[order.permutation(count)], begin, _numbered(at, begin.number + 1))
+
+    def _pieces(self, at: Position) -> Iterator[tuple[Sequence[TextPiece], Position]]:
+        """Pieces from there on, epoch after epoch, each time with the position after them. Raises UserError if an
+        epoch has none."""
+        epoch, part, state, read, some = at.epoch, at.part, at.state, at.read, False
+        while True:
+            order = self._order(epoch)
+            for number in range(part, len(order)):
+                for batch in self.documents.read(order[number], state, read):
+                    some |= bool(batch.pieces)
+                    yield batch.pieces, Position(epoch, number, batch.state, batch.read)
+                state, read = None, 0
+            if not some and part == 0:
+                raise UserError(f"data: {self.stream.data.path} has no text to train on for this peer")
+            epoch, part = epoch + 1, 0
+            yield (), Position(epoch)
+
+    def _order(self, epoch: int) -> list[int]:
+        """This rank's parts in their order for one epoch."""
+        reading, (ours, shares) = self.reading, self.stream.share
+        parts = np.arange(self.documents.parts)[ours - 1 :: shares][reading.rank :: reading.ranks]
+        chance = rng.arrays(reading.seed, "parts", reading.peer, reading.rank, epoch)
+        return [int(part) for part in chance.permutation(parts)]
+
+
+class TokenPacker:
+    """Tokens of pieces one after another; a separator stands wherever the text does not go on."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.tokenizer, self.count = tokenizer, 0
+        self._parts: list[Tokens] = []
+        self._next: int | None = None  # the piece with which the text goes on
+
+    def add(self, pieces: Sequence[TextPiece]) -> None:
+        separator = np.array([self.tokenizer.separator], dtype=np.uint32)
+        for piece, tokens in zip(pieces, self.tokenizer.tokens([piece.text for piece in pieces]), strict=True):
+            if self._next is not None and (piece.begins or piece.at != self._next):
+                self._put(separator)
+            self._put(tokens)
+            if piece.ends:
+                self._put(separator)
+            self._next = None if piece.ends else piece.at + 1
+
+    def take(self) -> Tokens:
+        """Hands over what has come since the last time."""
+        tokens = np.concatenate([*self._parts, np.zeros(0, np.uint32)])
+        self._parts, self.count = [], 0
+        return tokens
+
+    def _put(self, tokens: Tokens) -> None:
+        self._parts.append(tokens)
+        self.count += len(tokens)
+
+
+@dataclass(slots=True)
+class PositionFile:
+    """A reader's position on the disk: `data-position.json`, with the rank of an island's other ranks."""
+
+    path: Path | None
+    key: str  # of the data and the order in which they are read: another one begins anew
+    position: Position = field(default_factory=Position)
+    drawn: int = 0  # of the windows there, at most
+
+    @classmethod
+    def of(cls, stream: TextStream, reading: Reading) -> "PositionFile":
+        """What the folder has, or the beginning if it has none that counts."""
+        data, rank = stream.data, f"-{reading.rank}" if reading.rank else ""
+        facts = [data.path, data.glob, data.column, data.held_out, data.part, stream.context, stream.tokenizer.digest]
+        key = json.dumps([*facts, reading.seed, reading.peer, reading.ranks])
+        made = cls(reading.folder / f"data-position{rank}.json" if reading.folder else None, key)
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            found = strict_json.loads(made.path.read_text()) if made.path else {}
+            if found["key"] == key:
+                made.position, made.drawn = Position(**found["position"]), int(found["drawn"])
+        return made
+
+    def drawn_of(self, windows: Windows) -> int:
+        """How many of these windows were drawn in an earlier life."""
+        return self.drawn if windows.begin == self.position else 0
+
+    def cover(self, windows: Windows, upto: int) -> None:
+        """Marks so many of these windows as drawn, and the rest of their eighth. A full disk is no reason to stop."""
+        if windows.begin == self.position and upto <= self.drawn:
+            return
+        step = -(-len(windows.tokens_NT) // MARKS)
+        self.position, self.drawn = windows.begin, -(-upto // step) * step
+        if self.path is not None:
+            content: dict[str, Any] = {"key": self.key, "position": asdict(self.position), "drawn": self.drawn}
+            with suppress(OSError):
+                write_atomically(self.path, json.dumps(content).encode())
+
+
+def _numbered(at: Position, number: int) -> Position:
+    return Position(at.epoch, at.part, at.state, at.read, number)

@@ -1,0 +1,212 @@
+"""A Hugging Face folder as a start: the same logits as transformers', before and after training, and back again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentral.core import config
+from decentral.core.errors import UserError
+from decentral.scheduler.throughput import layer_costs
+from decentral.train import gpt, huggingface, memory, start_weights
+from decentral.train.inner import fragments_of
+from decentral.train.start_weights import StartWeightsError
+from decentral.train.step import Chain
+from tests.train.hf_folders import MODELS, edited, loaded, logits, made
+from tests.train.test_memory import really_kept
+
+TOKENS = torch.randint(256, (3, 48), generator=torch.Generator().manual_seed(0))
+
+
+def run_from(folder: Path, *overrides: str) -> config.Config:
+    return config.load(None, [f"model.from={folder}", "train.micro_batch=2", *overrides])
+
+
+def ours(run: config.Config) -> Tensor:
+    with torch.no_grad():
+        return Chain(gpt.build(run.model, run.seed))(TOKENS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_goes_in_and_out_with_the_same_logits(tmp_path: Path, name: str) -> None:
+    theirs = logits(made(tmp_path / "in", name), TOKENS)
+    run = run_from(tmp_path / "in")
+    assert torch.allclose(ours(run), theirs, atol=1e-4)
+    huggingface.write(tmp_path / "out", run, gpt.build(run.model, run.seed))
+    back = loaded(tmp_path / "out")
+    assert torch.equal(logits(back, TOKENS), theirs)
+    assert type(back).__name__.startswith(MODELS[name][0].removesuffix("Config"))
+    assert back.config.tie_word_embeddings is ("tied" in name)
+
+
+@pytest.mark.parametrize("name", ["llama 3, tied", "qwen2", "qwen3, wide heads, tied", "mistral with a window"])
+def test_what_was_trained_since_is_in_the_export(tmp_path: Path, name: str) -> None:
+    theirs = logits(made(tmp_path / "in", name), TOKENS)
+    run = run_from(tmp_path / "in")
+    layers = gpt.build(run.model, run.seed)
+    with torch.enable_grad():
+        Chain(layers, run=run).loss(TOKENS[:, :-1], TOKENS[:, 1:]).backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+        trained = Chain(layers)(TOKENS)
+    huggingface.write(tmp_path / "out", run, layers)
+    assert torch.allclose(logits(loaded(tmp_path / "out"), TOKENS), trained, atol=1e-4)
+    assert not torch.allclose(trained, theirs, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_figures_of_a_family_are_those_of_its_layers(tmp_path: Path, name: str) -> None:
+    made(tmp_path, name)
+    run = run_from(tmp_path)
+    layers = gpt.build(run.model, run.seed)
+    assert gpt.parameters(run.model) == [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    for said, layer in zip(gpt.sizes(run.model), layers, strict=True):
+        shapes = [parameter.shape for parameter in layer.parameters()]
+        assert sorted(said.matrices) == sorted(shape.numel() for shape in shapes if len(shape) == 2)
+        assert sorted(said.gains) == sorted(shape.numel() for shape in shapes if len(shape) == 1)
+    kept = really_kept(run.model, 1)
+    assert 0.8 * kept <= memory.activation_bytes(run.model)[1] <= 1.4 * kept
+
+
+def test_flops_count_the_heads_channels_and_the_window() -> None:
+    def flops(**keys: object) -> float:
+        model = config.ModelConfig.model_validate({"depth": 1, "width": 64, "heads": 2, "context": 512, **keys})
+        run = config.Config(model=model)
+        return layer_costs.flops_per_token(run) - 6 * (sum(model.layer_parameters[1:]) + model.d_model)
+
+    assert flops(head_channels=64) == 2 * flops()
+    assert flops() == 3 * 2 * 512 * 64
+    assert flops(family="mistral", window=512) == flops()
+    assert flops(family="mistral", window=64) == pytest.approx(3 * 4 * 64 * (64 - 4))
+
+
+def test_a_span_gets_the_folders_weights_of_its_layers(tmp_path: Path) -> None:
+    made(tmp_path, "qwen3, wide heads, tied")
+    run = run_from(tmp_path)
+    whole, part = gpt.build(run.model, run.seed), gpt.build(run.model, run.seed, 2, 4)
+    for one, other in zip(whole[2:], part, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert [cut.last for cut in fragments_of(run)][-1] == 4
+
+
+def test_a_head_that_was_tied_is_trained_by_itself_from_then_on(tmp_path: Path) -> None:
+    made(tmp_path, "llama 3, tied")
+    layers = gpt.build(run_from(tmp_path).model, 0)
+    weights = gpt.named_weights(layers, 2)
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert weights["lm_head.weight"].data_ptr() != weights["model.embed_tokens.weight"].data_ptr()
+
+
+# What all members of a run must have alike
+
+
+def test_the_same_weights_in_other_files_have_the_same_digest(tmp_path: Path) -> None:
+    made(tmp_path / "one"), made(tmp_path / "several", shard="50kB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 1
+    runs = [run_from(tmp_path / name) for name in ("one", "several")]
+    assert start_weights.digest(runs[0].model) == start_weights.digest(runs[1].model)
+    assert torch.equal(ours(runs[0]), ours(runs[1]))
+
+
+def test_other_weights_have_another_digest_and_are_refused(tmp_path: Path) -> None:
+    made(tmp_path / "one")
+    other = made(tmp_path / "other")
+    other.model.norm.weight.data[3] += 1e-6
+    other.save_pretrained(tmp_path / "other")
+    sealed = start_weights.digest(run_from(tmp_path / "one").model)
+    model = run_from(tmp_path / "other").model.model_copy(update={"weights": sealed})
+    with pytest.raises(StartWeightsError, match="its weights are not those that this run starts from"):
+        gpt.build(model, 0)
+
+
+def test_a_peer_without_the_folder_cannot_make_up_the_weights(tmp_path: Path) -> None:
+    made(tmp_path)
+    model = run_from(tmp_path).model.model_copy(update={"weights": "0" * 32, "start_from": None})
+    with pytest.raises(StartWeightsError, match="give --model-from DIR"):
+        gpt.build(model, 0)
+    assert len(gpt.build(model, 0, drawn=False)) == 4
+
+
+# Errors
+
+
+def refusal(folder: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        ours(run_from(folder, *overrides))
+    line = str(caught.value)
+    assert line.isprintable()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "gpt_neox"),
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("use_sliding_window", True),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("auto_map", {"AutoModelForCausalLM": "code.Model"}),
+        ("rope_type", {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}),
+        ("rope_scaling.mscale", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7}),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+    ],
+)
+def test_a_field_that_is_not_computed_is_named(tmp_path: Path, field: str, value: object) -> None:
+    made(tmp_path)
+    edited(tmp_path, {"rope_parameters" if field.startswith("rope") else field: value})
+    assert f"config.json: {field} is " in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "max_position_embeddings"])
+def test_a_field_that_is_missing_is_named(tmp_path: Path, field: str) -> None:
+    made(tmp_path)
+    edited(tmp_path, {field: None})
+    assert refusal(tmp_path) == f"{tmp_path / 'config.json'} lacks {field}"
+
+
+def test_fields_as_transformers_4_wrote_them_mean_the_same(tmp_path: Path) -> None:
+    made(tmp_path, "llama 3, tied")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    before = run_from(tmp_path).model
+    scaling = dict(fields["rope_parameters"])
+    theta = scaling.pop("rope_theta")
+    edited(tmp_path, {"rope_parameters": None, "rope_theta": theta, "rope_scaling": scaling})
+    assert run_from(tmp_path).model == before
+
+
+def test_sizes_that_do_not_fit_the_weights_are_named(tmp_path: Path) -> None:
+    made(tmp_path)
+    edited(tmp_path, {"intermediate_size": 128})
+    assert "mlp.gate_proj.weight has the shape [96, 64]; config.json says [128, 64]" in refusal(tmp_path)
+
+
+def test_a_folder_that_lacks_a_tensor_or_all_of_them_is_refused(tmp_path: Path) -> None:
+    made(tmp_path)
+    edited(tmp_path, {"num_hidden_layers": 3})
+    assert "has no tensor model.layers.2." in refusal(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    assert "its weights cannot be read" in refusal(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "expected model.safetensors" in refusal(tmp_path)
+
+
+def test_a_key_that_contradicts_the_folder_is_refused(tmp_path: Path) -> None:
+    made(tmp_path)
+    assert refusal(tmp_path, "model.depth=3").startswith("config: model.depth is 3, and")
+    assert run_from(tmp_path, "model.depth=2", "model.context=32").model.context == 32
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert str(tmp_path / "gone") in refusal(tmp_path / "gone")
+
+
+def test_bytes_are_no_data_for_a_model_of_other_tokens(tmp_path: Path) -> None:
+    made(tmp_path, vocab_size=300)
+    assert "take data.kind huggingface, or tokens" in refusal(tmp_path)
