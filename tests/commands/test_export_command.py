@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from decentral import export
+from decentral import export, gather_weights
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import StateRequest
 from decentral.comm.wire.transport import Answer, AskError, Reply, Transport
@@ -131,16 +131,16 @@ def test_live_peers_are_gathered_piece_by_piece_and_a_dead_one_is_left_out(
     profile = Profile("cpu", 1 << 30, 1e9, 1e4)
     live = {PeerId(name): PeerRecord(RUN, 1.0, (), profile, 0, 3, 0, 0, 0, phase="training") for name in "AB"}
     transport: Transport = Serving(computes, dead)  # type: ignore[assignment]
-    found = asyncio.run(export.gather(transport, RUN, first.setup.config, live))
+    found = asyncio.run(gather_weights.gather(transport, RUN, first.setup.config, live))
     assert len(found) == (1 if dead else 2)
     for mixed in first.gossip.fragments:
-        assert torch.equal(found[0][mixed.live.fragment.index], mixed.live.theta)
+        assert torch.equal(found[0].weights[mixed.live.fragment.index], mixed.live.theta)
 
 
 def test_the_layouts_it_expects_are_those_that_peers_donate(setup_of: Callable[..., ComputeSetup]) -> None:
     for algorithm in ("pull", "symmetric", "push_sum", "allreduce", "synchronous"):
         compute = Compute(setup_of("A", algorithm=algorithm))
-        expected = [layout for _, layout in export.donated_layouts(compute.setup.config)]
+        expected = [layout for _, layout in gather_weights.donated_layouts(compute.setup.config)]
         assert expected == compute.gossip.state_layouts()
         assert set(compress.CODECS) >= {section.codec for layout in expected for section in layout}
 
