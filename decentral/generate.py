@@ -109,6 +109,10 @@ def _steps(holder: Holder) -> str:
 
 def of_folder(folder: Path, tokenizer: str | None) -> LoadedModel:
     """The model of a Hugging Face folder. Raises UserError if it is of no family that we compute."""
+    if not (folder / model_families.CONFIG_FILE).is_file():
+        raise UserError(
+            f"--model {folder}: there is no {model_families.CONFIG_FILE}; give a Hugging Face model's folder"
+        )
     keys = model_families.model_keys(folder)
     context = min(keys["positions"], model_families.MOST_START_CONTEXT)
     run = validated({"model": {**keys, "context": context, "from": str(folder)}})
@@ -126,13 +130,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     peers = f"with --join: the mean of so many peers' weights, at most {MOST_HOLDERS}; default: one peer's"
     parser.add_argument("--peers", type=int, default=1, metavar="N", help=peers)
-    parser.add_argument(
-        "--state-dir", nargs="+", default=[], metavar="DIR", help="peers' state folders, or one of such"
-    )
+    folders = "a peer's state folder, or a folder of such; may be repeated"
+    parser.add_argument("--state-dir", action="append", default=[], metavar="DIR", help=folders)
     parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, such as decentral.export writes")
-    parser.add_argument(
-        "--tokenizer", metavar="PATH", help="file or folder of the tokenizer, where tokens are no bytes"
-    )
+    parser.add_argument("--tokenizer", metavar="PATH", help="its file or folder, where tokens are not bytes")
     parser.add_argument("--max-tokens", type=int, default=usual.tokens, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=usual.temperature, help="0: the likeliest token, always")
     parser.add_argument("--top-p", type=float, default=usual.top_p, help="draws from the likeliest tokens only")
