@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from decentral.core import strict_json
 from decentral.core.errors import UserError
+from decentral.core.plain_text import SHOWN_CHARS, printable
 
 if TYPE_CHECKING:
     from decentral.core.model_config import ModelConfig, RopeScaling
@@ -81,6 +82,13 @@ ROPE_NAMES = {  # of the kinds of scaling that we compute: their fields -> ours
 def model_keys(folder: Path) -> dict[str, Any]:
     """The keys of `model` that the folder's config.json stands for. Raises UserError, which names the field."""
     found = read(folder)
+    try:
+        return _keys(folder, found)
+    except (TypeError, ValueError, OverflowError):  # such as a list for a number
+        raise UserError(f"{folder / CONFIG_FILE} has a value of another kind than transformers writes") from None
+
+
+def _keys(folder: Path, found: Mapping[str, Any]) -> dict[str, Any]:
     name = found.get("model_type")
     if name not in FAMILIES:
         raise _refusal(folder, "model_type", name, f"one of {', '.join(FAMILIES)}")
@@ -93,6 +101,8 @@ def model_keys(folder: Path) -> dict[str, Any]:
     for theirs in THEIR_NAMES:
         if theirs not in OPTIONAL and fields.get(theirs) is None:
             raise UserError(f"{folder / CONFIG_FILE} lacks {theirs}")
+        if not isinstance(fields.get(theirs, 0), int | None):
+            raise _refusal(folder, theirs, fields[theirs], "a whole number")
     keys = {ours: fields[theirs] for theirs, ours in THEIR_NAMES.items() if fields.get(theirs) is not None}
     rope = _rope(folder, fields)
     keys |= {"family": name, "norm_eps": float(fields.get("rms_norm_eps", 1e-6)), "rope_theta": rope.pop("theta")}
@@ -163,7 +173,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _refusal(folder: Path, name: str, value: object, expected: str) -> UserError:
-    said = str(value) if len(str(value)) < 60 else str(value)[:60] + "..."
+    said = printable(str(value), SHOWN_CHARS)
     return UserError(
         f"{folder / CONFIG_FILE}: {name} is {said}, which this model does not compute; expected {expected}"
     )

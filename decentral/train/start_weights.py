@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from decentral.core import model_families
+from decentral.core import model_families, strict_json
 from decentral.core.config import ModelConfig
 from decentral.core.errors import UserError
 
@@ -111,7 +111,7 @@ class Folder:
             return dict.fromkeys(self._file(WHOLE).keys(), WHOLE)
         if index.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"{INDEX} is larger than {MAX_INDEX_BYTES} bytes")
-        places = json.loads(index.read_text())["weight_map"]
+        places = strict_json.loads(index.read_text())["weight_map"]
         return {str(name): Path(str(file)).name for name, file in places.items()}
 
     def _file(self, name: str) -> Any:

@@ -5,18 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from decentral.core import config
+from decentral.core import config, model_families
 from decentral.core.errors import UserError
 from decentral.scheduler.throughput import layer_costs
 from decentral.train import gpt, huggingface, memory, start_weights
 from decentral.train.inner import fragments_of
 from decentral.train.start_weights import StartWeightsError
 from decentral.train.step import Chain
-from tests.train.hf_folders import MODELS, edited, loaded, logits, made
+from tests.train.hf_folders import MODELS, SMALL, edited, loaded, logits, made
 from tests.train.test_memory import really_kept
 
+SCALING = ["rope_type", "factor", "original_max_position_embeddings", "rope_theta", "truncate", "beta_fast"]
 TOKENS = torch.randint(256, (3, 48), generator=torch.Generator().manual_seed(0))
 
 
@@ -52,7 +55,7 @@ def test_what_was_trained_since_is_in_the_export(tmp_path: Path, name: str) -> N
         for layer in layers:
             for parameter in layer.parameters():
                 assert parameter.grad is not None
-                parameter -= 0.1 * parameter.grad
+                parameter.sub_(0.1 * parameter.grad)
         trained = Chain(layers)(TOKENS)
     huggingface.write(tmp_path / "out", run, layers)
     assert torch.allclose(logits(loaded(tmp_path / "out"), TOKENS), trained, atol=1e-4)
@@ -201,6 +204,26 @@ def test_a_key_that_contradicts_the_folder_is_refused(tmp_path: Path) -> None:
     made(tmp_path)
     assert refusal(tmp_path, "model.depth=3").startswith("config: model.depth is 3, and")
     assert run_from(tmp_path, "model.depth=2", "model.context=32").model.context == 32
+
+
+WRONG = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just([8, 8])
+READ = [*model_families.THEIR_NAMES, "model_type", "rope_theta", "rms_norm_eps", "layer_types", "rope_scaling"]
+
+
+@given(st.dictionaries(st.sampled_from(READ), WRONG | st.dictionaries(st.sampled_from(SCALING), WRONG), min_size=1))
+def test_any_value_of_a_field_is_taken_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, object]
+) -> None:
+    fields = {"model_type": "llama", **SMALL, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}} | changes
+    (tmp_path_factory.getbasetemp() / "config.json").write_text(json.dumps(fields))
+    try:
+        run = run_from(tmp_path_factory.getbasetemp())
+    except UserError as error:
+        said = str(error)
+    else:
+        assert gpt.parameters(run.model)
+        return
+    assert said.splitlines() == [said]
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

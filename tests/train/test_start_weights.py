@@ -24,12 +24,14 @@ def member(setup_of: MakeSetup, tmp_path: Path) -> Callable[..., ComputeSetup]:
     made(tmp_path / "model", "qwen2")
     keys = [f"model.from={tmp_path / 'model'}", "model.context=16", "gossip.fragment_parameters=1000"]
 
-    def build(peer: str, folder: bool = True, span: tuple[int, int] | None = None, **changes: bool) -> ComputeSetup:
+    def build(
+        peer: str, folder: bool = True, span: tuple[int, int] | None = None, expected: bool = False
+    ) -> ComputeSetup:
         setup = setup_of(peer)
         run = run_inputs.sealed(config.load(None, [*keys, "train.micro_batch=4"]))
         model = run.model if folder else run.model.model_copy(update={"start_from": None})
         run = run.model_copy(update={"data": setup.config.data, "model": model})
-        return replace(setup, config=run, span=span, **changes)
+        return replace(setup, config=run, span=span, state_expected=expected)
 
     return build
 
@@ -48,7 +50,7 @@ def test_all_members_are_in_one_run_wherever_their_folders_are(member: MakeSetup
 
 
 def test_a_member_without_the_folder_trains_with_what_donors_give(member: MakeSetup) -> None:
-    donor, newcomer = Compute(member("A")), Compute(member("B", folder=False, state_expected=True))
+    donor, newcomer = Compute(member("A")), Compute(member("B", folder=False, expected=True))
     states = tuple(state_of(donor, cut.index) for cut in donor.fragments)
     assert newcomer.do(jobs.ImportState(states, 1)) == jobs.StateImported(True)
     newcomer.do(jobs.Start(True))
@@ -58,7 +60,7 @@ def test_a_member_without_the_folder_trains_with_what_donors_give(member: MakeSe
 
 
 def test_a_member_that_nobody_gives_weights_says_so_and_draws_none(member: MakeSetup) -> None:
-    newcomer = Compute(member("B", folder=False, state_expected=True))
+    newcomer = Compute(member("B", folder=False, expected=True))
     failed = newcomer.do(jobs.Start(False))
     assert isinstance(failed, jobs.JobFailed)
     assert failed.reason.startswith(MISSING)
@@ -76,7 +78,7 @@ def test_layers_without_a_holder_begin_with_the_folders_weights(member: MakeSetu
 
 def test_a_peer_without_the_folder_takes_layers_that_others_give_and_no_others(member: MakeSetup) -> None:
     donor = Compute(member("D", span=(0, 2)))
-    compute = Compute(member("B", folder=False, span=LAST, state_expected=True))
+    compute = Compute(member("B", folder=False, span=LAST, expected=True))
     states = tuple(state_of(Compute(member("E")), index) for index in (1, 2, 3))
     compute.do(jobs.ImportState(states, 1))
     compute.do(jobs.Start(True))
