@@ -8,22 +8,40 @@ it, or was told too late.
 An `applied` line says how many tokens an optimizer's step took into each fragment's weights. What a peer has counted,
 its steps must have taken: of each of its lives, layer by layer, whatever it counts beyond that is a claim without
 weights behind it, but for the last few lines, whose steps may have died with the process.
+
+A journal is what its peer says of itself. So this finds errors, and peers that contradict each other; it proves nothing
+about one that writes whatever fits.
 """
 
 import argparse
 import itertools
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from decentral import command
 from decentral.core.errors import UserError
 from decentral.core.journal import deleted, read
 
 NOT_TAKEN_YET = 8  # `counted` lines whose steps may not have been taken when a process ended: one for each sealed sum
+
+MOST_LAYERS = 4096  # more than a config allows; a journal that names more is none
+
+_Count = Annotated[int, Strict(), Field(ge=0)]
+_Layer = Annotated[int, Strict(), Field(ge=0, le=MOST_LAYERS)]
+_Execution = tuple[Annotated[str, Strict()], _Count, _Layer, _Layer, _Count]  # origin peer, number, layers, tokens
+_READ: dict[str, tuple[str, TypeAdapter[Any]]] = {  # the field of an event's lines that is read here, and its form
+    "counted": ("of", TypeAdapter(list[_Execution])),
+    "uncounted": ("of", TypeAdapter(list[_Execution])),
+    "applied": ("of", TypeAdapter(list[tuple[_Layer, _Layer, _Count]])),
+    "lost": ("lines", TypeAdapter(_Count)),
+}
+_ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
 
 Span = tuple[int, int]
 MicroBatch = tuple[str, int]
@@ -36,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     found = [journal for folder in flags.folders for journal in journals(Path(folder))]
-    lines = [list(read(journal)) for journal in found]
+    lines = [list(well_formed(journal)) for journal in found]
     counted = [line for own in lines for line in own if line["event"] == "counted"]
     layers = max((one[3] for line in counted for one in line["of"]), default=0)
     result = audit(lines, layers)
@@ -52,6 +70,18 @@ def _main(flags: argparse.Namespace) -> None:
     if missing:
         print(f"not known whether that is all: {missing}")
         raise SystemExit(1)
+
+
+def well_formed(journal: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a journal, which somebody else may have written. Raises UserError for one that no peer writes."""
+    for line in read(journal):
+        field_read, form = _READ.get(str(line["event"]), ("event", _ANYTHING))
+        try:
+            form.validate_python(line.get(field_read))
+        except ValidationError:
+            what = f"`{field_read}` of a line {line['event']!r}"
+            raise UserError(f"{journal}: {what} is not what a peer writes, so nothing can be said of it") from None
+        yield line
 
 
 def gaps(paths: Sequence[Path], journals: Sequence[Sequence[Mapping[str, Any]]]) -> str:

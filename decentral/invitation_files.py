@@ -41,6 +41,7 @@ MAX_INVITATION_BYTES = 16 * 1024  # of an invitation; it has about 700
 FOUNDER = "founder"  # whom the founder's own invitation is for
 FORMAT = 1
 KEYS = ("secret", "swarm_key")  # of a founder
+KEPT_REVOKED_S = 30 * 86400.0  # after it has expired an invitation stays on the list for so long at least
 MOST_LISTS = 1 << 62  # of revocations: a number beyond it is none that a founder has counted to
 
 
@@ -106,7 +107,7 @@ class FounderFile:
     def open(cls, folder: Path) -> Iterator["FounderFile"]:
         """The founder's file, which no other process changes meanwhile; its peer may run. Raises UserError."""
         path = _founder_path(folder)
-        if not path.exists():
+        if not founded(folder):
             raise UserError(
                 f"--state-dir {folder}: no private swarm was begun there (python -m decentral.peer --private)"
             )
@@ -148,19 +149,42 @@ class FounderFile:
         return holding
 
     def revoke(self, number: bytes, now: float) -> Revocations:
-        """The next list, with this invitation and those revoked before that have not expired. Raises UserError."""
+        """The next list, with this invitation and those revoked before. Raises UserError.
+
+        What has expired long ago leaves it where there is no room for more: by a clock that is ahead, here or at a
+        member, an invitation may seem to have expired that others still take.
+        """
         ends = {str(one.get("id")): float(one.get("until", 0.0)) for one in self.invited}
         if number.hex() not in ends:
             raise UserError(f"no invitation {number.hex()} was made here; --list shows those that were")
-        lasting = {one for one in self.revoked if ends.get(one.hex(), FOR_EVER) > now}
+        lasting = self.revoked
         if len(lasting | {number}) > MOST_REVOKED:
+            lasting = frozenset(one for one in lasting if ends.get(one.hex(), FOR_EVER) > now - KEPT_REVOKED_S)
+        return self._revoked(lasting | {number}, self.number + 1)
+
+    def latest(self) -> Revocations:
+        """The list as others take it."""
+        return self.keys.revoke(self.number, self.revoked)
+
+    def catch_up(self, packed: bytes) -> None:
+        """What this list revokes stays revoked, if the founder has signed it. Raises UserError.
+
+        A file that was got back from a copy does not know it, and nobody would take a list with a lower number.
+        """
+        with suppress(ProtocolError):
+            found = Revocations.parse(packed, self.keys.run, self.keys.public)
+            if not found.ids <= self.revoked or found.number > self.number:
+                self._revoked(self.revoked | found.ids, max(self.number, found.number) + 1)
+
+    def _revoked(self, ids: frozenset[bytes], number: int) -> Revocations:
+        if len(ids) > MOST_REVOKED:
             raise UserError(
                 f"{MOST_REVOKED} invitations are revoked that have not expired, and a list takes no more; "
                 "begin another private swarm, and invite for shorter times"
             )
-        self.number, self.revoked = self.number + 1, frozenset({*lasting, number})
+        self.number, self.revoked = number, ids
         self.save()
-        return self.keys.revoke(self.number, self.revoked)
+        return self.latest()
 
     def own_holding(self, may: Permission, until: float) -> Holding:
         """An invitation for the founder itself, which is not noted: nobody else has it."""
@@ -169,10 +193,9 @@ class FounderFile:
 
 def member(folder: Path, holding: Holding, peer: PeerId, clock: SwarmClock) -> PrivateSwarm:
     """This peer as a member, with what the folder knows to be revoked."""
-    known = NOTHING_REVOKED
-    with suppress(OSError, ProtocolError):
-        one = holding.invitation
-        known = Revocations.parse((folder / "revoked").read_bytes(), one.run, one.founder)
+    known, one = NOTHING_REVOKED, holding.invitation
+    with suppress(ProtocolError):
+        known = Revocations.parse(kept_revocations(folder), one.run, one.founder)
     return PrivateSwarm(peer, holding, clock, known)
 
 
@@ -180,6 +203,19 @@ def keep_revocations(folder: Path, packed: bytes) -> None:
     """Keeps the latest list. On a full disk it is read from the DHT again."""
     with suppress(OSError):
         write_atomically(folder / "revoked", packed)
+
+
+def kept_revocations(folder: Path) -> bytes:
+    """The list that `keep_revocations` has kept, unchecked; empty where there is none."""
+    try:
+        return (folder / "revoked").read_bytes()
+    except OSError:
+        return b""
+
+
+def founded(folder: Path) -> bool:
+    """Whether a private swarm was begun in this folder."""
+    return _founder_path(folder).exists()
 
 
 def kept_path(folder: Path) -> Path:

@@ -12,13 +12,15 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from decentral import command, invitation_files
-from decentral.comm.wire.invitations import FOR_EVER, ID_BYTES, MAX_HOLDER_CHARS, Permission, Revocations
+from decentral.comm.wire.invitations import FOR_EVER, ID_BYTES, MAX_HOLDER_CHARS, Permission
 from decentral.comm.wire.private_swarm import revoked_key
-from decentral.core.errors import UserError
+from decentral.core.errors import ProtocolError, UserError
+from decentral.core.ids import PeerId
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
 from decentral.invitation_files import FounderFile
@@ -70,24 +72,27 @@ def _list(founder: FounderFile) -> None:
 def _revoke(founder: FounderFile, flags: argparse.Namespace) -> None:
     """Notes it, and announces the list to the swarm. What was noted is announced again by the next call."""
     addresses = flags.join or known_addresses(Path(flags.state_dir))
-    revocations = founder.revoke(_number(flags.revoke), time.time())
-    invitation_files.keep_revocations(Path(flags.state_dir), revocations.packed)
+    founder.catch_up(invitation_files.kept_revocations(Path(flags.state_dir)))
+    founder.revoke(_number(flags.revoke), time.time())
+    invitation_files.keep_revocations(Path(flags.state_dir), founder.latest().packed)
     if not addresses:
         raise UserError(
             "revoked here, but no address of a running peer is known: give --join ADDR, so that others hear"
         )
-    reached = asyncio.run(_announce(founder, revocations, addresses))
-    print(
-        f"revoked; {reached} took the founder's list {revocations.number}, and within a minute all of the swarm has it"
-    )
+    reached = asyncio.run(_announce(founder, addresses))
+    invitation_files.keep_revocations(Path(flags.state_dir), founder.latest().packed)
+    print(f"revoked; {reached} took the founder's list {founder.number}, and within a minute all of the swarm has it")
 
 
-async def _announce(founder: FounderFile, revocations: Revocations, addresses: Sequence[str]) -> str:
+async def _announce(founder: FounderFile, addresses: Sequence[str]) -> str:
     """Stores the list in the swarm's DHT, as a visitor. Raises UserError if no peer takes it."""
     holding = founder.own_holding(Permission.LOOK, time.time() + VISIT_S)
     async with visit(addresses, holding) as swarm:
         key, now = revoked_key(swarm.run), swarm.clock()
-        value = swarm.own.seal(key, revocations.packed, now + COPY_S)
+        for subkey, found in (await swarm.directory.fetch(key)).items():
+            with suppress(ProtocolError):
+                founder.catch_up(swarm.own.open(key, PeerId(subkey), found, now)[0])
+        value = swarm.own.seal(key, founder.latest().packed, now + COPY_S)
         if not await swarm.directory.store(key, swarm.own.peer, value, now + COPY_S):
             raise UserError("revoked here, but no peer of the swarm took the list: try again with --join ADDR")
         return f"{len(swarm.contacts)} peer" + ("s" if len(swarm.contacts) > 1 else "")

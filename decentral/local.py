@@ -23,12 +23,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decentral import command, summary
+from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.core import config, strict_json
 from decentral.core.errors import UserError
 from decentral.core.journal import Tail, read
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.units import Amount, readable_bytes
+from decentral.invitation_files import FounderFile, founded, write_holding
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.state import StateFolder
 from decentral.train import measure, memory
@@ -150,7 +152,7 @@ class LocalSwarm:
         console.print(f"starting {len(self.throttles)} peers (throttle {', '.join(f'{t:g}' for t in self.throttles)})")
         self.begin(len(self.throttles))
         console.print("training; a second terminal can join with:", style="bold")
-        line = [str(Path(sys.executable)), "-m", "decentral.peer", "--join", self.address, *self.own_inputs().flags()]
+        line = [str(Path(sys.executable)), "-m", "decentral.peer", "--join", self.address, *self.joining("guest")]
         console.print(f"    {shlex.join(line)}", soft_wrap=True, markup=False)
 
     def begin(self, count: int) -> None:
@@ -223,8 +225,9 @@ class LocalSwarm:
         if self.flags.memory:
             arguments += ["--memory", str(self.flags.memory[number])]
         if join and not restart:
-            arguments += ["--join", join, *self.own_inputs().flags()]
+            arguments += ["--join", join, *self.joining(folder.name)]
         elif not restart:
+            arguments += ["--private"] if self.flags.private else []
             arguments += [self.flags.config] if self.flags.config else []
             arguments += [part for override in self.flags.set for part in ("--set", override)]
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -240,6 +243,17 @@ class LocalSwarm:
         """The code and the data that the first peer's user has named: the user of the others is the same."""
         run = StateFolder(self.folders()[0]).read_run()
         return run[1].own_inputs if run else OwnInputs()
+
+    def joining(self, name: str) -> list[str]:
+        """What a peer of this name needs to join besides the address: our inputs, and where the swarm is private an
+        invitation, which is made where there is none."""
+        founder, invitation = self.folders()[0], self.folder / f"{name}.invite"
+        if not founded(founder):
+            return self.own_inputs().flags()
+        if not invitation.exists():
+            with FounderFile.open(founder) as keys:
+                write_holding(invitation, keys.invite(name, FOR_EVER, Permission.TRAIN))
+        return [*self.own_inputs().flags(), "--invite", str(invitation)]
 
     def contact(self, started: summary.Line) -> str:
         """The address at which the others join the first peer, from its line `started`."""
@@ -298,6 +312,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, for all")
     parser.add_argument("--memory", metavar="BYTES,...", help="each peer's, or one for all; default: the device's")
+    parser.add_argument("--private", action="store_true", help="the peers are invited, and nobody else may join")
     parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and go on from them")
     parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
     flags = parser.parse_args(argv)

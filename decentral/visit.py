@@ -87,6 +87,8 @@ async def say_hello(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple
         message = answer.envelope.message
         if isinstance(message, Welcome) and is_private(RunId(message.run)) and message.run != run:
             trouble = f"--join {address}: it says to be in private run {message.run}, and proves it to nobody"
+        elif isinstance(message, Welcome) and run and message.run != run:
+            trouble = f"--join {address}: it was asked for run {run}, and says to be in {message.run}"
         elif isinstance(message, Welcome):
             contacts.append(peer)
             welcome = welcome or message

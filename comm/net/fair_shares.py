@@ -3,9 +3,11 @@
 Dynamic thresholds (Choudhury and Hahne, 1998): a sender may have as much under way as is free. So one sender alone gets
 half, n greedy ones get 1/(n+1) of it each, and as much stays free for one that asks little: nobody has to be sent away
 for it. Peers without a record in our roster (strangers) share a small part of their own by the same rule, and so do,
-in a private swarm, those that have not proved yet that they are members.
+in a private swarm, those that have not proved yet that they are members. Members share by invitations: one invitation
+gets no more for being on many machines, or for a thousand names.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decentral.comm.wire.transport import Knows, knows_all
@@ -54,6 +56,7 @@ class QuestionShares:
 
     knows: Knows = knows_all
     admits: Knows = knows_all  # whether it is a member, where the swarm is private
+    holder: Callable[[PeerId], PeerId] = lambda peer: peer  # whose share a sender's questions take
     streams: FairShare = field(default_factory=lambda: FairShare(MAX_STREAMS))
     strangers: FairShare = field(default_factory=lambda: FairShare(STRANGER_STREAMS))
     unproven: FairShare = field(default_factory=lambda: FairShare(UNPROVEN_STREAMS))
@@ -64,9 +67,10 @@ class QuestionShares:
         admitted = self.admits(sender)
         known = admitted and self.knows(sender)
         pool = self.streams if known else self.strangers if admitted else self.unproven
-        if not pool.take(sender):
-            raise ProtocolError(Reason.BUSY, f"{pool.by_sender.get(sender, 0)} of {pool.used} streams are this peer's")
-        return QuestionShare(sender, pool, self.under_way, known)
+        holder = self.holder(sender)
+        if not pool.take(holder):
+            raise ProtocolError(Reason.BUSY, f"{pool.by_sender.get(holder, 0)} of {pool.used} streams are this peer's")
+        return QuestionShare(sender, holder, pool, self.under_way, known)
 
 
 @dataclass(slots=True)
@@ -74,6 +78,7 @@ class QuestionShare:
     """What one question has taken. `end` gives it back."""
 
     sender: PeerId
+    holder: PeerId
     pool: FairShare
     under_way: FairShare
     known: bool = True
@@ -86,11 +91,11 @@ class QuestionShare:
         """
         if blob_bytes and not self.known:
             raise ProtocolError(Reason.STRANGER, "a blob from a peer without a record")
-        if blob_bytes and not self.under_way.take(self.sender, blob_bytes):
+        if blob_bytes and not self.under_way.take(self.holder, blob_bytes):
             raise ProtocolError(Reason.BUSY, f"{self.under_way.used} bytes are under way")
         self.blob_bytes += blob_bytes
 
     def end(self) -> None:
-        self.pool.give_back(self.sender)
+        self.pool.give_back(self.holder)
         if self.blob_bytes:
-            self.under_way.give_back(self.sender, self.blob_bytes)
+            self.under_way.give_back(self.holder, self.blob_bytes)

@@ -23,6 +23,7 @@ from typing import Any
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
@@ -205,7 +206,7 @@ class Libp2p:
     async def _listen(self) -> None:
         async def on_stream(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             sender = PeerId(info.peer_id.to_base58())
-            if len(self._connected) < MOST_CONNECTED:
+            if len(self._connected) < MOST_CONNECTED and (self._private is None or self._private.admits(sender)):
                 self._connected.add(sender)
             with closing(writer):
                 assert self._server is not None
@@ -286,7 +287,7 @@ class DaemonPlace:
 
 
 async def _dht_node(p2p: Any, valid: "SignedRecords", known: Iterable[PeerId]) -> DHTNode:
-    return await DHTNode.create(
+    node = await DHTNode.create(
         p2p=p2p,
         initial_peers=[Multiaddr(f"/p2p/{peer}") for peer in known] or None,
         record_validator=valid,
@@ -296,6 +297,9 @@ async def _dht_node(p2p: Any, valid: "SignedRecords", known: Iterable[PeerId]) -
         cache_nearest=0,
         num_workers=4,
     )
+    protocol = node.protocol
+    protocol.storage = protocol.cache = BoundedStorage(valid, protocol.storage)  # others may ask for either
+    return node
 
 
 class HivemindDirectory:
@@ -375,7 +379,11 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         self.hidden: Callable[[str], str] = private.hidden if private else lambda key: key
         self._most_bytes = BYTES_HEADER_BYTES + (MAX_SEAL_BYTES if private else 0)
         self._keys = {DHTID.generate(source=self.hidden(key)).to_bytes(): key for key in keys}
-        self._stored = StoredRecords(self._keys)
+        self._private = private
+
+    def stored(self) -> StoredRecords:
+        """The room of a new node."""
+        return StoredRecords(self._keys, self._private.holder_of) if self._private else StoredRecords(self._keys)
 
     def validate(self, record: DHTRecord) -> bool:
         key = self._keys.get(record.key)
@@ -391,8 +399,25 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             _, expires = self._open(key, PeerId(peer), value, self.now())
         except Exception:  # another peer's bytes may raise anything
             return False
-        name = (record.key, record.subkey)
-        return bool(expires == record.expiration_time) and self._stored.take(name, expires, len(value), self.now())
+        return bool(expires == record.expiration_time)
+
+
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
+    """What our node of the DHT stores, within the room that there is. It does not bound what we read of others: those
+    that are refused room here must not keep us from reading the rest."""
+
+    def __init__(self, valid: SignedRecords, before: DHTLocalStorage) -> None:
+        """`before`: what the node has stored since it began."""
+        super().__init__()
+        self._now, self._room = valid.now, valid.stored()
+        for key, (values, _) in before.items():
+            for subkey, (value, expires) in values.items():
+                self.store_subkey(key, subkey, value, expires)
+
+    def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
+        if not self._room.take((key.to_bytes(), subkey), expiration_time, len(value), self._now()):
+            return False
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
 
 
 async def _not_yet(_sender: PeerId, _question: Envelope) -> Envelope:

@@ -8,7 +8,7 @@ we call a peer, both have proved to be members.
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from decentral.comm.wire.private_swarm import PrivateSwarm
+from decentral.comm.wire.private_swarm import NOT_COUNTED, PrivateSwarm
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 
@@ -38,13 +38,14 @@ class MemberCalls:
         await self._p2p.add_protobuf_handler(name, for_members, *types, **options)
 
     async def call_protobuf_handler(self, peer: Any, *call: Any) -> Any:
-        """Calls a member. One that does not know us any more, or not yet, is shown our proof, and called again."""
+        """Calls a member. One that does not know us any more, or by an older invitation, is shown our proof, and called
+        again."""
         to = PeerId(peer.to_base58())
         if self._private.admits(to):
             try:
                 return await self._p2p.call_protobuf_handler(peer, *call)
             except Exception as error:  # hivemind's error of a handler that has raised, with its text
-                if _marked(Reason.UNINVITED) not in str(error):
+                if not any(_marked(reason) in str(error) for reason in NOT_COUNTED):
                     raise
         await self._prove(to)
         return await self._p2p.call_protobuf_handler(peer, *call)

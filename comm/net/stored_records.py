@@ -1,10 +1,14 @@
-"""How much our node of the DHT stores for others: bytes and records, with a fair share for each key.
+"""How much our node of the DHT stores for others: bytes and records, with a limit for each key and fair shares of it.
 
-Anybody may have any number of names, each with a record of its own. Peers' records and plans have room apart, so that
-the one kind never leaves the other without any.
+A node answers a lookup with all that it has under a key, in one message of at most 4 MiB. If that is too large nobody
+gets an answer, and the asker takes the node for dead. So what is stored under a key stays below that. What is stored
+under all keys of a swarm with one shard does as well, since a new node gets it in one message.
+
+Anybody may have any number of names, each with a record of its own. In a private swarm the shares of a key are those of
+invitations, whatever names their holders take.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from decentral.comm.net.fair_shares import FairShare
@@ -12,13 +16,24 @@ from decentral.comm.wire import identity
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
-PEERS_STORED_BYTES = 128 * MiB  # of peers' records; half of it under one key
-PLANS_STORED_BYTES = 32 * MiB  # of plans, which are larger and few; likewise
+PEERS_KEY_BYTES = 2560 * KiB  # of peers' records under one key
+PLANS_KEY_BYTES = 1 * MiB  # of plans, which are larger and few
+REVOKED_KEY_BYTES = 256 * KiB  # of copies of a private swarm's list of revocations
+STORED_BYTES = 128 * MiB  # under all keys
 LEAST_ROOM = 1 * KiB  # a record takes the next power of two, so that the next one of its peer fits, too
 MOST_STORED = 16384  # records, whatever their size
 
-Name = tuple[bytes, bytes]
-"""A record's key and subkey, as the DHT has them."""
+Name = tuple[bytes, str]
+"""A record's key, hashed as the DHT has it, and its subkey, which is a peer's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRoom:
+    """What one record takes, and of whose share."""
+
+    expires: Seconds
+    size: int
+    holder: PeerId
 
 
 @dataclass(slots=True)
@@ -26,35 +41,47 @@ class StoredRecords:
     """Remembers which records were accepted, until they expire."""
 
     keys: Mapping[bytes, str]  # the keys under which anything is stored, by their hash
-    records: dict[Name, tuple[Seconds, int]] = field(default_factory=dict)  # when each expires, and its room in bytes
-    peers: FairShare = field(default_factory=lambda: FairShare(PEERS_STORED_BYTES))  # by key
-    plans: FairShare = field(default_factory=lambda: FairShare(PLANS_STORED_BYTES))  # likewise
+    holder: Callable[[PeerId], PeerId] = lambda peer: peer  # whose share the first record of a peer takes
+    records: dict[Name, RecordRoom] = field(default_factory=dict)
+    shares: dict[bytes, FairShare] = field(init=False)  # of each key
+    used: int = 0  # bytes, of all keys
+
+    def __post_init__(self) -> None:
+        self.shares = {hashed: FairShare(_most(key)) for hashed, key in self.keys.items()}
 
     def take(self, name: Name, expires: Seconds, size: int, now: Seconds) -> bool:
-        """Whether there is room for this record, in the place of the one of that name, or beside the others."""
-        room = max(LEAST_ROOM, 1 << (size - 1).bit_length())
-        if self._take(name, expires, room):
+        """Whether this record is newer than the one of that name, and there is room for it."""
+        if name[0] not in self.shares or (name in self.records and expires <= self.records[name].expires):
+            return False
+        size = max(LEAST_ROOM, 1 << (size - 1).bit_length())
+        if self._take(name, expires, size):
             return True
-        for one in [one for one, (until, _) in self.records.items() if until <= now]:
+        for one in [one for one, room in self.records.items() if room.expires <= now]:
             self._drop(one)
-        return self._take(name, expires, room)
+        return self._take(name, expires, size)
 
-    def _take(self, name: Name, expires: Seconds, room: int) -> bool:
-        _, before = self.records.get(name, (0.0, 0))
-        more, key = max(0, room - before), PeerId(name[0].hex())
-        if not before and len(self.records) >= MOST_STORED:
+    def _take(self, name: Name, expires: Seconds, size: int) -> bool:
+        share, known = self.shares[name[0]], self.records.get(name)
+        holder = known.holder if known else self.holder(PeerId(name[1]))
+        more = size - known.size if known else size
+        if self.used + more > STORED_BYTES or (not known and len(self.records) >= MOST_STORED):
             return False
-        if more and not self._share(name).take(key, more):
+        if more > 0 and not share.take(holder, more):
             return False
-        if room < before:
-            self._share(name).give_back(key, before - room)
-        self.records[name] = expires, room
+        if more < 0:
+            share.give_back(holder, -more)
+        self.used += more
+        self.records[name] = RecordRoom(expires, size, holder)
         return True
 
     def _drop(self, name: Name) -> None:
-        _, room = self.records.pop(name)
-        self._share(name).give_back(PeerId(name[0].hex()), room)
+        room = self.records.pop(name)
+        self.used -= room.size
+        self.shares[name[0]].give_back(room.holder, room.size)
 
-    def _share(self, name: Name) -> FairShare:
-        small = identity.max_record_bytes(self.keys[name[0]]) == identity.MAX_PEER_RECORD_BYTES
-        return self.peers if small else self.plans
+
+def _most(key: str) -> int:
+    """The bytes that are stored under this key."""
+    if identity.max_record_bytes(key) == identity.MAX_PEER_RECORD_BYTES:
+        return PEERS_KEY_BYTES
+    return REVOKED_KEY_BYTES if key.endswith("/revoked") else PLANS_KEY_BYTES

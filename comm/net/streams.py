@@ -18,7 +18,7 @@ from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import MAX_REVOCATIONS_BYTES
-from decentral.comm.wire.messages import MAX_ROUTE_S, MembershipProof, Message, Probe, Refused
+from decentral.comm.wire.messages import MAX_ROUTE_S, Hello, MembershipProof, Message, Ping, Probe, Refused
 from decentral.comm.wire.private_swarm import MAX_UNPROVEN_BYTES, NOT_COUNTED, PrivateSwarm, refuse_unproven
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, knows_all
 from decentral.core.errors import ProtocolError
@@ -32,6 +32,7 @@ WRITE_S = 60.0  # for the answer to leave
 KEEP_S = 30.0  # an asker closes a stream that it has not used for so long
 IDLE_S = 2 * KEEP_S  # and the other side waits longer for the next question, so that it does not close a stream in use
 KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # streams that an asker keeps; beyond them, the one unused for longest is closed
+STRANGER_PAUSE_S = 0.1  # that the share of a question is kept after it, where anybody may ask it for nothing
 LINGER_S = 1.0  # for an asker that was refused to hang up
 LINGERING = 256  # refusals on their way at a time; beyond them a stream ends without a word
 LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # as much of its question is read until then
@@ -236,6 +237,7 @@ class Server:
     def enclose(self, private: PrivateSwarm | None) -> None:
         """From now on only members of this swarm are answered; None: anybody."""
         self.private, self.shares.admits = private, private.admits if private else knows_all
+        self.shares.holder = private.holder_of if private else lambda peer: peer
 
     def drop(self, peer: PeerId) -> None:
         """Ends the streams of a peer that is no member any more, with what they hold."""
@@ -293,7 +295,10 @@ class Server:
             return await self._answer_proof(private, sender, question.message, writer)
         async with asyncio.timeout(STREAM_ANSWER_S):
             answer = await self.handler(sender, question)
-        return await self._write(writer, answer)
+        there = await self._write(writer, answer)
+        if not share.known and isinstance(question.message, Hello | Ping):
+            await asyncio.sleep(STRANGER_PAUSE_S)  # so strangers together ask a few hundred a second, and no more
+        return there
 
     async def _answer_proof(
         self, private: PrivateSwarm, sender: PeerId, proof: MembershipProof, writer: blobs.Writer

@@ -11,7 +11,8 @@ gives out, and that only those tell from a number of its own who have seen both.
 
 What that costs: the passes through the layers behind this peer, and the sums that the aborted executions are in. Of
 what it sends on, a peer spends AUDIT_SHARE on audits, and OPENING_AUDITS of them once: a new peer's first answers are
-audited one by one, and as long as they are right, ever fewer of the later ones.
+audited one by one, and as long as they are right, ever fewer of the later ones. Audits that find a wrong answer cost
+nothing of that: each saves more than it takes, and there is no end of names for liars.
 """
 
 import itertools
@@ -78,6 +79,7 @@ class Audit:
     age_s: Seconds  # of the micro-batch when it was sent on
     opinions: list[Opinion]
     likeness: dict[tuple[int, int], Likeness] = field(default_factory=dict)  # of pairs of opinions
+    costs: list[float] = field(default_factory=list)  # of those that were asked and took part, in micro-batches
 
     def agree(self, one: int, other: int) -> bool:
         """Whether two opinions are as like as those of honest replicas."""
@@ -163,7 +165,8 @@ class RouteAudits:
         hop.to, hop.attempts = chance.choice(new), hop.attempts + 1
         hop.tried.append(hop.to)
         self.open[audit.token] = audit
-        self.owed += self.cost
+        audit.costs.append(self.cost)
+        self.owed += audit.costs[-1]
         of_micro_batch = known.stage.run, id.origin, id.number, id.first, audit.sequences
         drawn = max(0.0, now - audit.age_s)
         request = ForwardRequest(*of_micro_batch, audit.patience_s, audit.hold_s, hop.layout, drawn=drawn)
@@ -188,7 +191,7 @@ class RouteAudits:
                 audit.opinions.append(Opinion(event.peer, response, blob))
                 blobs = tuple(one.blob for one in audit.opinions)
                 return [Compare(audit.token, response.layout, audit.sequences, audit.id.first, blobs)]
-        self.owed -= self.cost  # it took no part
+        self.owed -= audit.costs.pop()  # it took no part
         return self._ask(audit, now, self._drawing)
 
     def compared(self, event: Compared, now: Seconds) -> list[Effect]:
@@ -210,6 +213,7 @@ class RouteAudits:
                 self.forwarding.trust.was_wrong(opinion.peer, max(LEAST_BLAME, 1 / len(opinion.response.hops)), now)
             else:
                 self.forwarding.trust.was_right(opinion.peer)
+        self.owed -= sum(audit.costs)  # else a liar uses up the audits of all the names that it takes after this one
         return self._end(audit, "wrong", now, audit.opinions[alone].peer)
 
     @property

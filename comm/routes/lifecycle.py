@@ -45,13 +45,15 @@ class ExecutionLifecycle:
         """Takes an execution, refuses it, or, if it is here already, answers whoever asks for it now."""
         id = ExecutionId(request.origin, request.number, request.first)
         known = self.table.by_id.get(id)
-        if known is not None:
+        if known is not None and (event.sender != request.origin or event.sender in known.askers):
             return self._asked_again(known, event, request, now)
+        # An execution for which the origin peer asks is begun by nobody else: another has done it in its name.
+        given_up = self.table.give_up(known, Reason.MOVED) if known is not None else []
         refusal = self.admission.refusal(request, len(event.envelope.blob))
         if refusal is None and self.table.holds.rests(PeerId(request.origin), now):
             refusal = Reason.BUSY
         if refusal:
-            return [Reply(event.request, Envelope(Refused(refusal)))]
+            return [*given_up, Reply(event.request, Envelope(Refused(refusal)))]
         last = self.forwarding.end(request.first)
         execution = ForwardedExecution(
             token=next(self.table.tokens),
@@ -67,7 +69,7 @@ class ExecutionLifecycle:
             answer_by=now + SHARE * request.patience_s,
         )
         self.table.add(execution)
-        given_up = [] if self.admission.stage.synchronous else self.table.give_up_held(execution)
+        given_up += [] if self.admission.stage.synchronous else self.table.give_up_held(execution)
         job = Forward(execution.token, id.first, last, request.sequences, request.layout, event.envelope.blob)
         self.admission.push(job, request.round)
         return given_up
@@ -92,8 +94,8 @@ class ExecutionLifecycle:
         return effects + self._answer(known)
 
     def _may_be_before(self, sender: PeerId, known: ForwardedExecution) -> bool:
-        """Whether the peer has asked before, is the origin peer, or holds the layer before, by its record."""
-        if sender in known.askers or sender == known.id.origin:
+        """Whether the peer has asked before, or holds the layer before, by its record."""
+        if sender in known.askers:
             return True
         first, last, _ = self.forwarding.view.span_and_speed(sender)
         return first < known.id.first <= last

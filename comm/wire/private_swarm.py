@@ -100,6 +100,11 @@ class PrivateSwarm:
     def admits(self, peer: PeerId) -> bool:
         return self.refusal(peer) is None
 
+    def holder_of(self, peer: PeerId) -> PeerId:
+        """A name for the invitation that the peer is a member by: all that have the same one share what it may take."""
+        member = self.members.get(peer)
+        return PeerId(member.invitation.text()) if member else peer
+
     def check(self, sender: PeerId, message: Message) -> None:
         """Whether this peer may ask that. Raises ProtocolError, before anything of the question's blob is read."""
         if isinstance(message, MembershipProof):
@@ -191,12 +196,22 @@ class PrivateSwarm:
         nonce = hashlib.blake2b(content, key=own_key, digest_size=NONCE_BYTES).digest()
         return nonce + ChaCha20Poly1305(own_key).encrypt(nonce, content, b"")
 
-    def unseal(self, key: str, peer: PeerId, sealed: bytes) -> bytes:
-        """The record of a peer that was invited. Raises ProtocolError if it is none of this swarm's.
+    def unseal(self, key: str, peer: PeerId, sealed: bytes, now: float, inner: OpenRecord) -> tuple[bytes, float]:
+        """Body and expiry of the record of a peer that was invited. Raises ProtocolError if it is none of this swarm's.
+
+        `inner` checks the peer's own signature, which names the proof: any member could make a proof of its invitation
+        for another peer, and so give that peer a lesser one, or one that is about to be revoked.
 
         Nodes of the DHT ask no more: they refuse all records of a key together if they refuse one of them, and that
         must not depend on whether a revocation has reached them.
         """
+        proof, record = self._decrypted(key, peer, sealed)
+        opened = inner(_with_proof(key, proof), peer, record, now)
+        self._read(peer, proof)
+        return opened
+
+    def _decrypted(self, key: str, peer: PeerId, sealed: bytes) -> tuple[bytes, bytes]:
+        """A member's proof and record. Raises ProtocolError."""
         if not NONCE_BYTES + TAG_BYTES < len(sealed) <= identity.max_record_bytes(key) + MAX_SEAL_BYTES:
             raise ProtocolError(Reason.OVERSIZE, f"a sealed record of {len(sealed)} bytes")
         cipher = ChaCha20Poly1305(self._record_key(key, peer))
@@ -211,19 +226,21 @@ class PrivateSwarm:
             raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
         if type(proof) is not bytes or type(record) is not bytes:
             raise ProtocolError(Reason.GARBAGE, "not a record")
-        self._read(peer, proof)
-        return record
+        return proof, record
 
-    def open(self, key: str, peer: PeerId, sealed: bytes) -> bytes:
-        """The record of a peer that may have one, and is a member at present. Raises ProtocolError."""
-        record = self.unseal(key, peer, sealed)
+    def open(self, key: str, peer: PeerId, sealed: bytes, now: float, inner: OpenRecord) -> tuple[bytes, float]:
+        """Body and expiry of the record of a peer that may have one, and is a member at present. Raises ProtocolError.
+
+        `inner` as for `unseal`.
+        """
+        opened = self.unseal(key, peer, sealed, now, inner)
         invitation = self.members[peer].invitation
         reason = self._counts(invitation)
         if reason is None and not (key == revoked_key(self.run) or invitation.may.allows(Permission.DONATE)):
             reason = Reason.PERMISSION
         if reason is not None:
             raise ProtocolError(reason, TELLS[reason])
-        return record
+        return opened
 
     def _record_key(self, key: str, peer: PeerId) -> bytes:
         named = f"record {key} {peer}".encode()
@@ -242,10 +259,11 @@ class MemberSigner:
         return self.inner.peer
 
     def seal(self, key: str, body: bytes, expires: float) -> bytes:
-        return self.private.seal(key, self.peer, self.inner.seal(key, body, expires))
+        own = self.inner.seal(_with_proof(key, self.private.proof), body, expires)
+        return self.private.seal(key, self.peer, own)
 
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
-        return self.inner.open(key, peer, self.private.open(key, peer, record), now)
+        return self.private.open(key, peer, record, now, self.inner.open)
 
 
 def revoked_key(run: RunId) -> str:
@@ -257,7 +275,12 @@ def storable(private: PrivateSwarm | None) -> OpenRecord:
     """How a node of the DHT opens what it is to store or has found; None: it is a public swarm's."""
     if private is None:
         return identity.open_sealed
-    return lambda key, peer, record, now: identity.open_sealed(key, peer, private.unseal(key, peer, record), now)
+    return lambda key, peer, record, now: private.unseal(key, peer, record, now, identity.open_sealed)
+
+
+def _with_proof(key: str, proof: bytes) -> str:
+    """What a member signs its record for: the key, and which proof of its own travels with the record."""
+    return f"{key}/{hashlib.blake2b(proof, digest_size=16).hexdigest()}"
 
 
 def refuse_unproven() -> ProtocolError:

@@ -13,6 +13,7 @@ from decentral.sim.swarm import SimulatedPeer, SwarmSettings
 from decentral.sim.virtual_host import Training
 from decentral.train import compress, data
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.micro_batch_names import MicroBatchNames
 from decentral.train.step import Device
 
 
@@ -40,6 +41,7 @@ def real_gradients(shape: SwarmSettings) -> SwarmSettings:
         place.mkdir(exist_ok=True)
         trained = Trained(ComputeSetup(run, member.peer, corpus, compress, device, place, member.span))
         trained.resume()
+        trained.numbers.names = MicroBatchNames.known(member.peer)
         trained.numbers.draw = rng.stream(run.seed, "names", member.peer, member.lives).randrange
         return trained
 

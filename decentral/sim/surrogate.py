@@ -25,6 +25,7 @@ from decentral.train.fragment_gossip import FragmentGossip, WindowCounts
 from decentral.train.inner import Live
 from decentral.train.job_phases import Phase, Program
 from decentral.train.job_runner import JobRunner
+from decentral.train.micro_batch_names import MicroBatchNames
 from decentral.train.outer_kernels import TorchKernels
 from decentral.train.span_change import RetainedState
 from decentral.train.update_rules import RuleTools
@@ -132,7 +133,8 @@ class SurrogateWorkload(JobRunner):
         disk: SurrogateDisk,
     ) -> None:
         self.model, self.chance, self.disk = model, chance, disk
-        numbers = MicroBatchNumbers(disk.reserved, disk.reserve, lambda below: int(chance.integers(below)))
+        names = MicroBatchNames.known(peer)
+        numbers = MicroBatchNumbers(disk.reserved, disk.reserve, names, lambda below: int(chance.integers(below)))
         super().__init__(SurrogateSpan(model, peer, chance, *span), disk, numbers, synchronous=False)
         if disk.checkpoint is not None:
             self.counters, self.restored = replace(disk.checkpoint.counters), True

@@ -26,6 +26,7 @@ from decentral.core.reasons import Reason
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import GossipedFragment
 from decentral.train.job_phases import Phase
+from decentral.train.micro_batch_names import SPACE, MicroBatchNames
 from decentral.train.span import Span
 from decentral.train.span_change import RetainedState
 from decentral.train.tensor_file import SUMS, TensorFile, checksum
@@ -34,7 +35,7 @@ FILE = "checkpoint.safetensors"
 DAMAGED = "checkpoint.damaged"  # what a file is renamed to that cannot be read
 COPY_ALIGNED = 64  # bytes
 RESERVED = 1024  # micro-batch numbers given out for one write to the disk
-ELSEWHERE = 1 << 51  # the least number that no disk has reserved; twice as many are whole numbers in every JSON reader
+ELSEWHERE = SPACE // 2  # the least number that no disk has reserved
 Read = TypeVar("Read")
 
 
@@ -223,12 +224,16 @@ class MicroBatchNumbers:
     """
 
     def __init__(
-        self, reserved: int, write: Callable[[int], None], draw: Callable[[int], int] = secrets.randbelow
+        self,
+        reserved: int,
+        write: Callable[[int], None],
+        names: MicroBatchNames,
+        draw: Callable[[int], int] = secrets.randbelow,
     ) -> None:
         """`draw(n)` gives a number below n by chance, another one in each life of the peer."""
         self.reserved = reserved  # every number of ours below ELSEWHERE is below this one, as the disk has it
         self.write = write  # puts a new value of `reserved` on the disk
-        self.draw = draw
+        self.names, self.draw = names, draw
         self.least = reserved  # the least number that this process may give out
         self._elsewhere: Iterator[int] = iter(())
 
@@ -240,12 +245,12 @@ class MicroBatchNumbers:
             reserved = int(strict_json.loads(path.read_text())) if path.exists() else 0
         except (OSError, ValueError, TypeError):
             reserved = secrets.randbelow(ELSEWHERE)
-        return cls(reserved, lambda new: write_atomically(path, json.dumps(new).encode()))
+        names = MicroBatchNames.of(folder / "names.key")
+        return cls(reserved, lambda new: write_atomically(path, json.dumps(new).encode()), names)
 
     def name(self, number: int) -> int:
-        """The number by which other peers know this micro-batch: one of a pair by chance, so that the other may name
-        its audits (comm/routes/audits.py), and few can tell the two."""
-        return 2 * number + self.draw(2)
+        """The number by which other peers know this micro-batch: one of a pair by chance."""
+        return self.names.pair(number) + self.draw(2)
 
     def take(self, wished: int) -> int:
         """The next number, from `wished` on where the disk can reserve it."""
@@ -262,7 +267,7 @@ class MicroBatchNumbers:
         return number
 
     def _take_elsewhere(self) -> int:
-        first = ELSEWHERE + self.draw(ELSEWHERE)
+        first = ELSEWHERE + self.draw(ELSEWHERE - RESERVED)
         self._elsewhere = iter(range(first + 1, first + RESERVED))
         return first
 

@@ -109,3 +109,23 @@ def test_what_the_journals_lost_is_said_and_is_exit_1(tmp_path: Path, capfd: pyt
     with pytest.raises(SystemExit):
         audit.main([str(tmp_path / "b")])
     assert "2 full files were deleted" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        line(("A", 1, 0, 30_000_000)),  # it took 76 s and 6 GB
+        line(("A", 1, -1, 3)),
+        {"t": 1.0, "event": "counted"},
+        {"t": 1.0, "event": "counted", "of": [1]},
+        {"t": 1.0, "event": "applied", "of": [["0", 1, 2]]},
+        {"t": 1.0, "event": "lost", "lines": "many"},
+    ],
+)
+def test_a_journal_that_no_peer_has_written_is_one_line(
+    hostile: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "peer", line(("A", 1, 0, 3)), hostile)
+    assert audit.main([str(tmp_path)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "is not what a peer writes" in said

@@ -1,5 +1,6 @@
 """A private swarm as its users meet it: real processes, what each of them says, and with which code it ends."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,16 +9,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from decentral import invitation_files, invite, peer, plan
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, MOST_REVOKED, Permission
+from decentral.comm.wire.messages import Welcome
+from decentral.comm.wire.transport import Answer
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId
+from decentral.core.ids import PeerId, RunId
 from decentral.invitation_files import FounderFile, read_holding
 from decentral.peers.hosts.clock import SwarmClock
+from decentral.visit import say_hello
 from tests.comm.wire.invited import founder
 from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
 
@@ -162,13 +168,37 @@ def test_a_damaged_founder_s_file_is_one_line_and_nothing_is_signed(
     assert path.read_bytes() == before
 
 
-def test_expired_invitations_leave_the_list_of_revocations(begun: Path) -> None:
+def test_a_clock_that_is_ahead_gives_no_revoked_invitation_back(begun: Path) -> None:
+    """By the founder's clock, an hour ahead, the first invitation had expired, and the next list left it out."""
     with FounderFile.open(begun) as ours:
-        old = ours.invite("old", 1000.0, Permission.TRAIN).invitation.id
-        new = ours.invite("new", 9000.0, Permission.TRAIN).invitation.id
-        assert ours.revoke(old, 500.0).ids == {old}
-        assert ours.revoke(new, 2000.0).ids == {new}
-        assert ours.number == 2
+        soon, later = (ours.invite("x", until, Permission.TRAIN).invitation.id for until in (1000.0, 9000.0))
+        ours.revoke(soon, 500.0)
+        assert ours.revoke(later, 4100.0).ids == {soon, later}
+
+
+def test_what_has_expired_long_ago_leaves_a_full_list_of_revocations(begun: Path) -> None:
+    with FounderFile.open(begun) as ours:
+        old, new = (ours.invite("x", until, Permission.TRAIN).invitation.id for until in (1000.0, 1e9))
+        others = frozenset(number.to_bytes(8) for number in range(MOST_REVOKED - 1))
+        ours.revoked = others | {old}
+        with pytest.raises(UserError):
+            ours.revoke(new, 2000.0)
+        assert ours.revoke(new, 2000.0 + 31 * 86400.0).ids == others | {new}
+
+
+def test_a_founder_s_file_from_an_old_copy_gives_nothing_back_and_its_next_list_is_taken(begun: Path) -> None:
+    copy = (begun / "founder.json").read_bytes()
+    with FounderFile.open(begun) as ours:
+        ann = ours.invite("ann", 1e9, Permission.TRAIN).invitation.id
+        known = [ours.revoke(ann, 0.0), ours.revoke(ann, 0.0)][-1]
+    (begun / "founder.json").write_bytes(copy)
+    with FounderFile.open(begun) as restored:
+        bob = restored.invite("bob", 1e9, Permission.TRAIN).invitation.id
+        restored.catch_up(b"no list")
+        restored.catch_up(known.packed)
+        found = restored.revoke(bob, 0.0)
+    assert found.ids == {ann, bob}
+    assert found.number > known.number
 
 
 def test_a_list_that_nobody_would_take_is_not_signed(begun: Path) -> None:
@@ -186,6 +216,30 @@ def test_a_restart_remembers_what_was_revoked(begun: Path) -> None:
         invitation_files.keep_revocations(begun, ours.revoke(holding.invitation.id, 0.0).packed)
     again = invitation_files.member(begun, holding, PeerId("QmA"), SwarmClock())
     assert again.over() == "revoked"
+
+
+class Welcoming:
+    """A transport to a member that says to be in another run than the one it was asked for."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+
+    async def connect(self, address: str) -> PeerId:
+        return PeerId("QmA")
+
+    async def ask(self, *question: object) -> Answer:
+        return Answer(Envelope(Welcome(self.run, "{}")), 0.0, 0.0, 0, 0)
+
+
+def test_a_member_leads_no_newcomer_into_another_run() -> None:
+    """Its folder would have belonged to a public run from then on, and would have gone on as one."""
+    ours = RunId("gpt-" + 26 * "a")
+    for theirs in ("gpt-123456", "gpt-" + 26 * "b"):
+        with pytest.raises(UserError, match=theirs):
+            asyncio.run(say_hello(["there"], cast(Libp2p, Welcoming(theirs)), ours))
+    contacts, welcome = asyncio.run(say_hello(["there"], cast(Libp2p, Welcoming(ours)), ours))
+    assert contacts
+    assert welcome
 
 
 # Peers

@@ -14,6 +14,7 @@ from rich.console import Console
 from decentral import local
 from decentral.core import config, journal
 from decentral.core.ids import RunId
+from decentral.invitation_files import FounderFile, read_holding
 from decentral.state import StateFolder
 from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
 
@@ -134,6 +135,20 @@ def test_those_that_join_get_the_code_and_the_data_that_the_user_named(tmp_path:
     swarm.launch(1, "/ip4/127.0.0.1/tcp/1/p2p/Qm")
     own = ["--trust-model-code", "mine:layers", "--data", str(Path("text").absolute()), "--data-glob", "**/*.txt"]
     assert swarm.lines[1][-8:] == ["--join", "/ip4/127.0.0.1/tcp/1/p2p/Qm", *own]
+
+
+def test_each_peer_of_a_private_swarm_has_an_invitation_of_its_own(tmp_path: Path) -> None:
+    swarm = Recorded(local.parse(["--peers", "3", "--private"]), tmp_path)
+    swarm.launch(0, None)
+    assert "--private" in swarm.lines[0]
+    FounderFile.create(tmp_path / "peer-0", "gpt")
+    for number in (1, 2, 2):
+        swarm.launch(number, "/ip4/127.0.0.1/tcp/1/p2p/Qm")
+    assert [line[-1] for line in swarm.lines[1:]] == [str(tmp_path / f"peer-{n}.invite") for n in (1, 2, 2)]
+    assert not any("--private" in line for line in swarm.lines[1:])
+    ids = {read_holding(tmp_path / f"peer-{number}.invite").invitation.id for number in (1, 2)}
+    with FounderFile.open(tmp_path / "peer-0") as founder:
+        assert ids == {bytes.fromhex(one["id"]) for one in founder.invited}
 
 
 # A whole swarm

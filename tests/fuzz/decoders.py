@@ -338,7 +338,7 @@ DECODERS: dict[str, Decoder] = {
     "membership": Decoder(private.membership, ("comm.wire.private_swarm.heard",)),
     "revocations": Decoder(private.revocations, ("comm.wire.invitations.parse",)),
     "private_record": Decoder(
-        private.private_record, ("comm.wire.private_swarm.unseal", "comm.wire.private_swarm.open")
+        private.private_record, ("comm.wire.private_swarm._decrypted", "comm.wire.private_swarm.open")
     ),
     "record": Decoder(record, ("peers.membership.records.unpack", "peers.membership.records.checked")),
     "plan": Decoder(plan, ("peers.planning.swarm_plans.unpack",)),

@@ -50,6 +50,7 @@ NOT_OF_BYTES = {
     "peers.membership.roster._found": "a decoded record of another run: tests/fuzz/fuzzed_node.py",
     "comm.rounds.round_state._accept": "a decoded message: tests/fuzz/fuzzed_node.py",
     "core.rng.seed_of": "a digest of our own",
+    "train.micro_batch_names._mixed": "a digest of our own",
     "train.tensor_file.__init__": "memory of our own",
     "train.tensor_file.finish": "a header of our own",
     "sim.fault_injector._scaled": "a simulated liar's own numbers",

@@ -1,5 +1,6 @@
 """Numbers of micro-batches: none is given out twice, whatever the disk does and however often the peer restarts."""
 
+import itertools
 from pathlib import Path
 from random import Random
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.train.checkpoint import ELSEWHERE, RESERVED, MicroBatchNumbers
+from decentral.train.micro_batch_names import SPACE, MicroBatchNames
 
 
 class Disk:
@@ -22,7 +24,8 @@ class Disk:
         self.reserved = reserved
 
     def life(self, chance: int) -> MicroBatchNumbers:
-        return MicroBatchNumbers(self.reserved, self.write, Random(chance).randrange)
+        names = MicroBatchNames.known("peer")
+        return MicroBatchNumbers(self.reserved, self.write, names, Random(chance).randrange)
 
 
 def test_a_full_disk_stops_no_micro_batch() -> None:
@@ -66,3 +69,21 @@ def test_a_damaged_file_costs_no_number(tmp_path: Path, content: bytes) -> None:
     assert len(numbers) == 5
     assert not numbers & given_out
     assert MicroBatchNumbers.of(tmp_path).take(0) > max(numbers)
+
+
+def test_names_tell_neither_the_next_one_nor_an_order_and_none_is_given_twice() -> None:
+    names, others = MicroBatchNames.known("a"), MicroBatchNames.known("b")
+    pairs = [names.pair(number) for number in (*range(500), SPACE - 1)]
+    assert len(set(pairs)) == 501
+    assert all(pair % 2 == 0 and 0 <= pair < 1 << 53 for pair in pairs)
+    rising = sum(after > before for before, after in itertools.pairwise(pairs))
+    assert 200 < rising < 300
+    assert pairs != [others.pair(number) for number in (*range(500), SPACE - 1)]
+
+
+def test_a_restart_goes_on_with_the_same_names_which_only_the_user_can_read(tmp_path: Path) -> None:
+    first, again = MicroBatchNumbers.of(tmp_path), MicroBatchNumbers.of(tmp_path)
+    assert first.names == again.names != MicroBatchNumbers.of(tmp_path / "other").names
+    assert (tmp_path / "names.key").stat().st_mode & 0o077 == 0
+    (tmp_path / "names.key").write_bytes(b"cut")
+    assert MicroBatchNumbers.of(tmp_path).names == MicroBatchNumbers.of(tmp_path).names != first.names

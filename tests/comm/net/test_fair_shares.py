@@ -178,3 +178,41 @@ def test_a_share_has_a_limit_whatever_is_taken(most: int) -> None:
     for number in range(3000):
         share.take(PeerId(str(number % 700)), 1 + most // 500)
     assert share.used <= most + 1 + most // 500
+
+
+def test_a_thousand_names_of_one_invitation_share_what_one_of_them_may_have() -> None:
+    shares = QuestionShares(holder=lambda peer: PeerId(peer[:3]))
+    begun = 0
+    for number in range(MANY):
+        with suppress(ProtocolError):
+            begun += bool(shares.begin(PeerId(f"ann {number}")))
+    assert begun == MAX_STREAMS // 2
+    question = shares.begin(HONEST)
+    question.end()
+    assert shares.streams.by_sender == {"ann": begun}
+
+
+def test_what_anybody_may_ask_for_nothing_keeps_its_share_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So strangers' pings have a rate: so many shares, each kept for so long, on old streams and on new ones."""
+    monkeypatch.setattr("decentral.comm.net.streams.STRANGER_PAUSE_S", STREAM_ANSWER_S)
+
+    async def pong(sender: PeerId, question: Envelope) -> Envelope:
+        return Envelope(Pong(1))
+
+    async def story() -> int:
+        server = Server(pong, lambda message: 0, shares=QuestionShares(knows=lambda peer: peer == HONEST))
+        tasks = []
+        for sender in (*[PeerId(f"stranger {number}") for number in range(2 * STRANGER_STREAMS)], HONEST):
+            theirs, ours = pipe()
+            tasks.append(asyncio.ensure_future(server.answer_on(sender, *ours)))
+            answer = await ask_on(*theirs, Envelope(Ping(1)), 0)
+        assert answer.envelope.message == Pong(1)
+        await asyncio.sleep(0)  # the server hears that its answer has left
+        kept, known = server.shares.strangers.used, server.shares.streams.used
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert known == 0
+        return kept
+
+    assert asyncio.run(story()) == STRANGER_STREAMS

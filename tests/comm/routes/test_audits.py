@@ -15,6 +15,7 @@ from decentral.comm.wire.transport import Ask
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.outcomes import UNLIKE
+from decentral.train.micro_batch_names import MicroBatchNames
 from tests.comm.routes.route_world import Device, Peer, World, cuts_of
 
 CUTS = cuts_of([100, 100, 100])
@@ -30,12 +31,13 @@ class AuditedDevice(Device):
 
     lies: bool = False
     chance: Random = field(default_factory=lambda: Random(7))
+    names: MicroBatchNames = field(default_factory=lambda: MicroBatchNames.known("a"))
 
     def do(self, job: Any) -> Any:
         outcome = super().do(job)
         match job:
             case jobs.Draw():
-                return replace(outcome, number=2 * outcome.number + self.chance.randrange(2))
+                return replace(outcome, number=self.names.pair(outcome.number) + self.chance.randrange(2))
             case jobs.Backward() if any(job.blob):
                 outcome = replace(outcome, blob=job.blob)
         if isinstance(outcome, jobs.BackwardDone) and self.lies:
@@ -89,6 +91,19 @@ def test_a_hop_that_lies_is_found_out_and_gets_no_more_routes() -> None:
     world.run(15.0)
     assert counted(world.peers[PeerId("X")]) == early < 30
     assert counted(world.peers[PeerId("Y")]) > 80
+
+
+def test_a_liar_that_comes_again_under_other_names_is_found_each_time() -> None:
+    """What its first names cost is not taken from the audits of the later ones."""
+    world = played(swarm("YZ"), 1.0)
+    for turn in range(6):
+        liar = world.add(f"X{turn}", 2, 3, device=Comparing(end=3, lies=True))
+        liar.routes.active = True
+        world.run(10.0)
+        assert counted(liar) < 15
+        world.kill(liar.name)
+        world.run(2.0)
+    assert wrong(world) == {f"X{turn}" for turn in range(6)}
 
 
 def test_without_audits_the_same_hop_has_its_part_of_all_routes() -> None:

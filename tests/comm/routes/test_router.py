@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -526,6 +527,34 @@ def test_an_origin_peer_keeps_memory_for_executions_that_enter_behind_its_first_
     origin.window.size = 10
     assert origin.admission.has_memory(1)
     assert len(origin.executions) == 12
+
+
+def test_who_begins_an_execution_in_another_s_name_chooses_nothing_of_it() -> None:
+    """A peer named the next micro-batches of another to the holders of the next layers, with activations of its own:
+    the origin peer got gradients for those, and its audits blamed the holders."""
+    computed: list[bytes] = []
+
+    class Noting(Device):
+        def do(self, job: Any) -> Any:
+            computed.extend([job.blob[:1]] if isinstance(job, jobs.Forward) else [])
+            return super().do(job)
+
+    world = World(cuts_of([100, 100, 100]))
+    world.add("S", 0, 2)
+    world.add("Z", 1, 2)
+    last = world.add("C", 2, 3, device=Noting(end=3))
+    last.routes.active = True
+    for number in range(1, 9):  # the names that this World's origin peers give
+        request = ForwardRequest(RUN, "S", number, 2, 1, 60.0, 60.0, layout(2, 1))
+        world._handle(last, Asked(10_000 + number, PeerId("Z"), Envelope(request, b"Z" * 20)))
+    world.start()
+    world.run(3.0)
+    origin, of_holder = (
+        {tuple(one[:2]) for line in peer.lines if line["event"] == "counted" for one in line["of"]}
+        for peer in (world.peers[PeerId("S")], last)
+    )
+    assert len(origin & of_holder) > 8
+    assert sum(blob != b"Z" for blob in computed) >= len(of_holder)  # none of Z's is counted
 
 
 def test_naming_an_execution_takes_it_from_nobody() -> None:

@@ -9,7 +9,7 @@ from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import Permission
 from decentral.comm.wire.messages import ForwardRequest, Hello, MembershipProof, Message, Refused, RoundQuery
-from decentral.comm.wire.private_swarm import MOST_MEMBERS, MemberSigner, PrivateSwarm
+from decentral.comm.wire.private_swarm import MOST_MEMBERS, MemberSigner, PrivateSwarm, storable
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.sim.virtual_signer import VirtualSigner
@@ -214,6 +214,21 @@ def test_a_member_cannot_bring_another_s_proof() -> None:
     assert opened(a, signer(thief).seal(KEY, b"body", NOW + 60), peer=PeerId("QmThief")) == "signature"
 
 
+@pytest.mark.parametrize("record", ["made up", "the peer's own"])
+def test_a_member_cannot_put_its_invitation_in_the_place_of_another_s(record: str) -> None:
+    """It can make a proof of its own invitation for any peer, and read and seal records, as every member can."""
+    a, b, thief = member("QmA"), member("QmB"), member("QmThief", may=Permission.LOOK)
+    introduced(a, b)
+    own = signer(b).seal(KEY, b"body", NOW + 60)
+    inner = a._decrypted(KEY, B, own)[1] if record == "the peer's own" else b"made up"
+    swapped = PrivateSwarm(B, thief.holding, lambda: NOW).seal(KEY, B, inner)
+    assert opened(a, swapped) in ("signature", "garbage")
+    with pytest.raises(ProtocolError):
+        storable(a)(KEY, B, swapped, NOW)
+    a.check(B, FORWARD)
+    assert a.learn(revoke(thief)) == []
+
+
 def test_records_of_those_who_only_look_or_are_no_members_any_more_are_refused() -> None:
     a, looker, old = member("QmA"), member("QmB", may=Permission.LOOK), member("QmB", until=NOW)
     assert opened(a, signer(looker).seal(KEY, b"body", NOW + 60)) == "permission"
@@ -228,8 +243,8 @@ def test_a_node_of_the_dht_keeps_records_whose_peer_is_revoked() -> None:
     """It would refuse all others of that key with it, and readers look at each anyway."""
     a, b = member("QmA"), member("QmB")
     a.learn(revoke(b))
-    inner = a.unseal(KEY, B, signer(b).seal(KEY, b"body", NOW + 60))
-    assert VirtualSigner(A).open(KEY, B, inner, NOW)[0] == b"body"
+    sealed = signer(b).seal(KEY, b"body", NOW + 60)
+    assert a.unseal(KEY, B, sealed, NOW, VirtualSigner(A).open)[0] == b"body"
 
 
 def test_the_dht_s_keys_do_not_tell_the_run() -> None:
