@@ -20,7 +20,7 @@ from typing import Any
 
 from decentral import command, gather_weights
 from decentral.core import model_families
-from decentral.core.config import validated
+from decentral.core.config import ModelConfig, validated
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable, printable_lines
 from decentral.gather_weights import MOST_HOLDERS, GatheredRun, Holder
@@ -38,8 +38,8 @@ NAMED_HOLDERS = 4  # of more peers it is said how many there are
 class LoadedModel:
     """A model's layers on the CPU, what its tokens mean, and whose weights it has."""
 
+    config: ModelConfig
     layers: Sequence[Any]  # torch modules
-    vocabulary: int
     codec: TextCodec
     source: str
 
@@ -56,10 +56,11 @@ def _main(flags: argparse.Namespace) -> None:
     device = measure.choose(flags.device, "auto", 1.0, 0.0)
     model = of_folder(Path(flags.model), flags.tokenizer) if flags.model else of_run(_gathered(flags), flags.tokenizer)
     prompt = model.codec.encode(flags.text) or [model.codec.start]
-    if max(prompt) >= model.vocabulary:
+    if max(prompt) >= model.config.vocabulary:
         raise UserError(
-            f"the text has token {max(prompt)}, and the model has {model.vocabulary}; is --tokenizer its own?"
+            f"the text has token {max(prompt)}, and the model has {model.config.vocabulary}; is --tokenizer its own?"
         )
+    decoding.check_memory(model.config, len(prompt), flags.max_tokens, measure.memory_bytes(device.device))
     seed = secrets.randbits(SEED_BITS) if flags.seed is None else flags.seed
     print(printable(f"{model.source}; seed {seed}", command.ERROR_CHARS), file=sys.stderr, flush=True)
     sampling = Sampling(flags.temperature, flags.top_p, seed, flags.max_tokens, model.codec.size)
@@ -89,7 +90,7 @@ def of_run(found: GatheredRun, tokenizer: str | None) -> LoadedModel:
     """The mean of what the holders gave. Raises UserError if layers are missing, or nobody says what the tokens are."""
     codec = text_codec.of_run(found.config, tokenizer)
     layers = replicas.layers_with(found.config, found.average())
-    return LoadedModel(layers, found.config.model.vocabulary, codec, f"run {found.run}: {whose(found.holders)}")
+    return LoadedModel(found.config.model, layers, codec, f"run {found.run}: {whose(found.holders)}")
 
 
 def whose(holders: Sequence[Holder]) -> str:
@@ -118,7 +119,7 @@ def of_folder(folder: Path, tokenizer: str | None) -> LoadedModel:
     run = validated({"model": {**keys, "context": context, "from": str(folder)}})
     memory.check_copies(run, 0, measure.machine_bytes())
     codec = text_codec.of_folder(folder, tokenizer)
-    return LoadedModel(gpt.build(run.model, run.seed), run.model.vocabulary, codec, f"weights of {folder}")
+    return LoadedModel(run.model, gpt.build(run.model, run.seed), codec, f"weights of {folder}")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from decentral.core.config import ModelConfig
 from decentral.core.errors import UserError
-from decentral.train import gpt
+from decentral.train import gpt, memory
 from decentral.train.step import Device
 
 READ_AT_ONCE = 512  # positions of a prompt: their attention mask has so many rows
@@ -49,6 +50,18 @@ def generate(layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampl
         unread = [token]
         seen.append(token)
         yield token
+
+
+def check_memory(model: ModelConfig, prompt: int, tokens: int, memory_bytes: int) -> None:
+    """Raises UserError if a device has no room for the weights in fp32 and for what so many tokens take. A model from a
+    stranger may be small and have very wide heads. This is arithmetic: nothing is made yet."""
+    kept, at_once = min(prompt + tokens, model.context), min(prompt, READ_AT_ONCE)
+    passing = max(memory.activation_bytes(model)[1:-1]) + memory.WEIGHT_BYTES * model.n_heads * kept
+    keys_and_values = 2 * model.depth * model.d_keys * kept
+    needed = memory.WEIGHT_BYTES * (sum(model.layer_parameters) + keys_and_values) + at_once * passing
+    if needed > memory_bytes:
+        size = f"{sum(model.layer_parameters)} parameters and {kept} positions"
+        raise UserError(f"model: {size} take {needed} bytes, and the device has {memory_bytes}; try fewer --max-tokens")
 
 
 def draw(logits_V: Tensor, sampling: Sampling, chance: torch.Generator) -> int:

@@ -76,6 +76,13 @@ def test_in_bfloat16_the_logits_are_close(tokens: list[int]) -> None:
     assert float((exact - rounded).abs().max()) < 0.1 * float(exact.abs().max())
 
 
+def test_a_model_whose_tokens_take_more_than_the_device_has_is_refused() -> None:
+    wide = ModelConfig(depth=100, width=2, heads=1024, kv_heads=1024, head_channels=64, context=1 << 18)
+    decoding.check_memory(wide, 1, 9, 1 << 30)
+    with pytest.raises(UserError, match="parameters and 1001 positions take"):
+        decoding.check_memory(wide, 1, 1000, 1 << 30)
+
+
 # Drawing
 
 
