@@ -37,7 +37,7 @@ WEIGHTS = ("phi", "theta")  # the names of the weights in a donor's blob, by alg
 
 
 @dataclass(slots=True)
-class Holder:
+class HolderWeights:
     """A peer's weights, as far as it gave them, or a state folder's."""
 
     name: str  # the peer's id, or the folder
@@ -52,7 +52,7 @@ class GatheredRun:
 
     run: RunId
     config: config.Config
-    holders: list[Holder]
+    holders: list[HolderWeights]
 
     def average(self) -> Weights:
         """The mean of each fragment over those that gave it."""
@@ -73,11 +73,11 @@ def from_folders(paths: Sequence[str]) -> GatheredRun:
     return GatheredRun(*runs[0], holders)
 
 
-def _of_folder(folder: Path) -> Holder | None:
+def _of_folder(folder: Path) -> HolderWeights | None:
     weights, step = replicas.read(folder), checkpoint.lr_step(folder)
     if weights is None or step is None:
         return None
-    return Holder(str(folder), weights, dict.fromkeys(weights, step))
+    return HolderWeights(str(folder), weights, dict.fromkeys(weights, step))
 
 
 def _state_folders(path: Path) -> list[Path]:
@@ -125,14 +125,14 @@ async def gather(
     settings: config.Config,
     live: dict[PeerId, PeerRecord],
     copies: int = MOST_HOLDERS,
-) -> list[Holder]:
+) -> list[HolderWeights]:
     """Fetches each fragment from its first holders in `live`, and from further ones where these fail.
 
     Raises UserError if nobody gives some fragment.
     """
     layouts = donated_layouts(settings)
     asked = {fragment.index: _in_turn(fragment, live) for fragment, _ in layouts}
-    found = {peer: Holder(peer) for peer in live}
+    found = {peer: HolderWeights(peer) for peer in live}
     while True:
         shares: dict[PeerId, list[tuple[Fragment, Layout]]] = {}
         for fragment, layout in layouts:
@@ -156,7 +156,9 @@ def _in_turn(fragment: Fragment, live: dict[PeerId, PeerRecord]) -> Iterator[Pee
     return iter([peer for peer, record in live.items() if record.covers(fragment)])
 
 
-async def _give(transport: Transport, run: RunId, holder: Holder, share: Sequence[tuple[Fragment, Layout]]) -> None:
+async def _give(
+    transport: Transport, run: RunId, holder: HolderWeights, share: Sequence[tuple[Fragment, Layout]]
+) -> None:
     """Asks a peer for its share of the fragments. Those that came whole count, whatever happens to the others."""
     try:
         for fragment, layout in share:

@@ -23,12 +23,12 @@ from decentral.core import model_families
 from decentral.core.config import ModelConfig, validated
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable, printable_lines
-from decentral.gather_weights import MOST_HOLDERS, GatheredRun, Holder
+from decentral.gather_weights import MOST_HOLDERS, GatheredRun, HolderWeights
 from decentral.train import decoding, gpt, measure, memory, replicas, text_codec
 from decentral.train.decoding import Sampling
 from decentral.train.text_codec import TextCodec
 
-MOST_TOKENS = 1 << 20  # that one call may generate
+MOST_GENERATED = 1 << 20  # that one call may generate
 HOTTEST = 100.0  # temperature: all tokens are about as likely as each other
 SEED_BITS = 32
 NAMED_HOLDERS = 4  # of more peers it is said how many there are
@@ -57,9 +57,8 @@ def _main(flags: argparse.Namespace) -> None:
     model = of_folder(Path(flags.model), flags.tokenizer) if flags.model else of_run(_gathered(flags), flags.tokenizer)
     prompt = model.codec.encode(flags.text) or [model.codec.start]
     if max(prompt) >= model.config.vocabulary:
-        raise UserError(
-            f"the text has token {max(prompt)}, and the model has {model.config.vocabulary}; is --tokenizer its own?"
-        )
+        known = f"the model knows those below {model.config.vocabulary}"
+        raise UserError(f"the text has token {max(prompt)}, and {known}; give the model's own tokenizer")
     decoding.check_memory(model.config, len(prompt), flags.max_tokens, measure.memory_bytes(device.device))
     seed = secrets.randbits(SEED_BITS) if flags.seed is None else flags.seed
     print(printable(f"{model.source}; seed {seed}", command.ERROR_CHARS), file=sys.stderr, flush=True)
@@ -93,7 +92,7 @@ def of_run(found: GatheredRun, tokenizer: str | None) -> LoadedModel:
     return LoadedModel(found.config.model, layers, codec, f"run {found.run}: {whose(found.holders)}")
 
 
-def whose(holders: Sequence[Holder]) -> str:
+def whose(holders: Sequence[HolderWeights]) -> str:
     """Whose weights these are, and at which of the swarm's steps, as the holders say."""
     named = [f"{one.name} at {_steps(one)}" for one in holders[:NAMED_HOLDERS]]
     more = f" and {len(holders) - NAMED_HOLDERS} more" if len(holders) > NAMED_HOLDERS else ""
@@ -102,7 +101,7 @@ def whose(holders: Sequence[Holder]) -> str:
     return f"weights of {', '.join(named)}{more}{mean}"
 
 
-def _steps(holder: Holder) -> str:
+def _steps(holder: HolderWeights) -> str:
     """A peer trains on while its weights are fetched, so its fragments may be some steps apart."""
     first, last = min(holder.steps.values()), max(holder.steps.values())
     return f"step {first}" if first == last else f"steps {first} to {last}"
@@ -145,7 +144,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError("expected one of --join ADDR of a live peer, --state-dir DIR, and --model FOLDER")
     bounds = {
         "--peers": (flags.peers, 1, MOST_HOLDERS),
-        "--max-tokens": (flags.max_tokens, 1, MOST_TOKENS),
+        "--max-tokens": (flags.max_tokens, 1, MOST_GENERATED),
         "--temperature": (flags.temperature, 0, HOTTEST),
         "--top-p": (flags.top_p, 0, 1),
         "--seed": (flags.seed or 0, 0, (1 << 64) - 1),

@@ -13,7 +13,7 @@ from decentral.comm.wire.transport import Answer, AskError, Reply, Transport
 from decentral.core import jobs
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
-from decentral.gather_weights import Holder
+from decentral.gather_weights import HolderWeights
 from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.train import compress, memory
@@ -45,7 +45,7 @@ class Serving:
         assert isinstance(reply, Reply)
         return Answer(reply.envelope, 0.1, 0.1, 0, 0)
 
-    def gathered(self, copies: int, **spans: tuple[int, int]) -> list[Holder]:
+    def gathered(self, copies: int, **spans: tuple[int, int]) -> list[HolderWeights]:
         """What peers with these layers give."""
         live = {
             PeerId(name): PeerRecord(RUN, 1.0, (), PROFILE, *span, 0, 0, 0, phase="training")

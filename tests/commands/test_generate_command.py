@@ -9,7 +9,7 @@ import torch
 from decentral import export, generate
 from decentral.core import jobs
 from decentral.core.ids import RunId
-from decentral.gather_weights import Holder
+from decentral.gather_weights import HolderWeights
 from decentral.state import StateFolder
 from decentral.train import decoding
 from decentral.train.compute import Compute, ComputeSetup
@@ -59,9 +59,9 @@ def test_nothing_that_the_model_says_is_obeyed_by_a_terminal(
 
 def test_the_holders_are_named_with_their_steps() -> None:
     one, other = torch.zeros(1), torch.ones(1)
-    whole = [Holder("A", {0: one, 1: one}, {0: 4, 1: 4})]
-    parts = [Holder("A", {0: one}, {0: 4}), Holder("B", {1: other, 2: other}, {1: 5, 2: 6})]
-    mean = [Holder(name, {0: one}, {0: 9}) for name in "ABCDE"]
+    whole = [HolderWeights("A", {0: one, 1: one}, {0: 4, 1: 4})]
+    parts = [HolderWeights("A", {0: one}, {0: 4}), HolderWeights("B", {1: other, 2: other}, {1: 5, 2: 6})]
+    mean = [HolderWeights(name, {0: one}, {0: 9}) for name in "ABCDE"]
     assert generate.whose(whole) == "weights of A at step 4"
     assert generate.whose(parts) == "weights of A at step 4, B at steps 5 to 6"
     assert generate.whose(mean).endswith("D at step 9 and 1 more, each layer the mean of up to 5")
