@@ -1,6 +1,8 @@
 # Two commands set up a fresh machine that has Python 3.11, pip and make:
-#   make swarm   a virtual environment, the package, and a local swarm of four peers for 90 s
+#   make swarm   a virtual environment, the package, and a local swarm of four peers for 90 s, with a live page
 #   make test    the same, and all tests, types and style, and 300 small simulated swarms with faults by chance
+# The documentation as a site, in site/index.html:
+#   make docs
 # And for a long night:
 #   make soak SECONDS=3600    real peers, one of which is killed, frozen, cut off or out of disk every 20 s; with root
 #                             each in a network of its own. soak-report.json has what was found
@@ -14,10 +16,10 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 SECONDS ?= 3600
 
-.PHONY: swarm test check sweep soak night fuzz install clean
+.PHONY: swarm test check sweep soak night fuzz docs install clean
 
 swarm: install
-	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --summary swarm-summary.json
+	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --dashboard --summary swarm-summary.json
 
 test: check sweep
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses 2 --dist loadfile
@@ -36,6 +38,11 @@ fuzz: install
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[fuzz]"
 	OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz.guided --seconds $(SECONDS)
 
+docs: install
+	rm -rf build/pages
+	$(RUN) -m docs.stage build/pages
+	$(VENV)/bin/zensical build --clean --strict
+
 check: install
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -47,8 +54,8 @@ install: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf,plot,8bit]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf,plot,8bit,dashboard]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) swarm build *.egg-info swarm-summary.json soak-report.json night-report.json
+	rm -rf $(VENV) swarm build site .cache *.egg-info swarm-summary.json soak-report.json night-report.json

@@ -7,20 +7,34 @@ to mend.
 import argparse
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from decentral import command_table
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
 
 T = TypeVar("T")
+LOG_NAMES = ("tensorboard", "wandb")  # of experiment trackers; their packages and extras are called so too
 ERROR_CHARS = 2000  # of the line that says what to mend
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose error is a UserError, and so one line without the usage above it."""
+    """An argparse parser whose help ends with the command's examples, and whose error is a UserError of one line."""
+
+    def format_help(self) -> str:
+        lines = "".join(f"\n  {line}" for line in command_table.examples(self.prog))
+        return as_called(super().format_help() + (f"\nexamples:{lines}\n" if lines else ""))
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
+        raise UserError(as_called(f"{message} (see {self.prog} --help)"))
+
+
+def as_called(text: str) -> str:
+    """The text with our commands named in the way in which the user has called this one."""
+    by_one_name = Path(sys.argv[0]).name == "decentral"
+    return text.replace(command_table.CALL, "decentral ") if by_one_name else text
 
 
 def size(text: str) -> int:
@@ -41,6 +55,31 @@ def several(text: str, read: Callable[[str], T]) -> list[T]:
         return [read(part) for part in text.split(",")]
     except ValueError:
         return []
+
+
+def host_port(text: str) -> tuple[str, int]:
+    """The address that `9100`, `0.0.0.0:9100` or `[::]:9100` means, on this machine only where no host is named.
+
+    Raises ArgumentTypeError for anything else. Port 0 is any free one.
+    """
+    host, colon, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or (colon and not host):
+        raise argparse.ArgumentTypeError(f"expected [HOST:]PORT, such as 9100 or 0.0.0.0:9100; got {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def log_names(text: str) -> list[str]:
+    """The logs that `tensorboard`, `wandb` or both with a comma name. Raises ArgumentTypeError for others."""
+    names = list(dict.fromkeys(text.split(",")))
+    if not set(names) <= set(LOG_NAMES):
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(LOG_NAMES)}, or both with a comma; got {text!r}")
+    return names
+
+
+def require_extra(flag: str, package: str, module: str, extra: str) -> None:
+    """Raises UserError where the package that a flag needs is not installed; it names the command that installs it."""
+    if find_spec(module) is None:
+        raise UserError(f"{flag} needs {package}: pip install 'decentral[{extra}]'")
 
 
 def one_line(error: Exception) -> str:

@@ -98,7 +98,7 @@ class FounderFile:
     @classmethod
     def create(cls, folder: Path, name: str) -> "FounderFile":
         """Begins a private run of this name, and keeps its keys. Raises UserError."""
-        founder = cls(_founder_path(folder), FounderKeys.create(name, os.urandom))
+        founder = cls(founder_path(folder), FounderKeys.create(name, os.urandom))
         founder.save()
         return founder
 
@@ -106,7 +106,7 @@ class FounderFile:
     @contextmanager
     def open(cls, folder: Path) -> Iterator["FounderFile"]:
         """The founder's file, which no other process changes meanwhile; its peer may run. Raises UserError."""
-        path = _founder_path(folder)
+        path = founder_path(folder)
         if not founded(folder):
             raise UserError(
                 f"--state-dir {folder}: no private swarm was begun there (python -m decentral.peer --private)"
@@ -215,7 +215,7 @@ def kept_revocations(folder: Path) -> bytes:
 
 def founded(folder: Path) -> bool:
     """Whether a private swarm was begun in this folder."""
-    return _founder_path(folder).exists()
+    return founder_path(folder).exists()
 
 
 def kept_path(folder: Path) -> Path:
@@ -244,7 +244,7 @@ def _require_noted(one: dict[str, Any]) -> None:
         raise ValueError("a note of an invitation is none")
 
 
-def _founder_path(folder: Path) -> Path:
+def founder_path(folder: Path) -> Path:
     return folder / "founder.json"
 
 

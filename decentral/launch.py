@@ -136,7 +136,8 @@ class Launcher:
 def rank(flags: Namespace, place: Place, lead: Callable[[Island], None]) -> None:
     """Takes this process's place in its island: rank 0 leads, as the peer, and the others follow."""
     _end_with_launcher()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for the others does so where Python cannot act
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)  # a rank that waits for the others does so where Python cannot act
     island = Island(measure.choose(flags.device, "auto", 1.0, 0.0).device)
     if place.rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)

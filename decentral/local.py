@@ -30,6 +30,8 @@ from decentral.core.journal import Tail, read
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.units import Amount, readable_bytes
+from decentral.dashboard.address import add_dashboard_flag
+from decentral.dashboard.child import DashboardProcess, dashboard
 from decentral.invitation_files import FounderFile, founded, write_holding
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.state import StateFolder
@@ -55,7 +57,11 @@ def _main(flags: argparse.Namespace) -> None:
         else:
             folder = Path(flags.state_dir)
         check_memory(flags, folder)
-        swarm = LocalSwarm(flags, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        page = stack.enter_context(dashboard(flags.dashboard, folder))
+        if page:
+            console.print(f"the page: {page.url}", style="bold")
+        swarm = LocalSwarm(flags, folder, page)
         stack.callback(swarm.kill)
         try:
             swarm.start(console)
@@ -133,8 +139,8 @@ class LocalSwarm:
 
     listen = LOOPBACK
 
-    def __init__(self, flags: argparse.Namespace, folder: Path) -> None:
-        self.flags, self.folder = flags, folder
+    def __init__(self, flags: argparse.Namespace, folder: Path, page: DashboardProcess | None = None) -> None:
+        self.flags, self.folder, self.page = flags, folder, page
         self.throttles = flags.throttle
         self.stop_after = Amount.parse(flags.stop_after)
         self.members: list[LocalPeer] = []
@@ -144,6 +150,7 @@ class LocalSwarm:
         self.seconds = 0.0
         self.address = ""  # of the first peer, once it has started
         self.shown: set[str] = set()  # of the peers' troubles
+        self.ended: set[int] = set()  # peers whose process has ended, as the page knows
 
     def folders(self) -> list[Path]:
         return [self.folder / f"peer-{number}" for number in range(len(self.throttles))]
@@ -177,6 +184,7 @@ class LocalSwarm:
             shown_at = self.joined_at
             while self._running() and (goal is None or self.now() < self.joined_at + goal):
                 time.sleep(POLL_S)
+                self._tell_ends()
                 for member in self._running():
                     if member.has_done(self.stop_after, self.joined_at):
                         member.process.send_signal(signal.SIGINT)
@@ -187,6 +195,19 @@ class LocalSwarm:
                     if not console.is_terminal:
                         console.print(f"{shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)
                     self.warn(console)
+
+    def _tell_ends(self) -> None:
+        """Tells the page of processes that have ended, which it would else have to conclude from their silence."""
+        for member in self.members if self.page else ():
+            status = member.process.poll()
+            if status is None or member.number in self.ended:
+                continue
+            self.ended.add(member.number)
+            started = member.happened("started", self.began - 1)
+            if self.page and started and status:
+                why = f"killed by signal {-status}" if status < 0 else f"its process ended with {status}"
+                said = {"t": self.now(), "event": "missed", "peer": started["peer"], "reason": why, "certain": True}
+                self.page.tell("", said)
 
     def warn(self, console: Console) -> None:
         """Shows the troubles in the peers' journals since all had joined, each thing once, whichever peer
@@ -224,6 +245,10 @@ class LocalSwarm:
         arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
         if self.flags.memory:
             arguments += ["--memory", str(self.flags.memory[number])]
+        if self.flags.metrics:
+            arguments += ["--metrics", metrics_address(self.flags.metrics, number)]
+        if self.flags.log:
+            arguments += ["--log", ",".join(self.flags.log)]
         if join and not restart:
             arguments += ["--join", join, *self.joining(folder.name)]
         elif not restart:
@@ -274,6 +299,12 @@ class LocalSwarm:
         return [member for member in self.members if member.process.poll() is None]
 
 
+def metrics_address(first: tuple[str, int], number: int) -> str:
+    """Where peer `number` serves its metrics: the ports follow the first one's; 0 is any free one for all."""
+    host, port = first
+    return f"{f'[{host}]' if ':' in host else host}:{port + number if port else 0}"
+
+
 def _last_output(folder: Path) -> str:
     lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("error: ") if lines else "it said nothing"
@@ -314,7 +345,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory", metavar="BYTES,...", help="each peer's, or one for all; default: the device's")
     parser.add_argument("--private", action="store_true", help="the peers are invited, and nobody else may join")
     parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and go on from them")
+    add_dashboard_flag(parser)
     parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
+    parser.add_argument("--metrics", type=command.host_port, metavar="[HOST:]PORT", help="Prometheus; ports from it on")
+    parser.add_argument(
+        "--log",
+        type=command.log_names,
+        default=[],
+        metavar="NAMES",
+        help="curves for tensorboard, wandb (offline), of each peer",
+    )
     flags = parser.parse_args(argv)
     if not 1 <= flags.peers <= 64:
         raise UserError(f"--peers expects 1 to 64; got {flags.peers}")

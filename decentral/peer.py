@@ -8,6 +8,8 @@ Imports are few here, so that libp2p starts early: what computes is loaded meanw
 
 import argparse
 import asyncio
+import atexit
+import gc
 import os
 import resource
 import signal
@@ -15,8 +17,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-if __name__ == "__main__":  # Ctrl-C while the libraries below load, which takes seconds: there is nothing to save yet
-    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
+if __name__ == "__main__":  # while the libraries below load, which takes seconds, there is nothing to save
+    for _each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(_each, lambda *_: os._exit(0))
 
 from decentral import command, launch, state
 from decentral.comm.net.libp2p import Libp2p
@@ -24,15 +27,21 @@ from decentral.comm.wire.identity import Identity
 from decentral.core.errors import UserError
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.units import Amount
+from decentral.dashboard.address import add_dashboard_flag
+from decentral.dashboard.child import dashboard
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.reach_swarm import reach_swarm
 from decentral.train.island import Island
 
+MAX_JOIN_WAIT_S = 7 * 86400.0
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # a host's notice is as Ctrl-C is
+    atexit.register(gc.freeze)  # what is left the system frees at once; Python would look through it for a second
     arguments = sys.argv[1:] if argv is None else argv
     return command.run(lambda: _start(arguments))
 
@@ -63,7 +72,7 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
     """One peer: alone, or as rank 0 of its island."""
     _raise_file_limit()
     flags.island, flags.warnings = island, []  # what the user is told when training begins
-    with state.StateFolder.claim(flags.state_dir) as folder:
+    with state.StateFolder.claim(flags.state_dir) as folder, dashboard(flags.dashboard, folder.path) as flags.page:
         if flags.restarted:
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
@@ -108,6 +117,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(prog="python -m decentral.peer", description="One peer of a swarm that trains together.")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
+    wait = "try --join's addresses for so long, where a peer there may start later; default 0"
+    parser.add_argument("--join-wait", type=float, default=0.0, metavar="SECONDS", help=wait)
     parser.add_argument("--invite", metavar="FILE", help="this peer's invitation, where the swarm is private")
     parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers join")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
@@ -128,12 +139,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--throttle", type=float, default=1.0, metavar="F", help="be F times slower than the device is")
     parser.add_argument("--stop-after", metavar="AMOUNT", help="500steps, 90s or 2e6tokens of this peer")
     parser.add_argument("--plain", action="store_true", help="a line every few seconds instead of the live view")
+    add_dashboard_flag(parser)
+    parser.add_argument("--metrics", type=command.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
+    parser.add_argument(
+        "--log", type=command.log_names, default=[], metavar="NAMES", help="curves for tensorboard, wandb (offline)"
+    )
     parser.set_defaults(restarted=False, island=None)
     flags = parser.parse_args(argv)
     if not 1 <= flags.throttle <= 1e4:
         raise UserError(f"--throttle expects a factor of 1 to 10000; got {flags.throttle:g}")
+    if not 0 <= flags.join_wait <= MAX_JOIN_WAIT_S:
+        raise UserError(f"--join-wait expects seconds up to {MAX_JOIN_WAIT_S:g}; got {flags.join_wait:g}")
     if flags.stop_after:
         Amount.parse(flags.stop_after)
+    if flags.metrics:
+        command.require_extra("--metrics", "prometheus-client", "prometheus_client", "metrics")
+    for name in flags.log:
+        command.require_extra(f"--log {name}", name, name, name)
     _check_record(flags)
     return flags
 

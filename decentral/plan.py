@@ -30,7 +30,8 @@ from decentral.core.ids import PeerId
 from decentral.core.plain_text import plain_text
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
-from decentral.scheduler.shared import plot
+from decentral.pictures.plan_picture import draw_plan
+from decentral.pictures.solver_picture import draw_comparison
 from decentral.scheduler.shared import topology as topologies
 from decentral.scheduler.shared.search_budget import Report, SearchBudget
 from decentral.scheduler.shared.topology import Topology
@@ -45,7 +46,7 @@ LOOK_PAUSE_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(_options(arguments)), interrupted=130)
+    return command.run(lambda: _main(parse(arguments)), interrupted=130)
 
 
 def _main(options: argparse.Namespace) -> None:
@@ -55,11 +56,11 @@ def _main(options: argparse.Namespace) -> None:
         return
     plan = _plan(topology, config, options)
     if options.plot:
-        _draw(plan, topology, options.plot)
+        draw_plan(plan, topology, options.plot)
     print(strict_json.dumps(plan.to_json())) if options.json else _show(plan, topology, Console())
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(prog="python -m decentral.plan", description=(__doc__ or "").split("\n")[0])
     place = "a YAML or JSON file, or a shipped name such as eight-cities"
     parser.add_argument("topology", metavar="TOPOLOGY", nargs="?", help=place)
@@ -141,7 +142,7 @@ def _compare(topology: Topology, options: argparse.Namespace) -> None:
     """Cost against seconds for every solver of the synchronous objective."""
     records = solver_records(topology, options.seed, options.seconds, time.monotonic)
     if options.plot:
-        plot.comparison(records, options.plot)
+        draw_comparison(records, options.plot)
     if options.json:
         print(strict_json.dumps(records))
         return
@@ -192,16 +193,6 @@ def _spans(plan: ThroughputPlan, region: Mapping[str, str]) -> Table:
     for peer, (first, last) in list(plan.spans.items())[:ROWS]:
         table.add_row(plain_text(peer), region[peer], f"{first}-{last - 1}", str(plan.micro_batches.get(peer, "")))
     return table
-
-
-def _draw(plan: SyncPlan | ThroughputPlan, topology: Topology, file: str) -> None:
-    """Draws the pipelines or routes on a map of the regions. Raises UserError without matplotlib."""
-    if isinstance(plan, SyncPlan):
-        figure, paths = f"{plan.cost['total']:.5g} s", plan.pipelines
-    else:
-        figure = f"{plan.throughput['tokens_per_s']:.5g} tokens/s"
-        paths = [[hop[0] for hop in route["hops"]] for route in plan.routes]
-    plot.map_of(topology, f"{plan.objective}, {plan.solver}: {figure}", paths, file)
 
 
 if __name__ == "__main__":

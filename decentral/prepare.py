@@ -13,12 +13,15 @@ import secrets
 import signal
 import sys
 from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 
 from decentral import __version__, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, stage_config
-from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import Permission
 from decentral.core.errors import UserError
@@ -26,6 +29,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Amount, Seconds
+from decentral.dashboard.record_lines import feed_page, watch_for_page
 from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
 from decentral.peers.hosts.host import Host
 from decentral.peers.membership import records
@@ -176,10 +180,13 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     view.say(f"kernels of gossip: {flags.kernels}")
     shown.introduce(node, folder.path)
     view.say(view.openness(setup, folder.path))
+    if flags.page:
+        view.say(f"the page: {flags.page.url}")
     for warning in flags.warnings:
         view.say(f"warning: {warning}")
     facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
-    host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels)
+    place = {"region": setup.profile.region, "first": setup.fragments[0].first, "last": setup.fragments[-1].last}
+    host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels, **place)
     for warning in flags.warnings:
         host.journal.write("error", reason=warning)
     if flags.island:
@@ -188,9 +195,15 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
     for name in ending:
         loop.add_signal_handler(name, host.stop, "interrupted")
-    tasks = [asyncio.create_task(work) for work in (_show(host, shown), _reconnect_when_alone(host), _revive(host))]
+    tasks = [
+        asyncio.create_task(work)
+        for work in (_show(host, shown), _reconnect_when_alone(host, flags.join), _revive(host))
+    ]
+    if flags.page:
+        tasks += [asyncio.create_task(work(host, flags.page)) for work in (feed_page, watch_for_page)]
     try:
-        reason = await host.run()
+        async with _observed(flags, host):
+            reason = await host.run()
     finally:
         for task in tasks:
             task.cancel()
@@ -201,6 +214,22 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         raise UserError(reason.removeprefix(f"{NO_MEMBER}: "))
     if reason.startswith("error") or host.unsaved:
         raise SystemExit(1)
+
+
+@asynccontextmanager
+async def _observed(flags: argparse.Namespace, host: Host) -> AsyncIterator[None]:
+    """Lets others look on while the host runs, as the flags say."""
+    async with AsyncExitStack() as stack:
+        if flags.metrics:
+            from decentral.observe.metrics_server import metrics_served
+
+            url = await stack.enter_async_context(metrics_served(flags.metrics, host))
+            view.say(f"metrics for Prometheus at {url}")
+        if flags.log:
+            from decentral.observe.scalar_logs import scalars_logged
+
+            await stack.enter_async_context(scalars_logged(flags.log, host))
+        yield
 
 
 async def _show(host: Host, shown: view.Display) -> None:
@@ -228,8 +257,11 @@ async def _revive(host: Host) -> None:
             return
 
 
-async def _reconnect_when_alone(host: Host) -> None:
-    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were."""
+async def _reconnect_when_alone(host: Host, join: Sequence[str]) -> None:
+    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were.
+
+    It also looks at the addresses of --join, because a name there may lead somewhere else by now.
+    """
     transport, directory = host.transport, host.directory
     assert isinstance(transport, Libp2p)
     assert isinstance(directory, HivemindDirectory)
@@ -237,7 +269,7 @@ async def _reconnect_when_alone(host: Host) -> None:
         await asyncio.sleep(RECONNECT_S)
         if host.node.roster.live:
             continue
-        for addresses in list(host.book.known.values()):
+        for addresses in [*([address] for address in join), *host.book.known.values()]:
             if peer := await connect(transport, addresses):
                 await directory.meet(peer)
                 await _compare_clocks(host, peer)

@@ -3,15 +3,18 @@
 import argparse
 import asyncio
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from decentral import invitation_files, state
-from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import FOR_EVER, Permission, is_private
+from decentral.comm.wire.messages import Welcome
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
 from decentral.core import config, own_inputs, swarm_config
@@ -26,8 +29,9 @@ from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.revocation_watch import ENDINGS
 from decentral.peers.planning import swarm_plans
 from decentral.train import run_inputs
-from decentral.visit import refused_member, say_hello
+from decentral.visit import NobodyAnswers, refused_member, say_hello
 
+JOIN_AGAIN_S = 3.0  # between two tries of --join, within --join-wait
 CLOCKS_ASKED = 9  # peers whose clocks are compared with ours
 MOST_NAME_CHARS = 37  # of a private run, whose name also has the hash of the founder's key
 
@@ -60,14 +64,13 @@ async def reach_swarm(
     """
     own = named_by(flags)
     kept = folder.read_run(own)
+    flags.join = [address for address in flags.join if not address.endswith(f"/p2p/{transport.peer}")]
     _check_flags(flags, kept, folder.path)
     known = kept if kept or flags.join else _begin(flags, folder.path, own)
     private = _membership(flags, folder.path, known, transport.peer, clock)
     if private:
         await transport.enclose(private)
-    contacts, welcome = await say_hello(
-        flags.join, transport, known[0] if known else private.run if private else RunId("")
-    )
+    contacts, welcome = await _greet(flags, transport, known[0] if known else private.run if private else None, kept)
     if known is None:
         assert welcome is not None, "say_hello raises where no peer answers"
         known = RunId(welcome.run), swarm_config.received(welcome.config).adopt(own)
@@ -99,18 +102,48 @@ def named_by(flags: argparse.Namespace) -> OwnInputs:
     return OwnInputs(**{name: getattr(flags, flag[2:].replace("-", "_")) for name, flag in own_inputs.FLAGS.items()})
 
 
+async def _greet(
+    flags: argparse.Namespace, transport: Libp2p, run: RunId | None, kept: Run | None
+) -> tuple[list[PeerId], Welcome | None]:
+    """The peers at --join, as `say_hello` finds them, for as long as --join-wait says.
+
+    A peer that comes back goes on where they are not there.
+    """
+    end = time.monotonic() + flags.join_wait
+    while True:
+        try:
+            return await say_hello(flags.join, transport, run or RunId(""))
+        except NobodyAnswers as error:
+            if kept:
+                alone = "this peer goes on with those that it knows, and tries again while it is alone"
+                flags.warnings.append(f"{error}; {alone}")
+                return [], None
+            if time.monotonic() >= end:
+                raise
+            await asyncio.sleep(JOIN_AGAIN_S)
+
+
 def _check_flags(flags: argparse.Namespace, kept: Run | None, folder: Path) -> None:
-    """Raises UserError for flags that say otherwise than the folder, or the swarm, or each other."""
-    if kept and (flags.config or flags.set):
-        raise UserError(f"{folder} belongs to run {kept[0]}, whose config is settled; leave CONFIG and --set out")
+    """Raises UserError for flags that say otherwise than the folder, or the swarm, or each other.
+
+    The line that a folder was begun with may be given again: whatever starts peers again repeats it.
+    """
     if flags.join and (flags.config or flags.set):
         raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
-    if flags.private and (flags.join or kept):
+    if kept and (flags.config or flags.set) and _said(flags, kept[1]).digest() != kept[1].digest():
+        settled = "whose config is settled, and differs from these CONFIG and --set"
+        raise UserError(f"{folder} belongs to run {kept[0]}, {settled}; leave CONFIG and --set out")
+    if flags.private and (flags.join or (kept and not invitation_files.founder_path(folder).exists())):
         raise UserError("--private begins a new swarm; leave it out with --join, or to go on with a state folder")
     if flags.invite and not (flags.join or kept):
         raise UserError("--invite is for a swarm that is there: give --join ADDR, the address of one of its peers")
     if flags.invite and kept and not is_private(kept[0]):
         raise UserError(f"--invite: {folder} belongs to run {kept[0]}, which is public; use another --state-dir")
+
+
+def _said(flags: argparse.Namespace, kept: config.Config) -> config.Config:
+    """What CONFIG and --set say, with this peer's own files and code as the folder has them. Raises UserError."""
+    return config.load(flags.config, flags.set, kept.own_inputs)
 
 
 def _begin(flags: argparse.Namespace, folder: Path, own: OwnInputs) -> Run:

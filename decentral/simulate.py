@@ -29,13 +29,18 @@ from decentral import command
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError
 from decentral.core.units import readable_bytes
+from decentral.dashboard.address import add_dashboard_flag
+from decentral.dashboard.child import dashboard
+from decentral.dashboard.simulated import SimulatedPage
+from decentral.pictures.run_picture import draw_run
 from decentral.scheduler.shared import topology
-from decentral.sim import faults, plot, sweep
+from decentral.sim import faults, sweep
 from decentral.sim.evidence import Violation
 from decentral.sim.geography import TypicalLink
 from decentral.sim.gradients import real_gradients
+from decentral.sim.journals import SimulatedJournals
 from decentral.sim.report import RouteReport, RunReport
-from decentral.sim.run import OnProgress, Scenario, run, shrink
+from decentral.sim.run import OnProgress, Scenario, Watch, run, shrink
 from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
 from decentral.train import memory
@@ -53,10 +58,19 @@ def _main(flags: argparse.Namespace) -> None:
         _sweep(flags)
         return
     scenario = scenario_of(flags)
-    report = _run(flags, scenario)
-    if flags.plot:
-        plot.draw(report, Path(flags.plot))
-    print(strict_json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))
+    with dashboard(flags.dashboard, waits=True) as page:
+        if page:
+            print(f"the page: {page.url}", file=sys.stderr, flush=True)
+        watches: list[Watch] = [SimulatedPage(page, scenario)] if page else []
+        if flags.journals:
+            watches.append(SimulatedJournals(Path(flags.journals)))
+        report = _run(flags, scenario, watches)
+        if flags.plot:
+            draw_run(report, scenario.faults, Path(flags.plot))
+        print(strict_json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))
+        if page:
+            print("the page stays until Ctrl-C", file=sys.stderr, flush=True)
+            page.process.wait()
 
 
 def scenario_of(flags: argparse.Namespace) -> Scenario:
@@ -87,10 +101,10 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
     return Scenario(settings, flags.peers, flags.seconds, flags.seed, tuple(drawn), link, where, audited)
 
 
-def _run(flags: argparse.Namespace, scenario: Scenario) -> RunReport:
+def _run(flags: argparse.Namespace, scenario: Scenario, watches: Sequence[Watch]) -> RunReport:
     try:
         with _progress(scenario.seconds, quiet=flags.json) as on_progress:
-            return run(scenario, on_progress)
+            return run(scenario, on_progress, watches=watches)
     except Violation as violation:
         again = f"python -m decentral.simulate {shlex.join(flags.typed)}"
         _explain(str(violation), violation.latest, scenario, again)
@@ -224,7 +238,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", metavar="FILE", help="JSON: what a sweep has played and found")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="of a sweep")
     parser.add_argument("--shrink", action="store_true", help="of a violation, the fewest faults that still cause it")
-    parser.add_argument("--plot", metavar="FILE", help="PNG: tokens/s, spread and live peers over time")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="picture: tokens/s, loss, spread and peers over time, and the faults"
+    )
+    parser.add_argument("--journals", metavar="DIR", help="keep the peers' journals, for decentral.report and audit")
+    add_dashboard_flag(parser)
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     flags = parser.parse_args(argv)
     flags.typed = list(sys.argv[1:] if argv is None else argv)

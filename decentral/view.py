@@ -15,6 +15,7 @@ from rich.text import Text
 from decentral.core.ids import short
 from decentral.core.plain_text import plain_text, printable
 from decentral.core.units import Seconds, readable_bytes
+from decentral.invitation_files import founder_path
 from decentral.peers.node.node import Node, NodePhase
 from decentral.peers.node.setup import NodeSetup
 
@@ -100,7 +101,7 @@ def openness(setup: NodeSetup, folder: Path) -> str:
     """Who may join, in one line."""
     if setup.private is None:
         return "this swarm is public: anybody who has an address may join, read the weights and change them"
-    if (folder / "founder.json").exists():
+    if founder_path(folder).exists():
         return f"this swarm is private; invite others with: python -m decentral.invite --state-dir {folder} --for NAME"
     return "this swarm is private: only those whom its founder has invited take part"
 

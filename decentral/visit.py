@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decentral import state
-from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity, Signer
 from decentral.comm.wire.invitations import Holding, is_private
@@ -25,6 +26,10 @@ from decentral.peers.membership.address_book import AddressBook
 HELLO_S = 15.0
 PEERS_TRIED = 4  # of those that the founder's peer has met: one that is gone may take ten seconds
 CHECK = "check the address, that the peer there runs, and its port"
+
+
+class NobodyAnswers(UserError):
+    """No peer is at the addresses of --join, or none can be reached. It may be there later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +80,22 @@ def known_addresses(folder: Path) -> list[str]:
 
 
 async def say_hello(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
-    """The peers at --join that gave a welcome, and the first welcome. Raises UserError if all addresses fail."""
-    contacts, welcome, trouble = [], None, ""
+    """The peers at --join that gave a welcome, and the first welcome.
+
+    Raises UserError if all addresses fail: NobodyAnswers, unless one that answers takes us for no member of its run.
+    """
+    contacts, welcome, trouble, silent = [], None, "", True
     for address in join:
         try:
             peer = await transport.connect(address)
             answer = await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)
         except AskError as error:
-            trouble = f"--join {address}: {_why(error.reason, error.detail) or f'{error}; {CHECK}'}"
+            refused = _why(error.reason, error.detail)
+            trouble, silent = f"--join {address}: {refused or f'{error}; {CHECK}'}", silent and not refused
             continue
         message = answer.envelope.message
         if isinstance(message, Welcome) and is_private(RunId(message.run)) and message.run != run:
+            silent = False
             trouble = f"--join {address}: it says to be in private run {message.run}, and proves it to nobody"
         elif isinstance(message, Welcome) and run and message.run != run:
             trouble = f"--join {address}: it was asked for run {run}, and says to be in {message.run}"
@@ -93,9 +103,9 @@ async def say_hello(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple
             contacts.append(peer)
             welcome = welcome or message
         else:
-            trouble = f"--join {address}: {_no_welcome(message)}"
+            trouble, silent = f"--join {address}: {_no_welcome(message)}", False
     if join and not contacts:
-        raise UserError(trouble)
+        raise (NobodyAnswers if silent else UserError)(trouble)
     return contacts, welcome
 
 

@@ -1,4 +1,4 @@
-"""Transport and directory over libp2p: the only file that knows hivemind.
+"""The transport over libp2p. With libp2p_directory.py, the DHT, it is all that knows hivemind.
 
 hivemind's P2P (a libp2p daemon beside us) and DHTNode live in our own event loop. Its DHT and averager classes fork
 processes and change signal handlers, so they are not used. Questions travel on binary streams, which are four times as
@@ -13,36 +13,33 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DHTLocalStorage
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure
-from hivemind.proto.dht_pb2 import PingRequest
-from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.timed_storage import ValueWithExpiration
 
 from decentral.comm.net.fair_shares import QuestionShares
+from decentral.comm.net.libp2p_directory import (
+    CONNECT_S,
+    MEET_AGAIN,
+    NETWORK_ERRORS,
+    HivemindDirectory,
+    SignedRecords,
+    dht_node,
+)
 from decentral.comm.net.member_calls import MemberCalls
-from decentral.comm.net.stored_records import StoredRecords
 from decentral.comm.net.streams import Asker, Server, Stream, exchange_proofs, read_until_closed
 from decentral.comm.net.uplink import Uplink
-from decentral.comm.wire import identity
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
-from decentral.comm.wire.private_swarm import MAX_SEAL_BYTES, PrivateSwarm, storable
+from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, Knows, knows_all
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
@@ -52,16 +49,8 @@ from decentral.core.units import Seconds
 
 PROTOCOL = "/decentral/ask"  # the version is in each header, so that a wrong one gets a clear answer
 LIBP2P_START_S = 60.0  # the daemon's start on a loaded machine; hivemind's default of 15 s is too short
-CONNECT_S = 10.0
-STORE_S = 10.0
-FETCH_S = 10.0
-DHT_END_S = 1.0
-MAX_SUBKEY_BYTES = 128  # a peer id as the DHT packs it has about 50
-BYTES_HEADER_BYTES = 5  # of a record as msgpack packs bytes
-MEET_AGAIN = 3  # peers that are asked back into an empty routing table at once
 MOST_CONNECTED = 256  # peers that are remembered as connected; those that we connect to go before those that ask us
 MOST_LEARNED = 4096  # peers whose addresses are remembered; beyond them, those learned longest ago are forgotten
-_NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
 TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
@@ -125,7 +114,7 @@ class Libp2p:
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(place)])
-        except (*_NETWORK_ERRORS, TimeoutError) as error:
+        except (*NETWORK_ERRORS, TimeoutError) as error:
             raise _failure(error) from None
         self._connected.add(peer)
         while len(self._connected) > MOST_CONNECTED:
@@ -144,12 +133,12 @@ class Libp2p:
                 return await self._asker.ask(to, envelope, max_blob_bytes)
         except TimeoutError:
             raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
-        except _NETWORK_ERRORS as error:
+        except NETWORK_ERRORS as error:
             self._connected.discard(to)
             raise _failure(error) from None
 
     async def _open(self, to: PeerId) -> Stream:
-        """A new stream to this peer. Raises AskError, and _NETWORK_ERRORS."""
+        """A new stream to this peer. Raises AskError, and NETWORK_ERRORS."""
         try:
             name = PeerID.from_base58(to)
         except ValueError:  # peers name other peers to us, and can name anything
@@ -171,7 +160,7 @@ class Libp2p:
                     return await read_until_closed(reader, most_bytes)
         except TimeoutError:
             raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
-        except _NETWORK_ERRORS as error:
+        except NETWORK_ERRORS as error:
             raise _failure(error) from None
 
     async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
@@ -199,7 +188,7 @@ class Libp2p:
         self._addresses.pop(peer, None)
         if self._server is not None:
             self._server.drop(peer)
-        with suppress(*_NETWORK_ERRORS, TimeoutError):
+        with suppress(*NETWORK_ERRORS, TimeoutError):
             async with asyncio.timeout(CONNECT_S):
                 await self._p2p._client.disconnect(PeerID.from_base58(peer))
 
@@ -218,10 +207,10 @@ class Libp2p:
     def refused(self) -> Mapping[str, int]:
         return self._server.refused if self._server else Counter()
 
-    async def directory(self, keys: Iterable[str], known: Iterable[PeerId]) -> "HivemindDirectory":
+    async def directory(self, keys: Iterable[str], known: Iterable[PeerId]) -> HivemindDirectory:
         """Our node of the DHT. It stores records of these keys only, and begins with peers that we are connected to."""
         valid = SignedRecords(keys, self._now, self._private)
-        self._directory = HivemindDirectory(await _dht_node(self._calls, valid, known), valid, self._connected)
+        self._directory = HivemindDirectory(await dht_node(self._calls, valid, known), valid, self._connected)
         return self._directory
 
     @property
@@ -230,7 +219,7 @@ class Libp2p:
         return MemberCalls(self._p2p, self._private, self._prove) if self._private else self._p2p
 
     async def _prove(self, to: PeerId) -> None:
-        """Both prove to be members. Raises AskError, and _NETWORK_ERRORS."""
+        """Both prove to be members. Raises AskError, and NETWORK_ERRORS."""
         assert self._private is not None
         await exchange_proofs(self._private, self._asker.ask_any, to)
 
@@ -286,140 +275,6 @@ class DaemonPlace:
         return replace(self, listen=tuple(re.sub("/tcp/0$", f"/tcp/{port}", address) for address in self.listen))
 
 
-async def _dht_node(p2p: Any, valid: "SignedRecords", known: Iterable[PeerId]) -> DHTNode:
-    node = await DHTNode.create(
-        p2p=p2p,
-        initial_peers=[Multiaddr(f"/p2p/{peer}") for peer in known] or None,
-        record_validator=valid,
-        ensure_bootstrap_success=False,
-        strict=False,
-        cache_locally=False,
-        cache_nearest=0,
-        num_workers=4,
-    )
-    protocol = node.protocol
-    protocol.storage = protocol.cache = BoundedStorage(valid, protocol.storage)  # others may ask for either
-    return node
-
-
-class HivemindDirectory:
-    """A Directory on hivemind's Kademlia DHT."""
-
-    def __init__(self, dht: DHTNode, valid: "SignedRecords", connected: Set[PeerId]) -> None:
-        """`connected`: the peers that the transport is connected to, as they come and go."""
-        self._dht, self._valid, self._connected = dht, valid, connected
-
-    async def revive(self, p2p: Any, known: Iterable[PeerId]) -> None:
-        """A new node in the place of the one whose daemon has ended. It has no records: others send them again."""
-        with suppress(Exception):  # it wants to tell the daemon, which is gone
-            async with asyncio.timeout(DHT_END_S):
-                await self._dht.shutdown()
-        self._dht = await _dht_node(p2p, self._valid, known)
-
-    async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
-        try:
-            async with asyncio.timeout(STORE_S):
-                await self._meet_again()
-                return bool(await self._dht.store(self._valid.hidden(key), value, expires, subkey=subkey))
-        except (*_NETWORK_ERRORS, TimeoutError):
-            return False
-
-    async def fetch(self, key: str) -> Mapping[str, bytes]:
-        try:
-            async with asyncio.timeout(FETCH_S):
-                await self._meet_again()
-                found = await self._dht.get(self._valid.hidden(key), latest=True)
-        except (*_NETWORK_ERRORS, TimeoutError):
-            return {}
-        return _plain(found)
-
-    async def _meet_again(self) -> None:
-        """Fills the routing table if it is empty.
-
-        A peer that leaves one call unanswered for 3 s is out of hivemind's table. In a swarm of two it was the only
-        one, and then the records of each would not reach the other until they expire.
-        """
-        if not self._dht.protocol.routing_table.uid_to_peer_id:
-            some = random.sample(sorted(self._connected), min(MEET_AGAIN, len(self._connected)))
-            await asyncio.gather(*map(self.meet, some))
-
-    async def meet(self, peer: PeerId) -> None:
-        """Puts a peer that we are connected to into the routing table."""
-        with suppress(*_NETWORK_ERRORS, TimeoutError):
-            async with asyncio.timeout(CONNECT_S):
-                await self._dht.protocol.call_ping(PeerID.from_base58(peer))
-
-    async def clocks_ahead_s(self, peers: Iterable[PeerId]) -> list[Seconds]:
-        """How far these peers' clocks are ahead of ours, to half of the way there and back; of those that answer."""
-        asked = await asyncio.gather(*map(self._clock_ahead_s, peers))
-        return [ahead_s for ahead_s in asked if ahead_s is not None]
-
-    async def _clock_ahead_s(self, peer: PeerId) -> Seconds | None:
-        protocol = self._dht.protocol
-        question, began = PingRequest(peer=protocol.node_info), self._valid.now()
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                answer = await protocol.get_stub(PeerID.from_base58(peer)).rpc_ping(question, timeout=CONNECT_S)
-        except Exception:  # of another peer's answer
-            return None
-        return answer.dht_time - (began + self._valid.now()) / 2 if answer.dht_time else None
-
-    async def close(self) -> None:
-        await self._dht.shutdown()
-
-
-class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Our node of the DHT stores and returns only records of our keys that are signed by the peer they name.
-
-    In a private swarm that peer also has to prove that it is a member.
-    """
-
-    def __init__(self, keys: Iterable[str], now: Callable[[], float], private: PrivateSwarm | None = None) -> None:
-        self.now, self._open = now, storable(private)
-        self.hidden: Callable[[str], str] = private.hidden if private else lambda key: key
-        self._most_bytes = BYTES_HEADER_BYTES + (MAX_SEAL_BYTES if private else 0)
-        self._keys = {DHTID.generate(source=self.hidden(key)).to_bytes(): key for key in keys}
-        self._private = private
-
-    def stored(self) -> StoredRecords:
-        """The room of a new node."""
-        return StoredRecords(self._keys, self._private.holder_of) if self._private else StoredRecords(self._keys)
-
-    def validate(self, record: DHTRecord) -> bool:
-        key = self._keys.get(record.key)
-        if key is None or len(record.subkey) > MAX_SUBKEY_BYTES:
-            return False
-        if len(record.value) > identity.max_record_bytes(key) + self._most_bytes:
-            return False
-        try:
-            peer = MSGPackSerializer.loads(record.subkey)
-            value = DHTProtocol.serializer.loads(record.value)
-            if not isinstance(peer, str) or not isinstance(value, bytes):
-                return False
-            _, expires = self._open(key, PeerId(peer), value, self.now())
-        except Exception:  # another peer's bytes may raise anything
-            return False
-        return bool(expires == record.expiration_time)
-
-
-class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """What our node of the DHT stores, within the room that there is. It does not bound what we read of others: those
-    that are refused room here must not keep us from reading the rest."""
-
-    def __init__(self, valid: SignedRecords, before: DHTLocalStorage) -> None:
-        """`before`: what the node has stored since it began."""
-        super().__init__()
-        self._now, self._room = valid.now, valid.stored()
-        for key, (values, _) in before.items():
-            for subkey, (value, expires) in values.items():
-                self.store_subkey(key, subkey, value, expires)
-
-    def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
-        if not self._room.take((key.to_bytes(), subkey), expiration_time, len(value), self._now()):
-            return False
-        return bool(super().store_subkey(key, subkey, value, expiration_time))
-
-
 async def _not_yet(_sender: PeerId, _question: Envelope) -> Envelope:
     return Envelope(Refused(Reason.NOT_READY))
 
@@ -450,14 +305,6 @@ def address_text(packed: bytes) -> str:
         return str(Multiaddr(packed))
     except Exception:  # multiaddr raises what its parsers raise
         return ""
-
-
-def _plain(found: Any) -> dict[str, bytes]:
-    """The DHT's answer as bytes by subkey, without values of any other type."""
-    if not isinstance(found, ValueWithExpiration) or not isinstance(found.value, Mapping):
-        return {}
-    values = {key: one.value if isinstance(one, ValueWithExpiration) else one for key, one in found.value.items()}
-    return {key: value for key, value in values.items() if isinstance(key, str) and isinstance(value, bytes)}
 
 
 def _failure(error: BaseException) -> AskError:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from decentral import __version__, invitation_files
 from decentral.checks.finding import Finding, ok, unknown, warn, wrong
-from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import Permission, is_private

@@ -2,6 +2,8 @@
 
 from typing import NewType
 
+SUFFIX_CHARS = 8
+
 PeerId = NewType("PeerId", str)
 """Base58 of the multihash of a libp2p public key, as libp2p writes it: `QmYyQ...`."""
 
@@ -12,3 +14,8 @@ RunId = NewType("RunId", str)
 def short(peer: PeerId) -> str:
     """The last six characters of the id; the first ones are the same for every RSA identity."""
     return peer[-6:]
+
+
+def suffix(peer: PeerId) -> str:
+    """The end of the id that stands for a peer in others' records: 47 bits tell it from all others of a swarm."""
+    return peer[-SUFFIX_CHARS:]

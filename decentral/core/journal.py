@@ -162,6 +162,12 @@ class Tail:
         self._number = 0  # that the file which is being read has, or will have when it is full
         self._offset = 0  # bytes of it that were read
 
+    def skip(self) -> None:
+        """Passes over the lines that are there now."""
+        older = rotated(self.path)
+        self._number = _number(self.path, older[-1]) + 1 if older else 1
+        self._offset = self.path.stat().st_size if self.path.exists() else 0
+
     def new(self) -> Iterator[dict[str, Any]]:
         """The lines written since the last call, oldest first. A line that is not at its end yet comes next time."""
         for number, file in _opened(self.path):

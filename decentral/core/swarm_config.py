@@ -63,6 +63,22 @@ class ReceivedConfig:
             raise UserError(f"--join: this swarm's model is code, {code}, which only peers run; nothing to look at")
         return self._settings
 
+    def facts(self) -> dict[str, Any]:
+        """What people are told of the run."""
+        return facts_of(self._settings)
+
+
+def facts_of(settings: Config) -> dict[str, Any]:
+    """What people are told of a run: its model, its data and how it trains, as plain values by name.
+
+    `layers` and `parameters` are 0 where the model is code.
+    """
+    model, built_in = settings.model, settings.model.layers is None
+    size = {"layers": len(model.layer_parameters), "parameters": sum(model.layer_parameters)} if built_in else {}
+    shape = {"width": model.d_model, "context": model.context, "code": plain_text(model.layers or "")}
+    training = {"algorithm": settings.gossip.algorithm, "optimizer": settings.train.optimizer}
+    return {"layers": 0, "parameters": 0, **size, **shape, "data": settings.data.kind, **training}
+
 
 def received(text: str) -> ReceivedConfig:
     """Reads a config that came from a peer, or from run.json. Raises UserError if it is not valid."""

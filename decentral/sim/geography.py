@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from decentral.core import rng
 from decentral.core.ids import PeerId
+from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
 from decentral.scheduler.shared.topology import Topology
 
@@ -48,6 +49,10 @@ class SwarmGeography:
 
     def down(self, peer: PeerId) -> float:
         return self._own[peer][2] if self.topology is None else float(self.topology.down[self._at(peer)])
+
+    def region(self, peer: PeerId) -> str:
+        """Its name in the topology; "" without one."""
+        return "" if self.topology is None else plain_text(self.topology.regions[self._at(peer)])
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
         return self._path_s(source, target) + self.processing_s

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
+from statistics import median
 from typing import Any
 
 import msgpack
@@ -29,6 +30,7 @@ class Sample:
     tokens: int  # trained so far, by all peers together
     spread: float
     roster_error: float  # mean over peers: wrong entries, over those there should be
+    loss: float | None  # the median of the training peers' last losses; None: no step was taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class RunStatistics:
     counts: MicroBatchCounts = field(default_factory=MicroBatchCounts)
     moves: Counter[str] = field(default_factory=Counter)
     plans: set[str] = field(default_factory=set)
+    losses: dict[PeerId, float] = field(default_factory=dict)  # the last of each peer
     _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
     _pack: Any = field(default_factory=lambda: msgpack.Packer().pack)  # one packer for all lines: there are many
 
@@ -131,6 +134,8 @@ class RunStatistics:
                 self.tokens[peer] += fields["tokens"]
                 self.busy_s[peer] += fields["seconds"]
                 self.last_at[peer] = t
+                if fields["loss"] is not None:
+                    self.losses[peer] = fields["loss"]
             case "exchange":
                 self.exchanges[fields["outcome"]] += 1
                 if fields["outcome"] == "done":
@@ -152,7 +157,9 @@ class RunStatistics:
         apart = distances(training[:SAMPLED])
         spread = (sum(d * d for d in apart.values()) / len(apart)) ** 0.5 if apart else 0.0
         at, tokens, error = self.swarm.agenda.now, sum(self.tokens.values()), self._roster_error(living[:SAMPLED])
-        self.samples.append(Sample(at, len(living), len(training), tokens, spread, error))
+        losses = [self.losses[member.peer] for member in training if member.peer in self.losses]
+        loss = median(losses) if losses else None
+        self.samples.append(Sample(at, len(living), len(training), tokens, spread, error, loss))
 
     def _roster_error(self, living: Sequence[SimulatedPeer]) -> float:
         """Where the roster is sharded nobody has to know everybody: only the dead that are still in it count."""
@@ -212,8 +219,8 @@ class RunStatistics:
         }
 
     def _recoveries(self, faults: Sequence[Fault]) -> dict[str, Seconds | None]:
-        """The time from the end of each fault until all living peers train and know each other."""
-        good = [one.at for one in self.samples if one.live == one.training and not one.roster_error]
+        """The time from the end of each fault until there are peers, and all train and know each other."""
+        good = [one.at for one in self.samples if 0 < one.live == one.training and not one.roster_error]
         ends = {str(fault): fault.at + fault.lasts for fault in faults}
         return {name: next((round(at - over, 2) for at in good if at >= over), None) for name, over in ends.items()}
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
+from decentral.core.ids import PeerId
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.scheduler.shared.topology import Topology
 from decentral.sim.audit import CHECK_S, InvariantAudit
@@ -26,8 +29,22 @@ ROSTER_SETTLE_S = 30.0  # beyond a record's lifetime, until every peer must know
 ALL_AT_ONCE_S = 0.2  # between two starts of a small swarm
 START_SPREAD_S = 200.0  # in which a large one starts
 
+JournalLine = Callable[[PeerId, Seconds, Log], None]
 OnProgress = Callable[[Seconds], None]
 """Called once for each sample, with the virtual time."""
+
+
+class Watch(Protocol):
+    """Looks on while a run is played, and changes nothing of it."""
+
+    def begins(self, swarm: SimulatedSwarm) -> None:
+        """The swarm that is going to be played, before its first peer starts."""
+
+    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        """One journal line of a peer, written at its clock's time `t`."""
+
+    def sampled(self, swarm: SimulatedSwarm) -> None:
+        """A sample was taken; at least one is, in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +65,12 @@ class StopRun(Exception):
     """Raised by a run's `on_progress`: the run ends here, and reports what there is."""
 
 
-def run(scenario: Scenario, on_progress: OnProgress | None = None, observer: Observer | None = None) -> RunReport:
+def run(
+    scenario: Scenario,
+    on_progress: OnProgress | None = None,
+    observer: Observer | None = None,
+    watches: Sequence[Watch] = (),
+) -> RunReport:
     """Plays the scenario. Raises Violation. `observer` sees every event where the scenario is not audited."""
     geography = SwarmGeography(scenario.seed, scenario.link, scenario.topology)
     swarm = SimulatedSwarm(scenario.settings, scenario.seed, geography, observer)
@@ -57,7 +79,9 @@ def run(scenario: Scenario, on_progress: OnProgress | None = None, observer: Obs
     if scenario.audited:
         swarm.observer = audit
     statistics = RunStatistics(swarm)
-    swarm.journal = statistics.line
+    for watch in watches:
+        watch.begins(swarm)
+    swarm.journal = _to_all([statistics.line, *(watch.line for watch in watches)])
     with _few_collections(scenario.peers > MANY_SIMULATED), suppress(StopRun):
         _start(swarm, scenario.peers)
         injector.plan(scenario.faults)
@@ -67,12 +91,22 @@ def run(scenario: Scenario, on_progress: OnProgress | None = None, observer: Obs
                 audit.check()
             if sampled:
                 statistics.sample()
+                for watch in watches:
+                    watch.sampled(swarm)
                 if on_progress is not None:
                     on_progress(moment)
     if scenario.audited:
         ttl_s = scenario.settings.config.swarm.record_ttl_s
         audit.finish(settled=swarm.agenda.now >= injector.last_at + ttl_s + ROSTER_SETTLE_S)
     return statistics.report(scenario.peers, scenario.faults, audit.checks, audit.convergence.farthest)
+
+
+def _to_all(takers: Sequence[JournalLine]) -> JournalLine:
+    def line(peer: PeerId, t: Seconds, log: Log) -> None:
+        for take in takers:
+            take(peer, t, log)
+
+    return line
 
 
 def _start(swarm: SimulatedSwarm, count: int) -> None:

@@ -338,7 +338,8 @@ class SimulatedSwarm:
     ) -> NodeSetup:
         settings, private = self.settings, _private(member, self.clock(member))
         memory_bytes = claimed.memory_bytes if claimed else 1 << 34
-        profile = Profile("simulated", memory_bytes, 1e12, settings.tokens_per_step / self._step_s(member))
+        speed, region = settings.tokens_per_step / self._step_s(member), self.geography.region(member.peer)
+        profile = Profile("simulated", memory_bytes, 1e12, speed, region=region)
         first, last = member.span
         held = [one for one in settings.fragments if first <= one.first and one.last <= last]
         routes = None

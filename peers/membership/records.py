@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgpack
 from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
@@ -18,7 +18,7 @@ from decentral.comm.wire.messages import Count, Index, Run, UnixTime
 from decentral.comm.wire.transport import Directory
 from decentral.core import rng
 from decentral.core.errors import ProtocolError, UserError
-from decentral.core.ids import PeerId, RunId
+from decentral.core.ids import SUFFIX_CHARS, PeerId, RunId
 from decentral.core.jobs import Fragment
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.reasons import Reason
@@ -35,6 +35,11 @@ MOST_KEPT = 256  # retained states that a record names
 MAX_BODY_BYTES = 12 * 1024  # of a record; the largest valid one has about 11 KiB
 Address = Annotated[str, Strict(), Field(max_length=ADDRESS_CHARS, pattern=r"^[!-~]*$")]
 Kept = Annotated[tuple[tuple[Index, Count], ...], Field(max_length=MOST_KEPT)]
+MOST_LOSS = 1e6  # a larger one is none that a peer tells
+MOST_RECORDED_LINKS = 8
+PerMille = Annotated[int, Strict(), Field(ge=0, le=1000)]
+RecordedLink = tuple[Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")], Count, Count]
+"""The end of a peer's id, bytes/s from it, and the round trip in ms; 0 where it was not measured."""
 Addresses = Annotated[tuple[Address, ...], Field(max_length=MOST_ADDRESSES)]
 
 
@@ -51,6 +56,24 @@ class Profile:
     latency_s: Positive = 0.0
     region: Label = ""
     software: Label = ""
+
+
+class Standing(NamedTuple):
+    """How a peer's training goes, for people who look; no peer decides anything by it, as nobody can check it.
+
+    It travels as a list without names, and takes about 200 bytes of a record.
+    """
+
+    loss: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None
+    held_out: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None
+    shares: Annotated[tuple[PerMille, ...], Field(max_length=16)] = ()  # of the training thread's time, by KINDS
+    exchanges: tuple[Count, Count, Count] = (0, 0, 0)  # done, solo, failed
+    sent_bytes: Count = 0
+    received_bytes: Count = 0
+    links: Annotated[tuple[RecordedLink, ...], Field(max_length=MOST_RECORDED_LINKS)] = ()  # the latest used come first
+
+
+NO_STANDING = Standing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +93,7 @@ class PeerRecord:
     kept: Annotated[
         tuple[tuple[Index, Count], ...], Field(max_length=MOST_KEPT)
     ] = ()  # fragment and step of each state that it retains
+    standing: Standing = NO_STANDING
 
     def covers(self, fragment: Fragment) -> bool:
         """Whether the peer holds all layers of the fragment."""

@@ -103,7 +103,7 @@ class Node:
         assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
         if setup.routes:
             self._make_routes()
-        state = (self.meter, self.progress, self.donor, self.gossip)
+        state = (self.meter, self.selection, self.progress, self.donor, self.gossip, self.traffic)
         self.own_record = OwnRecord(self._present_setup, *state, self.routes)
         machines = (self.progress, self.donor, self.gossip, self.rounds)
         self.answers = Answers(self._present_setup, self._is_training, self.handlers, *machines)
@@ -217,7 +217,8 @@ class Node:
         if self.span_manager and _is_due(self.span_manager.span_move.wake_at, now):
             effects += self.span_manager.span_move.handle(event, now)
         effects += self.donor.forget_old(now)
-        return effects + self.traffic.lines(now)
+        totals = self.traffic.lines(now)
+        return effects + totals + ([self.own_record.status()] if totals and self._is_training() else [])
 
     def _asked(self, event: Asked, now: Seconds) -> list[Effect]:
         if event.sender not in self.roster.live:
@@ -260,13 +261,14 @@ class Node:
         self.roster.renew_soon(now)
         donors, seconds = sorted(self.join.fetch.used), round(now - self.join.began_at, 3)
         line = log("joined", peers=len(self.roster.live), donors=donors, seconds=seconds)
+        lines: list[Effect] = [line, self.own_record.status()]
         if self.route_planner is None:
-            return [line]
+            return lines
         if self.rounds:
             self.rounds.begin(event.step, self.join.taken())
         routes = self.route_planner.routes
         routes.active = self.rounds is None
-        return [line, *self._review_routes_and_span(self.route_planner, now), *routes.handle(Woke(), now)]
+        return [*lines, *self._review_routes_and_span(self.route_planner, now), *routes.handle(Woke(), now)]
 
     def _stepped(self, event: jobs.Stepped, now: Seconds) -> list[Effect]:
         routed = self.routes.handle(event, now) if self.routes else []

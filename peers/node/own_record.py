@@ -10,21 +10,37 @@ from dataclasses import dataclass, replace
 
 from decentral.comm.routes.router import Router
 from decentral.comm.wire.meter import Meter
+from decentral.core.ids import suffix
+from decentral.core.machine import Log, log
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
-from decentral.peers.membership.records import MOST_KEPT, MOST_PER_S, PeerPhase, PeerRecord, Profile
+from decentral.peers.membership.records import (
+    MOST_KEPT,
+    MOST_LOSS,
+    MOST_PER_S,
+    MOST_RECORDED_LINKS,
+    PeerPhase,
+    PeerRecord,
+    Profile,
+    RecordedLink,
+    Standing,
+)
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
+from decentral.peers.node.peer_selection import PeerSelection
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
+from decentral.peers.node.traffic import TrafficCounter
 
 
 @dataclass(slots=True)
 class OwnRecord:
     setup: Callable[[], NodeSetup]  # the present one
     meter: Meter
+    selection: PeerSelection
     progress: TrainingProgress
     donor: Donor
     gossip: FragmentExchanges
+    traffic: TrafficCounter
     routes: Router | None
     published: Profile | None = None  # in our last record; None: there was none yet
     window_s: Seconds = 0.0  # likewise
@@ -58,7 +74,34 @@ class OwnRecord:
             phase=phase,
             window_s=self.window_s,
             kept=self.donor.retained[:MOST_KEPT],
+            standing=self._standing(),
         )
+
+    def status(self) -> Log:
+        """The journal's line about what this peer holds, how long its windows are and why, and its latest links."""
+        setup, (count, bound) = self.setup(), self.gossip.windows
+        span = {"first": setup.fragments[0].first, "last": setup.fragments[-1].last}
+        links = [(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in self._links()]
+        return log("status", **span, window_s=self.selection.window_s() * count, bound=bound, links=links)
+
+    def _standing(self) -> Standing:
+        progress, exchanges = self.progress, self.traffic.exchanges
+        return Standing(
+            loss=_told(None if progress.losses.lost else progress.losses.mean),
+            held_out=_told(progress.held_out),
+            shares=tuple(round(1000 * share) for share in progress.spent.shares().values()),
+            exchanges=(exchanges["done"], exchanges["solo"], exchanges["failed"]),
+            sent_bytes=self.traffic.sent_bytes,
+            received_bytes=self.traffic.received_bytes,
+            links=tuple(self._links()),
+        )
+
+    def _links(self) -> list[RecordedLink]:
+        latest = list(self.meter.links.items())[: -MOST_RECORDED_LINKS - 1 : -1]
+        return [
+            (suffix(peer), int(min(MOST_PER_S, link.down.known or 0)), round(1e3 * (link.latency_s or 0)))
+            for peer, link in latest
+        ]
 
     def profile(self, now: Seconds) -> Profile:
         setup = self.setup()
@@ -71,3 +114,8 @@ class OwnRecord:
             latency_s=min((link.latency_s for link in self.meter.links.values() if link.latency_s), default=0.0),
             tokens_per_s=min(MOST_PER_S, measured or setup.profile.tokens_per_s),
         )
+
+
+def _told(loss: float | None) -> float | None:
+    """A record with another number would be refused by all peers."""
+    return loss if loss is not None and abs(loss) <= MOST_LOSS else None

@@ -6,11 +6,26 @@ from dataclasses import dataclass, field
 from decentral.comm.gossip.tags import ExchangeTag
 from decentral.comm.wire.transport import Answered, Asked, Reply
 from decentral.core.machine import Effect, Log, log
+from decentral.core.reasons import Reason
 from decentral.core.units import KiB, Seconds
 from decentral.peers.node.gossip_cost import GossipTraffic
 
 TRAFFIC_S = 10.0  # between two `traffic` lines in the journal
 QUESTION_BYTES = 64 * KiB  # what a question costs besides its bytes, on either side
+NO_EXCHANGES: dict[tuple[str, ...], float] = {
+    ("done", ""): 0,
+    ("solo", ""): 0,
+    ("failed", ""): 0,
+}  # by outcome and reason
+OTHER_REASON = "other"  # a word that another peer has made up
+
+
+def known_reason(text: str) -> str:
+    """The text, if it is a reason of ours or none at all: what counts by reason counts by few."""
+    return text if text in _REASONS else OTHER_REASON
+
+
+_REASONS = frozenset({"", *map(str, Reason)})
 
 
 @dataclass(slots=True)
@@ -18,6 +33,7 @@ class TrafficCounter:
     sent_bytes: int = 0
     received_bytes: int = 0
     exchanges: Counter[str] = field(default_factory=Counter)  # by outcome
+    reasons: Counter[tuple[str, ...]] = field(default_factory=Counter)  # the same, by outcome and known reason
     _line_at: Seconds = 0.0
     _work_bytes: float = 0.0  # since gossip was asked for
     _exchange_bytes: float = 0.0  # of it, that of exchanges which we have asked for
@@ -38,7 +54,9 @@ class TrafficCounter:
             self.sent_bytes += len(effect.envelope.blob)
             self._work_bytes += len(effect.envelope.blob)
         elif isinstance(effect, Log) and effect.event == "exchange":
-            self.exchanges[effect.fields["outcome"]] += 1
+            outcome, reason = effect.fields["outcome"], effect.fields["reason"]
+            self.exchanges[outcome] += 1
+            self.reasons[outcome, known_reason(reason)] += 1
 
     def gossip(self) -> GossipTraffic:
         """What exchanges had of the traffic since the last time. As many ask us as we ask; more is not gossip."""

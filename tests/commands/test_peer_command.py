@@ -15,6 +15,7 @@ from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import OwnInputs
+from decentral.invitation_files import FounderFile
 from decentral.state import StateFolder
 from tests.commands.played_swarm import PlayedSwarm
 
@@ -103,13 +104,33 @@ def test_a_damaged_identity(capfd: pytest.CaptureFixture[str], folder: Path) -> 
 
 
 @pytest.mark.swarm
-@pytest.mark.parametrize("flags", [["default"], ["--set", "seed=2"]])
+@pytest.mark.parametrize("flags", [["small"], ["--set", "seed=2"]])
 def test_a_state_folder_whose_run_is_settled(capfd: pytest.CaptureFixture[str], folder: Path, flags: list[str]) -> None:
     folder.mkdir()
     StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
     said = refusal(capfd, folder, *flags)
     assert "belongs to run gpt-3fa2c1" in said
     assert "leave CONFIG and --set out" in said
+
+
+@pytest.mark.swarm
+def test_the_line_that_began_a_run_may_be_given_again(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    """It gets as far as the memory, which is too little."""
+    folder.mkdir()
+    line = ["small", "--set", "seed=2", "--private"]
+    FounderFile.create(folder, "gpt")
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.load("small", ["seed=2"]))
+    assert "smallest part of this model" in refusal(capfd, folder, *line, "--memory", "1KB")
+
+
+@pytest.mark.swarm
+def test_a_peer_that_was_in_the_swarm_starts_where_join_does_not_answer(
+    capfd: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    join = ["--join", f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.load_or_create(folder / 'other').peer}"]
+    assert "check the address" in refusal(capfd, folder, *join)
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
+    assert "smallest part of this model" in refusal(capfd, folder, *join, "--memory", "1KB")
 
 
 @pytest.mark.swarm

@@ -77,6 +77,15 @@ def test_a_value_that_json_does_not_know_is_written_as_text(path: Path) -> None:
     assert [entry["folder"] for entry in read(path)] == ["/state"]
 
 
+def test_a_tail_that_skips_gives_only_what_comes_later(path: Path) -> None:
+    write(path, "started", "joined")
+    tail = Tail(path)
+    tail.skip()
+    assert list(tail.new()) == []
+    write(path, "step")
+    assert [line["event"] for line in tail.new()] == ["step"]
+
+
 def test_a_tail_gives_each_line_once(path: Path) -> None:
     tail = Tail(path)
     assert list(tail.new()) == []

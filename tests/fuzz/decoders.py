@@ -17,7 +17,7 @@ from hivemind.dht.validation import DHTRecord
 
 from decentral.checks import running_peer
 from decentral.comm.gossip.token_claims import TokenClaims
-from decentral.comm.net import libp2p, libp2p_services
+from decentral.comm.net import libp2p, libp2p_directory, libp2p_services
 from decentral.comm.rounds import contributions
 from decentral.comm.wire import blobs, codec, identity, messages
 from decentral.comm.wire.messages import RoundMember
@@ -124,7 +124,7 @@ def dht_record(data: bytes) -> None:
     """What our node of the DHT is asked to store: a byte for the length of the subkey, the subkey, the value."""
     size = data[0] if data else 0
     record = DHTRecord(DHT_KEY, data[1 : 1 + size], data[1 + size :], NOW + 60)
-    assert libp2p.SignedRecords([KEY], lambda: NOW).validate(record) in (True, False)
+    assert libp2p_directory.SignedRecords([KEY], lambda: NOW).validate(record) in (True, False)
 
 
 DHT_KEY: bytes = DHTID.generate(source=KEY).to_bytes()

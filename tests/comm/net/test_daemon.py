@@ -12,8 +12,9 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
 
-from decentral.comm.net import libp2p
-from decentral.comm.net.libp2p import HivemindDirectory, Libp2p
+from decentral.comm.net import libp2p, libp2p_directory
+from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.messages import Ping, Pong
@@ -102,7 +103,7 @@ def test_a_newcomer_sees_how_far_another_peers_clock_is_ahead_of_its_own(tmp_pat
 
 def test_a_wall_clock_that_jumps_makes_no_record_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, now = Identity.load_or_create(tmp_path / "key"), time.time()
-    valid = libp2p.SignedRecords([KEY], lambda: now)
+    valid = libp2p_directory.SignedRecords([KEY], lambda: now)
     sealed = own.seal(KEY, b"body", now + 60.0)
     record = DHTRecord(
         DHTID.generate(source=KEY).to_bytes(),

@@ -15,7 +15,8 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 
 from decentral.comm.net.fair_shares import MAX_STREAMS
-from decentral.comm.net.libp2p import PROTOCOL, HivemindDirectory, Libp2p, SignedRecords
+from decentral.comm.net.libp2p import PROTOCOL, Libp2p
+from decentral.comm.net.libp2p_directory import HivemindDirectory, SignedRecords
 from decentral.comm.net.virtual_directory import Records, VirtualDirectory
 from decentral.comm.net.virtual_network import Network
 from decentral.comm.wire import blobs, codec

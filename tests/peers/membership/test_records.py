@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.core.errors import ProtocolError, UserError
+from decentral.core.ids import SUFFIX_CHARS
 from decentral.peers.membership import records
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.records import PeerRecord, Profile, Standing
 
 RECORD = PeerRecord("gpt-3fa2c1", 1.7e9, ("/ip4/1.2.3.4/tcp/1",), Profile("cpu", 1 << 34, 1e12, 1e4), 0, 4, 7, 8, 512)
 WRONG: list[tuple[str, Any]] = [
@@ -101,7 +102,10 @@ def largest() -> PeerRecord:
     kept = ((1 << 19, (1 << 62) - 1),) * records.MOST_KEPT
     addresses = ("/" * records.ADDRESS_CHARS,) * records.MOST_ADDRESSES
     most = (1 << 62) - 1
-    return PeerRecord("r" * 64, 1e10, addresses, profile, 7, 1 << 19, most, most, most, most, "training", 1e17, kept)
+    links = (("~" * SUFFIX_CHARS, most, most),) * records.MOST_RECORDED_LINKS
+    standing = Standing(-records.MOST_LOSS, records.MOST_LOSS, (1000,) * 16, (most, most, most), most, most, links)
+    at = 7, 1 << 19, most, most, most, most
+    return PeerRecord("r" * 64, 1e10, addresses, profile, *at, "training", 1e17, kept, standing)
 
 
 def test_the_largest_record_fits_and_a_larger_body_is_refused_before_it_is_parsed() -> None:
@@ -110,6 +114,37 @@ def test_the_largest_record_fits_and_a_larger_body_is_refused_before_it_is_parse
     assert records.unpack(body) == largest()
     with pytest.raises(ProtocolError, match="oversize"):
         records.unpack(b"\xc1" * (records.MAX_BODY_BYTES + 1))
+
+
+def test_a_record_says_how_training_goes_in_a_fifth_of_a_kilobyte() -> None:
+    links = tuple(("abcdefgh", 1_250_000 + number, 80) for number in range(records.MOST_RECORDED_LINKS))
+    standing = Standing(1.734, 1.802, (978, 2, 0, 9, 0, 11), (16_200, 190, 12), 32_600_000_000, 23_400_000_000, links)
+    record = dataclasses.replace(RECORD, standing=standing)
+    assert records.unpack(records.pack(record)).standing == standing
+    assert len(records.pack(record)) - len(records.pack(RECORD)) < 220
+
+
+def test_a_record_that_does_not_say_how_training_goes_is_valid() -> None:
+    fields = msgpack.unpackb(records.pack(RECORD))
+    del fields["standing"]
+    assert records.unpack(msgpack.packb(fields)) == RECORD
+
+
+@pytest.mark.parametrize(
+    "standing",
+    [
+        *([float("nan")], [1e7], [None, float("inf")], [1.0, 1.0, [1001]], [1.0, 1.0, [-1]], [1.0, 1.0, [1] * 17]),
+        *([1.0, 1.0, [], [1, 2]], [1.0, 1.0, [], [1, 2, -3]], [1.0, 1.0, [], [1, 2, 3], -1], "text", 5, {"loss": "x"}),
+        [None, None, [], [0, 0, 0], 0, 0, [["123456789", 0, 0]]],
+        [None, None, [], [0, 0, 0], 0, 0, [["\x1b[2J", 0, 0]]],
+        [None, None, [], [0, 0, 0], 0, 0, [["abcdefgh", 0, 0]] * 9],
+        [None, None, [], [0, 0, 0], 0, 0, [], 1],
+    ],
+)
+def test_a_record_that_says_it_out_of_bounds_is_refused(standing: object) -> None:
+    fields = msgpack.unpackb(records.pack(RECORD)) | {"standing": standing}
+    with pytest.raises(ProtocolError):
+        records.unpack(msgpack.packb(fields))
 
 
 def test_an_own_record_that_others_would_refuse_is_an_error_at_home() -> None:

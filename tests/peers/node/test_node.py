@@ -35,7 +35,7 @@ from decentral.core import jobs
 from decentral.core.config import Config, GossipConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Section
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag
@@ -515,3 +515,19 @@ def test_a_speed_that_was_not_measured_is_told_by_the_first_steps_and_published(
     played.pass_time(0.1)
     assert played.node.setup.profile.tokens_per_s == pytest.approx(1000.0)
     assert any(isinstance(effect, Announce) for effect in played.effects)
+
+
+def test_a_node_s_record_and_its_journal_say_how_its_training_goes() -> None:
+    played = Played("pull", "training")
+    partner = played.known.peer
+    played.node.meter.saw(partner, 1.0, 0.05, 0, 1 << 20)
+    played.node.traffic.exchanges.update({"done": 3, "failed": 1})
+    spent = TimeSpent(training=9.0, gossip=1.0)
+    played.deliver(jobs.Stepped(1, 1, 256, 2.5, spent, 1))
+    played.node.progress.held_out = 1e9  # no loss that a valid record could tell
+    standing = played.node.own_record.compose("training", played.now).standing
+    assert (standing.loss, standing.held_out, standing.shares[:2]) == (2.5, None, (900, 100))
+    assert standing.exchanges == (3, 0, 1)
+    assert standing.links[0][0] == partner[-8:]
+    (line,) = [one for one in played.effects if isinstance(one, Log) and one.event == "status"]
+    assert (line.fields["first"], line.fields["last"], line.fields["window_s"]) == (0, 3, 1.0)

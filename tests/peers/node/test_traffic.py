@@ -22,7 +22,7 @@ def test_blobs_of_questions_and_replies_and_all_bytes_of_answers_count() -> None
 def test_exchanges_are_counted_by_their_outcome() -> None:
     traffic = TrafficCounter()
     for outcome in ("done", "failed", "done"):
-        traffic.emitted(log("exchange", outcome=outcome))
+        traffic.emitted(log("exchange", outcome=outcome, reason=""))
     traffic.emitted(log("eval", outcome="done"))
     assert traffic.exchanges == {"done": 2, "failed": 1}
 

@@ -1,0 +1,49 @@
+"""decentral COMMAND ...: all commands under one name, beside `python -m decentral.COMMAND`.
+
+Only the chosen command is imported: to list them, or to say the version, loads no torch.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from decentral import __version__, command
+from decentral.command_table import COMMANDS
+from decentral.core.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"decentral {__version__}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        return command.run(lambda: _unknown(arguments[0]))
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: os._exit(0))  # there is nothing to save while the libraries load
+    chosen = import_module(f"decentral.{arguments[0]}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    code: int = chosen.main(arguments[1:])
+    return code
+
+
+def overview() -> str:
+    """What there is, a line each."""
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:{width}}  {one.does}" for name, one in COMMANDS.items())
+    head = f"decentral {__version__}: one model, trained together on unequal devices in different places"
+    return "\n".join([head, "", "usage: decentral COMMAND ...", "", *lines, "", "decentral COMMAND --help says more."])
+
+
+def _unknown(name: str) -> None:
+    raise UserError(f"expected a command, one of {', '.join(COMMANDS)}; got {name!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

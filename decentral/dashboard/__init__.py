@@ -1,0 +1,1 @@
+"""The live page: a swarm as a person wants to see it, in a browser, from journals, a peer, a visit or the simulator."""

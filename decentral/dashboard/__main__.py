@@ -1,0 +1,107 @@
+"""python -m decentral.dashboard: a swarm in a browser, live or from what its journals keep.
+
+    python -m decentral.dashboard --join ADDR        a live swarm, as a visitor
+    python -m decentral.dashboard DIR                the journals of one peer, or of all in a folder of state folders
+
+`decentral.peer --dashboard`, `decentral.local --dashboard` and `decentral.simulate --dashboard` start this command as a
+process of their own, so that what serves browsers takes nothing from what trains.
+"""
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+from decentral import command
+from decentral.core.errors import UserError
+from decentral.dashboard.address import HERE, PageAddress, link
+from decentral.dashboard.follow import PageFollower
+from decentral.dashboard.sources import JournalFolder, LineSource, ParentFeed
+
+NICENESS = 5  # of a page that a peer has started: what trains goes first, and the page is served all the same
+LAST_UPDATE_S = 2.0  # in which browsers get the last update
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.run(lambda: _main(parse(argv)))
+
+
+def _main(flags: argparse.Namespace) -> None:
+    if flags.feed is not None:
+        with suppress(OSError):
+            os.nice(NICENESS)
+    with socket.socket(fileno=flags.socket) if flags.socket is not None else flags.address.bind() as listening:
+        if flags.feed is None:
+            print(f"the page: {link(listening)}", flush=True)
+        with suppress(asyncio.CancelledError):
+            asyncio.run(_serve(flags, listening))
+
+
+async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
+    """Until Ctrl-C, or until the process that has started this one ends."""
+    import uvicorn
+
+    from decentral.dashboard.server import Updates, application
+
+    async with AsyncExitStack() as stack:
+        sources: list[LineSource] = [JournalFolder(Path(flags.folder))] if flags.folder else []
+        if flags.feed is not None:
+            sources.append(ParentFeed(flags.feed))
+        if flags.join:
+            sources.append(await stack.enter_async_context(_visitor(flags)))
+        follower = PageFollower(sources, time.time)
+        updates = Updates(follower.view)
+        settings = uvicorn.Config(
+            application(updates, _names(flags.address)), log_level="warning", access_log=False, lifespan="off",
+            timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        server = uvicorn.Server(settings)
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        following = asyncio.create_task(follower.run(updates.publish))
+        await asyncio.wait((serving, following), return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            await asyncio.wait((serving,), timeout=LAST_UPDATE_S)
+        server.should_exit = True
+        following.cancel()
+        await serving
+        if following.done() and not following.cancelled() and (error := following.exception()) is not None:
+            raise error
+
+
+@asynccontextmanager
+async def _visitor(flags: argparse.Namespace) -> AsyncIterator[LineSource]:
+    """Loaded only where it is needed: libp2p takes a second, and a process of its own."""
+    from decentral.dashboard.visitor import visiting
+
+    async with visiting(flags.join, flags.invite) as visitor:
+        yield visitor
+
+
+def _names(address: PageAddress) -> frozenset[str]:
+    return frozenset({address.host.lower()}) - {HERE}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.Parser(prog="python -m decentral.dashboard", description="A swarm, in a browser.")
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="state folder of a peer, or a folder of such")
+    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer to look from")
+    parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
+    parser.add_argument("--at", default=None, metavar="[HOST:]PORT", help="where to serve; default 127.0.0.1:8420")
+    parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)  # a socket that listens already
+    parser.add_argument("--feed", type=int, help=argparse.SUPPRESS)  # what the process that starts this one writes
+    flags = parser.parse_args(argv)
+    flags.address = PageAddress.parse(flags.at) if flags.at else PageAddress()
+    if not (flags.folder or flags.join or flags.feed is not None):
+        raise UserError("expected --join ADDR of a live peer, or the folder of a peer's journal")
+    if flags.folder and not Path(flags.folder).is_dir():
+        raise UserError(f"{flags.folder} is no folder; give the state folder of a peer, or a folder of such")
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Where the page's lines come from: journals on this machine, a parent process, or both.
+
+A source has `lines()`: what is new since the last call, as (peer, line) in the order of the lines' times. All that a
+journal has is taken once, so the page shows history from before it was opened.
+
+Beside a journal's own lines there are three that sources make:
+
+    now      {"t"}                                virtual time, and the last time that there is
+    facts    {"t", "facts"}                       what is known of the run, where no state folder says it
+    missed   {"t", "peer", "reason", "certain"}   somebody does not reach this peer; certain: its process has ended
+    place    {"t", "peer", "device", "region", "throttle"}   what and where a peer is, where no journal says it
+    record   {"t", "peer", ...}                   what a peer's record in the DHT says (record_lines.py)
+"""
+
+import heapq
+import os
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from decentral.core import strict_json, swarm_config
+from decentral.core.errors import UserError
+from decentral.core.journal import Tail
+from decentral.core.plain_text import plain_text
+from decentral.core.units import KiB, MiB
+
+Told = tuple[str, dict[str, Any]]  # the peer whose line it is, and the line
+JOURNAL = "journal.jsonl"
+MOST_JOURNALS = 4096
+MOST_LINE_BYTES = 256 * KiB  # from a parent process; a longer line is skipped
+READ_BYTES = 1 * MiB  # from a parent process at once
+
+
+class LineSource(Protocol):
+    """Lines about the swarm, and whether there can be more."""
+
+    def lines(self) -> Iterator[Told]: ...
+
+    @property
+    def over(self) -> bool: ...
+
+
+class FollowedJournal:
+    """One journal: whose it is, as its first line says, and whether the process that writes it has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail, self._peer, self._t = Tail(path), "", 0.0
+        self._lock = path.parent / "lock"
+        self._unlocked: int | None = None  # for so many looks nobody has had the lock; None: nobody ever had
+
+    def lines(self, locks: Collection[int]) -> Iterator[Told]:
+        """`locks`: those that processes had when the look began. A process is said to have ended at the second look
+        without its lock, when all that it wrote was read, and those who know more have said it."""
+        if self._inode() in locks:
+            self._unlocked = 0
+        elif self._unlocked is not None:
+            self._unlocked += 1
+        for line in self._tail.new():
+            self._t = _time(line)
+            if line["event"] in ("started", "continued"):
+                self._peer = str(line.get("peer", ""))
+            if self._peer:
+                yield self._peer, line
+        if self._unlocked == 2 and self._peer:
+            why = {"reason": "its process is gone", "certain": True}
+            yield self._peer, {"t": self._t, "event": "missed", "peer": self._peer, **why}
+
+    def _inode(self) -> int:
+        try:
+            return self._lock.stat().st_ino
+        except OSError:
+            return 0
+
+
+class JournalFolder:
+    """The journals of a peer's state folder, or of all state folders in a folder; new ones are found as they come."""
+
+    over = False  # a peer may go on at any time
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._followed: dict[Path, FollowedJournal] = {}
+
+    def lines(self) -> Iterator[Told]:
+        locks = locked_files()
+        for journal in self._journals():
+            if journal not in self._followed and len(self._followed) < MOST_JOURNALS:
+                self._followed[journal] = FollowedJournal(journal)
+        each = (followed.lines(locks) for followed in self._followed.values())
+        return heapq.merge(*each, key=lambda told: _time(told[1]))
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of the run, from the first state folder that has its config; {} if none has."""
+        for journal in self._journals():
+            with suppress(OSError, ValueError, KeyError, TypeError, UserError):
+                kept = strict_json.loads((journal.parent / "run.json").read_text())
+                return {"run": plain_text(str(kept["run"])), **swarm_config.received(kept["config"]).facts()}
+        return {}
+
+    def _journals(self) -> list[Path]:
+        own = self.path / JOURNAL
+        return [own] if own.exists() else sorted(self.path.glob(f"*/{JOURNAL}"))
+
+
+class ParentFeed:
+    """What the process that has started this one writes: a JSON array [peer, line] in each line of text."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._rest, self.over = descriptor, b"", False
+        os.set_blocking(descriptor, False)
+
+    def lines(self) -> Iterator[Told]:
+        """At most READ_BYTES of them; `over` once the parent has closed its end."""
+        try:
+            data = os.read(self._descriptor, READ_BYTES)
+        except BlockingIOError:
+            return
+        self.over = not data
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MOST_LINE_BYTES:
+            self._rest = b""
+        for text in whole:
+            with suppress(ValueError):
+                match strict_json.loads(text):
+                    case [str(peer), dict(line)]:
+                        yield peer, line
+
+
+def locked_files() -> frozenset[int]:
+    """The inodes of files that processes have locked, where the system tells (Linux). Nothing is locked to find out: a
+    peer that starts at that moment would find its folder in use."""
+    try:
+        rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
+        return frozenset(int(row[5].rsplit(":", 1)[1]) for row in rows if row[1:2] == ["FLOCK"])
+    except (OSError, ValueError, IndexError):
+        return frozenset()
+
+
+def _time(line: dict[str, Any]) -> float:
+    t = line.get("t")
+    return t if isinstance(t, int | float) else 0.0

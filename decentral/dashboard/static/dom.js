@@ -1,0 +1,41 @@
+// Elements are made here and nowhere else: whatever a peer has chosen becomes text, never markup.
+
+export const $ = (id) => document.getElementById(id);
+
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") element.className = value;
+    else if (name === "color") element.style.background = value;
+    else if (name === "on") element.addEventListener("click", value);
+    else if (value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null).map((child) => (child instanceof Node ? child : String(child))));
+  return element;
+}
+
+export function fill(element, ...children) {
+  element.replaceChildren(...children.filter((child) => child !== null));
+}
+
+// Names and values; a value that is not known is left out.
+export function pairs(entries) {
+  return make("dl", { class: "pairs" }, ...entries.filter(([, value]) => value !== "–").flatMap(([name, value, color]) => [
+    make("dt", {}, color ? make("i", { color }) : null, name),
+    make("dd", {}, value),
+  ]));
+}
+
+// A bar of shares. `parts`: [name, share, colour]; the shares add up to one at most.
+export function split(parts, wide = false) {
+  const words = parts.filter(([, share]) => share >= 0.005).map(([name, share]) => `${name} ${(share * 100).toFixed(0)}%`);
+  const bar = make("div", { class: wide ? "split wide" : "split", role: "img", "aria-label": words.join(", "), title: words.join(", ") });
+  for (const [, share, color] of parts) {
+    const piece = make("span", { color });
+    piece.style.width = `${share * 100}%`;
+    bar.append(piece);
+  }
+  return bar;
+}
+
+export const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

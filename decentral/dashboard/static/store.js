@@ -1,0 +1,57 @@
+// The swarm as the server tells it: everything first, then what has changed.
+
+import { short } from "./format.js";
+
+const EVENTS = 300;
+
+export const swarm = {
+  facts: {}, totals: {}, plan: {}, problems: [], peers: new Map(), links: new Map(), events: [],
+  timeline: { begin: null, width_s: 1, series: {} }, now: 0, row: [], link_row: [], kinds: [], outcomes: [],
+};
+
+export function everything(told) {
+  swarm.peers.clear();
+  swarm.links.clear();
+  swarm.events = [];
+  swarm.timeline = { begin: null, width_s: 1, series: {} };
+  for (const name of ["row", "link_row", "kinds", "outcomes"]) swarm[name] = told[name];
+  changes(told);
+}
+
+export function changes(told) {
+  for (const name of ["facts", "totals", "plan", "problems", "now", "uncounted"]) swarm[name] = told[name];
+  for (const row of told.peers) {
+    const peer = named(swarm.row, row);
+    peer.short = short(peer.peer);
+    peer.live = peer.state === "training" || peer.state === "joining";
+    swarm.peers.set(peer.number, peer);
+  }
+  for (const row of told.links) {
+    const link = named(swarm.link_row, row);
+    const key = `${link.low}-${link.high}`;
+    swarm.links.delete(key); // so that it becomes the newest
+    swarm.links.set(key, link);
+  }
+  for (const key of [...swarm.links.keys()].slice(0, Math.max(0, swarm.links.size - 1000))) swarm.links.delete(key);
+  const newest = swarm.events.at(-1)?.[0] ?? 0;
+  swarm.events = [...swarm.events, ...told.events.filter((event) => event[0] > newest)].slice(-EVENTS);
+  grow(told.timeline);
+}
+
+// The buckets from `first` on are new; those before stay, unless the grid has become coarser.
+function grow(told) {
+  const known = swarm.timeline;
+  const series = {};
+  for (const [name, values] of Object.entries(told.series)) {
+    const before = told.first ? known.series[name] ?? [] : [];
+    series[name] = [...before.slice(0, told.first), ...Array(Math.max(0, told.first - before.length)).fill(null), ...values];
+  }
+  swarm.timeline = { begin: told.begin, width_s: told.width_s, series };
+}
+
+function named(names, values) {
+  return Object.fromEntries(names.map((name, at) => [name, values[at]]));
+}
+
+export const peers = () => [...swarm.peers.values()];
+export const label = (number) => swarm.peers.get(number)?.short ?? "?";

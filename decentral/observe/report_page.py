@@ -1,0 +1,190 @@
+"""One page about a run, which opens from a disk without any request: the charts, tables and events of its journals.
+
+The page has no script, and its policy forbids every request. Colours follow the reader's choice of light or dark.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+
+from decentral.core.time_spent import KINDS
+from decentral.core.units import readable_bytes, readable_number
+from decentral.observe.report_charts import RunCharts, reasons_of, time_unit
+from decentral.observe.run_history import OUTCOMES, PeerHistory, RunHistory
+from decentral.observe.svg_chart import Ink, shown
+
+MOST_SHOWN = 300  # events, the latest
+
+STYLE = """
+:root { color-scheme: light dark; --back: #fff; --fore: #1c2430; --dim: #667085; --grid: #e6e9ee; --l: 42%; --s: 68%;
+  --ok: #2f7d5b; --warn: #c58a00; --bad: #c2403a; --blue: #2f6fb3; --violet: #7a52b3; --grey: #9aa3af; }
+@media (prefers-color-scheme: dark) {
+  :root { --back: #12161c; --fore: #e4e8ee; --dim: #97a1b0; --grid: #262d37; --l: 66%; --s: 62%;
+    --ok: #54b98b; --warn: #e0b040; --bad: #ef7b73; --blue: #6aa9e9; --violet: #b093ea; --grey: #6b7686; }
+}
+body { background: var(--back); color: var(--fore); font: 15px/1.5 system-ui, sans-serif; max-width: 860px;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; margin: 0; }
+h2 { font-size: 1.05rem; margin: 2.2rem 0 .2rem; }
+p { margin: .2rem 0 .6rem; color: var(--dim); }
+svg { width: 100%; height: auto; display: block; }
+table { border-collapse: collapse; width: 100%; font-size: .82rem; font-variant-numeric: tabular-nums; }
+th { text-align: left; font-weight: 500; color: var(--dim); }
+th, td { padding: .2rem .6rem .2rem 0; vertical-align: top; border-bottom: 1px solid var(--grid); }
+.number { text-align: right; white-space: nowrap; }
+.wide { overflow-x: auto; }
+.facts { display: flex; flex-wrap: wrap; gap: .3rem 2rem; margin: .8rem 0; }
+.facts b { display: block; font-size: 1.25rem; font-weight: 600; }
+.facts span { color: var(--dim); font-size: .85rem; }
+.key { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin-right: .35em;
+  background: var(--ink); }
+.legend span { margin-right: 1.1rem; white-space: nowrap; }
+.hue { --ink: hsl(var(--h) var(--s) var(--l)); }
+.crowd, .gossip, .sent { --ink: var(--blue); }
+.training, .done { --ink: var(--ok); }
+.checkpoint, .received { --ink: var(--violet); }
+.evaluation, .solo { --ink: var(--warn); }
+.state { --ink: var(--fore); }
+.waiting { --ink: var(--grey); }
+.failed { --ink: var(--bad); }
+.line { fill: none; stroke: var(--ink); stroke-width: 1.6; stroke-linejoin: round; }
+.held-out .line { stroke-dasharray: 2 3; }
+.crowd .line { stroke-opacity: .35; }
+circle, .bar, .area { fill: var(--ink); }
+.area { fill-opacity: .8; }
+.joining .bar { fill-opacity: .35; }
+.axis, .tick, .grid { stroke: var(--grid); }
+.text { font-size: 11px; fill: var(--dim); }
+text.hue { fill: var(--ink); }
+"""
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def page_of(run: RunHistory) -> str:
+    """The whole page as text."""
+    charts = RunCharts(run)
+    name = ", ".join(dict.fromkeys(peer.run for peer in run.peers if peer.run)) or "a run"
+    parts = [
+        f"<h1>{shown(name)}</h1>",
+        _facts(run),
+        _chart(
+            "Loss over time", "Training loss of each peer; dotted, with points: held-out loss.", charts.loss_over_time()
+        ),
+        _chart("Loss over tokens", "The same, over the tokens of all peers together.", charts.loss_over_tokens()),
+        _chart("Throughput", "Tokens per second, the peers on top of one another.", charts.throughput()),
+        _chart(
+            "Account of time", _legend(KINDS) + "The figure at the right is training's share.", charts.account_of_time()
+        ),
+        _chart("Who was there when", "Paler while it joined; ✕ where it was killed.", charts.presence()),
+        _chart("Exchanges", _legend(OUTCOMES) + "in each stretch of time.", charts.exchanges()),
+        _reasons(run),
+        _chart("Bytes", "What all peers together sent and received.", charts.traffic()),
+        "<h2>Peers</h2>",
+        _peers(charts),
+        _events(run),
+    ]
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    head += '<meta name="viewport" content="width=device-width">'
+    return (
+        f"<!doctype html><html lang=en><head>{head}<title>{shown(name)}</title><style>{STYLE}</style></head><body>"
+        + ("\n".join(parts) + "</body></html>\n")
+    )
+
+
+def _chart(title: str, words: str, svg: str) -> str:
+    return f"<h2>{title}</h2><p>{words}</p>{svg}"
+
+
+def _legend(names: Iterable[str]) -> str:
+    keys = (f'<span class="{name}"><i class="key"></i>{name}</span>' for name in names)
+    return f'<span class="legend">{"".join(keys)}</span>'
+
+
+def _facts(run: RunHistory) -> str:
+    seconds = max(1e-3, run.last - run.began)
+    unit, name = time_unit(seconds)
+    held_out = [peer.held_out.value[-1] for peer in run.peers if peer.held_out.value]
+    facts = {
+        "peers": f"{len(run.peers)}",
+        name: f"{seconds / unit:.3g}",
+        "tokens": readable_number(run.tokens),
+        "tokens/s": readable_number(run.tokens / seconds),
+        "best last held-out loss": f"{min(held_out):.3f}" if held_out else "-",
+    }
+    shown_facts = "".join(
+        f"<div><b>{shown(value)}</b><span>{shown(name)}</span></div>" for name, value in facts.items()
+    )
+    bad = sum(peer.bad for peer in run.peers)
+    began = datetime.fromtimestamp(run.began, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    warning = f" {bad} lines of the journals could not be read." if bad else ""
+    return f'<p>{began}, by the journals of its peers.{warning}</p><div class="facts">{shown_facts}</div>'
+
+
+def _reasons(run: RunHistory) -> str:
+    rows = [
+        (outcome, reason or "-", f"{count:,}")
+        for (outcome, reason), count in sorted(reasons_of(run).items(), key=lambda item: -item[1])
+    ]
+    return _table(("outcome", "reason", "exchanges"), rows[:40], numbers=(2,))
+
+
+def _peers(charts: RunCharts) -> str:
+    names = (
+        "peer",
+        "device",
+        "throttle",
+        "lives",
+        "tokens",
+        "tokens/s",
+        "training",
+        "done/solo/failed",
+        "sent",
+        "received",
+    )
+    rows = [_peer(peer) for peer in charts.run.peers]
+    return _table((*names, "loss"), rows, range(2, 11), [ink for _, ink in charts.inks()])
+
+
+def _peer(peer: PeerHistory) -> tuple[str, ...]:
+    tokens = peer.total(peer.tokens)
+    return (
+        peer.name,
+        peer.device,
+        f"{peer.throttle:g}",
+        f"{len(peer.lives)}",
+        readable_number(tokens),
+        readable_number(tokens / peer.lived_s) if peer.lived_s else "-",
+        f"{peer.shares()['training']:.1%}",
+        "/".join(f"{len(peer.exchanges[outcome])}" for outcome in OUTCOMES),
+        readable_bytes(peer.total(peer.sent)),
+        readable_bytes(peer.total(peer.received)),
+        f"{peer.losses.value[-1]:.3f}" if peer.losses.value else "-",
+    )
+
+
+def _events(run: RunHistory) -> str:
+    found = sorted((t, peer.name, event, said) for peer in run.peers for t, event, said in peer.events)
+    if not found:
+        return ""
+    rows = [(f"{t - run.began:.1f} s", name, event, said) for t, name, event, said in found[-MOST_SHOWN:]]
+    earlier = f"<p>The last {MOST_SHOWN} of {len(found)}.</p>" if len(found) > MOST_SHOWN else ""
+    return f"<h2>Plans, moves and troubles</h2>{earlier}" + _table(("at", "peer", "event", ""), rows)
+
+
+def _table(
+    names: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = (), inks: Sequence[Ink] = ()
+) -> str:
+    """`numbers`: the columns that are aligned as such. `inks`: of the rows, a coloured mark before each."""
+    right = set(numbers)
+
+    def cells(tag: str, row: Sequence[str], mark: str = "") -> str:
+        parts = (
+            f"<{tag}{' class=number' if column in right else ''}>{mark if column == 0 else ''}{shown(text)}</{tag}>"
+            for column, text in enumerate(row)
+        )
+        return f"<tr>{''.join(parts)}</tr>"
+
+    marks = [f'<i {ink.attributes()}><b class="key"></b></i>' for ink in inks]
+    body = (cells("td", row, mark) for row, mark in itertools.zip_longest(rows, marks, fillvalue="") if row)
+    return f'<div class="wide"><table>{cells("th", names)}{"".join(body)}</table></div>'

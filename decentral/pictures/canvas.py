@@ -1,0 +1,104 @@
+"""What all pictures share: matplotlib where it is installed, colours, and how speeds and names are written."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from decentral.core.errors import UserError
+from decentral.core.plain_text import printable
+
+INK, DIM, PALE = "#1c2430", "#667085", "#d5dae1"  # of texts and lines
+RED = "#c0342c"  # of what decides how long it takes
+USED = "#4a7fb5"  # of links that carry something
+NAME_CHARS = 18  # of a name in a picture
+
+
+@contextmanager
+def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100) -> Iterator[Any]:
+    """A matplotlib figure, which is written to the file when the block ends. The suffix says in which format.
+
+    Raises UserError without matplotlib, and where the file cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install 'decentral[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style: dict[Any, Any] = {
+        "text.parse_math": False,
+        "text.color": INK,
+        "axes.labelcolor": DIM,
+        "axes.edgecolor": PALE,
+    }
+    style |= {"xtick.color": DIM, "ytick.color": DIM, "axes.spines.top": False, "axes.spines.right": False}
+    style |= {"svg.fonttype": "none"}  # text stays text
+    with matplotlib.rc_context(style):  # math is off, as a region's name may have dollar signs
+        figure = pyplot.figure(figsize=(width_in, height_in))
+        try:
+            yield figure
+            _save(figure, file, dpi)
+        finally:
+            pyplot.close(figure)
+
+
+def _save(figure: Any, file: str | Path, dpi: int) -> None:
+    try:
+        figure.savefig(file, dpi=dpi, facecolor="white")
+    except OSError as error:
+        raise UserError(f"--plot {file}: {error.strerror}; choose a place that can be written") from None
+    except ValueError as error:  # matplotlib does not know the suffix
+        raise UserError(f"--plot {file}: {error}") from None
+
+
+def colours(count: int) -> list[tuple[float, float, float]]:
+    """So many light colours, on which dark text can be read. Neighbours in the list are far apart (golden angle)."""
+    from colorsys import hls_to_rgb
+
+    return [hls_to_rgb((0.58 + 0.381966 * number) % 1.0, 0.82 - 0.07 * (number % 2), 0.6) for number in range(count)]
+
+
+def short_name(peer: str, region: str) -> str:
+    """What tells a peer from the others where its region's name stands beside it."""
+    own = peer.removeprefix(f"{region}-") or peer
+    return printable(own[-6:] if own.startswith(("Qm", "12D3")) else own, NAME_CHARS)
+
+
+def full_name(peer: str) -> str:
+    return printable(peer[-6:] if peer.startswith(("Qm", "12D3")) else peer, NAME_CHARS)
+
+
+def speed_text(bytes_per_s: float) -> str:
+    """`694 Mb/s`, as links are sold."""
+    bits = bytes_per_s * 8
+    for unit, name in ((1e9, "Gb/s"), (1e6, "Mb/s"), (1e3, "kb/s")):
+        if bits >= unit:
+            return f"{bits / unit:.3g} {name}"
+    return f"{bits:.0f} b/s"
+
+
+def link_text(bytes_per_s: float, delay_s: float) -> str:
+    return f"{speed_text(bytes_per_s)}, {delay_s * 1e3:.3g} ms"
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.3g} ms"
+
+
+def heading(figure: Any, text: str, below: str) -> float:
+    """Writes what the picture says, and smaller what it is of; gives the height that this leaves, as a part of all."""
+    width, height = figure.get_size_inches()
+    lines = textwrap.wrap(printable(text, 300), int((width - 0.4) / 0.105))
+    figure.text(0.2 / width, 1 - 0.15 / height, "\n".join(lines), fontsize=12.5, va="top")
+    used = 0.25 + 0.24 * len(lines)
+    figure.text(0.2 / width, 1 - used / height, printable(below, 300), fontsize=8.5, color=DIM, va="top")
+    return float(1 - (used + 0.55) / height)
+
+
+def counted(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} +{len(names) - most}"

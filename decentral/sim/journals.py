@@ -1,0 +1,47 @@
+"""Journals of simulated peers on the disk, in the form of real ones, so that what reads these reads them too."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decentral.core import strict_json
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId
+from decentral.core.machine import Log
+from decentral.core.units import Seconds
+from decentral.sim.swarm import SimulatedSwarm
+
+
+@dataclass(slots=True)
+class SimulatedJournals:
+    """A Watch (run.py) that keeps the lines of all peers, and appends them to `peer-N/journal.jsonl` at each sample."""
+
+    folder: Path
+    _swarm: SimulatedSwarm | None = None
+    _lives: dict[PeerId, int] = field(default_factory=dict)  # whose start stands in the journal
+    _lines: dict[PeerId, list[str]] = field(default_factory=dict)  # since the last sample
+
+    def begins(self, swarm: SimulatedSwarm) -> None:
+        self._swarm = swarm
+
+    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        assert self._swarm is not None
+        member = self._swarm.by_peer[peer]
+        lines = self._lines.setdefault(peer, [])
+        if self._lives.get(peer) != member.lives:  # what only a real peer's command writes
+            self._lives[peer] = member.lives
+            facts = {"peer": peer, "run": "simulated", "addresses": [], "device": "simulated", "kernels": ""}
+            throttle = self._swarm.settings.throttles[member.number % len(self._swarm.settings.throttles)]
+            lines.append(strict_json.dumps({"t": t, "event": "started", **facts, "throttle": throttle}))
+        lines.append(strict_json.dumps({"t": round(t, 3), "event": log.event, **log.fields}))
+
+    def sampled(self, swarm: SimulatedSwarm) -> None:
+        """Writes what came since the last time. Raises UserError where the folder cannot be written."""
+        for peer, lines in self._lines.items():
+            path = self.folder / f"peer-{swarm.by_peer[peer].number}" / "journal.jsonl"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a") as file:
+                    file.write("".join(f"{line}\n" for line in lines))
+            except OSError as error:
+                raise UserError(f"--journals {path}: {error.strerror}; choose a folder that can be written") from None
+        self._lines.clear()

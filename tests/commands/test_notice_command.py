@@ -1,0 +1,84 @@
+"""SIGTERM, as a spot machine's notice, Kubernetes, Slurm and systemd send it: a peer saves, says goodbye, and exits 0.
+
+The two peers start at the same time, by lines that whatever starts them again can repeat.
+"""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decentral import state, visit
+from decentral.comm.wire.identity import Identity
+from decentral.peers.membership import records
+from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+
+PORT = 24817  # below those that systems give away
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
+    """First and second have met; the second has got SIGTERM and has ended."""
+    peers = Peers(tmp_path_factory.mktemp("notice"))
+    try:
+        join = ["--join", address(peers.folder / "first"), "--join-wait", str(LIMIT_S)]
+        peers.start("second", *join)
+        peers.start("first", *join, *TINY)
+        peers.until("an exchange", lambda: exchanged(peers, "second"))
+        peers.processes["second"].send_signal(signal.SIGTERM)
+        peers.processes["second"].wait(LIMIT_S)
+        yield peers
+    finally:
+        peers.end()
+
+
+def address(folder: Path) -> str:
+    """Where the first peer will be, who has never run."""
+    folder.mkdir(exist_ok=True)
+    own = Identity.load_or_create(folder / "identity.key")
+    with state.StateFolder.claim(str(folder)) as claimed:
+        claimed.write_listen([f"/ip4/127.0.0.1/tcp/{PORT}"])
+    return f"/ip4/127.0.0.1/tcp/{PORT}/p2p/{own.peer}"
+
+
+def last_record(swarm: Peers) -> records.PeerRecord:
+    """What the second peer has told the swarm last, as a visitor reads it."""
+    (started,) = swarm.lines("second", "started")
+
+    async def read() -> records.PeerRecord:
+        async with visit.visit([address_of(swarm)]) as seen:
+            key = records.key_of(seen.run, started["peer"], seen.config.swarm.shards)
+            found = await seen.directory.fetch(key)
+            body, _ = seen.own.open(key, started["peer"], found[started["peer"]], seen.clock())
+            return records.unpack(body)
+
+    return asyncio.run(read())
+
+
+def address_of(swarm: Peers) -> str:
+    return str(swarm.lines("first", "started")[0]["addresses"][0])
+
+
+@pytest.mark.swarm
+def test_a_peer_that_gets_its_notice_exits_0_and_says_why(swarm: Peers) -> None:
+    assert swarm.processes["second"].returncode == 0
+    (stopped,) = swarm.lines("second", "stopped")
+    assert stopped["reason"] == "interrupted"
+    assert "unsaved" not in stopped
+
+
+@pytest.mark.swarm
+def test_its_checkpoint_is_of_its_last_step(swarm: Peers) -> None:
+    steps = [line["step"] for line in swarm.lines("second", "step")]
+    saved = [line["step"] for line in swarm.lines("second", "checkpoint")]
+    assert saved[-1] >= max(steps)
+    output = (swarm.folder / "second" / "output.txt").read_text()
+    assert "saved in" in output
+
+
+@pytest.mark.swarm
+def test_it_has_told_the_swarm_that_it_leaves(swarm: Peers) -> None:
+    assert last_record(swarm).phase == "leaving"
+    swarm.until("the first has dropped it", lambda: bool(swarm.lines("first", "peer_left")))

@@ -1,0 +1,38 @@
+"""A real peer's page in a real browser: another peer is killed, and the page says so."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.browser import CHROMIUM, DRIVER, browsing, complaints, hosts_asked, until
+from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    started = Peers(tmp_path)
+    yield started
+    started.end()
+
+
+@pytest.mark.swarm
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver; apt-get has both")
+def test_a_peer_that_is_killed_shows_in_another_one_s_page(peers: Peers) -> None:
+    peers.start("a", *TINY, "--dashboard", "0")
+    peers.until("a trains", lambda: bool(peers.lines("a", "step")))
+    peers.start("b", "--join", peers.lines("a", "started")[0]["addresses"][0])
+    peers.until("they exchange", lambda: exchanged(peers, "a") and exchanged(peers, "b"))
+    said = (peers.folder / "a" / "output.txt").read_text()
+    url = said.split("the page: ")[1].split()[0]
+    victim = peers.lines("b", "started")[0]["peer"]
+    with browsing(url) as driver:
+        row = f"return document.querySelector('tr:has([title={victim}])')?.innerText ?? ''"
+        until(driver, lambda: "training" in driver.execute_script(row), LIMIT_S)
+        peers.processes["b"].send_signal(signal.SIGKILL)
+        peers.processes["b"].wait()
+        until(driver, lambda: "silent" in driver.execute_script(row), LIMIT_S)
+        until(driver, lambda: "thing is wrong" in driver.execute_script("return document.body.innerText"))
+        assert complaints(driver) == []
+        assert hosts_asked(driver) == {url.removeprefix("http://")}
