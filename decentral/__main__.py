@@ -7,10 +7,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from decentral import __version__, command
-from decentral.command_table import COMMANDS
+from decentral.command_table import COMMANDS, module_of
 from decentral.core.errors import UserError
 
 
@@ -26,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.run(lambda: _unknown(arguments[0]))
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: os._exit(0))  # there is nothing to save while the libraries load
-    chosen = import_module(f"decentral.{arguments[0]}")
+    chosen = module_of(arguments[0])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code: int = chosen.main(arguments[1:])

@@ -5,6 +5,8 @@
 """
 
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 CALL = "python -m decentral."
 ADDRESS = "/ip4/192.0.2.7/tcp/4001/p2p/QmYourPeer"  # in examples: of a peer of the swarm; 192.0.2.0 is for documents
@@ -40,6 +42,18 @@ COMMANDS = {
     "doctor": Command(
         "why a peer does not start, join or average, and what to do",
         ("", f"--join {ADDRESS}", "--state-dir swarm/peer-1 --json"),
+    ),
+    "dashboard": Command(
+        "a live page in a browser: a swarm as a visitor sees it, or from journals",
+        (f"--join {ADDRESS}", f"--join {ADDRESS} --invite look.invite --at 9000"),
+    ),
+    "report": Command(
+        "a page about a run, with charts, from its journals",
+        ("swarm", "swarm/peer-1 swarm/peer-2 -o run.html"),
+    ),
+    "tokenize": Command(
+        "a file of tokens from text, Parquet, JSON lines or Arrow",
+        ("my-text --train 8192 --out words.bin", "a.parquet --tokenizer my-model --out words.bin"),
     ),
     "plan": Command(
         "who should hold which layers and talk with whom, for a topology or a live swarm",
@@ -88,6 +102,12 @@ COMMANDS = {
         ("swarm", "swarm/peer-1 swarm/peer-2"),
     ),
 }
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a command, which is loaded only here. A command of several files is a package's `__main__`."""
+    module = import_module(f"decentral.{name}")
+    return import_module(f"decentral.{name}.__main__") if hasattr(module, "__path__") else module
 
 
 def examples(prog: str) -> list[str]:

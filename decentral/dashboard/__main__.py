@@ -35,7 +35,7 @@ def _main(flags: argparse.Namespace) -> None:
     if flags.feed is not None:
         with suppress(OSError):
             os.nice(NICENESS)
-    with socket.socket(fileno=flags.socket) if flags.socket is not None else flags.address.bind() as listening:
+    with socket.socket(fileno=flags.socket) if flags.socket is not None else flags.at.bind() as listening:
         if flags.feed is None:
             print(f"the page: {link(listening)}", flush=True)
         with suppress(asyncio.CancelledError):
@@ -57,7 +57,7 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
         follower = PageFollower(sources, time.time)
         updates = Updates(follower.view)
         settings = uvicorn.Config(
-            application(updates, _names(flags.address)), log_level="warning", access_log=False, lifespan="off",
+            application(updates, _names(flags.at)), log_level="warning", access_log=False, lifespan="off",
             timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = uvicorn.Server(settings)
@@ -91,11 +91,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("folder", nargs="?", metavar="DIR", help="state folder of a peer, or a folder of such")
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer to look from")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
-    parser.add_argument("--at", default=None, metavar="[HOST:]PORT", help="where to serve; default 127.0.0.1:8420")
+    where = "where to serve; default 127.0.0.1:8420"
+    parser.add_argument("--at", type=PageAddress.parse, default=PageAddress(), metavar="[HOST:]PORT", help=where)
     parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)  # a socket that listens already
     parser.add_argument("--feed", type=int, help=argparse.SUPPRESS)  # what the process that starts this one writes
     flags = parser.parse_args(argv)
-    flags.address = PageAddress.parse(flags.at) if flags.at else PageAddress()
     if not (flags.folder or flags.join or flags.feed is not None):
         raise UserError("expected --join ADDR of a live peer, or the folder of a peer's journal")
     if flags.folder and not Path(flags.folder).is_dir():

@@ -5,13 +5,12 @@ import json
 import shlex
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from decentral import __main__, __version__
-from decentral.command_table import CALL, COMMANDS, examples
+from decentral.command_table import CALL, COMMANDS, examples, module_of
 
 FOLDER = Path(__main__.__file__).parent
 
@@ -28,6 +27,7 @@ def defines(module: Path, *names: str) -> bool:
 
 def test_every_module_with_a_parser_and_a_main_is_a_command_of_the_table() -> None:
     modules = {path.stem for path in FOLDER.glob("*.py") if defines(path, "main", "parse")}
+    modules |= {path.parent.name for path in FOLDER.glob("*/__main__.py") if defines(path, "main", "parse")}
     assert modules == set(COMMANDS)
 
 
@@ -35,7 +35,7 @@ def test_every_module_with_a_parser_and_a_main_is_a_command_of_the_table() -> No
 def test_every_example_of_a_command_parses(name: str) -> None:
     assert flags_of(name)
     for flags in flags_of(name):
-        import_module(f"decentral.{name}").parse(flags)
+        module_of(name).parse(flags)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
