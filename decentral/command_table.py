@@ -89,6 +89,14 @@ COMMANDS = {
         "the swarm's model as a folder for transformers",
         (f"--join {ADDRESS} --out my-model", "--state-dir swarm/peer-1 swarm/peer-2 --out my-model"),
     ),
+    "generate": Command(
+        "text from the swarm's model, computed on this machine",
+        (
+            f'--join {ADDRESS} "def main("',
+            '--state-dir swarm/peer-1 --temperature 0 "def main("',
+            '--model my-model --max-tokens 500 --seed 7 "Once upon a time"',
+        ),
+    ),
     "audit": Command(
         "from the journals: was every micro-batch counted once?",
         ("swarm", "swarm/peer-1 swarm/peer-2"),

@@ -11,6 +11,11 @@ def printable(text: str, most: int = SHOWN_CHARS) -> str:
     return "".join(char if char.isprintable() else "?" for char in text[:most])
 
 
+def printable_lines(text: str) -> str:
+    """All of a text, `printable` but for its line ends and tabs: what a model says, which strangers trained."""
+    return "".join(char if char in "\n\t" or char.isprintable() else "?" for char in text)
+
+
 def plain_text(text: str, most: int = SHOWN_CHARS) -> str:
     """`printable` text that means itself in rich's markup too: its square brackets become round ones."""
     return printable(text, most).translate({ord("["): "(", ord("]"): ")"})

@@ -65,6 +65,11 @@ def span(folder: Path) -> tuple[int, int] | None:
     return _read(folder, lambda _, facts: (int(facts["fragments"][0]["first"]), int(facts["fragments"][-1]["last"])))
 
 
+def lr_step(folder: Path) -> int | None:
+    """The swarm's step of the folder's checkpoint; None where there is none. Raises UserError, as `read` does."""
+    return _read(folder, lambda _, facts: int(facts["lr_step"]))
+
+
 def verify(folder: Path) -> None:
     """Reads the folder's checkpoint tensor by tensor. Raises UserError, as `read` does, if it is damaged."""
     _read(folder, _verified)

@@ -5,7 +5,8 @@ RMSNorm, rotary positions, SwiGLU, grouped-query attention (Touvron et al., arXi
 names inside a layer are those of Hugging Face's Llama; `named_weights` adds the prefix. Mistral and Qwen have the same
 names, and a few options more (core/model_families.py).
 
-Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channels of a head, V vocabulary.
+Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channels of a head, V vocabulary, S positions
+that are attended to.
 """
 
 import importlib
@@ -173,27 +174,40 @@ class Attention(nn.Module):
         self.register_buffer("sin_TE", sin_TE, persistent=False)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
+        T = hidden_BTD.shape[1]
+        windowed = self.window is not None and self.window < T
+        mask_TT = _within_window(T, self.window, hidden_BTD.device) if windowed else None
+        return self.attend(*self.heads_of(hidden_BTD), mask_TT)
+
+    def heads_of(self, hidden_BTD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries q_BHTE, keys k_BKTE and values v_BKTE of positions [first, first + T)."""
         B, T, _ = hidden_BTD.shape
         q_BHTE = self.q_norm(self.q_proj(hidden_BTD).view(B, T, self.heads, self.channels)).transpose(1, 2)
         k_BKTE = self.k_norm(self.k_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels)).transpose(1, 2)
         v_BKTE = self.v_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels).transpose(1, 2)
-        windowed = self.window is not None and self.window < T
+        return self._rotate(q_BHTE, first), self._rotate(k_BKTE, first), v_BKTE
+
+    def attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask_TS: Tensor | None) -> Tensor:
+        """out_BTD of T queries over S positions: those that mask_TS has, or, without one, each query's and all before.
+
+        Without a mask the queries are those of all S positions.
+        """
         out_BHTE = F.scaled_dot_product_attention(
-            self._rotate(q_BHTE),
-            self._rotate(k_BKTE),
-            v_BKTE,
-            attn_mask=_within_window(T, self.window, hidden_BTD.device) if windowed else None,
-            is_causal=not windowed,
+            q_BHTE,
+            k_BKSE,
+            v_BKSE,
+            attn_mask=mask_TS,
+            is_causal=mask_TS is None,
             enable_gqa=self.heads != self.kv_heads,
         )
-        out_BTD: Tensor = self.o_proj(out_BHTE.transpose(1, 2).reshape(B, T, -1))
+        out_BTD: Tensor = self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
         return out_BTD
 
-    def _rotate(self, x_BHTE: Tensor) -> Tensor:
-        T, dtype = x_BHTE.shape[-2], x_BHTE.dtype
+    def _rotate(self, x_BHTE: Tensor, first: int) -> Tensor:
+        last, dtype = first + x_BHTE.shape[-2], x_BHTE.dtype
         left_BHTF, right_BHTF = x_BHTE.chunk(2, dim=-1)  # F: half of E
         turned_BHTE = torch.cat((-right_BHTF, left_BHTF), dim=-1)
-        return x_BHTE * self.cos_TE[:T].to(dtype) + turned_BHTE * self.sin_TE[:T].to(dtype)
+        return x_BHTE * self.cos_TE[first:last].to(dtype) + turned_BHTE * self.sin_TE[first:last].to(dtype)
 
 
 class FeedForward(nn.Module):

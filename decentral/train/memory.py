@@ -34,6 +34,7 @@ from decentral.train.optimizers import BLOCK
 
 WEIGHT_BYTES = 4  # for each parameter of a layer that is being built, in fp32
 ROTARY_BYTES = 8  # for each position and channel of a head: a block's two tables (train/gpt.py), in fp32
+MEAN_COPIES = 3  # of gathered weights: their mean, the layers that take it, and what is computed with in between
 SUM_BYTES = 4  # for each parameter, as is the next one
 SCRATCH_BYTES = 16
 ROUNDING_BYTES = 12  # for each parameter of a stretch in bf16, while it is trained: weights and gradient in fp32, noise
@@ -168,6 +169,16 @@ def check_machine(run: config.Config, span: tuple[int, int] | None, machine_byte
     if needed > machine_bytes:
         size = f"{sum(parameters)} parameters, {max(parameters)} of them in one layer"
         raise UserError(f"model: {size}: to build it takes {needed} bytes, and this machine has {machine_bytes}")
+
+
+def check_copies(run: config.Config, copies: int, machine_bytes: int) -> None:
+    """Raises UserError if the host's memory has no room for so many copies of the built-in model, their mean, and
+    the layers that take it. This is arithmetic, as `check_machine` is."""
+    parameters, tables = sum(run.model.layer_parameters), run.model.depth * run.model.context * run.model.d_head
+    needed = WEIGHT_BYTES * parameters * (copies + MEAN_COPIES) + ROTARY_BYTES * tables
+    if needed > machine_bytes:
+        size = f"{parameters} parameters, {copies} copies of them"
+        raise UserError(f"model: {size}: to gather it takes {needed} bytes, and this machine has {machine_bytes}")
 
 
 def give_back_what_is_freed() -> None:

@@ -1,6 +1,5 @@
 """python -m decentral.export: transformers reads our model from what it writes, and errors take one line."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,17 +8,12 @@ import torch
 from torch import nn
 
 from decentral import export
-from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import StateRequest
-from decentral.comm.wire.transport import Answer, AskError, Reply, Transport
 from decentral.core import jobs
 from decentral.core.config import Config, ModelConfig
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId, RunId
-from decentral.peers.joining.donor import Donor
-from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.core.ids import RunId
 from decentral.state import StateFolder
-from decentral.train import compress, replicas
+from decentral.train import replicas
 from decentral.train.compute import Compute, ComputeSetup
 
 RUN = RunId("words-3fa2c1")
@@ -97,52 +91,6 @@ def test_a_folder_whose_model_is_code_is_refused_before_the_code_runs(
     StateFolder(folder).write_run(RUN, Config(model=ModelConfig(layers="elsewhere:layers")))
     said = refusal(capfd, "--state-dir", str(folder), "--out", str(tmp_path / "out"))
     assert "this run's model is code" in said
-
-
-# Live peers
-
-
-class Serving:
-    """A transport on which each named compute answers StateRequest as a live peer's donor does."""
-
-    def __init__(self, computes: dict[PeerId, Compute], dead: str = "") -> None:
-        self.computes, self.dead = computes, dead
-
-    async def ask(self, to: PeerId, envelope: Envelope, deadline_s: float, max_blob_bytes: int) -> Answer:
-        if to == self.dead:
-            raise AskError("unreachable")
-        compute, question = self.computes[to], envelope.message
-        assert isinstance(question, StateRequest)
-        donor = Donor(RUN, compute.fragments)
-        donor.asked(1, PeerId("asker"), question, 0, 0.0)
-        exported = compute.do(jobs.ExportState(question.fragment))
-        assert isinstance(exported, jobs.StateExported)
-        (reply,) = donor.exported(exported, 0, 0.0)
-        assert isinstance(reply, Reply)
-        return Answer(reply.envelope, 0.1, 0.1, 0, 0)
-
-
-@pytest.mark.parametrize("dead", ["", "B"])
-def test_live_peers_are_gathered_piece_by_piece_and_a_dead_one_is_left_out(
-    setup_of: Callable[..., ComputeSetup], dead: str
-) -> None:
-    computes = {PeerId(name): Compute(setup_of(name)) for name in "AB"}
-    first = next(iter(computes.values()))
-    profile = Profile("cpu", 1 << 30, 1e9, 1e4)
-    live = {PeerId(name): PeerRecord(RUN, 1.0, (), profile, 0, 3, 0, 0, 0, phase="training") for name in "AB"}
-    transport: Transport = Serving(computes, dead)  # type: ignore[assignment]
-    found = asyncio.run(export.gather(transport, RUN, first.setup.config, live))
-    assert len(found) == (1 if dead else 2)
-    for mixed in first.gossip.fragments:
-        assert torch.equal(found[0][mixed.live.fragment.index], mixed.live.theta)
-
-
-def test_the_layouts_it_expects_are_those_that_peers_donate(setup_of: Callable[..., ComputeSetup]) -> None:
-    for algorithm in ("pull", "symmetric", "push_sum", "allreduce", "synchronous"):
-        compute = Compute(setup_of("A", algorithm=algorithm))
-        expected = [layout for _, layout in export.donated_layouts(compute.setup.config)]
-        assert expected == compute.gossip.state_layouts()
-        assert set(compress.CODECS) >= {section.codec for layout in expected for section in layout}
 
 
 # Errors

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from decentral import invitation_files, invite, peer, plan
+from decentral import generate, invitation_files, invite, peer, plan
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, MOST_REVOKED, Permission
@@ -358,3 +358,7 @@ def test_whoever_may_look_looks(swarm: Peers, tmp_path: Path, capsys: pytest.Cap
     assert allowed.returncode == 0, allowed.stderr
     assert (tmp_path / "model" / "config.json").exists()
     capsys.readouterr()
+    assert generate.main(["--join", address(swarm), "--invite", str(path), "--max-tokens", "5", "import"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("import")
+    assert f"weights of {swarm.lines('founder', 'started')[0]['peer']} at step" in said.err

@@ -1,0 +1,159 @@
+"""python -m decentral.generate: text from the swarm's model, computed on this machine.
+
+    python -m decentral.generate --join ADDR "text"            of a live swarm: one peer's weights, or a mean of several
+    python -m decentral.generate --state-dir DIR "text"        of peers that have stopped, or are training here
+    python -m decentral.generate --model FOLDER "text"         of a Hugging Face folder, such as decentral.export writes
+
+The text and what goes on from it are streamed to standard output; whose weights they are, at which step, and the seed
+go to standard error. Strangers trained the model: characters that a terminal would obey are shown as `?`.
+"""
+
+import argparse
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decentral import command, gather_weights
+from decentral.core import model_families
+from decentral.core.config import ModelConfig, validated
+from decentral.core.errors import UserError
+from decentral.core.plain_text import printable, printable_lines
+from decentral.gather_weights import MOST_HOLDERS, GatheredRun, HolderWeights
+from decentral.train import decoding, gpt, measure, memory, replicas, text_codec
+from decentral.train.decoding import Sampling
+from decentral.train.text_codec import TextCodec
+
+MOST_GENERATED = 1 << 20  # that one call may generate
+HOTTEST = 100.0  # temperature: all tokens are about as likely as each other
+SEED_BITS = 32
+NAMED_HOLDERS = 4  # of more peers it is said how many there are
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model's layers on the CPU, what its tokens mean, and whose weights it has."""
+
+    config: ModelConfig
+    layers: Sequence[Any]  # torch modules
+    codec: TextCodec
+    source: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return command.run(lambda: _main(parse(argv)), interrupted=130)
+    except BrokenPipeError:  # whoever reads the text has enough, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _main(flags: argparse.Namespace) -> None:
+    device = measure.choose(flags.device, "auto", 1.0, 0.0)
+    model = of_folder(Path(flags.model), flags.tokenizer) if flags.model else of_run(_gathered(flags), flags.tokenizer)
+    prompt = model.codec.encode(flags.text) or [model.codec.start]
+    if max(prompt) >= model.config.vocabulary:
+        known = f"the model knows those below {model.config.vocabulary}"
+        raise UserError(f"the text has token {max(prompt)}, and {known}; give the model's own tokenizer")
+    decoding.check_memory(model.config, len(prompt), flags.max_tokens, measure.memory_bytes(device.device))
+    seed = secrets.randbits(SEED_BITS) if flags.seed is None else flags.seed
+    print(printable(f"{model.source}; seed {seed}", command.ERROR_CHARS), file=sys.stderr, flush=True)
+    sampling = Sampling(flags.temperature, flags.top_p, seed, flags.max_tokens, model.codec.size)
+    decode = model.codec.decoder()
+    for token in prompt:  # the decoder has to know what comes before, and the text is shown as it was given
+        decode(token)
+    _show(flags.text)
+    for token in decoding.generate(model.layers, prompt, sampling, device):
+        if token == model.codec.end:
+            break
+        _show(decode(token))
+    _show("\n")
+
+
+def _show(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    print(printable_lines(text).encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
+def _gathered(flags: argparse.Namespace) -> GatheredRun:
+    if flags.join:
+        return asyncio.run(gather_weights.from_swarm(flags.join, flags.invite, flags.peers))
+    return gather_weights.from_folders(flags.state_dir)
+
+
+def of_run(found: GatheredRun, tokenizer: str | None) -> LoadedModel:
+    """The mean of what the holders gave. Raises UserError if layers are missing, or nobody says what the tokens are."""
+    codec = text_codec.of_run(found.config, tokenizer)
+    layers = replicas.layers_with(found.config, found.average())
+    return LoadedModel(found.config.model, layers, codec, f"run {found.run}: {whose(found.holders)}")
+
+
+def whose(holders: Sequence[HolderWeights]) -> str:
+    """Whose weights these are, and at which of the swarm's steps, as the holders say."""
+    named = [f"{one.name} at {_steps(one)}" for one in holders[:NAMED_HOLDERS]]
+    more = f" and {len(holders) - NAMED_HOLDERS} more" if len(holders) > NAMED_HOLDERS else ""
+    copies = max(sum(index in one.weights for one in holders) for index in holders[0].weights)
+    mean = f", each layer the mean of up to {copies}" if copies > 1 else ""
+    return f"weights of {', '.join(named)}{more}{mean}"
+
+
+def _steps(holder: HolderWeights) -> str:
+    """A peer trains on while its weights are fetched, so its fragments may be some steps apart."""
+    first, last = min(holder.steps.values()), max(holder.steps.values())
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def of_folder(folder: Path, tokenizer: str | None) -> LoadedModel:
+    """The model of a Hugging Face folder. Raises UserError if it is of no family that we compute."""
+    if not (folder / model_families.CONFIG_FILE).is_file():
+        raise UserError(
+            f"--model {folder}: there is no {model_families.CONFIG_FILE}; give a Hugging Face model's folder"
+        )
+    keys = model_families.model_keys(folder)
+    context = min(keys["positions"], model_families.MOST_START_CONTEXT)
+    run = validated({"model": {**keys, "context": context, "from": str(folder)}})
+    memory.check_copies(run, 0, measure.machine_bytes())
+    codec = text_codec.of_folder(folder, tokenizer)
+    return LoadedModel(run.model, gpt.build(run.model, run.seed), codec, f"weights of {folder}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags. Raises UserError."""
+    usual = Sampling()
+    parser = command.Parser(prog="python -m decentral.generate", description="Text from a swarm's model.")
+    parser.add_argument("text", help="what the model goes on from; may be empty")
+    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a live peer")
+    parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
+    peers = f"with --join: the mean of so many peers' weights, at most {MOST_HOLDERS}; default: one peer's"
+    parser.add_argument("--peers", type=int, default=1, metavar="N", help=peers)
+    folders = "a peer's state folder, or a folder of such; may be repeated"
+    parser.add_argument("--state-dir", action="append", default=[], metavar="DIR", help=folders)
+    parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, such as decentral.export writes")
+    parser.add_argument("--tokenizer", metavar="PATH", help="its file or folder, where tokens are not bytes")
+    parser.add_argument("--max-tokens", type=int, default=usual.tokens, metavar="N", help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=usual.temperature, help="0: the likeliest token, always")
+    parser.add_argument("--top-p", type=float, default=usual.top_p, help="draws from the likeliest tokens only")
+    parser.add_argument("--seed", type=int, help="the same one gives the same text; default: a new one")
+    parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|cuda:N", help="where to compute")
+    flags = parser.parse_args(argv)
+    if sum(map(bool, (flags.join, flags.state_dir, flags.model))) != 1:
+        raise UserError("expected one of --join ADDR of a live peer, --state-dir DIR, and --model FOLDER")
+    bounds = {
+        "--peers": (flags.peers, 1, MOST_HOLDERS),
+        "--max-tokens": (flags.max_tokens, 1, MOST_GENERATED),
+        "--temperature": (flags.temperature, 0, HOTTEST),
+        "--top-p": (flags.top_p, 0, 1),
+        "--seed": (flags.seed or 0, 0, (1 << 64) - 1),
+    }
+    for name, (value, least, most) in bounds.items():
+        if not least <= value <= most:
+            raise UserError(f"{name} must be between {least} and {most}; it is {value}")
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""python -m decentral.generate: text on standard output, its source on standard error, and errors of one line."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from decentral import export, generate
+from decentral.core import jobs
+from decentral.core.ids import RunId
+from decentral.gather_weights import HolderWeights
+from decentral.state import StateFolder
+from decentral.train import decoding
+from decentral.train.compute import Compute, ComputeSetup
+
+
+@pytest.fixture
+def folder(setup_of: Callable[..., ComputeSetup]) -> Path:
+    """The state folder of a peer."""
+    setup = setup_of("A")
+    Compute(setup).do(jobs.Save())
+    StateFolder(setup.folder).write_run(RunId("words-3fa2c1"), setup.config)
+    return setup.folder
+
+
+def text(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert generate.main([*flags, "--max-tokens", "30", "--seed", "5"]) == 0
+    return capfd.readouterr().out
+
+
+def test_the_text_is_the_prompt_and_what_follows_and_the_source_is_apart(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert generate.main(["--state-dir", str(folder), "--max-tokens", "30", "--seed", "5", "the swarm"]) == 0
+    said = capfd.readouterr()
+    assert said.out.startswith("the swarm")
+    assert len(said.out) > len("the swarm") + 8
+    assert said.err == f"run words-3fa2c1: weights of {folder} at step 0; seed 5\n"
+
+
+def test_an_exported_folder_says_the_same(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert export.main(["--state-dir", str(folder), "--out", str(tmp_path / "model")]) == 0
+    capfd.readouterr()
+    ours = text(capfd, "--state-dir", str(folder), "nobody")
+    assert text(capfd, "--model", str(tmp_path / "model"), "nobody") == ours
+
+
+def test_an_empty_text_begins_one(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert text(capfd, "--state-dir", str(folder), "")
+
+
+def test_nothing_that_the_model_says_is_obeyed_by_a_terminal(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "generate", lambda *_: iter(b"a\x1b[2J\r\tb\n\xe2\x80\xaec"))
+    assert text(capfd, "--state-dir", str(folder), "x") == "xa?[2J?\tb\n?c\n"
+
+
+def test_the_holders_are_named_with_their_steps() -> None:
+    one, other = torch.zeros(1), torch.ones(1)
+    whole = [HolderWeights("A", {0: one, 1: one}, {0: 4, 1: 4})]
+    parts = [HolderWeights("A", {0: one}, {0: 4}), HolderWeights("B", {1: other, 2: other}, {1: 5, 2: 6})]
+    mean = [HolderWeights(name, {0: one}, {0: 9}) for name in "ABCDE"]
+    assert generate.whose(whole) == "weights of A at step 4"
+    assert generate.whose(parts) == "weights of A at step 4, B at steps 5 to 6"
+    assert generate.whose(mean).endswith("D at step 9 and 1 more, each layer the mean of up to 5")
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["x"], "expected one of --join ADDR of a live peer, --state-dir DIR, and --model FOLDER"),
+        (["x", "--join", "a", "--model", "b"], "expected one of"),
+        (["x", "--join", "nowhere"], "--join expects an address"),
+        (["x", "--model", "gone"], "--model gone: there is no config.json"),
+        (["x", "--state-dir", "gone"], "--state-dir gone: no peer's state folder"),
+        (["x", "--model", "b", "--max-tokens", "0"], "--max-tokens must be between 1 and"),
+        (["x", "--model", "b", "--temperature", "nan"], "--temperature must be between 0 and"),
+        (["x", "--model", "b", "--top-p", "1.5"], "--top-p must be between 0 and 1; it is 1.5"),
+        (["x", "--model", "b", "--device", "abacus"], "--device expects"),
+        (["--model", "b"], "required: text"),
+    ],
+)
+def test_a_mistake_takes_one_line(flags: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(flags) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+
+
+def test_a_tokenizer_for_a_run_of_bytes_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["x", "--state-dir", str(folder), "--tokenizer", "somewhere"]) == 2
+    assert "--tokenizer: this run's tokens are bytes" in capfd.readouterr().err
