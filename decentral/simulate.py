@@ -59,7 +59,7 @@ def _main(flags: argparse.Namespace) -> None:
     with dashboard(flags.dashboard, waits=True) as page:
         if page:
             print(f"the page: {page.url}", file=sys.stderr, flush=True)
-        report = _run(flags, scenario, SimulatedPage(page, scenario) if page else None)
+        report = _run(flags, scenario, SimulatedPage(page) if page else None)
         if flags.plot:
             plot.draw(report, Path(flags.plot))
         print(strict_json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))

@@ -37,11 +37,12 @@ OnProgress = Callable[[Seconds], None]
 class Watch(Protocol):
     """Looks on while a run is played, and changes nothing of it."""
 
+    def begin(self, swarm: SimulatedSwarm) -> None: ...
+
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
         """One journal line of a peer, written at its clock's time `t`."""
 
-    def sampled(self, swarm: SimulatedSwarm) -> None:
-        """A sample was taken; at least one is, in the end."""
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,10 @@ def run(
     if scenario.audited:
         swarm.observer = audit
     statistics = RunStatistics(swarm)
-    swarm.journal = _both(statistics.line, watch.line) if watch else statistics.line
+    swarm.journal = statistics.line
+    if watch is not None:
+        watch.begin(swarm)
+        swarm.journal = _both(statistics.line, watch.line)
     with _few_collections(scenario.peers > MANY_SIMULATED), suppress(StopRun):
         _start(swarm, scenario.peers)
         injector.plan(scenario.faults)
@@ -86,10 +90,10 @@ def run(
                 audit.check()
             if sampled:
                 statistics.sample()
-                if watch is not None:
-                    watch.sampled(swarm)
                 if on_progress is not None:
                     on_progress(moment)
+    if watch is not None:
+        watch.end()
     if scenario.audited:
         ttl_s = scenario.settings.config.swarm.record_ttl_s
         audit.finish(settled=swarm.agenda.now >= injector.last_at + ttl_s + ROSTER_SETTLE_S)
