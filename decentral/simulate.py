@@ -61,7 +61,7 @@ def _main(flags: argparse.Namespace) -> None:
     with dashboard(flags.dashboard, waits=True) as page:
         if page:
             print(f"the page: {page.url}", file=sys.stderr, flush=True)
-        watches: list[Watch] = [SimulatedPage(page, scenario)] if page else []
+        watches: list[Watch] = [SimulatedPage(page)] if page else []
         if flags.journals:
             watches.append(SimulatedJournals(Path(flags.journals)))
         report = _run(flags, scenario, watches)

@@ -12,10 +12,10 @@ from decentral.core.machine import Log
 from decentral.core.swarm_config import facts_of
 from decentral.core.units import Seconds
 from decentral.dashboard.child import DashboardProcess
-from decentral.sim.run import Scenario
 from decentral.sim.swarm import EPOCH, SimulatedSwarm
 
 OF_OTHERS = ("peer_joined", "peer_left")
+LOOKED_S = 1.0  # of virtual time, between two looks at who lives
 SIMULATION_NOTE = (
     "A simulation: time is virtual. Unless --gradients asks for it nothing is trained, a few numbers stand for the "
     "model, and their gossip is real."
@@ -27,31 +27,36 @@ class SimulatedPage:
     """A Watch (sim/run.py) that tells the page."""
 
     page: DashboardProcess
-    scenario: Scenario
+    swarm: SimulatedSwarm = field(init=False)
     _living: set[PeerId] = field(default_factory=set)
+    _looked_at: Seconds = 0.0  # unix time, as all lines have it
 
-    def begins(self, swarm: SimulatedSwarm) -> None:
-        settings, now = self.scenario.settings, EPOCH + swarm.agenda.now
+    def begin(self, swarm: SimulatedSwarm) -> None:
+        self.swarm = swarm
+        settings = swarm.settings
         facts = facts_of(settings.config) | {"layers": settings.fragments[-1].last}
-        self._say(now, "facts", facts={"run": settings.run, "note": SIMULATION_NOTE, **facts})
-        self._say(now, "now")
+        self._say(EPOCH, "facts", facts={"run": settings.run, "note": SIMULATION_NOTE, **facts})
+        self._say(EPOCH, "now")
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        if t >= self._looked_at + LOOKED_S:
+            self._look(t)
         if log.event not in OF_OTHERS:
             self.page.tell(peer, {"t": t, "event": log.event, **log.fields})
 
-    def sampled(self, swarm: SimulatedSwarm) -> None:
-        """Who began to live, who died, and what time it is."""
-        now, living = EPOCH + swarm.agenda.now, {member.peer for member in swarm.living}
-        for member in swarm.members:
-            if member.peer in living - self._living:
-                throttle = self.scenario.settings.throttles[member.number % len(self.scenario.settings.throttles)]
-                place = {"device": "simulated", "region": swarm.geography.region(member.peer), "throttle": throttle}
-                self._say(now, "place", peer=member.peer, **place)
+    def end(self) -> None:
+        self._look(EPOCH + self.swarm.agenda.now)
+
+    def _look(self, t: Seconds) -> None:
+        """Who began to live, and who does not live any more."""
+        self._looked_at, living = t, {member.peer for member in self.swarm.living}
+        for peer in living - self._living:
+            member, throttles = self.swarm.by_peer[peer], self.swarm.settings.throttles
+            place = {"region": self.swarm.geography.region(peer), "throttle": throttles[member.number % len(throttles)]}
+            self._say(t, "place", peer=peer, device="simulated", **place)
         for peer in self._living - living:
-            self._say(now, "missed", peer=peer, reason="crashed, or stopped", certain=True)
+            self._say(t, "missed", peer=peer, reason="crashed, or stopped", certain=True)
         self._living = living
-        self._say(now, "now")
 
     def _say(self, t: Seconds, event: str, **fields: Any) -> None:
         self.page.tell("", {"t": t, "event": event, **fields})

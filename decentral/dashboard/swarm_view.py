@@ -74,7 +74,7 @@ class SwarmView:
                 return
             case "facts" if isinstance(facts := line.get("facts"), dict):
                 self.facts |= facts
-            case "place" if (placed := self.peers.get(text(line, "peer"))) is not None:
+            case "place" if (placed := self._view(text(line, "peer"), t)) is not None:
                 placed.place(line)
                 self._changed[placed.number] = placed
             case "record":

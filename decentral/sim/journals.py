@@ -10,17 +10,20 @@ from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.sim.swarm import SimulatedSwarm
 
+MOST_WAITING = 10_000  # lines
+
 
 @dataclass(slots=True)
 class SimulatedJournals:
-    """A Watch (run.py) that keeps the lines of all peers, and appends them to `peer-N/journal.jsonl` at each sample."""
+    """A Watch (run.py) that keeps the lines of all peers, and appends them to `peer-N/journal.jsonl` now and then."""
 
     folder: Path
     _swarm: SimulatedSwarm | None = None
     _lives: dict[PeerId, int] = field(default_factory=dict)  # whose start stands in the journal
-    _lines: dict[PeerId, list[str]] = field(default_factory=dict)  # since the last sample
+    _lines: dict[PeerId, list[str]] = field(default_factory=dict)  # not written yet
+    _waiting: int = 0  # how many these are
 
-    def begins(self, swarm: SimulatedSwarm) -> None:
+    def begin(self, swarm: SimulatedSwarm) -> None:
         self._swarm = swarm
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
@@ -33,11 +36,15 @@ class SimulatedJournals:
             throttle = self._swarm.settings.throttles[member.number % len(self._swarm.settings.throttles)]
             lines.append(strict_json.dumps({"t": t, "event": "started", **facts, "throttle": throttle}))
         lines.append(strict_json.dumps({"t": round(t, 3), "event": log.event, **log.fields}))
+        self._waiting += 1
+        if self._waiting >= MOST_WAITING:
+            self.end()
 
-    def sampled(self, swarm: SimulatedSwarm) -> None:
+    def end(self) -> None:
         """Writes what came since the last time. Raises UserError where the folder cannot be written."""
+        assert self._swarm is not None
         for peer, lines in self._lines.items():
-            path = self.folder / f"peer-{swarm.by_peer[peer].number}" / "journal.jsonl"
+            path = self.folder / f"peer-{self._swarm.by_peer[peer].number}" / "journal.jsonl"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a") as file:
@@ -45,3 +52,4 @@ class SimulatedJournals:
             except OSError as error:
                 raise UserError(f"--journals {path}: {error.strerror}; choose a folder that can be written") from None
         self._lines.clear()
+        self._waiting = 0

@@ -37,14 +37,13 @@ OnProgress = Callable[[Seconds], None]
 class Watch(Protocol):
     """Looks on while a run is played, and changes nothing of it."""
 
-    def begins(self, swarm: SimulatedSwarm) -> None:
+    def begin(self, swarm: SimulatedSwarm) -> None:
         """The swarm that is going to be played, before its first peer starts."""
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
         """One journal line of a peer, written at its clock's time `t`."""
 
-    def sampled(self, swarm: SimulatedSwarm) -> None:
-        """A sample was taken; at least one is, in the end."""
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def run(
         swarm.observer = audit
     statistics = RunStatistics(swarm)
     for watch in watches:
-        watch.begins(swarm)
+        watch.begin(swarm)
     swarm.journal = _to_all([statistics.line, *(watch.line for watch in watches)])
     with _few_collections(scenario.peers > MANY_SIMULATED), suppress(StopRun):
         _start(swarm, scenario.peers)
@@ -91,10 +90,10 @@ def run(
                 audit.check()
             if sampled:
                 statistics.sample()
-                for watch in watches:
-                    watch.sampled(swarm)
                 if on_progress is not None:
                     on_progress(moment)
+    for watch in watches:
+        watch.end()
     if scenario.audited:
         ttl_s = scenario.settings.config.swarm.record_ttl_s
         audit.finish(settled=swarm.agenda.now >= injector.last_at + ttl_s + ROSTER_SETTLE_S)

@@ -30,7 +30,7 @@ def scenario() -> Scenario:
 
 def test_the_page_of_a_simulation_has_its_figures_and_changes_nothing() -> None:
     page = Page()
-    report = run(scenario(), watches=[SimulatedPage(cast(DashboardProcess, page), scenario())])
+    report = run(scenario(), watches=[SimulatedPage(cast(DashboardProcess, page))])
     assert report.audit.digest == run(scenario()).audit.digest
     page.view.tick(page.view.now)
     totals = page.view.totals

@@ -38,4 +38,12 @@ export function split(parts, wide = false) {
   return bar;
 }
 
-export const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+// The style sheet's colours, by name. To ask for one takes long while the page is being changed, so each is kept.
+const colors = new Map();
+
+export function color(name) {
+  if (!colors.has(name)) colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return colors.get(name);
+}
+
+export const forgetColors = () => colors.clear();

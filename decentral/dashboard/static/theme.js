@@ -1,6 +1,6 @@
 // Light or dark: what the system asks for, until the reader says otherwise.
 
-import { $ } from "./dom.js";
+import { $, forgetColors } from "./dom.js";
 
 const KEPT = "decentral-theme";
 
@@ -10,6 +10,7 @@ export function wireTheme(onChange) {
     const dark = (localStorage.getItem(KEPT) ?? (system.matches ? "dark" : "light")) === "dark";
     document.documentElement.dataset.theme = dark ? "dark" : "light";
     $("theme").setAttribute("aria-pressed", dark);
+    forgetColors();
     onChange();
   };
   $("theme").addEventListener("click", () => {
