@@ -13,6 +13,7 @@ import asyncio
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def whose(holders: Sequence[HolderWeights]) -> str:
     """Whose weights these are, and at which of the swarm's steps, as the holders say."""
     named = [f"{one.name} at {_steps(one)}" for one in holders[:NAMED_HOLDERS]]
     more = f" and {len(holders) - NAMED_HOLDERS} more" if len(holders) > NAMED_HOLDERS else ""
-    copies = max(sum(index in one.weights for one in holders) for index in holders[0].weights)
+    copies = max(Counter(index for one in holders for index in one.weights).values())
     mean = f", each layer the mean of up to {copies}" if copies > 1 else ""
     return f"weights of {', '.join(named)}{more}{mean}"
 
