@@ -117,7 +117,7 @@ def of_folder(folder: Path, tokenizer: str | None) -> LoadedModel:
     keys = model_families.model_keys(folder)
     context = min(keys["positions"], model_families.MOST_START_CONTEXT)
     run = validated({"model": {**keys, "context": context, "from": str(folder)}})
-    memory.check_copies(run, 0, measure.machine_bytes())
+    memory.copies_that_fit(run, 1, measure.machine_bytes())
     codec = text_codec.of_folder(folder, tokenizer)
     return LoadedModel(run.model, gpt.build(run.model, run.seed), codec, f"weights of {folder}")
 
