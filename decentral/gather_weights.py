@@ -88,14 +88,15 @@ def _state_folders(path: Path) -> list[Path]:
 
 
 async def from_swarm(join: Sequence[str], invite: str | None, copies: int = MOST_HOLDERS) -> GatheredRun:
-    """The weights that live peers give to a newcomer, each from so many of its holders at most.
+    """The weights that live peers give to a newcomer, each from so many of its holders at most, or from fewer where
+    this machine's memory has no room for as many.
 
     Raises UserError if no peer answers or trains, if nobody gives some layer, or if the model is too large for this
     machine.
     """
     async with visit(join, read_holding(Path(invite)) if invite else None) as swarm:
         live = await look(swarm)
-        memory.check_copies(swarm.config, min(copies, len(live)), measure.machine_bytes())
+        copies = memory.copies_that_fit(swarm.config, copies, measure.machine_bytes())
         for holder, record in live.items():
             swarm.transport.learn(holder, record.addresses)
         here = [peer for peer in swarm.contacts if peer in live]

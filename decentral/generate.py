@@ -13,6 +13,7 @@ import asyncio
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def whose(holders: Sequence[HolderWeights]) -> str:
     """Whose weights these are, and at which of the swarm's steps, as the holders say."""
     named = [f"{one.name} at {_steps(one)}" for one in holders[:NAMED_HOLDERS]]
     more = f" and {len(holders) - NAMED_HOLDERS} more" if len(holders) > NAMED_HOLDERS else ""
-    copies = max(sum(index in one.weights for one in holders) for index in holders[0].weights)
+    copies = max(Counter(index for one in holders for index in one.weights).values())
     mean = f", each layer the mean of up to {copies}" if copies > 1 else ""
     return f"weights of {', '.join(named)}{more}{mean}"
 
@@ -116,7 +117,7 @@ def of_folder(folder: Path, tokenizer: str | None) -> LoadedModel:
     keys = model_families.model_keys(folder)
     context = min(keys["positions"], model_families.MOST_START_CONTEXT)
     run = validated({"model": {**keys, "context": context, "from": str(folder)}})
-    memory.check_copies(run, 0, measure.machine_bytes())
+    memory.copies_that_fit(run, 1, measure.machine_bytes())
     codec = text_codec.of_folder(folder, tokenizer)
     return LoadedModel(run.model, gpt.build(run.model, run.seed), codec, f"weights of {folder}")
 

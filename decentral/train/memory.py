@@ -171,14 +171,18 @@ def check_machine(run: config.Config, span: tuple[int, int] | None, machine_byte
         raise UserError(f"model: {size}: to build it takes {needed} bytes, and this machine has {machine_bytes}")
 
 
-def check_copies(run: config.Config, copies: int, machine_bytes: int) -> None:
-    """Raises UserError if the host's memory has no room for so many copies of the built-in model, their mean, and
-    the layers that take it. This is arithmetic, as `check_machine` is."""
+def copies_that_fit(run: config.Config, wanted: int, machine_bytes: int) -> int:
+    """How many copies of the built-in model, at most `wanted`, the host's memory has room for, with their mean and the
+    layers that take it. Raises UserError if there is none for a single one. This is arithmetic, as `check_machine` is.
+    """
     parameters, tables = sum(run.model.layer_parameters), run.model.depth * run.model.context * run.model.d_head
-    needed = WEIGHT_BYTES * parameters * (copies + MEAN_COPIES) + ROTARY_BYTES * tables
-    if needed > machine_bytes:
-        size = f"{parameters} parameters, {copies} copies of them"
-        raise UserError(f"model: {size}: to gather it takes {needed} bytes, and this machine has {machine_bytes}")
+    fit = (machine_bytes - ROTARY_BYTES * tables) // (WEIGHT_BYTES * parameters) - MEAN_COPIES
+    if fit < 1:
+        needed = WEIGHT_BYTES * parameters * (1 + MEAN_COPIES) + ROTARY_BYTES * tables
+        raise UserError(
+            f"model: {parameters} parameters: to gather them takes {needed} bytes, and this machine has {machine_bytes}"
+        )
+    return min(wanted, fit)
 
 
 def give_back_what_is_freed() -> None:

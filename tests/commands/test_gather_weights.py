@@ -91,11 +91,14 @@ def test_a_layer_that_nobody_gives_is_named_with_the_reason(setup_of: Callable[.
         Serving(setup_of).gathered(1, A=(0, 2))
 
 
-def test_a_model_that_does_not_fit_this_machine_is_refused(setup_of: Callable[..., ComputeSetup]) -> None:
+def test_a_machine_gathers_as_many_copies_as_fit_and_refuses_a_model_of_which_none_does(
+    setup_of: Callable[..., ComputeSetup],
+) -> None:
     run = setup_of("A").config
-    memory.check_copies(run, 1, 1 << 20)
-    with pytest.raises(UserError, match="parameters, 16 copies of them: to gather it takes"):
-        memory.check_copies(run, 16, 1 << 20)
+    assert memory.copies_that_fit(run, 16, 1 << 30) == 16
+    assert memory.copies_that_fit(run, 16, 1 << 20) == 5
+    with pytest.raises(UserError, match="parameters: to gather them takes"):
+        memory.copies_that_fit(run, 1, 1 << 18)
 
 
 def test_the_layouts_it_expects_are_those_that_peers_donate(setup_of: Callable[..., ComputeSetup]) -> None:

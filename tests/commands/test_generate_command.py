@@ -61,9 +61,11 @@ def test_the_holders_are_named_with_their_steps() -> None:
     one, other = torch.zeros(1), torch.ones(1)
     whole = [HolderWeights("A", {0: one, 1: one}, {0: 4, 1: 4})]
     parts = [HolderWeights("A", {0: one}, {0: 4}), HolderWeights("B", {1: other, 2: other}, {1: 5, 2: 6})]
+    some_twice = [*parts, HolderWeights("C", {2: one}, {2: 5})]
     mean = [HolderWeights(name, {0: one}, {0: 9}) for name in "ABCDE"]
     assert generate.whose(whole) == "weights of A at step 4"
     assert generate.whose(parts) == "weights of A at step 4, B at steps 5 to 6"
+    assert generate.whose(some_twice).endswith("C at step 5, each layer the mean of up to 2")
     assert generate.whose(mean).endswith("D at step 9 and 1 more, each layer the mean of up to 5")
 
 
@@ -75,7 +77,6 @@ def test_the_holders_are_named_with_their_steps() -> None:
     [
         (["x"], "expected one of --join ADDR of a live peer, --state-dir DIR, and --model FOLDER"),
         (["x", "--join", "a", "--model", "b"], "expected one of"),
-        (["x", "--join", "nowhere"], "--join expects an address"),
         (["x", "--model", "gone"], "--model gone: there is no config.json"),
         (["x", "--state-dir", "gone"], "--state-dir gone: no peer's state folder"),
         (["x", "--model", "b", "--max-tokens", "0"], "--max-tokens must be between 1 and"),
