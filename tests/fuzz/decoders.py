@@ -321,7 +321,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "stream": Decoder(stream, ("comm.wire.blobs.read_rest", "comm.wire.blobs.read_length")),
     "seal": Decoder(seal, ("comm.wire.identity.open_sealed", "comm.wire.identity._parts")),
-    "dht_record": Decoder(dht_record, ("comm.net.libp2p.validate",)),
+    "dht_record": Decoder(dht_record, ("comm.net.libp2p_directory.validate",)),
     "proof": Decoder(
         private.proof,
         (

@@ -31,6 +31,7 @@ from decentral.sim.surrogate_model import DESCENT_RATE, STEP_NOISE, SurrogateMod
 from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
 from decentral.train import compress, memory
+from decentral.train.micro_batch_names import MicroBatchNames
 
 MODEL = [*sweep.SETTINGS, *sweep.SPAN_MODEL]
 
@@ -109,7 +110,7 @@ def test_peers_follow_one_plan_and_move_while_they_train() -> None:
     assert planned.routes.plans >= 1
     assert planned.routes.routed["twice"] == stayed.routes.routed["twice"] == stayed.routes.plans == 0
     last_third = [report.throughput.tokens - report.samples[-67].tokens for report in (planned, stayed)]
-    assert last_third[0] > 1.1 * last_third[1]
+    assert last_third[0] > 1.05 * last_third[1]  # 1.08 to 1.13, by what chance audits
 
 
 def test_peers_that_do_not_look_at_others_plans_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,8 @@ def drawn(number: int) -> tuple[SurrogateWorkload, ForwardDone]:
 
 def test_activations_and_gradients_have_the_real_model_s_sizes() -> None:
     origin, sent = drawn(7)
-    assert (sent.number // 2, sent.tokens) == (7, 64)  # one of a pair by chance: the other names audits
+    pair = MicroBatchNames.known("P").pair(7)  # one of it is given out, by chance: the other names audits
+    assert (sent.number // 2, sent.tokens) == (pair // 2, 64)
     assert len(sent.blob) == 64 * 32 * 2 + 64 * 2  # bf16 hidden values, u16 targets
     back = surrogate(3, 6).do(Forward(1, 3, 6, 2, sent.layout, sent.blob))
     assert isinstance(back, BackwardDone)
