@@ -7,13 +7,13 @@ file, becomes its text.
 
 import os
 import re
+import shutil
 import sys
 from contextlib import redirect_stdout, suppress
-from importlib import import_module
 from io import StringIO
 from pathlib import Path, PurePosixPath
 
-from decentral.command_table import COMMANDS
+from decentral.command_table import COMMANDS, module_of
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
@@ -26,13 +26,16 @@ def stage(folder: Path) -> None:
     for source, place in places.items():
         target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(relinked((ROOT / source).read_text(), source, places))
+        if source.suffix == ".md":
+            target.write_text(relinked((ROOT / source).read_text(), source, places))
+        else:
+            shutil.copy(ROOT / source, target)
     (folder / "COMMANDS.md").write_text(commands())
 
 
 def pages() -> dict[PurePosixPath, PurePosixPath]:
-    """Where each page is in the checkout, and where it will be on the site."""
-    docs = sorted((ROOT / "docs").rglob("*.md"))
+    """Where each page and each picture is in the checkout, and where it will be on the site."""
+    docs = sorted(path for kind in ("*.md", "*.png", "*.svg") for path in (ROOT / "docs").rglob(kind))
     found = {PurePosixPath("README.md"): "index.md", PurePosixPath("CONTRIBUTING.md"): "CONTRIBUTING.md"}
     found |= {PurePosixPath(page.relative_to(ROOT)): str(page.relative_to(ROOT / "docs")) for page in docs}
     return {source: PurePosixPath(place) for source, place in found.items()}
@@ -66,7 +69,7 @@ def commands() -> str:
 def help_of(name: str) -> str:
     printed = StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
-        import_module(f"decentral.{name}").parse(["--help"])
+        module_of(name).parse(["--help"])
     return printed.getvalue().strip()
 
 

@@ -53,6 +53,16 @@ def test_every_command_s_help_is_on_the_site(pages: Path) -> None:
     assert text.count("\nexamples:\n") == len(COMMANDS)
 
 
+def test_the_pictures_of_the_pages_are_on_the_site(pages: Path) -> None:
+    shown = [
+        page.parent / name
+        for page in pages.rglob("*.md")
+        for name in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())
+    ]
+    assert shown
+    assert not [picture for picture in shown if not picture.is_file()]
+
+
 def test_a_link_to_a_source_file_becomes_its_text() -> None:
     page = PurePosixPath("docs/results/a.md")
     places = {page: PurePosixPath("results/a.md"), PurePosixPath("README.md"): PurePosixPath("index.md")}
