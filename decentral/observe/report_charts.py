@@ -16,7 +16,7 @@ POINTS = 200  # of a line
 BARS = 60  # over time
 LEAST_BAR_S = 1.0
 MOST_PEER_ROWS = 120  # of peers, in one chart
-ROW = 17  # height of a peer's row
+ROW_HEIGHT = 17  # height of a peer's row
 MANY = 24  # peers; more lines than this cannot be told apart, and have one colour
 
 
@@ -173,7 +173,10 @@ class _Rows:
     def __post_init__(self) -> None:
         self.chart.y = (0, min(self.count, MOST_PEER_ROWS))
         self.chart.height = (
-            TOP + BOTTOM + ROW * min(self.count, MOST_PEER_ROWS) + (ROW if self.count > MOST_PEER_ROWS else 0)
+            TOP
+            + BOTTOM
+            + ROW_HEIGHT * min(self.count, MOST_PEER_ROWS)
+            + (ROW_HEIGHT if self.count > MOST_PEER_ROWS else 0)
         )
         if self.count > MOST_PEER_ROWS:
             self.chart.text(LEFT, self.chart.height - BOTTOM - 3, f"and {self.count - MOST_PEER_ROWS} more peers")
