@@ -10,7 +10,7 @@ from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.sim.swarm import SimulatedSwarm
 
-MOST_WAITING = 10_000  # lines
+MOST_LINES_WAITING = 10_000  # lines
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class SimulatedJournals:
             lines.append(strict_json.dumps({"t": t, "event": "started", **facts, "throttle": throttle}))
         lines.append(strict_json.dumps({"t": round(t, 3), "event": log.event, **log.fields}))
         self._waiting += 1
-        if self._waiting >= MOST_WAITING:
+        if self._waiting >= MOST_LINES_WAITING:
             self.end()
 
     def end(self) -> None:

@@ -1,5 +1,6 @@
 """Where the page is served: what a user types, and what is said of a port that is taken."""
 
+import argparse
 import socket
 from pathlib import Path
 
@@ -20,9 +21,15 @@ def test_an_address_is_read_as_it_is_typed(text: str, host: str, port: int) -> N
     assert PageAddress.parse(text) == PageAddress(host, port, strict=True)
 
 
+NOWHERE = (
+    "argument --at: expected [HOST:]PORT, such as 9100 or 0.0.0.0:9100; got 'nowhere' "
+    "(see python -m decentral.dashboard --help)"
+)
+
+
 @pytest.mark.parametrize("text", ["", "x", ":80", "host:", "host:x", "70000", "-1", "1.5", "٣"])
 def test_anything_else_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(UserError, match=r"\[HOST:\]PORT is expected"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"expected \[HOST:\]PORT"):
         PageAddress.parse(text)
 
 
@@ -56,7 +63,7 @@ def test_the_link_to_a_page_that_listens_everywhere_leads_to_this_machine() -> N
     [
         ([], "expected --join ADDR of a live peer, or the folder of a peer's journal"),
         (["no/such/folder"], "no/such/folder is no folder; give the state folder of a peer, or a folder of such"),
-        (["--at", "nowhere", "."], "the page: [HOST:]PORT is expected, such as 8420 or 0.0.0.0:8420; got 'nowhere'"),
+        (["--at", "nowhere", "."], NOWHERE),
     ],
 )
 def test_what_the_command_cannot_show_is_said_in_one_line(
