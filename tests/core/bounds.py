@@ -27,7 +27,9 @@ def unbounded(annotation: Any, limits: Sequence[object] = ()) -> list[str]:
         parts = [part for part in get_args(annotation) if part is not Ellipsis]
         rows = [] if Ellipsis not in get_args(annotation) or "max_length" in known else ["a row"]
         return rows + [path for part in parts for path in unbounded(part)]
-    if isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or issubclass(annotation, BaseModel)):
+    if isinstance(annotation, type) and (
+        dataclasses.is_dataclass(annotation) or issubclass(annotation, BaseModel | tuple)
+    ):
         fields = _fields(annotation).items()
         return [f"{name}.{path}" for name, (field, more) in fields for path in unbounded(field, more)]
     if annotation in (int, float):
@@ -38,7 +40,7 @@ def unbounded(annotation: Any, limits: Sequence[object] = ()) -> list[str]:
 
 
 def _fields(kind: type) -> dict[str, tuple[Any, Sequence[object]]]:
-    """The fields of a model or a dataclass, with the constraints around each."""
+    """The fields of a model, a dataclass or a named tuple, with the constraints around each."""
     if issubclass(kind, BaseModel):
         return {name: (field.annotation, field.metadata) for name, field in kind.model_fields.items()}
     return {name: (hint, ()) for name, hint in get_type_hints(kind, include_extras=True).items()}

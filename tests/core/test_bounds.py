@@ -1,7 +1,7 @@
 """Every field that a stranger fills has a bound."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import pytest
 from pydantic import BaseModel, Field
@@ -24,6 +24,11 @@ class Inner:
     three: Annotated[bytes, Field(max_length=3)]
 
 
+class Row(NamedTuple):
+    one: int
+    two: Annotated[int, Field(ge=0, lt=9)]
+
+
 class Unlimited(BaseModel):
     one: int
     two: Annotated[int, Field(gt=0)] | None
@@ -31,9 +36,10 @@ class Unlimited(BaseModel):
     four: list[int]
     five: Annotated[float, Field(gt=0, le=1)]
     six: Inner
+    seven: Row
 
 
 def test_a_field_without_bounds_is_found() -> None:
     found = unbounded(Unlimited)
-    assert [path.partition(".")[0] for path in found] == ["one", "two", "three", "four", "six", "six"]
-    assert found[-2:] == ["six.one.a number", "six.two.a row"]
+    assert [path.partition(".")[0] for path in found] == ["one", "two", "three", "four", "six", "six", "seven"]
+    assert found[-3:] == ["six.one.a number", "six.two.a row", "seven.one.a number"]

@@ -28,7 +28,7 @@ def maker(annotation: Any) -> Make:
 
 @cache
 def fields(kind: type) -> dict[str, Any]:
-    """The names and types of a dataclass's fields, with the bounds around them."""
+    """The names and types of the fields of a dataclass or a named tuple, with the bounds around them."""
     return get_type_hints(kind, include_extras=True)
 
 
@@ -44,8 +44,7 @@ def _maker(annotation: Any, bounds: dict[str, Any]) -> Make:
         return lambda chance: chance.choice(words)
     if kind is tuple:
         return _rows(get_args(annotation), bounds)
-    if dataclasses.is_dataclass(annotation):
-        assert isinstance(annotation, type)
+    if isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or issubclass(annotation, tuple)):
         parts = {name: maker(part) for name, part in fields(annotation).items()}
         return lambda chance: annotation(**{name: make(chance) for name, make in parts.items()})
     return _PLAIN[annotation](bounds)
