@@ -1,6 +1,5 @@
 """One peer as the page shows it: what its own journal says, or what its record in the DHT says."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ SPEED_S = 10.0  # time constant of the average of tokens/s
 LOSS_SHARE = 0.1  # of the newest step line in the loss that is shown
 REASON_TEXT = 32  # characters of an exchange's reason
 REASONS_SHOWN = 4
+MOST_NUMBER = 1e18  # in a line: bytes of an exabyte, tokens of all that was ever written
 LIVE = ("joining", "training")
 OUTCOMES = ("done", "solo", "failed")
 ROW = (  # what a peer's row has, in this order
@@ -194,9 +194,9 @@ def gone_words(view: PeerView) -> str:
 
 
 def finite(line: Line, name: str) -> float | None:
-    """The number of that name; None if there is none."""
+    """The number of that name; None if there is none, or one that no peer can mean."""
     value = line.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and -MOST_NUMBER < value < MOST_NUMBER else None
 
 
 def number(line: Line, name: str) -> float:

@@ -42,6 +42,7 @@ UNWRITTEN_S = 30.0  # without a line of its own; a peer that trains writes one e
 SILENT_GAPS = 4  # times as long as between its last lines: a slow peer writes less often
 MISSED_S = 3.0  # a peer that others miss is silent if it wrote nothing for so long
 PLAN_CHARS = 1000
+MOST_TIME = 1e11  # unix seconds; as in messages
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class SwarmView:
     def take(self, peer: str, line: Line) -> None:
         """Takes a line. Lines of one peer come in their order, those of several about in that of their times."""
         t, event = finite(line, "t"), line.get("event")
-        if t is None:
+        if t is None or not 0 <= t < MOST_TIME:
             return
         self.now = max(self.now, t)
         match event:

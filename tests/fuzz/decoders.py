@@ -9,6 +9,7 @@ import dataclasses
 import struct
 from collections.abc import Callable, Coroutine
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from decentral.comm.net import libp2p, libp2p_directory, libp2p_services
 from decentral.comm.rounds import contributions
 from decentral.comm.wire import blobs, codec, identity, messages
 from decentral.comm.wire.messages import RoundMember
-from decentral.core import algorithms, config, jobs, journal, own_yaml, swarm_config
+from decentral.core import algorithms, config, jobs, journal, own_yaml, strict_json, swarm_config
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Section
 from decentral.core.plain_text import plain_text
+from decentral.dashboard.sources import JournalFolder
+from decentral.dashboard.swarm_view import SwarmView
 from decentral.peers.joining.fetch import Incoming
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
@@ -246,7 +249,18 @@ def journal_file(data: bytes) -> None:
     assert all("event" in entry for entry in journal.read(path))
     assert [*journal.recent(path, len(data))] == [*journal.read(path)]
     list(running_peer.checks(path.parent, NOW))
+    shown(path)
     assert list(journal.Tail(path).new()) == [*journal.read(path)][: data.count(b"\n")]
+
+
+def shown(path: Path) -> None:
+    """A page takes any line, and has something to show."""
+    view, folder = SwarmView(), JournalFolder(path.parent)
+    view.facts |= folder.facts()
+    for peer, line in [*folder.lines(), *(("A", line) for line in journal.read(path))]:
+        view.take(peer, line)
+    view.tick(NOW)
+    strict_json.dumps([view.snapshot(), view.changes()])
 
 
 def checkpoint_file(data: bytes) -> None:
@@ -269,6 +283,7 @@ def position_file(data: bytes) -> None:
 
 def run_file(data: bytes) -> None:
     written("run.json", data)
+    JournalFolder(written("journal.jsonl", b"").parent).facts()
     StateFolder(folder()).read_run()
 
 
@@ -377,12 +392,13 @@ DECODERS: dict[str, Decoder] = {
             "core.journal.first",
             "core.journal._entry",
             "core.strict_json.loads",
+            "dashboard.sources.lines",
         ),
     ),
     "checkpoint_file": Decoder(checkpoint_file, ("train.checkpoint.read", "train.checkpoint._read"), 1 << 14),
     "retained_file": Decoder(retained_file, ("train.checkpoint._facts", "train.checkpoint.read")),
     "position_file": Decoder(position_file, ("train.checkpoint.of",), 64),
-    "run_file": Decoder(run_file, ("state.read_run", "state._read")),
+    "run_file": Decoder(run_file, ("state.read_run", "state._read", "dashboard.sources.facts")),
     "listen_file": Decoder(listen_file, ("state.listen",), 256),
     "profile_file": Decoder(profile_file, ("state.read_profile",), 512),
     "peers_file": Decoder(peers_file, ("peers.membership.address_book.load",)),

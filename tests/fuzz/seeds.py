@@ -159,6 +159,9 @@ def _files(name: str, folder: Path) -> Iterator[bytes]:
     match name:
         case "journal_file":
             yield b'{"t":1.0,"event":"started"}\n{"t":2.0,"event":"step","loss":NaN}\n{"t":3.0,"ev'
+            yield b'{"t":1.0,"event":"started","peer":"A"}\n{"t":2.0,"event":"step","tokens":1e99,"loss":1.5}\n'
+            yield b'{"t":1.0,"event":"status","last":9,"links":[["A",1,1]]}\n{"t":9,"event":"exchange","partner":"A"}\n'
+            yield b'{"t":%s,"event":"traffic","sent_bytes":%s}\n{"t":-1,"event":"plan"}\n' % (b"9" * 400, b"9" * 400)
         case "checkpoint_file":
             good = {"run": "x", "fragments": [{"first": 0, "last": 1}]}
             yield save(arrays, {"facts": json.dumps(good)})
