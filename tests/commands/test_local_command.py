@@ -133,8 +133,8 @@ def test_those_that_join_get_the_code_and_the_data_that_the_user_named(tmp_path:
     overrides = [text for text in named if text != "--set"]
     StateFolder(tmp_path / "peer-0").write_run(RunId("gpt-3fa2c1"), config.load(None, overrides))
     swarm.launch(1, "/ip4/127.0.0.1/tcp/1/p2p/Qm")
-    own = ["--trust-model-code", "mine:layers", "--data", str(Path("text").absolute()), "--data-glob", "**/*.txt"]
-    assert swarm.lines[1][-8:] == ["--join", "/ip4/127.0.0.1/tcp/1/p2p/Qm", *own]
+    own = ["--trust-model-code", "mine:layers", "--data", str(Path("text").absolute())]
+    assert swarm.lines[1][-6:] == ["--join", "/ip4/127.0.0.1/tcp/1/p2p/Qm", *own]
 
 
 def test_each_peer_of_a_private_swarm_has_an_invitation_of_its_own(tmp_path: Path) -> None:
