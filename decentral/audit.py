@@ -27,10 +27,9 @@ from pydantic import Field, Strict, TypeAdapter, ValidationError
 from decentral import command
 from decentral.core.errors import UserError
 from decentral.core.journal import deleted, read
+from decentral.core.line_fields import MOST_LAYERS
 
 NOT_TAKEN_YET = 8  # `counted` lines whose steps may not have been taken when a process ended: one for each sealed sum
-
-MOST_LAYERS = 4096  # more than a config allows; a journal that names more is none
 
 _Count = Annotated[int, Strict(), Field(ge=0)]
 _Layer = Annotated[int, Strict(), Field(ge=0, le=MOST_LAYERS)]

@@ -5,14 +5,14 @@ A peer that has stopped is read as well: its journal's last line says why it sto
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from decentral.checks.finding import Finding, ok, unknown, warn, wrong
 from decentral.checks.reason_remedies import remedy_of
 from decentral.core import journal
+from decentral.core.line_fields import Line, count, finite_value, number
 from decentral.core.units import MiB, Seconds
 
 RECENT_S = 600.0  # of the journal, that count
@@ -20,8 +20,6 @@ RECENT_BYTES = 8 * MiB  # of the journal, that are read
 SILENT_S = 60.0  # a peer that trains writes a line at least every 10 s
 GOOD_SHARE = 0.5  # of exchanges, those that should be done
 FEW_FILES = 16  # left to open
-
-Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +39,15 @@ class JournalTail:
         started = life[0] if begins else next(journal.first(path), None)
         if started is None or not life:
             return None
-        last = max(_number(line, "t") for line in life)
-        return cls(started, [line for line in life if _number(line, "t") >= last - RECENT_S])
+        last = max(number(line, "t") for line in life)
+        return cls(started, [line for line in life if number(line, "t") >= last - RECENT_S])
 
     def of_event(self, *events: str) -> list[Line]:
         return [line for line in self.lines if line["event"] in events]
 
     @property
     def last_t(self) -> Seconds:
-        return max(_number(line, "t") for line in self.lines)
+        return max(number(line, "t") for line in self.lines)
 
 
 def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
@@ -121,7 +119,7 @@ def training(tail: JournalTail, now: Seconds) -> Finding:
         remedy = "its disk may be full (below), or its process hangs: look at its output, and start it again"
         return wrong("training", f"no journal line for {silent_s:.0f} s", remedy)
     if not joined:
-        waits_s = now - _number(tail.started, "t")
+        waits_s = now - number(tail.started, "t")
         if waits_s < SILENT_S:
             return unknown("training", f"it has started {waits_s:.0f} s ago and joins", "look again in a minute")
         reasons = Counter(str(line.get("reason")) for line in tail.of_event("donor_failed"))
@@ -132,7 +130,7 @@ def training(tail: JournalTail, now: Seconds) -> Finding:
         return warn("training", "it has joined, and took no step in the last minutes", "see layers, and errors below")
     last = steps[-1]
     return ok(
-        "training", f"step {last.get('step')}, loss {_figure(last.get('loss'))}, {now - _number(last, 't'):.0f} s ago"
+        "training", f"step {last.get('step')}, loss {_figure(last.get('loss'))}, {now - number(last, 't'):.0f} s ago"
     )
 
 
@@ -176,7 +174,7 @@ def troubles(tail: JournalTail) -> Iterator[Finding]:
 def refused(line: Line) -> Finding:
     """What other peers sent that this one does not take: it is theirs to mend, or ours to upgrade."""
     counts = line.get("by_reason")
-    found = Counter({str(key): int(count) for key, count in counts.items()}) if isinstance(counts, dict) else Counter()
+    found = Counter({key: count(counts, key) for key in counts} if isinstance(counts, dict) else {})
     most = found.most_common(1)[0][0].removeprefix("record-") if found else ""
     return warn("refused", f"from other peers, since the start: {_counted(found)}", remedy_of(most))
 
@@ -194,13 +192,9 @@ def _counted(reasons: Counter[str]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(4))
 
 
-def _number(line: Line, key: str) -> float:
-    value = line.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
 def _figure(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "unknown"
+    known = finite_value(value)
+    return "unknown" if known is None else f"{known:.4g}"
 
 
 def _text(path: str) -> str:

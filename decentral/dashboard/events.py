@@ -4,8 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from decentral.core.line_fields import Line, finite, layers, text
 from decentral.core.units import Seconds
-from decentral.dashboard.peer_view import Line, finite, text
 
 EVENTS_SHOWN = 300
 EVENTS_AT_ONCE = 100  # in one update
@@ -74,8 +74,8 @@ def _said(line: Line) -> str:
 
 
 def _layers(line: Line) -> str:
-    first, last = finite(line, "first"), finite(line, "last")
-    return "other layers" if first is None or last is None else f"layers {first:.0f} to {last - 1:.0f}"
+    first, last = layers(line)
+    return f"layers {first} to {last - 1}" if last else "other layers"
 
 
 def _amount(line: Line, name: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from decentral.core.line_fields import time_of
 from decentral.core.units import Seconds
 from decentral.dashboard.sources import JournalFolder, LineSource
 from decentral.dashboard.swarm_view import SwarmView
@@ -30,8 +31,8 @@ class SwarmTime:
     def saw(self, line: dict[str, Any], live: bool) -> None:
         """`live`: it was written since the last look."""
         self.virtual = self.virtual or line.get("event") == "now"
-        t = line.get("t")
-        if isinstance(t, int | float) and t > self._newest:
+        t = time_of(line)
+        if t is not None and t > self._newest:
             self._newest = t
             if live or abs(t - self.wall()) < FRESH_LINE_S:
                 self._ahead_s = t - self.wall()

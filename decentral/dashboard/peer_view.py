@@ -1,19 +1,19 @@
 """One peer as the page shows it: what its own journal says, or what its record in the DHT says."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from decentral.core.line_fields import Line, count, finite, layers, number, numbers, text
 from decentral.core.plain_text import plain_text
 from decentral.core.time_spent import KINDS, NO_TIME, TimeSpent
 from decentral.core.units import Seconds
+from decentral.peers.node.traffic import known_reason
 
 SPEED_S = 10.0  # time constant of the average of tokens/s
 LOSS_SHARE = 0.1  # of the newest step line in the loss that is shown
-REASON_TEXT = 32  # characters of an exchange's reason
 REASONS_SHOWN = 4
-MOST_NUMBER = 1e18  # in a line: bytes of an exabyte, tokens of all that was ever written
 LIVE = ("joining", "training")
 OUTCOMES = ("done", "solo", "failed")
 ROW = (  # what a peer's row has, in this order
@@ -21,8 +21,6 @@ ROW = (  # what a peer's row has, in this order
     *("memory_bytes", "step", "tokens", "tokens_per_s", "loss", "held_out", "shares", "exchanges", "reasons"),
     *("sent_bytes", "received_bytes", "up", "down", "latency_s", "window_s"),
 )
-
-Line = Mapping[str, Any]  # a line of a journal, as JSON gives it
 
 
 @dataclass(slots=True)
@@ -117,7 +115,7 @@ class PeerView:
     def span(self, line: Line) -> None:
         """The layers that a line names."""
         if "last" in line:
-            self.device.first, self.device.last = count(line, "first"), count(line, "last")
+            self.device.first, self.device.last = layers(line)
 
     def stepped(self, t: Seconds, line: Line) -> None:
         """A `step` line."""
@@ -147,7 +145,7 @@ class PeerView:
         if outcome in OUTCOMES:
             self.work.exchanges[outcome] += 1
         if outcome in ("solo", "failed"):
-            self.work.reasons[text(line, "reason", REASON_TEXT)] += 1
+            self.work.reasons[known_reason(text(line, "reason"))] += 1
 
     def recorded(self, t: Seconds, line: Line) -> None:
         """What its record in the DHT says, but for its held-out loss. Its own journal knows better."""
@@ -162,8 +160,8 @@ class PeerView:
         work.step, work.tokens, work.tokens_per_s = count(line, "step"), count(line, "tokens"), number(line, "speed")
         network.window_s, network.latency_s = number(line, "window_s"), number(line, "latency_s")
         work.loss = finite(line, "loss")
-        work.shares = dict(zip(KINDS, listed(line, "shares"), strict=False))
-        work.exchanges = Counter(dict(zip(OUTCOMES, listed(line, "exchanges"), strict=False)))
+        work.shares = dict(zip(KINDS, numbers(line, "shares"), strict=False))
+        work.exchanges = Counter(dict(zip(OUTCOMES, map(int, numbers(line, "exchanges")), strict=False)))
         network.sent_bytes, network.received_bytes = count(line, "sent_bytes"), count(line, "received_bytes")
 
     def row(self) -> list[Any]:
@@ -191,33 +189,6 @@ def gone_words(view: PeerView) -> str:
     """What has become of a peer that is not live, in words for people."""
     words = {"left": "left", "silent": f"is silent ({view.why})", "ended": f"has ended ({view.why})"}
     return words[view.state]
-
-
-def finite(line: Line, name: str) -> float | None:
-    """The number of that name; None if there is none, or one that no peer can mean."""
-    value = line.get(name)
-    return float(value) if isinstance(value, int | float) and -MOST_NUMBER < value < MOST_NUMBER else None
-
-
-def number(line: Line, name: str) -> float:
-    """The same; 0 if there is none."""
-    return finite(line, name) or 0.0
-
-
-def count(line: Line, name: str) -> int:
-    return int(number(line, name))
-
-
-def text(line: Line, name: str, most: int = 128) -> str:
-    """The text of that name, made plain; "" if there is none."""
-    value = line.get(name)
-    return "" if value is None else plain_text(str(value), most)
-
-
-def listed(line: Line, name: str) -> Sequence[Any]:
-    """The list of that name; empty if there is none."""
-    value = line.get(name)
-    return value if isinstance(value, list | tuple) else ()
 
 
 def _short(value: float | None) -> float | None:

@@ -4,10 +4,10 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
 from decentral.dashboard.events import BAD, WARNING
-from decentral.dashboard.peer_view import REASON_TEXT, PeerView, gone_words
+from decentral.dashboard.peer_view import PeerView, gone_words
+from decentral.peers.node.traffic import known_reason
 
 TROUBLED_S = 120.0  # after which what went wrong is history
 EXCHANGES_SEEN = 300  # the last ones, by which failing ones are judged
@@ -28,7 +28,7 @@ class RecentTroubles:
     _told: deque[tuple[Seconds, Problem]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
 
     def exchanged(self, t: Seconds, outcome: str, reason: str) -> None:
-        self._exchanges.append((t, outcome, plain_text(reason, REASON_TEXT)))
+        self._exchanges.append((t, outcome, known_reason(reason)))
 
     def told(self, t: Seconds, peer: int, level: str, words: str) -> None:
         if level in (BAD, WARNING):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import Any
 
 from decentral.core.ids import PeerId
@@ -35,14 +36,20 @@ def record_line(peer: PeerId, record: PeerRecord, t: Seconds) -> dict[str, Any]:
 class ToldRecords:
     """Which records the page has, so that each is told once."""
 
-    _times: dict[PeerId, Seconds] = field(default_factory=dict)  # of the last one, by peer
+    _times: dict[PeerId, Seconds] = field(default_factory=dict)  # of the last one, by peer; told last, it stands last
 
     def news(self, live: Mapping[PeerId, PeerRecord], now: Seconds) -> Iterator[dict[str, Any]]:
-        """Lines about the records that are new, RECORDS_AT_ONCE at most; the others come the next time."""
-        new = [(peer, record) for peer, record in live.items() if self._times.get(peer) != record.time]
-        for peer, record in new[:RECORDS_AT_ONCE]:
-            self._times[peer] = record.time
-            yield record_line(peer, record, now)
+        """Lines about the records that are new, RECORDS_AT_ONCE at most; the others come the next time.
+
+        Those come first that were never told, and then those that were told longest ago: a peer that renews its record
+        all the time keeps no other out.
+        """
+        turn = {peer: number for number, peer in enumerate(self._times)}
+        new = [peer for peer, record in live.items() if self._times.get(peer) != record.time]
+        for peer in nsmallest(RECORDS_AT_ONCE, new, key=lambda peer: turn.get(peer, -1)):
+            self._times.pop(peer, None)
+            self._times[peer] = live[peer].time
+            yield record_line(peer, live[peer], now)
         if len(self._times) > 2 * len(live) + RECORDS_AT_ONCE:
             self._times = {peer: time for peer, time in self._times.items() if peer in live}
 

@@ -3,7 +3,7 @@
 A source has `lines()`: what is new since the last call, as (peer, line) in the order of the lines' times. All that a
 journal has is taken once, so the page shows history from before it was opened.
 
-Beside a journal's own lines there are three that sources make:
+Beside a journal's own lines there are those that only sources make:
 
     now      {"t"}                                virtual time, and the last time that there is
     facts    {"t", "facts"}                       what is known of the run, where no state folder says it
@@ -22,9 +22,11 @@ from typing import Any, Protocol
 from decentral.core import strict_json, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.journal import Tail
+from decentral.core.line_fields import text, time_of
 from decentral.core.plain_text import plain_text
-from decentral.core.units import KiB, MiB
+from decentral.core.units import KiB, MiB, Seconds
 
+SOURCE_EVENTS = ("now", "facts", "missed", "place", "record")  # none of them is taken from a journal
 Told = tuple[str, dict[str, Any]]  # the peer whose line it is, and the line
 JOURNAL = "journal.jsonl"
 MOST_JOURNALS = 4096
@@ -57,10 +59,10 @@ class FollowedJournal:
         elif self._unlocked is not None:
             self._unlocked += 1
         for line in self._tail.new():
-            self._t = _time(line)
+            self._t = time_of(line) or self._t
             if line["event"] in ("started", "continued"):
-                self._peer = str(line.get("peer", ""))
-            if self._peer:
+                self._peer = text(line, "peer")
+            if self._peer and line["event"] not in SOURCE_EVENTS:
                 yield self._peer, line
         if self._unlocked == 2 and self._peer:
             why = {"reason": "its process is gone", "certain": True}
@@ -88,7 +90,7 @@ class JournalFolder:
             if journal not in self._followed and len(self._followed) < MOST_JOURNALS:
                 self._followed[journal] = FollowedJournal(journal)
         each = (followed.lines(locks) for followed in self._followed.values())
-        return heapq.merge(*each, key=lambda told: _time(told[1]))
+        return heapq.merge(*each, key=lambda told: _order(told[1]))
 
     def facts(self) -> dict[str, Any]:
         """What is known of the run, from the first state folder that has its config; {} if none has."""
@@ -120,9 +122,9 @@ class ParentFeed:
         *whole, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MOST_LINE_BYTES:
             self._rest = b""
-        for text in whole:
+        for told in whole:
             with suppress(ValueError):
-                match strict_json.loads(text):
+                match strict_json.loads(told):
                     case [str(peer), dict(line)]:
                         yield peer, line
 
@@ -137,6 +139,6 @@ def locked_files() -> frozenset[int]:
         return frozenset()
 
 
-def _time(line: dict[str, Any]) -> float:
-    t = line.get("t")
-    return t if isinstance(t, int | float) else 0.0
+def _order(line: dict[str, Any]) -> Seconds:
+    """The time by which lines of several journals are put in order."""
+    return time_of(line) or 0.0

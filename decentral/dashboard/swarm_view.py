@@ -14,23 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decentral.core.ids import PeerId, suffix
+from decentral.core.line_fields import Line, count, finite, finite_value, listed, number, text, time_of
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.dashboard.events import BAD, GOOD, PLAIN, EventLog, told
 from decentral.dashboard.link_view import LINK_ROW, LinkTable
-from decentral.dashboard.peer_view import (
-    LIVE,
-    OUTCOMES,
-    ROW,
-    Line,
-    PeerView,
-    count,
-    finite,
-    gone_words,
-    listed,
-    number,
-    text,
-)
+from decentral.dashboard.peer_view import LIVE, OUTCOMES, ROW, PeerView, gone_words
 from decentral.dashboard.problems import Problem, RecentTroubles
 from decentral.dashboard.timeline import Timeline
 from decentral.dashboard.totals import TOTAL_SERIES, Totals, totals_of
@@ -42,7 +31,6 @@ UNWRITTEN_S = 30.0  # without a line of its own; a peer that trains writes one e
 SILENT_GAPS = 4  # times as long as between its last lines: a slow peer writes less often
 MISSED_S = 3.0  # a peer that others miss is silent if it wrote nothing for so long
 PLAN_CHARS = 1000
-MOST_TIME = 1e11  # unix seconds; as in messages
 
 
 @dataclass(slots=True)
@@ -66,8 +54,8 @@ class SwarmView:
 
     def take(self, peer: str, line: Line) -> None:
         """Takes a line. Lines of one peer come in their order, those of several about in that of their times."""
-        t, event = finite(line, "t"), line.get("event")
-        if t is None or not 0 <= t < MOST_TIME:
+        t, event = time_of(line), line.get("event")
+        if t is None:
             return
         self.now = max(self.now, t)
         match event:
@@ -185,9 +173,9 @@ class SwarmView:
 
     def _exchange(self, view: PeerView, t: Seconds, line: Line) -> None:
         view.exchanged(line)
-        outcome, partner = text(line, "outcome"), line.get("partner")
+        outcome = text(line, "outcome")
         self.troubles.exchanged(t, outcome, text(line, "reason"))
-        if isinstance(partner, str) and partner and (other := self._view(partner, t)) is not None:
+        if (other := self._view(text(line, "partner"), t)) is not None:
             self.links.exchanged(view.number, other.number, t, outcome)
 
     def _measured(self, view: PeerView, line: Line) -> list[PeerView]:
@@ -198,7 +186,8 @@ class SwarmView:
         network, partners = view.network, []
         for one in listed(line, "links"):
             match one:
-                case [str(partner), int() | float() as rate, int() | float() as latency_s]:
+                case [str(partner), *measured] if len(measured) == 2:
+                    rate, latency_s = (max(0.0, finite_value(value) or 0.0) for value in measured)
                     network.down = max(network.down, rate) if view.own else network.down
                     network.latency_s = min(network.latency_s or math.inf, latency_s or network.latency_s or math.inf)
                     other = self._by_suffix.get(suffix(PeerId(partner)))

@@ -6,7 +6,7 @@ and counted as `bad` if not; texts are escaped where they are shown.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ import numpy as np
 
 from decentral.core.ids import PeerId, short
 from decentral.core.journal import read
+from decentral.core.line_fields import Line, finite, time_of
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.scheduler.shared.arrays import Floats
 
 MOST_EVENTS = 2000  # of one peer, the latest
-MOST_TIME_S = 1e11  # Unix time in the year 5138
 OUTCOMES = ("done", "solo", "failed")
 TOLD = ("error", "unheld", "behind", "revoked", "suspended", "clock", "lost", "plan", "move")  # events for people
 
@@ -99,14 +99,14 @@ class PeerHistory:
         total = sum(self.spent.values())
         return {kind: self.spent.get(kind, 0.0) / total if total else 0.0 for kind in KINDS}
 
-    def take(self, line: Mapping[str, Any]) -> None:
+    def take(self, line: Line) -> None:
         """Takes a line of the journal, in their order."""
         try:
-            self._take(line, _time(line["t"]), _text(line["event"]))
+            self._take(line, _time(line), _text(line["event"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             self.bad += 1
 
-    def _take(self, line: Mapping[str, Any], t: Seconds, event: str) -> None:
+    def _take(self, line: Line, t: Seconds, event: str) -> None:
         if event == "started" or not self.lives:
             self._begin(line, t)
         life = self.lives[-1]
@@ -119,29 +119,30 @@ class PeerHistory:
             case "step":
                 self._step(line, t)
             case "eval":
-                self.held_out.add(t, _number(line["loss"]))
+                self.held_out.add(t, _number(line, "loss"))
             case "exchange":
                 self.exchanges[line["outcome"]].append(t)
                 self.reasons[line["outcome"], str(line["reason"])] += 1
             case "traffic":
-                self._moved(t, _number(line["sent_bytes"]), _number(line["received_bytes"]))
+                self._moved(t, _number(line, "sent_bytes"), _number(line, "received_bytes"))
             case told if told in TOLD:
                 said = {name: value for name, value in line.items() if name not in ("t", "event")}
                 self.events.append((t, told, ", ".join(f"{name} {value}" for name, value in said.items())))
                 del self.events[:-MOST_EVENTS]
 
-    def _begin(self, line: Mapping[str, Any], t: Seconds) -> None:
+    def _begin(self, line: Line, t: Seconds) -> None:
         if line["event"] in ("started", "continued"):
             self.peer, self.run, self.device = str(line["peer"]), str(line["run"]), str(line["device"])
-            self.throttle = _number(line["throttle"])
+            self.throttle = _number(line, "throttle")
         self.lives.append(Life(t, t))
         self._traffic = (0.0, 0.0)
         for column in (self.tokens, self.sent, self.received):
             column.add(t, self.total(column))
 
-    def _step(self, line: Mapping[str, Any], t: Seconds) -> None:
-        spent = {kind: _number(line["aside"].get(kind, 0.0)) for kind in KINDS} | {"training": _number(line["seconds"])}
-        tokens, loss = _number(line["tokens"]), None if line["loss"] is None else _number(line["loss"])
+    def _step(self, line: Line, t: Seconds) -> None:
+        aside = {kind: line["aside"].get(kind, 0.0) for kind in KINDS}
+        spent = {kind: _number(aside, kind) for kind in KINDS} | {"training": _number(line, "seconds")}
+        tokens, loss = _number(line, "tokens"), None if line["loss"] is None else _number(line, "loss")
         self.tokens.add(t, self.total(self.tokens) + tokens)
         for kind, seconds in spent.items():
             self.spent[kind] = self.spent.get(kind, 0.0) + seconds
@@ -196,15 +197,17 @@ def _text(value: Any) -> str:
     return value
 
 
-def _time(value: Any) -> Seconds:
-    """The value, if it is a Unix time that a calendar knows. Raises ValueError or TypeError if not."""
-    if not 0 <= _number(value) < MOST_TIME_S:
-        raise ValueError(value)
-    return float(value)
+def _time(line: Line) -> Seconds:
+    """When the line was written. Raises ValueError if it does not say."""
+    t = time_of(line)
+    if t is None:
+        raise ValueError(line.get("t"))
+    return t
 
 
-def _number(value: Any) -> float:
-    """The value, if it is a finite number. Raises ValueError or TypeError if not."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        raise ValueError(value)
-    return float(value)
+def _number(line: Line, name: str) -> float:
+    """The number of that name. Raises ValueError if it is none that a peer can mean."""
+    found = finite(line, name)
+    if found is None:
+        raise ValueError(line.get(name))
+    return found

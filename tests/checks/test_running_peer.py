@@ -158,3 +158,17 @@ def test_a_running_peer_that_does_not_get_its_state(tmp_path: Path) -> None:
     assert one.state == FindingState.WRONG
     assert "unreachable 2" in one.seen
     assert one.remedy == REMEDIES["unreachable"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("event", "fields"),
+    [
+        ("step", {"t": 10**400, "step": 10**400, "loss": 10**400}),
+        ("step", {"t": "now", "loss": "small"}),
+        ("suspended", {"seconds": 10**400}),
+        ("refused", {"by_reason": {"garbage": "x", "fields": None, "stale": [1], "shape": 10**400}}),
+        ("exchange", {"outcome": ["done"], "reason": {"why": 1}}),
+    ],
+)
+def test_a_journal_that_is_spoilt_is_looked_at_all_the_same(tmp_path: Path, event: str, fields: dict[str, Any]) -> None:
+    assert found(written(tmp_path, (30.0, event, fields)))["journal"].state == FindingState.WARN

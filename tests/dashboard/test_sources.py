@@ -13,7 +13,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
 from decentral.dashboard.follow import PageFollower, SwarmTime
 from decentral.dashboard.record_lines import RECORDS_AT_ONCE, ToldRecords
-from decentral.dashboard.sources import MOST_LINE_BYTES, JournalFolder, ParentFeed
+from decentral.dashboard.sources import MOST_LINE_BYTES, SOURCE_EVENTS, JournalFolder, ParentFeed
 from decentral.peers.membership.records import PeerRecord, Profile
 
 
@@ -139,6 +139,30 @@ def test_virtual_time_is_the_simulator_s() -> None:
     assert time.now() == 7.0
 
 
+def written_by_another(folder: Path, *lines: str) -> JournalFolder:
+    """The journal of somebody else, with these lines after one of a peer that joins."""
+    (folder / "A").mkdir()
+    begin = '{"t":1e9,"event":"started","peer":"A","device":"cpu"}'
+    (folder / "A" / "journal.jsonl").write_text("\n".join([begin, *lines, ""]))
+    return JournalFolder(folder)
+
+
+@pytest.mark.parametrize("t", ["1e999", "1e300", "1" + "0" * 400, "-1", '"now"', "null"])
+def test_a_line_of_no_time_moves_no_clock(tmp_path: Path, t: str) -> None:
+    source = written_by_another(tmp_path, f'{{"t":{t},"event":"eval","loss":1.0}}')
+    follower = PageFollower([source], Clock())
+    asyncio.run(follower.take(source, live=True))
+    assert follower.time.now() == 1e9
+    follower.view.tick(follower.time.now())
+    assert follower.view.peers["A"].work.held_out is None
+
+
+def test_what_only_sources_say_is_not_taken_from_a_journal(tmp_path: Path) -> None:
+    said = '{"t":1e9,"event":"%s","peer":"B","facts":{"run":"not-this"},"phase":"training","certain":true}'
+    source = written_by_another(tmp_path, *(said % event for event in SOURCE_EVENTS))
+    assert [line["event"] for _, line in source.lines()] == ["started"]
+
+
 def test_history_is_taken_with_its_totals(tmp_path: Path) -> None:
     clock = Clock()
     written = journal(tmp_path, "A", clock)
@@ -165,3 +189,9 @@ def test_each_record_is_told_once_and_not_too_many_at_once() -> None:
     assert list(told.news(live, 4.0)) == []
     (line,) = told.news({PeerId("peer0"): told_record(5.0)}, 6.0)
     assert (line["peer"], line["t"], line["event"]) == ("peer0", 6.0, "record")
+
+
+def test_records_that_change_all_the_time_keep_no_other_from_being_told() -> None:
+    told, peers = ToldRecords(), [PeerId(f"peer{number}") for number in range(3 * RECORDS_AT_ONCE)]
+    seen = {line["peer"] for look in range(3) for line in told.news(dict.fromkeys(peers, told_record(look)), look)}
+    assert seen == {*peers}

@@ -1,11 +1,13 @@
 """Lines in, rows out: who is there, who is not, how it goes, what has changed; and bounds on all of it."""
 
 import json
+import math
 from typing import Any
 
 import pytest
 
 from decentral.core import strict_json
+from decentral.core.line_fields import MOST_LAYERS
 from decentral.dashboard import link_view, swarm_view
 from decentral.dashboard.peer_view import ROW
 from decentral.dashboard.swarm_view import SwarmView
@@ -264,12 +266,34 @@ HOSTILE = "<img src=x onerror=alert(1)>[red]\x1b[31m\u202e"
         {"event": "move", "t": 1.0, "outcome": "done", "first": "x", "last": None},
         {"event": "facts", "t": 1.0, "facts": 5},
         {"event": None, "t": 1.0},
+        {"event": "step", "t": 10**400, "step": 10**400},
+        {"event": "status", "t": 1.0, "links": [[B, math.inf, 0.1], [B, 10**400, -math.inf]]},
+        {"event": "status", "t": 1.0, "first": -1e17, "last": 1e17},
+        {"event": "record", "t": 1.0, "peer": "new", "shares": ["a", {}], "exchanges": ["x", [], math.inf]},
+        {"event": "exchange", "t": 1.0, "partner": HOSTILE, "outcome": "done", "reason": ""},
+        {"event": "started", "t": 1.0, "peer": A, "throttle": -5, "first": 5, "last": 2},
     ],
 )
 def test_whatever_a_line_has_in_it_the_view_stays_whole_and_its_text_plain(told: Told, line: dict[str, Any]) -> None:
     told.training(A, B)
     told.view.take(A, line)
+    told.view.take(A, {"event": "step", **line})
     told.view.tick(2.0)
     shown = strict_json.dumps(told.view.snapshot())
     assert "\x1b" not in shown
     assert "\u202e" not in json.loads(shown).__repr__()
+    assert all(0 <= peer.device.first <= peer.device.last <= MOST_LAYERS for peer in told.view.peers.values())
+
+
+def test_a_name_is_as_long_as_names_are_whoever_wrote_it(told: Told) -> None:
+    told.training(A)
+    told.line(A, 2.0, "exchange", partner="x" * 100_000, outcome="done")
+    assert len(strict_json.dumps(told.view.snapshot())) < 10_000
+
+
+def test_reasons_that_partners_make_up_do_not_add_up(told: Told) -> None:
+    told.training(A)
+    for number in range(100):
+        told.line(A, 2.0, "exchange", partner=B, outcome="failed", reason=f"word-{number}")
+    told.line(A, 2.0, "exchange", partner=B, outcome="failed", reason="deadline")
+    assert told.row(A)["reasons"] == {"other": 100, "deadline": 1}

@@ -28,6 +28,7 @@ from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Section
 from decentral.core.plain_text import plain_text
+from decentral.dashboard.follow import SwarmTime
 from decentral.dashboard.sources import JournalFolder
 from decentral.dashboard.swarm_view import SwarmView
 from decentral.peers.joining.fetch import Incoming
@@ -255,11 +256,12 @@ def journal_file(data: bytes) -> None:
 
 def shown(path: Path) -> None:
     """A page takes any line, and has something to show."""
-    view, folder = SwarmView(), JournalFolder(path.parent)
+    view, time, folder = SwarmView(), SwarmTime(lambda: NOW), JournalFolder(path.parent)
     view.facts |= folder.facts()
     for peer, line in [*folder.lines(), *(("A", line) for line in journal.read(path))]:
+        time.saw(line, live=True)
         view.take(peer, line)
-    view.tick(NOW)
+    view.tick(time.now())
     strict_json.dumps([view.snapshot(), view.changes()])
 
 
