@@ -13,6 +13,7 @@ from decentral.observe.svg_chart import BOTTOM, LEFT, TOP, Chart, Ink, Line, Poi
 from decentral.scheduler.shared.arrays import Floats
 
 POINTS = 200  # of a line
+TOKEN_PLACES = 2000  # times at which the tokens of all peers are added up; between them lines are straight
 BARS = 60  # over time
 LEAST_BAR_S = 1.0
 MOST_PEER_ROWS = 120  # of peers, in one chart
@@ -54,7 +55,9 @@ class RunCharts:
 
     def loss_over_tokens(self) -> str:
         """The same losses over the tokens that all peers together had trained by then."""
-        lines = self._loss_lines(self.run.tokens_at)
+        times = np.linspace(self.run.began, self.run.last, TOKEN_PLACES)
+        tokens = self.run.tokens_at(times)
+        lines = self._loss_lines(lambda when: np.interp(when, times, tokens))
         chart = Chart((0, self.run.tokens or 1.0), _loss_limits(lines), 240, readable_number)
         chart.y_text = "{:.3g}".format
         chart.x_name = "tokens that the swarm had trained"
@@ -210,7 +213,7 @@ def time_unit(seconds: Seconds) -> tuple[float, str]:
 def _thinned(column: Column, life: Life, across: Callable[[Floats], Floats]) -> list[Point]:
     """The means of a life's values over POINTS stretches of equal count, where they are drawn."""
     times, values = np.asarray(column.t), np.asarray(column.value)
-    here = (times >= life.began) & (times <= life.last)
+    here = slice(np.searchsorted(times, life.began, "left"), np.searchsorted(times, life.last, "right"))
     times, values = times[here], values[here]
     groups = np.array_split(np.arange(len(times)), min(POINTS, len(times))) if len(times) else []
     x = across(np.array([times[group].mean() for group in groups]))

@@ -152,7 +152,7 @@ def _peer(peer: PeerHistory) -> tuple[str, ...]:
         peer.name,
         peer.device,
         f"{peer.throttle:g}",
-        f"{len(peer.lives)}",
+        f"{peer.starts}",
         readable_number(tokens),
         readable_number(tokens / peer.lived_s) if peer.lived_s else "-",
         f"{peer.shares()['training']:.1%}",

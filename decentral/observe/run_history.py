@@ -7,7 +7,7 @@ and counted as `bad` if not; texts are escaped where they are shown.
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from decentral.core.units import Seconds
 from decentral.scheduler.shared.arrays import Floats
 
 MOST_EVENTS = 2000  # of one peer, the latest
+MOST_LIVES = 200  # of one peer: of more, the oldest ones count as one
+SAID_CHARS = 1000  # of an event
 OUTCOMES = ("done", "solo", "failed")
 TOLD = ("error", "unheld", "behind", "revoked", "suspended", "clock", "lost", "plan", "move")  # events for people
 
@@ -63,6 +65,7 @@ class PeerHistory:
     device: str = ""
     throttle: float = 1.0
     lives: list[Life] = field(default_factory=list)
+    starts: int = 0  # how many lives it had
     tokens: Column = field(default_factory=Column)
     losses: Column = field(default_factory=Column)  # of the steps since the line before
     held_out: Column = field(default_factory=Column)
@@ -127,7 +130,7 @@ class PeerHistory:
                 self._moved(t, _number(line, "sent_bytes"), _number(line, "received_bytes"))
             case told if told in TOLD:
                 said = {name: value for name, value in line.items() if name not in ("t", "event")}
-                self.events.append((t, told, ", ".join(f"{name} {value}" for name, value in said.items())))
+                self.events.append((t, told, ", ".join(f"{name} {value}" for name, value in said.items())[:SAID_CHARS]))
                 del self.events[:-MOST_EVENTS]
 
     def _begin(self, line: Line, t: Seconds) -> None:
@@ -135,6 +138,10 @@ class PeerHistory:
             self.peer, self.run, self.device = str(line["peer"]), str(line["run"]), str(line["device"])
             self.throttle = _number(line, "throttle")
         self.lives.append(Life(t, t))
+        self.starts += 1
+        if len(self.lives) > MOST_LIVES:
+            oldest, next_one = self.lives[:2]
+            self.lives[:2] = [replace(next_one, began=oldest.began, joined=oldest.joined or next_one.joined)]
         self._traffic = (0.0, 0.0)
         for column in (self.tokens, self.sent, self.received):
             column.add(t, self.total(column))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from decentral import report, simulate
 from decentral.observe.report_charts import RunCharts
 from decentral.observe.report_page import page_of
-from decentral.observe.run_history import PeerHistory, RunHistory, history_of
+from decentral.observe.run_history import MOST_LIVES, PeerHistory, RunHistory, history_of
 from decentral.sim import sweep
 
 QUICK = [word for setting in sweep.SETTINGS for word in ("--set", setting)]
@@ -164,6 +164,20 @@ def test_any_lines_make_a_page(lines: list[dict[str, object]]) -> None:
     for line in lines:
         peer.take(line)
     Page(page_of(RunHistory([peer])))
+
+
+def test_a_journal_of_many_starts_makes_a_page_of_a_usual_size(tmp_path: Path) -> None:
+    starts, path = 20 * MOST_LIVES, tmp_path / "journal.jsonl"
+    started = '{"t": %d, "event": "started", "peer": "QmA", "run": "r", "device": "cpu", "throttle": 1}\n'
+    step = '{"t": %d.5, "event": "step", "tokens": 10, "loss": 2.5, "seconds": 1, "aside": {}}\n'
+    path.write_text("".join(started % t + step % t for t in range(1, starts + 1)))
+    run = history_of([("a", path)])
+    (peer,) = run.peers
+    assert len(peer.lives) == MOST_LIVES
+    assert (peer.began, peer.last, peer.starts) == (1.0, starts + 0.5, starts)
+    text = page_of(run)
+    assert len(text) < 1_000_000
+    assert f"{starts}" in Page(text).texts
 
 
 def test_many_peers_share_a_colour_and_the_rows_end(tmp_path: Path) -> None:
