@@ -11,6 +11,7 @@ on. A part is what one peer reads at a time: train/text_stream.py says in which 
 """
 
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -63,13 +64,13 @@ class Batch:
 class Documents:
     """A data set as parts that are read one after another, in any order, and again. Not thread-safe."""
 
-    def __init__(self, data: config.DataConfig, least_parts: int = LEAST_PARTS) -> None:
-        """Raises UserError if it cannot be opened, or has no such column."""
+    def __init__(self, data: config.DataConfig, least_parts: int = LEAST_PARTS, readers: int = 1) -> None:
+        """`readers`: among so many the parts are divided. Raises UserError if it cannot be opened."""
         assert data.path is not None
         self.data = data
         self.kind, self.set = _opened(data, data.path)
         shards = int(self.set.num_shards)
-        self.per_shard = -(-least_parts // shards)
+        self.per_shard = parts_of_a_shard(shards, least_parts, readers)
         self.parts = shards * self.per_shard
         self.shards = shards
 
@@ -124,6 +125,15 @@ class Documents:
             kind = table.schema.field(self.data.column).type
             raise UserError(f"data.column: {self.data.column} of {self.data.path} is {kind}; expected text")
         return texts
+
+
+def parts_of_a_shard(shards: int, least_parts: int, readers: int) -> int:
+    """The fewest with which each reader gets as many parts as the others, or so many that one more is little.
+
+    A shard is read once for each of its parts, so more of them cost time.
+    """
+    enough = itertools.count(-(-least_parts // shards))
+    return next(n for n in enough if shards * n % readers == 0 or shards * n >= LEAST_PARTS * readers)
 
 
 def library() -> Any:

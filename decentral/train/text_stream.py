@@ -30,7 +30,7 @@ from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.train import tokenizer
 from decentral.train.data_source import Reading, batch_of
-from decentral.train.documents import LEAST_PARTS, Documents, State, TextPiece
+from decentral.train.documents import Documents, State, TextPiece
 from decentral.train.tokenizer import TextTokenizer
 
 TOKENS_AT_ONCE = 1 << 18  # that are read together, or all of an epoch; but at least one window
@@ -102,7 +102,7 @@ class StreamReader:
 
     def __init__(self, stream: TextStream, reading: Reading) -> None:
         self.stream, self.reading = stream, reading
-        self.documents = Documents(stream.data, LEAST_PARTS * stream.share[1])
+        self.documents = Documents(stream.data, readers=stream.share[1] * reading.ranks)
         self.mark = PositionFile.of(stream, reading)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._next: Future[Windows] = self._thread.submit(self._read, self.mark.position)

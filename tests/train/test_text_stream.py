@@ -212,6 +212,23 @@ def test_shares_of_the_data_are_disjoint_and_make_up_all_of_it(stream: Callable[
     assert len(set().union(*shares)) >= 0.95 * len(words(epoch(reader(stream(parquet_files)))))
 
 
+@pytest.mark.parametrize(("shares", "ranks"), [(1, 1), (3, 1), (10, 1), (7, 5), (100, 2)])
+def test_a_file_is_read_no_oftener_than_its_readers_need(
+    stream: Callable[..., TextStream], shares: int, ranks: int
+) -> None:
+    made = reader(stream(json_lines, part=f"1/{shares}"), ranks=ranks)
+    assert documents.LEAST_PARTS <= made.documents.parts < documents.LEAST_PARTS + shares * ranks
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5, 60, 1000])
+@pytest.mark.parametrize("readers", [1, 3, 10, 100])
+def test_each_reader_has_as_many_parts_as_the_others_or_nearly(shards: int, readers: int) -> None:
+    parts = shards * documents.parts_of_a_shard(shards, documents.LEAST_PARTS, readers)
+    own = [len(range(reader, parts, readers)) for reader in range(readers)]
+    assert max(own) == min(own) or max(own) <= min(own) * (1 + 1 / documents.LEAST_PARTS)
+    assert min(own) >= 1
+
+
 def test_the_ranks_of_an_island_read_different_text(stream: Callable[..., TextStream]) -> None:
     one, other = (words(epoch(reader(stream(), rank=rank, ranks=2))) for rank in (0, 1))
     assert one
