@@ -6,7 +6,6 @@ a record can check that the peer it names has signed it.
 """
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +16,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
+from decentral.core.atomic_file import SECRET, write_atomically
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
@@ -123,13 +123,7 @@ def _create(path: Path) -> None:
     encoding, form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL
     der = key.private_bytes(encoding, form, serialization.NoEncryption())
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".new")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(_RSA + _varint(len(der)) + der)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_atomically(path, _RSA + _varint(len(der)) + der, SECRET)
 
 
 def _public_bytes(key: rsa.RSAPrivateKey) -> bytes:

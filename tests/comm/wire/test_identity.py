@@ -66,6 +66,19 @@ def test_only_its_owner_may_read_the_key(file: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+def test_what_lies_where_a_key_is_written_first_does_not_let_others_read_it(tmp_path: Path) -> None:
+    path, left, elsewhere = (tmp_path / name for name in ("identity.key", "identity.key.new", "elsewhere"))
+    for lay in (lambda: left.write_bytes(b""), lambda: left.symlink_to(elsewhere)):
+        elsewhere.write_bytes(b"")
+        lay()
+        for open_to_all in (left, elsewhere):
+            open_to_all.chmod(0o666)
+        Identity.load_or_create(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert elsewhere.read_bytes() == b""
+        path.unlink()
+
+
 def test_no_half_written_key_is_left_behind(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
