@@ -22,6 +22,7 @@ from decentral.core.errors import UserError
 from decentral.core.units import MiB
 
 JOURNAL_FILE_BYTES = 32 * MiB  # of one file; some days of a peer with few partners
+LONGEST_LINE_BYTES = 4 * MiB  # that is read; no event of a peer is nearly as long
 JOURNAL_FILES_KEPT = 8  # besides the one that is written
 PASSING = (ENOSPC, EDQUOT, EMFILE, ENFILE)  # the errors at the start after which a journal may be written later
 
@@ -180,10 +181,10 @@ class Tail:
 
     def _rest(self, file: IO[bytes]) -> Iterator[dict[str, Any]]:
         file.seek(self._offset)
-        for line in file:
+        for line, size in _lines(file):
             if not line.endswith(b"\n"):
                 break
-            self._offset += len(line)
+            self._offset += size
             if (entry := _entry(line)) is not None:
                 yield entry
 
@@ -192,7 +193,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a journal, oldest first, of all its files; cut or garbled lines are skipped."""
     for _, file in _opened(path):
         with file:
-            yield from (entry for line in file if (entry := _entry(line)) is not None)
+            yield from _entries(file)
 
 
 def recent(path: Path, most_bytes: int) -> Iterator[dict[str, Any]]:
@@ -200,16 +201,16 @@ def recent(path: Path, most_bytes: int) -> Iterator[dict[str, Any]]:
     with suppress(OSError), path.open("rb") as file:
         if file.seek(0, os.SEEK_END) > most_bytes:
             file.seek(-most_bytes, os.SEEK_END)
-            file.readline()  # a part of a line
+            next(_lines(file), None)  # a part of a line
         else:
             file.seek(0)
-        yield from (entry for line in file if (entry := _entry(line)) is not None)
+        yield from _entries(file)
 
 
 def first(path: Path) -> Iterator[dict[str, Any]]:
     """The first line of the file that is being written: of a full file's successor, it repeats `started`."""
     with suppress(OSError), path.open("rb") as file:
-        entry = _entry(file.readline())
+        entry = _entry(file.readline(LONGEST_LINE_BYTES))
         if entry is not None and entry["event"] in ("started", "continued"):
             yield entry
 
@@ -236,6 +237,19 @@ def _opened(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
     finally:
         if last is not None:
             last.close()
+
+
+def _entries(file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    return (entry for line, _ in _lines(file) if (entry := _entry(line)) is not None)
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
+    """The lines from here on, and the bytes of the file that each takes; of one that is too long only its end is given."""
+    while line := file.readline(LONGEST_LINE_BYTES):
+        size, part = len(line), line
+        while not part.endswith(b"\n") and (part := file.readline(LONGEST_LINE_BYTES)):
+            size, line = size + len(part), part[-1:]
+        yield line, size
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:

@@ -3,12 +3,13 @@
 import errno
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from decentral.core.errors import UserError
-from decentral.core.journal import Journal, Tail, read, rotated
+from decentral.core.journal import LONGEST_LINE_BYTES, Journal, Tail, first, read, recent, rotated
 
 
 @pytest.fixture
@@ -64,6 +65,26 @@ def test_a_line_that_is_no_event_is_skipped(path: Path, line: bytes) -> None:
     path.write_bytes(line)
     write(path, "joined")
     assert events(path) == ["joined"]
+
+
+def test_a_line_that_is_longer_than_any_of_a_peer_s_is_skipped_and_not_kept_in_memory(path: Path) -> None:
+    write(path, "started")
+    with path.open("ab") as file:
+        for _ in range(7):
+            file.write(b"x" * LONGEST_LINE_BYTES)
+        file.write(b"\n")
+    write(path, "joined")
+    tail = Tail(path)
+    tracemalloc.start()
+    try:
+        assert [entry["event"] for entry in tail.new()] == events(path) == ["started", "joined"]
+        assert [entry["event"] for entry in recent(path, 1 << 40)] == ["started", "joined"]
+        assert [entry["event"] for entry in first(path)] == ["started"]
+        assert tracemalloc.get_traced_memory()[1] < 4 * LONGEST_LINE_BYTES
+    finally:
+        tracemalloc.stop()
+    write(path, "step")
+    assert [entry["event"] for entry in tail.new()] == ["step"]
 
 
 def test_a_journal_that_is_not_there_is_empty(path: Path) -> None:
