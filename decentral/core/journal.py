@@ -244,7 +244,7 @@ def _entries(file: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """The lines from here on, and the bytes of the file that each takes; of one that is too long only its end is given."""
+    """The lines from here on, and the bytes that each takes in the file. Of too long a line only its end is given."""
     while line := file.readline(LONGEST_LINE_BYTES):
         size, part = len(line), line
         while not part.endswith(b"\n") and (part := file.readline(LONGEST_LINE_BYTES)):
