@@ -11,6 +11,7 @@ An update is encoded once for all browsers. One that is slow gets everything ane
 
 import asyncio
 import ipaddress
+import re
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from pathlib import Path
@@ -51,7 +52,7 @@ class Updates:
     def __init__(self, view: SwarmView) -> None:
         self.view, self.number, self.browsers = view, 0, 0
         self._latest = b""
-        self._whole = (-1, b"")  # everything, as of update N
+        self._whole = (-1, "")  # everything as JSON, as of update N
         self._news = asyncio.Event()
 
     def publish(self) -> None:
@@ -59,13 +60,14 @@ class Updates:
         self.number += 1
         if not self.browsers:
             return
-        self._latest = _message("changes", self.number, self.view.changes())
+        self._latest = _message("changes", self.number, strict_json.dumps(self.view.changes()))
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    def everything(self) -> bytes:
+    def everything(self) -> str:
+        """All that a page shows, as JSON; it is encoded once for an update, however many ask."""
         if self._whole[0] != self.number:
-            self._whole = self.number, _message("everything", self.number, self.view.snapshot())
+            self._whole = self.number, strict_json.dumps(self.view.snapshot())
         return self._whole[1]
 
     async def listen(self) -> AsyncGenerator[bytes]:
@@ -75,17 +77,17 @@ class Updates:
         try:
             while True:
                 if known != self.number:
-                    data = self._latest if known == self.number - 1 and known >= 0 else self.everything()
+                    missed = known < 0 or known < self.number - 1
                     known = self.number
-                    yield data
+                    yield _message("everything", known, self.everything()) if missed else self._latest
                 else:
                     await self._news.wait()
         finally:
             self.browsers -= 1
 
 
-def _message(event: str, number: int, content: dict[str, Any]) -> bytes:
-    return f"event: {event}\nid: {number}\ndata: {strict_json.dumps(content)}\n\n".encode()
+def _message(event: str, number: int, content: str) -> bytes:
+    return f"event: {event}\nid: {number}\ndata: {content}\n\n".encode()
 
 
 def application(updates: Updates, names: frozenset[str] = frozenset()) -> Starlette:
@@ -100,25 +102,26 @@ def application(updates: Updates, names: frozenset[str] = frozenset()) -> Starle
         return StreamingResponse(updates.listen(), media_type="text/event-stream")
 
     async def swarm(request: Request) -> Response:
-        return _json(updates.view.snapshot())
+        return _json(updates.everything())
 
     async def peer(request: Request) -> Response:
-        found = updates.view.history(request.path_params["number"])
-        return PlainTextResponse("no such peer", 404) if found is None else _json(found)
+        number = re.fullmatch("[0-9]{1,9}", request.path_params["number"])
+        found = updates.view.history(int(number[0])) if number else None
+        return PlainTextResponse("no such peer", 404) if found is None else _json(strict_json.dumps(found))
 
     routes = [
         Route("/", page),
         Route("/stream", stream),
         Route("/api/swarm", swarm),
-        Route("/api/peers/{number:int}", peer),
+        Route("/api/peers/{number}", peer),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     own = names | {"localhost", socket.gethostname().lower()}
     return Starlette(routes=routes, middleware=[Middleware(Guarded, names=own)])
 
 
-def _json(content: dict[str, Any]) -> Response:
-    return Response(strict_json.dumps(content), media_type="application/json")
+def _json(content: str) -> Response:
+    return Response(content, media_type="application/json")
 
 
 class Guarded:

@@ -97,6 +97,19 @@ def test_no_other_file_is_served(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "-1", "1.0", "", "0x0", "\u0663"])
+def test_a_number_that_no_peer_has_is_answered_as_such(client: TestClient, number: str) -> None:
+    assert client.get(f"/api/peers/{number}").status_code == 404
+
+
+def test_programs_that_ask_often_make_no_work_between_two_updates(client: TestClient, updates: Updates) -> None:
+    first = client.get("/api/swarm").content
+    updates.view.tick(5.0)
+    assert client.get("/api/swarm").content == first
+    updates.publish()
+    assert client.get("/api/swarm").json()["now"] == 5.0
+
+
 def test_nothing_can_be_changed_through_the_page(client: TestClient) -> None:
     for method in ("post", "put", "delete", "patch"):
         assert getattr(client, method)("/api/swarm").status_code == 405
