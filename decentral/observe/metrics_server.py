@@ -1,7 +1,8 @@
 """Serves a peer's metrics for Prometheus: `python -m decentral.peer --metrics [HOST:]PORT`. Needs the extra `metrics`.
 
 Nothing runs between two scrapes. A scrape reads the node in the event loop's thread, so that all its figures are of one
-moment. One thread answers one scraper at a time, and a connection that says nothing for SCRAPE_S is closed.
+moment. One thread answers one scraper at a time. A connection that says nothing for SCRAPE_S is closed, and any other
+one after WHOLE_SCRAPE_S, so that nobody keeps the next scraper out.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -23,6 +24,7 @@ from decentral.observe.metrics import METRICS, PeerMetric
 from decentral.peers.hosts.host import Host
 
 SCRAPE_S = 5.0  # for each read of a connection, and for the event loop to answer
+WHOLE_SCRAPE_S = 15.0  # for a connection, however slowly it asks and reads
 
 
 @asynccontextmanager
@@ -100,6 +102,20 @@ class MetricsServer(WSGIServer):
 
 class _Scrape(WSGIRequestHandler):
     timeout = SCRAPE_S
+
+    def handle(self) -> None:
+        """Answers one question, in time."""
+        end = threading.Timer(WHOLE_SCRAPE_S, self._end)
+        end.daemon = True
+        end.start()
+        try:
+            super().handle()
+        finally:
+            end.cancel()
+
+    def _end(self) -> None:
+        with suppress(OSError):  # it has ended by itself
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: object) -> None:
         """The user's terminal shows training, not scrapes."""

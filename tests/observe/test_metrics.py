@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+import threading
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,8 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from decentral.core.errors import UserError
 from decentral.core.machine import log
 from decentral.core.time_spent import TimeSpent
+from decentral.observe import metrics_server
 from decentral.observe.metrics import METRICS, PeerMetric
-from decentral.observe.metrics_server import metrics_served
+from decentral.observe.metrics_server import MetricsServer, metrics_served
 from decentral.peers.hosts.host import Host
 from decentral.peers.node.traffic import TrafficCounter
 from tests.peers.hosts.host_swarm import Swarm
@@ -133,6 +135,27 @@ def test_a_port_that_is_taken_is_one_clear_line(swarm: Swarm) -> None:
 
         with pytest.raises(UserError, match=r"--metrics: 127\.0\.0\.1:\d+ cannot be used .*choose another port"):
             asyncio.run(story())
+
+
+def test_a_connection_that_does_not_come_to_an_end_keeps_no_scraper_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "WHOLE_SCRAPE_S", 0.05)
+    monkeypatch.setattr(metrics_server._Scrape, "timeout", None)  # a client that sends a byte now and then is not idle
+
+    def answer(_: object, start: Callable[[str, list[tuple[str, str]]], object]) -> list[bytes]:
+        start("200 OK", [])
+        return [b"metrics"]
+
+    server = MetricsServer(HERE, answer)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    with socket.create_connection(server.server_address[:2]) as slow:
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+        with urllib.request.urlopen(server.url, timeout=30) as scrape:
+            assert scrape.read() == b"metrics"
+        assert slow.recv(1) == b""
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 def test_the_dashboard_asks_only_for_metrics_that_there_are() -> None:
