@@ -130,3 +130,16 @@ def test_a_page_with_a_thousand_peers_on_a_phone_is_as_wide_as_the_phone(served:
         assert driver.execute_script("return document.documentElement.scrollWidth") == 375
         assert "1 to 20 of 1000" in text(driver, "#page")
         assert complaints(driver) == []
+
+
+def test_peers_that_name_a_region_each_do_not_break_the_page(served: Served) -> None:
+    four_peers(served)
+    for number in range(600):
+        of_others = {"phase": "training", "device": "cpu", "region": f"region {number}", "first": 0, "last": 4}
+        served.tell("", 8.0, "record", peer=f"Qm{number:040d}", **of_others)
+    served.publish(8.0)
+    with browsing(served.url) as driver:
+        until(driver, lambda: "604 peers train" in text(driver, "#verdict"))
+        until(driver, lambda: "1 to 20 of 604" in text(driver, "#page"))
+        assert "in 602 regions" in text(driver, "#map-note")
+        assert complaints(driver) == []

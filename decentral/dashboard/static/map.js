@@ -10,6 +10,7 @@ import { choose, view } from "./selection.js";
 import { peers, swarm } from "./store.js";
 
 const FEW = 24; // peers, of which each has a name, and all links are drawn
+const REGIONS = 24; // of more, those with the fewest peers share one place: whoever likes names a region of its own
 const WRITTEN = 8; // links, of which each has its figures beside it
 const USED_S = 6; // an exchange is shown for so long
 const GONE_S = 60; // and a peer that has gone
@@ -70,7 +71,7 @@ function place(shown) {
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);
   }
-  const regions = Map.groupBy ? Map.groupBy(shown, (peer) => peer.region) : grouped(shown);
+  const regions = largest(Map.groupBy ? Map.groupBy(shown, (peer) => peer.region) : grouped(shown));
   const names = [...regions.keys()].sort();
   state.regions = [];
   state.spots = new Map();
@@ -82,7 +83,7 @@ function place(shown) {
     const cell = { w: width / across, h: height / rows };
     const center = { x: ((index % columns) + 0.5) * cell.w, y: (Math.floor(index / columns) + 0.5) * cell.h };
     const members = regions.get(name).sort((a, b) => a.number - b.number);
-    const room = Math.min(cell.w, cell.h) / 2 - (names.length > 1 ? 16 : 10);
+    const room = Math.max(2, Math.min(cell.w, cell.h) / 2 - (names.length > 1 ? 16 : 10)); // a canvas draws no negative radius
     state.regions.push({ name, ...center, wide: room * stretched(cell), radius: room, count: members.length });
     members.forEach((peer, position) => state.spots.set(peer.number, { peer, ...spot(center, room, cell, position, members.length), r: size(peer, most, members.length, room) }));
   });
@@ -102,6 +103,13 @@ const stretched = (cell) => Math.max(1, Math.min(1.5, cell.w / cell.h));
 function size(peer, most, count, room) {
   if (count > FEW) return Math.max(1.6, Math.min(7, (0.62 * room) / Math.sqrt(count)));
   return 7 + 9 * Math.sqrt(peer.tokens_per_s / most);
+}
+
+function largest(regions) {
+  if (regions.size <= REGIONS) return regions;
+  const ordered = [...regions].sort(([a, some], [b, others]) => others.length - some.length || (a < b ? -1 : 1));
+  const rest = ordered.slice(REGIONS - 1);
+  return new Map([...ordered.slice(0, REGIONS - 1), [`${rest.length} other regions`, rest.flatMap(([, members]) => members)]]);
 }
 
 function grouped(shown) {
