@@ -1,6 +1,6 @@
 """One torch thread, the same examples every time, tiny runs to train, and a reason where a GPU test is skipped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from decentral.core.ids import PeerId
 from decentral.train import compress, data
 from decentral.train.compute import ComputeSetup
 from decentral.train.step import Device
+from tests.commands.peer_processes import Peers
 from tests.sim.broken import no_baseline
 
 torch.set_num_threads(1)
@@ -37,6 +38,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(" ".join(words))
     return path
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    """Real peers as processes, which end with the test."""
+    started = Peers(tmp_path)
+    yield started
+    started.end()
 
 
 @pytest.fixture

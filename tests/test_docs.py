@@ -62,6 +62,13 @@ def test_the_protocol_s_title_has_its_version() -> None:
     assert (ROOT / "docs/PROTOCOL.md").read_text().startswith(f"# Protocol, version {VERSION}\n")
 
 
+def test_the_run_that_two_pages_show_is_the_same_one() -> None:
+    shown = [re.findall(r"^    6 peers, 120 virtual.*?\n\n", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
+             for name in ("README.md", "docs/SIMULATOR.md")]  # fmt: skip
+    assert len(shown[0]) == 1
+    assert shown[0] == shown[1]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_path_that_a_document_names_is_there(name: str) -> None:
     named = {path for path in PATH.findall((ROOT / name).read_text()) if PLACEHOLDER not in path}

@@ -27,7 +27,7 @@ PING_S = 10.0
 DOWNLOAD_S = 60.0
 FIRST_PIECE_BYTES = 256 * KiB  # of a newcomer's state; the next piece is larger if this one came within
 QUICK_S = 1.0
-SLOW_LINK_PER_S = 625e3  # bytes/s: over 5 Mb/s a swarm of four recovers 0.6 of what it could (docs/results/wan.md)
+SLOW_LINK_PER_S = 625e3  # bytes/s: over 5 Mb/s a swarm of four recovers 0.74 of what it could (docs/results/wan.md)
 BIT = 8
 
 FORWARD = "forward TCP port {port} on the router to this machine, and start the peer with --listen "

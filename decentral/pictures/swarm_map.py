@@ -30,6 +30,7 @@ from decentral.scheduler.shared.topology import Topology, regions_of
 FEW_PEERS = 8  # each is a place of its own
 NAMED_PEERS = 32  # in the whole swarm: their names stand in their regions
 NAMED_PLACES = 24
+MOST_PLACES = 40
 DRAWN_LINKS = 60
 CHAR_IN, LINE_IN = 0.085, 0.17  # size of a character and of a line of text
 NOTE_IN = 0.2  # below the map
@@ -49,7 +50,9 @@ class SwarmMap:
         topology, region_N = self.topology, regions_of(self.topology)
         regions = list(dict.fromkeys(topology.regions))
         by_region = colours(len(regions))
-        if len(topology) <= FEW_PEERS:
+        if len(regions) > MOST_PLACES:
+            self._with_others_together(region_N, regions)
+        elif len(topology) <= FEW_PEERS:
             self.place_N = np.arange(len(topology))
             self.names = [full_name(peer) for peer in topology.ids]
             self.colours = [by_region[number] for number in region_N]
@@ -57,6 +60,17 @@ class SwarmMap:
             self.place_N = region_N
             self.names = [self._region_text(region) for region in regions]
             self.colours = by_region
+
+    def _with_others_together(self, region_N: Ints, regions: list[str]) -> None:
+        """The regions with the fewest peers share the last place: whoever likes names a region of its own."""
+        sizes = np.bincount(region_N)
+        own = np.argsort(-sizes, kind="stable")[: MOST_PLACES - 1]
+        place_of = np.full(len(regions), MOST_PLACES - 1)
+        place_of[own] = np.arange(MOST_PLACES - 1)
+        others, peers = len(regions) - len(own), len(self.topology) - int(sizes[own].sum())
+        self.place_N = place_of[region_N]
+        self.names = [*(self._region_text(regions[region]) for region in own), f"{others} other regions\n{peers} peers"]
+        self.colours = colours(MOST_PLACES)
 
     def _region_text(self, region: str) -> str:
         """A region's name, and below it those of its peers, or their number."""

@@ -3,7 +3,6 @@
 import os
 import resource
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,6 @@ from tests.commands.peer_processes import TINY, Peers, exchanged
 
 QUICK = [*TINY, "--set", "swarm.checkpoint_every_s=1", "--set", "gossip.core_share=1"]
 SMALL_FILES_BYTES = 48 * 1024  # less than a checkpoint, and than a journal of some seconds
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Peers]:
-    running = Peers(tmp_path)
-    yield running
-    running.end()
 
 
 def join(peers: Peers) -> list[str]:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -106,13 +105,6 @@ def test_what_rank_0_cannot_use_is_said_once_and_starts_nothing_again(tmp_path: 
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: gossip.algorithm synchronous")
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Peers]:
-    started = Peers(tmp_path)
-    yield started
-    started.end()
 
 
 @pytest.mark.swarm

@@ -223,13 +223,6 @@ def test_the_journals_have_the_contracts_lines(finished: tuple[Path, dict[str, A
 # A peer that is killed
 
 
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Peers]:
-    started = Peers(tmp_path)
-    yield started
-    started.end()
-
-
 @pytest.mark.swarm
 def test_a_peer_that_is_killed_does_not_stop_the_others_and_comes_back_as_itself(peers: Peers) -> None:
     peers.start("a", *TINY, "--set", "swarm.checkpoint_every_s=2")

@@ -1,20 +1,11 @@
 """A real peer's page in a real browser: another peer is killed, and the page says so."""
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from benchmarks.browser import CHROMIUM, DRIVER, browsing, complaints, hosts_asked, until
 from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Peers]:
-    started = Peers(tmp_path)
-    yield started
-    started.end()
 
 
 @pytest.mark.swarm

@@ -15,7 +15,7 @@ from decentral.core import config
 from decentral.pictures.canvas import colours, link_text, seconds_text, speed_text
 from decentral.pictures.plan_picture import StageGrid, draw_plan, gossip_of, hops_of, span_rows
 from decentral.pictures.solver_picture import draw_comparison
-from decentral.pictures.swarm_map import SwarmMap, matrix_of
+from decentral.pictures.swarm_map import MOST_PLACES, SwarmMap, matrix_of
 from decentral.scheduler.shared import topology as topologies
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.shared.topology import Topology, Workload
@@ -98,6 +98,16 @@ def test_few_peers_are_places_of_their_own_and_many_share_their_regions() -> Non
     assert few.colour_of(0) == few.colour_of(1) != few.colour_of(2)
     assert many.names[0] == "Oregon\n8 peers"
     assert SwarmMap(topologies.load("24-in-ten-cities")).names[0] == "Frankfurt\n0, 1, 2"
+
+
+def test_peers_that_name_a_region_each_share_a_place() -> None:
+    many = [{"id": f"p{n}", "region": f"region {min(n, 300)}", "device": "A100"} for n in range(320)]
+    swarm = SwarmMap(topologies.parse({**FOUR, "peers": many}))
+    others = 301 - (MOST_PLACES - 1)
+    assert swarm.count == MOST_PLACES
+    assert swarm.names[0] == "region 300\n20 peers"
+    assert swarm.names[-1] == f"{others} other regions\n{others} peers"
+    assert len({swarm.colour_of(peer) for peer in range(320)}) == MOST_PLACES
 
 
 def test_the_slowest_link_is_that_of_the_slowest_uplink() -> None:
