@@ -9,6 +9,7 @@ from decentral.core.model_families import FAMILIES, Family
 
 MAX_WIDTH = 65_536
 MAX_ROTARY = 1 << 24  # context times channels of a head: entries of each of a block's two tables of rotary positions
+LEAST_APART = 1e-3  # of two bounds of turns, in fp32
 MAX_WINDOWED = 1 << 14  # context with a narrower window, whose mask has a byte for each pair of positions
 
 
@@ -22,6 +23,12 @@ class RopeScaling(Strict):
     high: PositiveFloat = 4.0  # and from which on it is left as it was
     attention: PositiveFloat | None = None  # what yarn multiplies queries and keys by; None: it follows from `factor`
     truncate: bool = True  # yarn: whole numbers of channels between the two
+
+    @model_validator(mode="after")
+    def has_a_way_between(self) -> "RopeScaling":
+        if self.high < self.low * (1 + LEAST_APART):
+            raise ValueError(f"low, {self.low}, must be below high, {self.high}")
+        return self
 
 
 class ModelConfig(Strict):
@@ -37,7 +44,7 @@ class ModelConfig(Strict):
     hidden: Positive | None = None  # 8/3 * width, rounded up to a multiple of 32
     vocabulary: Positive = 256
     context: Positive = 128
-    rope_theta: PositiveFloat = 10_000.0
+    rope_theta: Annotated[float, Field(ge=2, le=1e12)] = 10_000.0  # rates fall by this: at 1 yarn divides by zero
     rope_scaling: RopeScaling | None = None
     positions: Positive | None = None  # that the model is made for, as an export says; None: `context`
     family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"  # core/model_families.py
