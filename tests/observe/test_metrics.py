@@ -148,7 +148,7 @@ def test_a_connection_that_does_not_come_to_an_end_keeps_no_scraper_out(monkeypa
     server = MetricsServer(HERE, answer)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    with socket.create_connection(server.server_address[:2]) as slow:
+    with socket.create_connection((server.server_name, server.server_port)) as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
         with urllib.request.urlopen(server.url, timeout=30) as scrape:
             assert scrape.read() == b"metrics"
