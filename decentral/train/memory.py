@@ -158,7 +158,8 @@ def check_together(found: MemoryNeeds, peers: int, memory_bytes: int) -> None:
 def check_machine(run: config.Config, span: tuple[int, int] | None, machine_bytes: int) -> None:
     """Raises UserError if the host's memory cannot build the built-in model's layers [first, last); None: all.
 
-    Layers outside the span are built too, one at a time (train/gpt.py). This is arithmetic: nothing is made yet.
+    Layers outside the span are built too, one at a time (train/gpt.py). A window's mask is made by the first step, on
+    the device, and `needs` counts it. This is arithmetic: nothing is made yet.
     """
     if run.model.layers is not None:
         return  # only its own code knows
