@@ -71,9 +71,7 @@ class ModelConfig(Strict):
             if self.start_from is not None or self.weights is not None:
                 raise ValueError("model.layers is code, which starts from no folder; leave model.from out")
             if self.lora is not None:
-                raise ValueError(
-                    "model.lora adapts the built-in model, and model.layers is code; leave one of them out"
-                )
+                raise ValueError("model.lora adapts the built-in model, and model.layers is code; leave one out")
             return self
         if (self.head_channels is None and self.d_model % self.n_heads) or self.d_head % 2:
             raise ValueError(f"width {self.d_model} must be an even multiple of heads {self.n_heads}")

@@ -1,4 +1,4 @@
-"""Adapters of low rank (LoRA, Hu et al., arXiv 2106.09685): what a run with `model.lora` trains in the place of weights.
+"""Adapters of low rank (LoRA, Hu et al., arXiv 2106.09685): what a run with `model.lora` trains instead of weights.
 
     y = W x + alpha / rank * B (A x)        W frozen, A [rank, inputs] drawn, B [outputs, rank] zero at first
 
