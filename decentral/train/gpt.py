@@ -254,9 +254,21 @@ class Head(nn.Module):
         return logits_BTV
 
 
-def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, a scalar, computed in fp32."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+MASKED = -100
+"""A target that nothing is learned from, such as a token of a prompt: it counts neither in a loss nor as a token that
+was trained. torch's cross_entropy and transformers have the same number for it."""
+
+
+def trained_tokens(targets_BT: Tensor) -> int:
+    """How many of the targets are learned from."""
+    return int((targets_BT != MASKED).sum())
+
+
+def loss_of(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats per trained token, a scalar, computed in fp32; `reduction`: their "mean" or their "sum"."""
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=MASKED, reduction=reduction
+    )
 
 
 def last_loss(run: config.Config, head: Callable[[Tensor], Tensor], hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
@@ -273,11 +285,11 @@ def last_loss(run: config.Config, head: Callable[[Tensor], Tensor], hidden_BTD: 
     size = -(-len(targets_BT) // min(parts, len(targets_BT)))
 
     def summed(part_BTD: Tensor, part_BT: Tensor) -> Tensor:
-        return loss_of(head(part_BTD), part_BT) * part_BT.numel()
+        return loss_of(head(part_BTD), part_BT, "sum")
 
     pairs = zip(torch.split(hidden_BTD, size), torch.split(targets_BT, size), strict=True)
     losses = [checkpoint(summed, *pair, use_reentrant=False) for pair in pairs]
-    return torch.stack(losses).sum() / targets_BT.numel()
+    return torch.stack(losses).sum() / (targets_BT != MASKED).sum()
 
 
 def recomputed(run: config.Config, layers: Sequence[nn.Module], first: int) -> list[nn.Module]:
