@@ -35,7 +35,7 @@ from decentral.train.muon import products_in_fp32
 from decentral.train.step import Chain, held_out_loss
 
 METHODS = ("alone", "sync", "both", "B", "alternate", "product", "residual")
-EVALUATED = 48  # held-out sequences of each peer
+EVALUATED = 64  # held-out sequences of each peer
 WARM_UP = 20  # steps
 
 
@@ -101,9 +101,9 @@ def play(task: Task, folder: Path, rank: int, sequences: int) -> dict[str, float
     replicas = [Replica(run, task, folder, number) for number in range(len(PEER_HEADERS))]
     off = 0.0
     for step in range(task.steps):
-        turn = step // task.window % 2
+        turn = "AB"[(step // task.window + 1) % 2] if task.method == "alternate" else ""
         for replica in replicas:
-            replica.train(task.method != "B" and (task.method != "alternate" or turn == 1), turn == 0 or task.method != "alternate")
+            replica.train(turn != "B" and task.method != "B", turn != "A")
             replica.backward(sequences)
         if task.method == "sync":
             _share_gradients(replicas)
@@ -112,7 +112,8 @@ def play(task: Task, folder: Path, rank: int, sequences: int) -> dict[str, float
             replica.step(rate)
         if (step + 1) % task.window == 0 and task.method != "alone":
             off = _exchange(task.method, [replica.adapted for replica in replicas])
-    losses = [_loss(replica.forward, replicas) for replica in replicas[: len(replicas) if task.method == "alone" else 1]]
+    different = replicas if task.method == "alone" else replicas[:1]
+    losses = [_loss(replica.forward, replicas) for replica in different]
     return {"loss": sum(losses) / len(losses), "off": off}
 
 
