@@ -64,11 +64,11 @@ class Replica:
         modules = (module for layer in self.layers for module in layer.modules())
         self.adapted = [module for module in modules if isinstance(module, AdaptedLinear)]
         weights = [one for pair in self.adapted for one in (pair.lora_A.weight, pair.lora_B.weight)]
-        betas, kind = (run.train.beta1, run.train.beta2), {"weight_decay": task.weight_decay, "lr": task.rate}
+        decay = task.weight_decay
         self.optimizer: torch.optim.Optimizer = (
-            torch.optim.Muon(weights, adjust_lr_fn="match_rms_adamw", **kind)
+            torch.optim.Muon(weights, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
             if task.optimizer == "muon"
-            else torch.optim.AdamW(weights, betas=betas, fused=True, **kind)
+            else torch.optim.AdamW(weights, betas=(run.train.beta1, run.train.beta2), weight_decay=decay, fused=True)
         )
         self.weights, self.clip_norm = weights, run.train.clip_norm
 

@@ -92,18 +92,19 @@ class TextStream:
             if packer.count >= wanted:
                 break
         tokens, learned = packer.take()
-        if len(tokens) <= self.context + 1 - packer.pads:
+        if packer.pads:
+            tokens_NT, learned_NT = _windows(tokens, learned, self.context)
+            if not len(tokens_NT):
+                raise UserError(f"data: {self.data.path}: no document is held out; raise data.held_out, or give more")
+            again = np.arange(sequences) % len(tokens_NT)
+            return batch_of(tokens_NT[again], learned_NT[again])
+        if len(tokens) <= self.context + 1:
             need = f"{len(tokens)} tokens of it are held out, and {self.context + 2} are needed"
             raise UserError(f"data: {self.data.path}: {need}; raise data.held_out, or give more text")
         starts = np.arange(sequences) * self.context
-        if packer.pads:
-            whole = np.arange((len(tokens) - 1) // self.context) * self.context
-            whole = np.array([start for start in whole if learned[start + 1 : start + self.context + 1].any()])
-            starts = whole[np.arange(sequences) % len(whole)]
-        elif len(tokens) < wanted:
+        if len(tokens) < wanted:
             starts = rng.arrays(0, "held-out").integers(len(tokens) - self.context, size=sequences)
-        found = (np.stack([row[start : start + self.context + 1] for start in starts]) for row in (tokens, learned))
-        return batch_of(*found)
+        return batch_of(np.stack([tokens[start : start + self.context + 1] for start in starts]))
 
     def packer(self) -> "TokenPacker":
         return TokenPacker(self.tokenizer, self.context if self.data.format != "text" else None)
@@ -159,14 +160,9 @@ class StreamReader:
             at = position
             if packer.count > context and (packer.count >= TOKENS_AT_ONCE or position.epoch > begin.epoch):
                 break
-        tokens, learned = packer.take()
-        count = (len(tokens) - 1) // context
-        tokens_NT, learned_NT = (
-            np.lib.stride_tricks.sliding_window_view(row, context + 1)[::context][:count] for row in (tokens, learned)
-        )
-        some = np.flatnonzero(learned_NT[:, 1:].any(axis=1))
+        tokens_NT, learned_NT = _windows(*packer.take(), context)
         chance = rng.arrays(self.reading.seed, "windows", self.reading.peer, self.reading.rank, begin.number)
-        order = some[chance.permutation(len(some))]
+        order = chance.permutation(len(tokens_NT))
         return Windows(tokens_NT[order], learned_NT[order], begin, _numbered(at, begin.number + 1))
 
     def _pieces(self, at: Position) -> Iterator[tuple[Sequence[TextPiece], Position]]:
@@ -297,6 +293,14 @@ class PositionFile:
             content: dict[str, Any] = {"key": self.key, "position": asdict(self.position), "drawn": self.drawn}
             with suppress(OSError):
                 write_atomically(self.path, json.dumps(content).encode())
+
+
+def _windows(tokens: Tokens, learned: Learned, context: int) -> tuple[Tokens, Learned]:
+    """tokens_NT and learned_NT of all windows with something to learn, each with one position more."""
+    count = max(0, (len(tokens) - 1) // context)
+    at_NT = np.arange(count)[:, None] * context + np.arange(context + 1)
+    some = learned[at_NT][:, 1:].any(axis=1)
+    return tokens[at_NT][some], learned[at_NT][some]
 
 
 def _numbered(at: Position, number: int) -> Position:

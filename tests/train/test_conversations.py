@@ -16,10 +16,11 @@ import tokenizers
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
-from decentral.train import compress, conversations, data, gpt, run_inputs, step, text_stream
+from decentral.train import compress, conversations, gpt, run_inputs, step
 from decentral.train.activations import ActivationFormat
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.data_source import Reading
+from decentral.train.documents import TextPiece
 from decentral.train.gpt import MASKED
 from decentral.train.text_stream import TextStream
 from tests.train.test_stage_runner import carried, summed, world_of
@@ -61,11 +62,13 @@ def tokenizer_in(folder: Path, template: str | None = TEMPLATE) -> Path:
 
 @pytest.fixture
 def stream(tmp_path: Path) -> Callable[..., TextStream]:
-    """`stream(rows, format)`: the rows as JSON lines."""
+    """`stream(rows, format)`: the rows as JSON lines. Nothing is written again that another reader may be reading."""
 
     def opened(rows: Sequence[object], form: str, template: str | None = TEMPLATE, **keys: object) -> TextStream:
-        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        tree = {"kind": "huggingface", "format": form, "path": str(tmp_path / "rows.jsonl"), **keys}
+        file, text = tmp_path / "rows.jsonl", "\n".join(map(json.dumps, rows))
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+        tree = {"kind": "huggingface", "format": form, "path": str(file), **keys}
         tree = {"held_out": 1e-9, "tokenizer": str(tokenizer_in(tmp_path / "tokenizer", template)), **tree}
         return TextStream(config.DataConfig.model_validate(tree), MODEL)
 
@@ -153,6 +156,11 @@ def test_what_is_held_out_is_masked_likewise(stream: Callable[..., TextStream]) 
     assert 0 < gpt.trained_tokens(targets_BT) < targets_BT.numel()
     assert bool((targets_BT != MASKED).any(dim=1).all())
     assert torch.equal(targets_BT, opened.evaluation(8)[1])
+
+
+def test_nothing_held_out_is_said(stream: Callable[..., TextStream]) -> None:
+    with pytest.raises(UserError, match=r"no document is held out; raise data\.held_out"):
+        stream(chats(CHAT), "chat").evaluation(4)
 
 
 # Errors of the user
@@ -304,9 +312,8 @@ def test_the_offsets_of_a_token_decide_and_not_its_first_character(tmp_path: Pat
     rows.write_text(json.dumps({"prompt": "a ", "completion": "b"}))
     tree = {"kind": "huggingface", "format": "completion", "path": str(rows), "tokenizer": str(tmp_path)}
     packer = TextStream(config.DataConfig.model_validate({**tree, "held_out": 1e-9}), MODEL).packer()
-    piece = text_stream.TextPiece("a b", 0, True, True, ((2, 4),))
+    piece = TextPiece("a b", 0, True, True, ((2, 4),))
     packer.add([piece])
     tokens, marks = packer.take()
     assert tokens[:3].tolist() == [1, 3, 4]
     assert marks[:3].tolist() == [False, True, True]
-    assert data.load(config.DataConfig(), config.ModelConfig()) is not None

@@ -17,11 +17,11 @@ from decentral import export
 from decentral.core import config, jobs
 from decentral.core.ids import RunId
 from decentral.state import StateFolder
-from decentral.train import gpt, huggingface
+from decentral.train import gpt, huggingface, run_inputs
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.step import Chain
 
-ROWS = [{"prompt": "nobody waits for", "completion": " anybody"}, {"prompt": "the swarm", "completion": " trains"}]
+ROWS = [{"prompt": "waits for", "completion": " anybody"}, {"prompt": "the swarm", "completion": " trains"}]
 TASK = """
 task: words
 dataset_path: json
@@ -43,8 +43,10 @@ def test_an_export_has_the_perplexity_that_we_compute(
     base, out = tmp_path / "base", tmp_path / "out"
     setup = setup_of("A")
     huggingface.write(base, setup.config, gpt.build(setup.config.model, 0))
+    settings = base / "tokenizer_config.json"  # lm-eval wants a token that ends a text
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": "!"}))
     keys = [f"model.from={base}", "model.context=16", "model.lora.rank=2", "train.optimizer=adamw"]
-    run = config.load(None, [*keys, "train.learning_rate=0.02"])
+    run = run_inputs.sealed(config.load(None, [*keys, "train.learning_rate=0.02"]))
     run = run.model_copy(update={"data": setup.config.data})
     compute = Compute(ComputeSetup(run, setup.peer, setup.corpus, setup.codecs, setup.device, setup.folder))
     for _ in range(30):
@@ -58,7 +60,7 @@ def test_an_export_has_the_perplexity_that_we_compute(
     model = f"pretrained={base},peft={out}" if form == "peft" else f"pretrained={out}"
     found = lm_eval.simple_evaluate(
         model="hf",
-        model_args=f"{model},dtype=float32",
+        model_args=f"{model},tokenizer={base},dtype=float32",
         tasks=["words"],
         device="cpu",
         bootstrap_iters=0,
