@@ -18,6 +18,7 @@ from decentral.core import config
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout
+from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.core.plain_text import plain_text
 from decentral.core.synthetic import Blob
 from decentral.invitation_files import read_holding
@@ -59,10 +60,13 @@ class GatheredRun:
         return replicas.average([one.weights for one in self.holders])
 
 
-def from_folders(paths: Sequence[str]) -> GatheredRun:
-    """The weights in peers' state folders, or in a folder of such, as decentral.local makes it. Raises UserError."""
+def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> GatheredRun:
+    """The weights in peers' state folders, or in a folder of such, as decentral.local makes it. Raises UserError.
+
+    `own`: what the user names in the place of what the peers' users did.
+    """
     folders = [found for path in paths for found in _state_folders(Path(path))]
-    runs = [state.StateFolder(folder).read_run() for folder in folders]
+    runs = [state.StateFolder(folder).read_run(own) for folder in folders]
     if len({run[1].digest() for run in runs if run is not None}) > 1:
         raise UserError("--state-dir: these folders belong to different runs; give those of one run")
     if any(run is not None and run[1].model.layers is not None for run in runs):

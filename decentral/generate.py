@@ -23,6 +23,7 @@ from decentral import command, gather_weights
 from decentral.core import model_families
 from decentral.core.config import ModelConfig, validated
 from decentral.core.errors import UserError
+from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable, printable_lines
 from decentral.gather_weights import MOST_HOLDERS, GatheredRun, HolderWeights
 from decentral.train import decoding, gpt, measure, memory, replicas, text_codec
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     device = measure.choose(flags.device, "auto", 1.0, 0.0)
-    model = of_folder(Path(flags.model), flags.tokenizer) if flags.model else of_run(_gathered(flags), flags.tokenizer)
+    model = of_folder(Path(flags.model), flags.tokenizer) if flags.model else of_run(_gathered(flags), flags)
     prompt = model.codec.encode(flags.text) or [model.codec.start]
     if max(prompt) >= model.config.vocabulary:
         known = f"the model knows those below {model.config.vocabulary}"
@@ -83,14 +84,15 @@ def _show(text: str) -> None:
 def _gathered(flags: argparse.Namespace) -> GatheredRun:
     if flags.join:
         return asyncio.run(gather_weights.from_swarm(flags.join, flags.invite, flags.peers))
-    return gather_weights.from_folders(flags.state_dir)
+    return gather_weights.from_folders(flags.state_dir, OwnInputs(model_folder=flags.model_from))
 
 
-def of_run(found: GatheredRun, tokenizer: str | None) -> LoadedModel:
+def of_run(found: GatheredRun, flags: argparse.Namespace) -> LoadedModel:
     """The mean of what the holders gave. Raises UserError if layers are missing, or nobody says what the tokens are."""
-    codec = text_codec.of_run(found.config, tokenizer)
-    layers = replicas.layers_with(found.config, found.average())
-    return LoadedModel(found.config.model, layers, codec, f"run {found.run}: {whose(found.holders)}")
+    run = found.config.with_own(OwnInputs(model_folder=flags.model_from))
+    codec = text_codec.of_run(run, flags.tokenizer)
+    layers = replicas.layers_with(run, found.average())
+    return LoadedModel(run.model, layers, codec, f"run {found.run}: {whose(found.holders)}")
 
 
 def whose(holders: Sequence[HolderWeights]) -> str:
@@ -135,6 +137,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--state-dir", action="append", default=[], metavar="DIR", help=folders)
     parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, such as decentral.export writes")
     parser.add_argument("--tokenizer", metavar="PATH", help="its file or folder, where tokens are not bytes")
+    adapted = "the folder that the run's adapters started from; default: that of the stopped peers"
+    parser.add_argument("--model-from", metavar="DIR", help=adapted)
     parser.add_argument("--max-tokens", type=int, default=usual.tokens, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=usual.temperature, help="0: the likeliest token, always")
     parser.add_argument("--top-p", type=float, default=usual.top_p, help="draws from the likeliest tokens only")

@@ -100,7 +100,7 @@ def write(pieces: Iterator[TextPiece], found: tokenizer.TextTokenizer, out: Path
         with part.open("wb") as file:
             while some := list(itertools.islice(pieces, PIECES_AT_ONCE)):
                 packer.add(some)
-                tokens = packer.take()
+                tokens, _ = packer.take()
                 file.write(tokens.astype(dtype).tobytes())
                 count += len(tokens)
             file.flush()

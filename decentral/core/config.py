@@ -71,12 +71,21 @@ class DataConfig(Strict):
     kind: Literal["python-stdlib", "text", "tokens", "huggingface"] = "python-stdlib"
     path: OwnPath | None = None  # a file or folder on this peer's own disk; huggingface: or a data set's name
     glob: Annotated[str, Field(max_length=256)] | None = None  # which files of a folder; text: **/*.txt
-    column: Annotated[str, Field(max_length=256)] = "text"  # huggingface: of the rows, where the text is
+    # huggingface: what a row is. chat: a list of messages, of which the assistant's are learned; completion: a prompt
+    # and what is to follow it, which alone is learned
+    format: Literal["text", "chat", "completion"] = "text"
+    column: Annotated[str, Field(max_length=256)] = "text"  # huggingface: of the rows, where the text or messages are
     part: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}/[1-9]\d{0,3}$", max_length=9)] | None = None  # k/n, as below
     tokenizer: OwnPath | None = None  # huggingface: its file or folder; None: that of model.from
     tokenizer_digest: Digest | None = None  # of the tokenizer that all peers have
     token_bytes: Literal[2, 4] = 2  # width of an entry of a tokens file
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of the tokens that no peer trains on
+
+    @model_validator(mode="after")
+    def format_is_read(self) -> "DataConfig":
+        if self.format != "text" and self.kind != "huggingface":
+            raise ValueError(f"format {self.format} needs data.kind huggingface; it is {self.kind}")
+        return self
 
     @model_validator(mode="after")
     def part_is_one(self) -> "DataConfig":

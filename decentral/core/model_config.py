@@ -31,6 +31,21 @@ class RopeScaling(Strict):
         return self
 
 
+class LoraConfig(Strict):
+    """Adapters of low rank beside frozen matrices: train/lora.py. They alone are trained, and travel."""
+
+    rank: Annotated[int, Field(gt=0, le=1024)] = 8
+    alpha: PositiveFloat = 16.0  # an adapter's product is scaled by alpha / rank
+    matrices: Literal["queries-values", "attention", "feed-forward", "all"] = "all"  # of each block, that have one
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names of these matrices inside a block."""
+        attention, feed_forward = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+        sets = {"queries-values": ("q_proj", "v_proj"), "attention": attention, "feed-forward": feed_forward}
+        return sets.get(self.matrices, attention + feed_forward)
+
+
 class ModelConfig(Strict):
     """A Llama-style decoder. Its size follows from `depth`, unless other keys say otherwise.
 
@@ -53,6 +68,7 @@ class ModelConfig(Strict):
     window: Positive | None = None  # how many positions a token attends to, itself included; None: all before it
     # "package.module:function", which returns list[nn.Module]: a user's own model, whose code others have to trust
     layers: Annotated[str, Field(max_length=256)] | None = None
+    lora: LoraConfig | None = None  # None: all weights are trained
     start_from: OwnPath | None = Field(default=None, alias="from")  # a Hugging Face folder on this peer's own disk
     weights: Digest | None = None  # of those that all peers start from; None: they are drawn, by `seed`
 
@@ -61,6 +77,8 @@ class ModelConfig(Strict):
         if self.layers is not None:
             if self.start_from is not None or self.weights is not None:
                 raise ValueError("model.layers is code, which starts from no folder; leave model.from out")
+            if self.lora is not None:
+                raise ValueError("model.lora adapts the built-in model, and model.layers is code; leave one out")
             return self
         if (self.head_channels is None and self.d_model % self.n_heads) or self.d_head % 2:
             raise ValueError(f"width {self.d_model} must be an even multiple of heads {self.n_heads}")
@@ -118,16 +136,36 @@ class ModelConfig(Strict):
 
     @property
     def layer_parameters(self) -> list[int]:
-        """The parameters of embedding, blocks and head. It knows nothing of a user's own `layers`."""
+        """The parameters of embedding, blocks and head, without adapters. It knows nothing of a user's own `layers`."""
         width, table = self.d_model, self.vocabulary * self.d_model
         block = sum(self.block_matrices) + sum(self.block_vectors)
         return [table, *([block] * self.depth), width + table]
 
     @property
+    def block_shapes(self) -> dict[str, tuple[int, int]]:
+        """The inputs and outputs of a block's matrices."""
+        width, queries, keys, hidden = self.d_model, self.d_queries, self.d_keys, self.d_hidden
+        return {
+            "q_proj": (width, queries),
+            "k_proj": (width, keys),
+            "v_proj": (width, keys),
+            "o_proj": (queries, width),
+            "gate_proj": (width, hidden),
+            "up_proj": (width, hidden),
+            "down_proj": (hidden, width),
+        }
+
+    @property
     def block_matrices(self) -> list[int]:
         """The sizes of a block's matrices: queries, keys, values, output, and the three of the feed-forward."""
-        width, queries, keys = self.d_model, self.d_queries, self.d_keys
-        return [width * queries, width * keys, width * keys, queries * width, *[width * self.d_hidden] * 3]
+        return [inputs * outputs for inputs, outputs in self.block_shapes.values()]
+
+    @property
+    def block_factors(self) -> list[int]:
+        """The sizes of the adapters' factors in a block, two for each matrix that has one."""
+        if self.lora is None:
+            return []
+        return [self.lora.rank * side for name in self.lora.targets for side in self.block_shapes[name]]
 
     @property
     def block_vectors(self) -> list[int]:

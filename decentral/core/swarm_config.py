@@ -40,6 +40,8 @@ class ReceivedConfig:
             raise UserError(f"this swarm trains on data of kind {kind}, each peer on its own: give --data PATH")
         if kind == "huggingface" and own.tokenizer is None and own.model_folder is None:
             raise UserError("this swarm's text is read by a tokenizer: give --tokenizer PATH, its file or folder")
+        if settings.model.lora is not None and settings.model.weights is not None and own.model_folder is None:
+            raise UserError("this swarm trains adapters of a model that each peer reads itself: give --model-from DIR")
         if own.model_folder is not None:
             self._check_folder(Path(own.model_folder))
         return settings.with_own(own)
@@ -49,7 +51,8 @@ class ReceivedConfig:
         model = self._settings.model
         if model.weights is None:
             raise UserError("--model-from: this swarm's model starts from no folder; leave the flag out")
-        described = ModelConfig.model_validate({**model_families.model_keys(folder), "context": model.context})
+        ours = {"context": model.context, "lora": model.lora}
+        described = ModelConfig.model_validate({**model_families.model_keys(folder), **ours})
         for key, found in described:
             if key != "weights" and found != (known := getattr(model, key)):
                 source = folder / model_families.CONFIG_FILE

@@ -14,6 +14,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.jobs import Layout, Section
 from decentral.core.outcomes import UNLIKE, Likeness
 from decentral.core.reasons import Reason
+from decentral.train.gpt import MASKED
 from decentral.train.sections import Codecs
 
 LARGEST_ACTIVATION = (
@@ -27,12 +28,13 @@ class ActivationFormat:
     def __init__(self, run: config.Config, codecs: Codecs, widths: Sequence[int]) -> None:
         self.codecs, self.widths = codecs, widths
         self.wire, self.context, self.vocabulary = run.routes.wire, run.model.context, run.model.vocabulary
+        self.masks = run.data.format != "text"  # a target that is not trained travels as the first number of no token
 
     def layout(self, layer: int, sequences: int) -> Layout:
         """The sections of a micro-batch that enters this layer."""
         tokens = sequences * self.context
         numbers = tokens * self.widths[layer]
-        codec, size = ("u16", 2) if self.vocabulary <= 1 << 16 else ("u32", 4)
+        codec, size = ("u16", 2) if self.vocabulary + self.masks <= 1 << 16 else ("u32", 4)
         return (
             Section("hidden", self.wire, numbers, self.codecs.size(self.wire, numbers)),
             Section("targets", codec, tokens, tokens * size),
@@ -60,7 +62,8 @@ class ActivationFormat:
         section, hidden = self.encode(hidden_BTD)
         expected = self.layout(layer, len(targets_BT))
         assert section == expected[0], f"what enters layer {layer} is {section}, not {expected[0]}"
-        integers = targets_BT.cpu().to(_dtype(expected[1])).contiguous()
+        tokens_BT = targets_BT.cpu().where(targets_BT.cpu() != MASKED, self.vocabulary)
+        integers = tokens_BT.to(_dtype(expected[1])).contiguous()
         return expected, hidden + integers.view(torch.uint8).numpy().tobytes()
 
     def unpack(self, job: jobs.Forward) -> tuple[Tensor, Tensor]:
@@ -72,8 +75,10 @@ class ActivationFormat:
         hidden_BTD = self.decode(expected[:1], job.blob[: expected[0].size], torch.Size((B, T, D)))
         integers = torch.frombuffer(bytearray(job.blob[expected[0].size :]), dtype=_dtype(expected[1]))
         targets_BT = integers.to(torch.int64).view(B, T)
-        if int(targets_BT.max()) >= self.vocabulary:
-            raise ProtocolError(Reason.VOCABULARY, "a target that is no token")
+        masked_BT = (targets_BT == self.vocabulary) & self.masks
+        targets_BT = targets_BT.masked_fill(masked_BT, MASKED)
+        if int(targets_BT.max()) >= self.vocabulary or bool(masked_BT.all()):
+            raise ProtocolError(Reason.VOCABULARY, "a target that is no token, or none that is trained")
         return hidden_BTD, targets_BT
 
 

@@ -18,7 +18,7 @@ from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.train import checkpoint, measure
+from decentral.train import checkpoint, gpt, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.train.data_source import Reading, TrainingData
 from decentral.train.fragment_gossip import BEFORE_START
@@ -211,7 +211,7 @@ class Compute(JobRunner):
             began = time.perf_counter()
             total += held_out_part(self.span.forward, part, self.setup.device)
             seconds += time.perf_counter() - began
-        return jobs.Evaluated(self.counters.tokens, total / len(self.held_out[0]), seconds)
+        return jobs.Evaluated(self.counters.tokens, total / gpt.trained_tokens(self.held_out[1]), seconds)
 
     def _import(self, job: jobs.ImportState) -> Program:
         imported = yield from super()._import(job)

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from decentral.train.gpt import MASKED
+
 MicroBatches = Callable[[int, int], tuple[Tensor, Tensor]]
 """(number, sequences) -> inputs_BT and targets_BT, int64 on the CPU. No number is asked for twice."""
 
@@ -38,7 +40,13 @@ class TrainingData(Protocol):
         """The micro-batches of one peer, on one of its devices."""
 
 
-def batch_of(windows_BT: npt.NDArray[Any]) -> tuple[Tensor, Tensor]:
-    """inputs_BT and targets_BT of windows that have one position more, as each target is the next input."""
+def batch_of(windows_BT: npt.NDArray[Any], learned_BT: npt.NDArray[np.bool_] | None = None) -> tuple[Tensor, Tensor]:
+    """inputs_BT and targets_BT of windows that have one position more, as each target is the next input.
+
+    `learned_BT`: which of the windows' tokens are learned, the others being MASKED as targets; None: all.
+    """
     tokens_BT = torch.from_numpy(windows_BT.astype(np.int64))
-    return tokens_BT[:, :-1], tokens_BT[:, 1:]
+    inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    if learned_BT is not None and not learned_BT.all():
+        targets_BT = targets_BT.where(torch.from_numpy(learned_BT[:, 1:]), MASKED)
+    return inputs_BT, targets_BT

@@ -2,7 +2,8 @@
 
     files or a name -> shards (row groups, files) -> parts of a shard -> pieces of documents
 
-A row's column of text is a document; of a text file, all of it is. Documents are cut into pieces of PIECE_CHARS, which
+A row's column of text is a document; of a text file, all of it is; of chats and completions, train/conversations.py
+makes one of each row. Documents are cut into pieces of PIECE_CHARS, which
 are held out or trained on as a whole. Which pieces are held out follows from their text alone, so that no peer trains
 on what another one holds out, whatever files each has, and copies of a text are on one side.
 
@@ -21,6 +22,8 @@ from typing import Any
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.train import conversations
+from decentral.train.conversations import Document, Ranges
 
 PIECE_CHARS = 16 * 1024
 PIECES_OF_SHARD = 1 << 40  # of a shard
@@ -50,6 +53,7 @@ class TextPiece:
     at: int  # the piece before it in its document has one less
     begins: bool = False  # whether it is known that a document begins here
     ends: bool = False
+    learned: Ranges | None = None  # of the piece's characters, as in a Document
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +68,19 @@ class Batch:
 class Documents:
     """A data set as parts that are read one after another, in any order, and again. Not thread-safe."""
 
-    def __init__(self, data: config.DataConfig, least_parts: int = LEAST_PARTS, readers: int = 1) -> None:
-        """`readers`: among so many the parts are divided. Raises UserError if it cannot be opened."""
+    def __init__(
+        self,
+        data: config.DataConfig,
+        least_parts: int = LEAST_PARTS,
+        readers: int = 1,
+        tokenizer: str | None = None,
+    ) -> None:
+        """`readers`: among so many the parts are divided. `tokenizer`: the folder whose chat template renders chats.
+
+        Raises UserError if the set cannot be opened.
+        """
         assert data.path is not None
-        self.data = data
+        self.data, self.tokenizer = data, tokenizer
         self.kind, self.set = _opened(data, data.path)
         shards = int(self.set.num_shards)
         self.per_shard = parts_of_a_shard(shards, least_parts, readers)
@@ -106,9 +119,9 @@ class Documents:
             if state is not None:
                 rows.load_state_dict(state)
             for table in rows.iter(batch_size=size):
-                texts = self._texts(table)
+                found = self._documents(table)
                 at = shard * PIECES_OF_SHARD + read
-                pieces = tuple(_joined(texts, at) if self.kind == "text" else _cut(texts, at))
+                pieces = tuple(_joined(found, at) if self.kind == "text" else _cut(found, at))
                 read += len(pieces)
                 yield Batch(pieces, rows.state_dict(), read)
         except UserError:
@@ -116,15 +129,18 @@ class Documents:
         except Exception as error:  # the readers of the formats raise what they like
             raise _unreadable(self.data, error) from None
 
-    def _texts(self, table: Any) -> list[str]:
-        if self.data.column not in table.column_names:
+    def _documents(self, table: Any) -> list[Document]:
+        """One of each row that has something to learn. Raises UserError where a row is not what `data.format` says."""
+        names = conversations.columns(self.data)
+        if missing := [name for name in names if name not in table.column_names]:
             there = ", ".join(table.column_names)
-            raise UserError(f"data.column: {self.data.path} has no column {self.data.column}; it has {there}")
-        texts = [text for text in table.column(self.data.column).to_pylist() if text]
-        if not all(isinstance(text, str) for text in texts):
-            kind = table.schema.field(self.data.column).type
-            raise UserError(f"data.column: {self.data.column} of {self.data.path} is {kind}; expected text")
-        return texts
+            raise UserError(f"data.column: {self.data.path} has no column {missing[0]}; it has {there}")
+        rows = [row for row in zip(*(table.column(name).to_pylist() for name in names), strict=True) if row[-1]]
+        if self.data.format == "text" and not all(isinstance(text, str) for (text,) in rows):
+            kind = table.schema.field(names[0]).type
+            raise UserError(f"data.column: {names[0]} of {self.data.path} is {kind}; expected text")
+        made = (conversations.document(self.data, row, self.tokenizer) for row in rows)
+        return [one for one in made if one is not None]
 
 
 def parts_of_a_shard(shards: int, least_parts: int, readers: int) -> int:
@@ -194,17 +210,18 @@ def _unreadable(data: config.DataConfig, error: Exception) -> UserError:
     return UserError(f"data: {data.path} cannot be read ({said[:200]})")
 
 
-def _cut(texts: list[str], at: int) -> Iterator[TextPiece]:
+def _cut(documents: list[Document], at: int) -> Iterator[TextPiece]:
     """Documents as pieces, the first of which is number `at`."""
-    for text in texts:
-        for begin in range(0, len(text), PIECE_CHARS):
+    for one in documents:
+        for begin in range(0, len(one.text), PIECE_CHARS):
             end = begin + PIECE_CHARS
-            yield TextPiece(text[begin:end], at, begin == 0, end >= len(text))
+            learned = None if one.learned is None else tuple((low - begin, high - begin) for low, high in one.learned)
+            yield TextPiece(one.text[begin:end], at, begin == 0, end >= len(one.text), learned)
             at += 1
 
 
-def _joined(lines: list[str], at: int) -> Iterator[TextPiece]:
+def _joined(lines: list[Document], at: int) -> Iterator[TextPiece]:
     """Lines of one file as pieces: the file is the document, and its end is not known here."""
-    whole = "".join(lines)
+    whole = "".join(line.text for line in lines)
     for number, begin in enumerate(range(0, len(whole), PIECE_CHARS), at):
         yield TextPiece(whole[begin : begin + PIECE_CHARS], number, begins=number % PIECES_OF_SHARD == 0)

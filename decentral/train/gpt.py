@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.train import rotary, start_weights
+from decentral.train import lora, rotary, start_weights
 
 
 def build(
@@ -32,24 +32,38 @@ def build(
 ) -> list[nn.Module]:
     """Layers [first, last) with their initial weights, on the CPU, the same on every peer of a run, whatever its span.
 
-    The weights are those of the folder `model.from`, or else drawn. For that, layers outside are built too, one at a
+    The weights are those of the folder `model.from`, or else drawn; with `model.lora` they are frozen, and there is an
+    adapter beside each matrix that has one. For that, layers outside are built too, one at a
     time, and let go, so that only one more layer's memory is needed (a user's own function returns all at once).
-    Without `drawn` they are whatever the memory holds, for others will take their place.
+    Without `drawn` what is trained of them is whatever the memory holds, for others will take its place.
 
     Raises UserError if `model.layers` names no function that returns modules, and StartWeightsError where the folder is
     not here, or is not what it should be.
     """
     given = model.weights is not None or model.start_from is not None
-    with torch.random.fork_rng(devices=[]), nullcontext() if drawn and not given else Undrawn():
+    filled = drawn or model.lora is not None  # no donor gives frozen weights
+    with torch.random.fork_rng(devices=[]), nullcontext() if filled and not given else Undrawn():
         torch.manual_seed(seed)
         if model.layers is not None:
             return _users_layers(model)[first:last]
         inside = range(model.depth + 2)[first:last]
         kept = {index: layer for index, layer in _ours(model) if index in inside}
     layers = [kept[index] for index in inside]
-    if drawn and given:
+    if filled and given:
         start_weights.fill(model, named_weights(layers, model.depth, inside.start))
+    if model.lora is not None:
+        lora.freeze(layers)
+        for number, layer in zip(inside, layers, strict=True):
+            if 0 < number <= model.depth:
+                lora.adapt(layer, model.lora, seed, number)
     return layers
+
+
+def placed(layers: Sequence[nn.Module], run: config.Config, device: torch.device) -> list[nn.Module]:
+    """The layers on this device, frozen weights in `train.weights`; train/inner.py does the same to what is trained."""
+    if run.model.lora is not None:
+        lora.convert(layers, getattr(torch, run.train.weights))
+    return [layer.to(device) for layer in layers]
 
 
 class Undrawn(TorchFunctionMode):
@@ -72,9 +86,9 @@ class Undrawn(TorchFunctionMode):
 
 
 def parameters(model: config.ModelConfig) -> list[int]:
-    """The number of parameters of each layer; no weights are made."""
+    """The number of parameters of each layer that are trained; no weights are made."""
     if model.layers is None:
-        return model.layer_parameters
+        return [sum(one.matrices) + sum(one.gains) for one in sizes(model)]
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return [sum(p.numel() for p in layer.parameters()) for layer in _users_layers(model)]
 
@@ -89,7 +103,10 @@ class LayerSizes:
 
 
 def sizes(model: config.ModelConfig) -> list[LayerSizes]:
-    """The sizes of each layer's tensors; no weights are made."""
+    """The sizes of each layer's tensors that are trained; no weights are made."""
+    if model.lora is not None:
+        nothing, block = LayerSizes(()), LayerSizes(tuple(model.block_factors))
+        return [nothing, *[block] * model.depth, nothing]
     if model.layers is None:
         width, table = model.d_model, model.vocabulary * model.d_model
         block = LayerSizes(tuple(model.block_matrices), gains=tuple(model.block_vectors))
@@ -237,9 +254,21 @@ class Head(nn.Module):
         return logits_BTV
 
 
-def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, a scalar, computed in fp32."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+MASKED = -100
+"""A target that nothing is learned from, such as a token of a prompt: it counts neither in a loss nor as a token that
+was trained. torch's cross_entropy and transformers have the same number for it."""
+
+
+def trained_tokens(targets_BT: Tensor) -> int:
+    """How many of the targets are learned from."""
+    return int((targets_BT != MASKED).sum())
+
+
+def loss_of(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats per trained token, a scalar, computed in fp32; `reduction`: their "mean" or their "sum"."""
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=MASKED, reduction=reduction
+    )
 
 
 def last_loss(run: config.Config, head: Callable[[Tensor], Tensor], hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
@@ -256,11 +285,11 @@ def last_loss(run: config.Config, head: Callable[[Tensor], Tensor], hidden_BTD: 
     size = -(-len(targets_BT) // min(parts, len(targets_BT)))
 
     def summed(part_BTD: Tensor, part_BT: Tensor) -> Tensor:
-        return loss_of(head(part_BTD), part_BT) * part_BT.numel()
+        return loss_of(head(part_BTD), part_BT, "sum")
 
     pairs = zip(torch.split(hidden_BTD, size), torch.split(targets_BT, size), strict=True)
     losses = [checkpoint(summed, *pair, use_reentrant=False) for pair in pairs]
-    return torch.stack(losses).sum() / targets_BT.numel()
+    return torch.stack(losses).sum() / (targets_BT != MASKED).sum()
 
 
 def recomputed(run: config.Config, layers: Sequence[nn.Module], first: int) -> list[nn.Module]:

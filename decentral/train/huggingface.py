@@ -20,7 +20,7 @@ from decentral.core import config, model_families
 from decentral.core.atomic_file import write_atomically
 from decentral.core.config import BYTES
 from decentral.core.errors import UserError
-from decentral.train import gpt
+from decentral.train import gpt, lora
 from decentral.train.start_weights import EMBEDDING, HEAD, WHOLE
 from decentral.train.tokenizer import TOKENIZER_FILE, TOKENIZER_SETTINGS
 
@@ -42,10 +42,13 @@ MAX_TOKENIZER_FILE_BYTES = 256 << 20
 def write(folder: Path, run: config.Config, layers: Sequence[nn.Module], like: Path | None = None) -> list[str]:
     """Writes the folder and gives its files' names. `like`: where the tokenizer is, or the model started from.
 
+    Adapters become a part of the weights, in `layers` too.
+
     Raises UserError if the model is of no family that transformers knows, or the disk refuses.
     """
     if run.model.layers is not None:
         raise UserError(f"only the built-in model can be exported as a Llama; this run's is {run.model.layers}")
+    lora.merge(layers)
     weights = {
         name: tensor.detach().float().contiguous()
         for name, tensor in gpt.named_weights(layers, run.model.depth).items()

@@ -239,7 +239,7 @@ class Follower:
     @classmethod
     def build(cls, run: config.Config, device: torch.device) -> "Follower":
         built = gpt.build(run.model, run.seed, drawn=False)  # rank 0's weights come when it is wrapped
-        layers = [layer.to(device) for layer in built]
+        layers = gpt.placed(built, run, device)
         lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
         compiled = run.train.compile and device.type == "cuda"
         return cls(run, layers, Inner(lives, run.train), Chain(layers, compiled, run))

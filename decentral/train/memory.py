@@ -12,6 +12,7 @@
     of the largest fragment 16 bytes for each parameter: vectors that exist while a window is closed, merged or given
                                to a newcomer
                             and the larger of what a step and a backward pass take while they are computed
+                            with `model.lora` all of this is about the adapters, and frozen weights have 4 bytes, or 2
     for each micro-batch between its forward and its backward pass
                             the tensors that autograd keeps (`activation_bytes`), and what travels
 
@@ -98,14 +99,16 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
         if train.weights == "bfloat16":
             step += ROUNDING_BYTES * max(muon, decayed)
         weights = number_bytes * (muon + decayed + gains)
-        token, computed = kept[number], number_bytes * max((*sizes.matrices, *sizes.larger, *sizes.gains), default=0)
+        frozen = number_bytes * run.model.layer_parameters[number] if run.model.lora is not None else 0
+        largest = max((*sizes.matrices, *sizes.larger, *sizes.gains), default=0)
+        token, computed = kept[number], number_bytes * largest
         if inner and run.model.windowed:
             computed += MASK_BYTES * run.model.context**2
         if inner and train.recompute:
             token, computed = 4 * entering[number], computed + _tokens(run) * token
         if number == last and logits > train.logits_at_once and run.model.layers is None:
             token, computed = token - LOGIT_BYTES * run.model.vocabulary, computed + PART_BYTES * train.logits_at_once
-        found.append(LayerBytes(2 * weights + 4 * muon + moments + 8 * gains, step, computed, token))
+        found.append(LayerBytes(frozen + 2 * weights + 4 * muon + moments + 8 * gains, step, computed, token))
     return found
 
 
@@ -121,6 +124,8 @@ def activation_bytes(model: config.ModelConfig) -> list[int]:
     width, queries, keys = model.d_model, model.d_queries, model.d_keys
     normed = 2 * model.options.query_norm
     block = 4 * (8 * width + (2 + normed) * queries + (4 + normed) * keys + 5 * model.d_hidden)
+    if model.lora is not None:
+        block += 4 * model.lora.rank * len(model.lora.targets)
     return [4 * width + 8, *([block] * model.depth), 12 * width + LOGIT_BYTES * model.vocabulary]
 
 
@@ -176,12 +181,15 @@ def copies_that_fit(run: config.Config, wanted: int, machine_bytes: int) -> int:
     """How many copies of the built-in model, at most `wanted`, the host's memory has room for, with their mean and the
     layers that take it. Raises UserError if there is none for a single one. This is arithmetic, as `check_machine` is.
     """
-    parameters, tables = sum(run.model.layer_parameters), run.model.depth * run.model.context * run.model.d_head
-    fit = (machine_bytes - ROTARY_BYTES * tables) // (WEIGHT_BYTES * parameters) - MEAN_COPIES
+    model = run.model
+    whole, parameters = sum(model.layer_parameters), sum(gpt.parameters(model))
+    once = ROTARY_BYTES * model.depth * model.context * model.d_head
+    once += WEIGHT_BYTES * whole if model.lora is not None else 0  # frozen weights, which nobody gives
+    fit = (machine_bytes - once) // (WEIGHT_BYTES * parameters) - MEAN_COPIES
     if fit < 1:
-        needed = WEIGHT_BYTES * parameters * (1 + MEAN_COPIES) + ROTARY_BYTES * tables
+        needed = WEIGHT_BYTES * parameters * (1 + MEAN_COPIES) + once
         raise UserError(
-            f"model: {parameters} parameters: to gather them takes {needed} bytes, and this machine has {machine_bytes}"
+            f"model: {whole} parameters: to gather them takes {needed} bytes, and this machine has {machine_bytes}"
         )
     return min(wanted, fit)
 

@@ -4,6 +4,7 @@ Peers may hold different fragments of a model; each fragment is averaged over th
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -53,11 +54,14 @@ def missing(run: config.Config, weights: Weights) -> list[jobs.Fragment]:
     return [fragment for fragment in fragments_of(run) if fragment.index not in weights]
 
 
-def layers_with(run: config.Config, weights: Weights) -> list[nn.Module]:
-    """The run's model with these weights, on the CPU. Raises UserError if they are another model's, or not all."""
+def layers_with(run: config.Config, weights: Weights, frozen: bool = True) -> list[nn.Module]:
+    """The run's model with these weights, on the CPU. Without `frozen`, weights that adapters stand beside are whatever
+    the memory holds, and nothing is read. Raises UserError if they are another model's, or not all."""
     for fragment in missing(run, weights):
         raise UserError(f"nobody holds layers {fragment.first} to {fragment.last - 1} of the model")
-    layers = gpt.build(run.model, run.seed, drawn=False)
+    model = run.model if frozen else run.model.model_copy(update={"start_from": None, "weights": None})
+    with nullcontext() if frozen else gpt.Undrawn():
+        layers = gpt.build(model, run.seed, drawn=False)
     train = run.train.model_copy(update={"weights": "float32", "moments": "float32"})
     for fragment in fragments_of(run):
         if weights[fragment.index].numel() != fragment.parameters:

@@ -5,7 +5,7 @@ The founder's digests go into the run's config; the others compare their own fil
 
 from decentral.core.config import Config
 from decentral.core.errors import UserError
-from decentral.train import start_weights, tokenizer
+from decentral.train import conversations, start_weights, tokenizer
 
 
 def sealed(run: Config) -> Config:
@@ -14,7 +14,7 @@ def sealed(run: Config) -> Config:
     if run.model.start_from is not None:
         update["model"] = run.model.model_copy(update={"weights": start_weights.digest(run.model)})
     if run.data.kind == "huggingface":
-        update["data"] = run.data.model_copy(update={"tokenizer_digest": _tokenizer(run).digest})
+        update["data"] = run.data.model_copy(update={"tokenizer_digest": _tokenizer_digest(run)})
     return run.model_copy(update=update)
 
 
@@ -24,12 +24,14 @@ def check(run: Config, begun: bool) -> None:
     if run.model.start_from is not None and not begun:
         start_weights.compare(run.model)
     known = run.data.tokenizer_digest
-    if run.data.kind == "huggingface" and known is not None and _tokenizer(run).digest != known:
+    if run.data.kind == "huggingface" and known is not None and _tokenizer_digest(run) != known:
+        also = ", or its chat template," if run.data.format == "chat" else ","
         raise UserError(
-            f"--tokenizer {run.tokenizer}: this run's tokenizer, or the token between its texts, is another"
+            f"--tokenizer {run.tokenizer}: this run's tokenizer, or the token between its texts{also} is another"
         )
 
 
-def _tokenizer(run: Config) -> tokenizer.TextTokenizer:
+def _tokenizer_digest(run: Config) -> str:
+    """Of the tokenizer, and with chats of its template."""
     assert run.tokenizer is not None
-    return tokenizer.load(run.tokenizer)
+    return conversations.digest(run.data, run.tokenizer, tokenizer.load(run.tokenizer).digest)

@@ -53,7 +53,7 @@ class Span:
         self.inner, self.forward = Inner([], run.train), Chain([])
         self.gossip.hold(list(lives.values()))
         for begin, end in _gaps(layers, first, last):
-            new = [layer.to(device) for layer in gpt.build(run.model, run.seed, begin, end, drawn)]
+            new = gpt.placed(gpt.build(run.model, run.seed, begin, end, drawn), run, device)
             layers |= dict(enumerate(new, begin))
             lives |= {
                 cut: Live(cut, new, device, run.train, range(begin, self.model_layers), drawn)

@@ -6,7 +6,8 @@
     apply      the optimizer's step on each fragment with a sealed sum, divided by the tokens behind it
 
 Gradients are those of the sum of the tokens' losses, not of their mean: sums of micro-batches of any size then add up
-to the exact gradient of all their tokens, and each fragment divides by the tokens that it has seen itself.
+to the exact gradient of all their tokens, and each fragment divides by the tokens that it has seen itself. Tokens are
+those that are learned from: a micro-batch's targets say which, and travel with it.
 
 Each fragment is clipped by itself to `clip_norm`: no peer knows the norm over layers that others hold.
 
@@ -36,7 +37,7 @@ class PendingBackward:
 
     first: int
     last: int
-    tokens: int
+    tokens: int  # that are trained
     input_BTD: Tensor | None  # the leaf whose gradient goes to the stage before; None at layer 0, which tokens enter
     output_BTD: Tensor  # at the model's end what enters its last layer
 
@@ -98,7 +99,8 @@ class StageRunner:
         """Runs inputs_BT and targets_BT of our own data, its micro-batch `number`, from layer 0 on."""
         inputs_BT, targets_BT = batch
         began = time.perf_counter()
-        execution = self._through(inputs_BT.to(self.device.device), None, 0, job.last)
+        tokens = gpt.trained_tokens(targets_BT)
+        execution = self._through(inputs_BT.to(self.device.device), None, tokens, (0, job.last))
         return self._forwarded(job.token, execution, targets_BT, began, number)
 
     def forward(self, job: jobs.Forward) -> jobs.Outcome:
@@ -109,7 +111,8 @@ class StageRunner:
         except ProtocolError as error:
             return jobs.ExecutionFailed(job.token, error.reason)
         input_BTD = hidden_BTD.to(self.device.device).requires_grad_()
-        execution = self._through(input_BTD, input_BTD, job.first, job.last)
+        tokens = gpt.trained_tokens(targets_BT)
+        execution = self._through(input_BTD, input_BTD, tokens, (job.first, job.last))
         return self._forwarded(job.token, execution, targets_BT, began)
 
     def backward(self, job: jobs.Backward) -> jobs.Outcome:
@@ -167,9 +170,11 @@ class StageRunner:
         self.drop(slot)
         return tuple(applied)
 
-    def _through(self, entering: Tensor, input_BTD: Tensor | None, first: int, last: int) -> PendingBackward:
+    def _through(
+        self, entering: Tensor, input_BTD: Tensor | None, tokens: int, layers: tuple[int, int]
+    ) -> PendingBackward:
         """`entering`: tokens_BT at layer 0, else hidden_BTD. The model's last layer is left to its loss."""
-        tokens = entering.shape[0] * entering.shape[1]
+        first, last = layers
         if first > 0:
             entering = entering.to(self.lives[0].theta.dtype)
         with self.device.autocast():
@@ -195,7 +200,7 @@ class StageRunner:
         self.pending[token] = execution
         packed = self.activations.pack(execution.last, execution.output_BTD.detach(), targets_BT)
         self._slow_down(execution, began, FORWARD_PART)
-        return jobs.ForwardDone(token, number, len(targets_BT), targets_BT.numel(), *packed)
+        return jobs.ForwardDone(token, number, len(targets_BT), execution.tokens, *packed)
 
     def _accumulate(self, token: int, execution: PendingBackward, root: Tensor, gradient: Tensor | None) -> None:
         """Runs the graph backwards from `root`, whose gradient this is, and adds what it leaves to the sums."""

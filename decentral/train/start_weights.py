@@ -37,6 +37,8 @@ class StartWeightsError(UserError):
 def fill(model: ModelConfig, weights: Mapping[str, Tensor]) -> None:
     """Copies the folder's tensors into these, which have Hugging Face's names. Raises StartWeightsError."""
     if model.start_from is None:
+        if model.lora is not None:
+            raise StartWeightsError("this run trains adapters of a folder's weights: name it with --model-from DIR")
         why = "this run starts from the weights of a folder, and no peer gave them"
         raise StartWeightsError(f"{why}; join when a peer that has them is there, or give --model-from DIR")
     if model.weights is not None:

@@ -106,37 +106,39 @@ class StepReport:
 def train_step(
     forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
 ) -> StepReport:
-    """One inner step with the mean gradient of `train.accumulate` micro-batches.
+    """One inner step with the gradient of `train.accumulate` micro-batches' mean loss of a token.
 
     One that is not finite is dropped, and the report counts nothing: what is counted is in the weights.
 
-    `lr_step` is the swarm's step, from which the learning rate follows. The loss is the mean over the micro-batches.
-    Each rank of an island takes as many micro-batches, and the report is of all of them.
+    `lr_step` is the swarm's step, from which the learning rate follows. The loss is the mean over the trained tokens.
+    Each rank of an island takes as many micro-batches, and the report is of all of them, as if each rank's had as many
+    trained tokens as this one's.
     """
-    ranks = device.ranks
+    ranks, began = device.ranks, time.perf_counter()
     inner.zero_grad()
-    losses, tokens = [], 0
-    for left in reversed(range(train.accumulate)):
-        began = time.perf_counter()
-        inputs_BT, targets_BT = fetch()
-        with ranks.micro_batch(last=left == 0):
+    batches = [fetch() for _ in range(train.accumulate)]
+    own_tokens = [gpt.trained_tokens(targets_BT) for _, targets_BT in batches]
+    losses, tokens = [], sum(own_tokens) * ranks.size
+    for number, (inputs_BT, targets_BT) in enumerate(batches, 1):
+        with ranks.micro_batch(last=number == len(batches)):
             with device.autocast():
                 loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
-            (loss / train.accumulate).backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-        tokens += inputs_BT.numel() * ranks.size
+            part = loss / (sum(own_tokens) / own_tokens[number - 1])
+            part.backward()  # type: ignore[no-untyped-call]
+        losses.append(part.detach())
         slow_down(device, time.perf_counter() - began)
+        began = time.perf_counter()
     counts = bool(torch.isfinite(inner.clip()))
     if counts:
         inner.step(rate_at(train, lr_step, inner.steps), tokens)
-    loss_mean = float(ranks.end(torch.stack(losses).mean()))
+    loss_mean = float(ranks.end(torch.stack(losses).sum()))
     return StepReport(loss_mean, tokens * counts, train.accumulate * ranks.size * counts)
 
 
 def held_out_loss(forward: ModelForward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
     """Mean loss in nats per token over the held-out inputs_BT and targets_BT, `at_once` sequences at a time."""
     parts = [held_out_part(forward, part, device) for part in parts_of(batch, at_once)]
-    return sum(parts) / len(batch[0])
+    return sum(parts) / gpt.trained_tokens(batch[1])
 
 
 def parts_of(batch: tuple[Tensor, Tensor], at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -147,11 +149,11 @@ def parts_of(batch: tuple[Tensor, Tensor], at_once: int) -> Iterator[tuple[Tenso
 
 @torch.no_grad()
 def held_out_part(forward: ModelForward, part: tuple[Tensor, Tensor], device: Device) -> float:
-    """The sum over these sequences of their mean losses in nats per token."""
+    """The sum of the losses of these sequences' tokens, in nats."""
     inputs_BT, targets_BT = part
     with device.autocast():
         loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
-    return float(loss) * len(inputs_BT)
+    return float(loss) * gpt.trained_tokens(targets_BT)
 
 
 class Chain:

@@ -12,7 +12,7 @@ from typing import Protocol
 from decentral.core import strict_json
 from decentral.core.config import BYTES, Config
 from decentral.core.errors import UserError
-from decentral.train import huggingface, tokenizer
+from decentral.train import conversations, huggingface, tokenizer
 from decentral.train.tokenizer import TOKENIZER_FILE, TextTokenizer
 
 TextDecoder = Callable[[int], str]
@@ -95,7 +95,7 @@ def of_run(run: Config, path: str | None) -> TextCodec:
     if found is None:
         raise UserError("this run's tokens are not bytes: name the tokenizer that made them with --tokenizer PATH")
     known = tokenizer.load(found)
-    if run.data.tokenizer_digest not in (None, known.digest):
+    if run.data.tokenizer_digest not in (None, conversations.digest(run.data, found, known.digest)):
         raise UserError(f"--tokenizer {found}: this run's tokenizer, or the token between its texts, is another")
     return TokenizerCodec(known)
 

@@ -2,6 +2,10 @@
 
     parts in this peer's order -> pieces -> tokens, packed with a separator -> windows of `context`, shuffled -> batches
 
+Of chats and completions (`data.format`) some tokens are not learned: as targets they are masked. There a document that
+fits into a window is in one: the rest of the window before it is filled with separators, which are not learned. Windows
+without anything to learn are left out.
+
 Each peer reads the parts (train/documents.py) in an order of its own, drawn anew for each epoch, so no peer reads a
 part twice in an epoch, and two peers read the same one only by chance: as often as their shares of the data overlap.
 With `data.part: k/n` a peer reads only every n-th part, and n peers with different k never meet.
@@ -28,7 +32,7 @@ from torch import Tensor
 from decentral.core import config, rng, strict_json
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
-from decentral.train import tokenizer
+from decentral.train import conversations, tokenizer
 from decentral.train.data_source import Reading, batch_of
 from decentral.train.documents import Documents, State, TextPiece
 from decentral.train.tokenizer import TextTokenizer
@@ -36,6 +40,8 @@ from decentral.train.tokenizer import TextTokenizer
 TOKENS_AT_ONCE = 1 << 18  # that are read together, or all of an epoch; but at least one window
 MARKS = 8  # in which the windows that were read together are marked as drawn
 Tokens = npt.NDArray[np.uint32]
+Learned = npt.NDArray[np.bool_]
+"""Of tokens, which are learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class Windows:
     """Windows that were read together, shuffled, and where the next ones begin."""
 
     tokens_NT: Tokens  # with one position more
+    learned_NT: Learned
     begin: Position
     end: Position
 
@@ -65,8 +72,9 @@ class TextStream:
         """Raises UserError if the data or the tokenizer cannot be read, or do not fit the model."""
         path = data.tokenizer or model.start_from
         assert path is not None
-        self.data, self.context = data, model.context
+        self.data, self.context, self.path = data, model.context, path
         self.tokenizer = tokenizer.load(path)
+        self.digest = conversations.digest(data, path, self.tokenizer.digest)
         if self.tokenizer.size > model.vocabulary:
             fits = f"--set model.vocabulary={self.tokenizer.size} would fit"
             raise UserError(f"data: {self.tokenizer.size} tokens, but model.vocabulary is {model.vocabulary}; {fits}")
@@ -78,12 +86,18 @@ class TextStream:
 
         Where there is less text, some are drawn from it again, at other places. Raises UserError if it is too short.
         """
-        wanted, packer = sequences * self.context + 1, TokenPacker(self.tokenizer)
-        for piece in Documents(self.data).held_out():
+        wanted, packer = sequences * self.context + 1, self.packer()
+        for piece in self.documents().held_out():
             packer.add([piece])
             if packer.count >= wanted:
                 break
-        tokens = packer.take()
+        tokens, learned = packer.take()
+        if packer.pads:
+            tokens_NT, learned_NT = _windows(tokens, learned, self.context)
+            if not len(tokens_NT):
+                raise UserError(f"data: {self.data.path}: no document is held out; raise data.held_out, or give more")
+            again = np.arange(sequences) % len(tokens_NT)
+            return batch_of(tokens_NT[again], learned_NT[again])
         if len(tokens) <= self.context + 1:
             need = f"{len(tokens)} tokens of it are held out, and {self.context + 2} are needed"
             raise UserError(f"data: {self.data.path}: {need}; raise data.held_out, or give more text")
@@ -91,6 +105,13 @@ class TextStream:
         if len(tokens) < wanted:
             starts = rng.arrays(0, "held-out").integers(len(tokens) - self.context, size=sequences)
         return batch_of(np.stack([tokens[start : start + self.context + 1] for start in starts]))
+
+    def packer(self) -> "TokenPacker":
+        return TokenPacker(self.tokenizer, self.context if self.data.format != "text" else None)
+
+    def documents(self, readers: int = 1) -> Documents:
+        """The data set, divided among so many readers."""
+        return Documents(self.data, readers=readers, tokenizer=self.path)
 
     def micro_batches(self, reading: Reading) -> "StreamReader":
         """This peer's micro-batches, from where it was."""
@@ -102,7 +123,7 @@ class StreamReader:
 
     def __init__(self, stream: TextStream, reading: Reading) -> None:
         self.stream, self.reading = stream, reading
-        self.documents = Documents(stream.data, readers=stream.share[1] * reading.ranks)
+        self.documents = stream.documents(stream.share[1] * reading.ranks)
         self.mark = PositionFile.of(stream, reading)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._next: Future[Windows] = self._thread.submit(self._read, self.mark.position)
@@ -115,6 +136,7 @@ class StreamReader:
         Raises UserError if the data cannot be read any more.
         """
         windows: list[Tokens] = []
+        learned: list[Learned] = []
         while len(windows) < sequences:
             if self._here is None or self._drawn >= len(self._here.tokens_NT):
                 self._turn()
@@ -122,8 +144,9 @@ class StreamReader:
             upto = min(len(self._here.tokens_NT), self._drawn + sequences - len(windows))
             self.mark.cover(self._here, upto)
             windows += list(self._here.tokens_NT[self._drawn : upto])
+            learned += list(self._here.learned_NT[self._drawn : upto])
             self._drawn = upto
-        return batch_of(np.stack(windows))
+        return batch_of(np.stack(windows), np.stack(learned))
 
     def _turn(self) -> None:
         """Goes on with the windows that were read meanwhile."""
@@ -132,17 +155,16 @@ class StreamReader:
         self._next = self._thread.submit(self._read, self._here.end)
 
     def _read(self, begin: Position) -> Windows:
-        context, packer, at = self.stream.context, TokenPacker(self.stream.tokenizer), begin
+        context, packer, at = self.stream.context, self.stream.packer(), begin
         for pieces, position in self._pieces(begin):
             packer.add(pieces)
             at = position
             if packer.count > context and (packer.count >= TOKENS_AT_ONCE or position.epoch > begin.epoch):
                 break
-        tokens = packer.take()
-        count = (len(tokens) - 1) // context
-        tokens_NT = np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context][:count]
-        order = rng.arrays(self.reading.seed, "windows", self.reading.peer, self.reading.rank, begin.number)
-        return Windows(tokens_NT[order.permutation(count)], begin, _numbered(at, begin.number + 1))
+        tokens_NT, learned_NT = _windows(*packer.take(), context)
+        chance = rng.arrays(self.reading.seed, "windows", self.reading.peer, self.reading.rank, begin.number)
+        order = chance.permutation(len(tokens_NT))
+        return Windows(tokens_NT[order], learned_NT[order], begin, _numbered(at, begin.number + 1))
 
     def _pieces(self, at: Position) -> Iterator[tuple[Sequence[TextPiece], Position]]:
         """Pieces from there on, epoch after epoch, each time with the position after them. Raises UserError if an
@@ -169,31 +191,69 @@ class StreamReader:
 
 
 class TokenPacker:
-    """Tokens of pieces one after another; a separator stands wherever the text does not go on."""
+    """Tokens of pieces one after another; a separator stands wherever the text does not go on.
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self.tokenizer, self.count = tokenizer, 0
+    With `context` a document that fits into a window of so many targets is in one, and the last window is whole.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, context: int | None = None) -> None:
+        self.tokenizer, self.context, self.count = tokenizer, context, 0
         self._parts: list[Tokens] = []
+        self._learned: list[Learned] = []
         self._next: int | None = None  # the piece with which the text goes on
 
+    @property
+    def pads(self) -> bool:
+        """Whether windows are filled up."""
+        return self.context is not None
+
     def add(self, pieces: Sequence[TextPiece]) -> None:
-        separator = np.array([self.tokenizer.separator], dtype=np.uint32)
-        for piece, tokens in zip(pieces, self.tokenizer.tokens([piece.text for piece in pieces]), strict=True):
+        for piece, (tokens, learned) in zip(pieces, self._tokens(pieces), strict=True):
             if self._next is not None and (piece.begins or piece.at != self._next):
-                self._put(separator)
-            self._put(tokens)
+                self._put_separators(1, learned=not self.pads)
+            if piece.begins:
+                self._make_room(len(tokens) + 1)
+            self._put(tokens, learned)
             if piece.ends:
-                self._put(separator)
+                last = piece.learned is None or any(high > len(piece.text) for _, high in piece.learned)
+                self._put_separators(1, learned=last)
             self._next = None if piece.ends else piece.at + 1
 
-    def take(self) -> Tokens:
+    def take(self) -> tuple[Tokens, Learned]:
         """Hands over what has come since the last time."""
+        if self.context is not None and self.count:
+            self._put_separators((1 - self.count) % self.context, learned=False)
         tokens = np.concatenate([*self._parts, np.zeros(0, np.uint32)])
-        self._parts, self.count = [], 0
-        return tokens
+        learned = np.concatenate([*self._learned, np.zeros(0, np.bool_)])
+        self._parts, self._learned, self.count = [], [], 0
+        return tokens, learned
 
-    def _put(self, tokens: Tokens) -> None:
+    def _tokens(self, pieces: Sequence[TextPiece]) -> Iterator[tuple[Tokens, Learned]]:
+        """Of each piece; a token is learned if some of its characters are."""
+        if not self.pads:
+            for tokens in self.tokenizer.tokens([piece.text for piece in pieces]):
+                yield tokens, np.ones(len(tokens), np.bool_)
+            return
+        for piece in pieces:
+            tokens, offsets = self.tokenizer.tokens_and_offsets(piece.text)
+            learned = np.full(len(tokens), piece.learned is None)
+            for low, high in piece.learned or ():
+                learned |= (offsets[:, 1] > low) & (offsets[:, 0] < high)
+            yield tokens, learned
+
+    def _make_room(self, tokens: int) -> None:
+        """Fills the window up unless it has room for so many tokens more, or is a new one. A window's last target is
+        the next one's first input."""
+        used = self.count % self.context if self.context is not None else 0
+        if self.context is not None and used and used + tokens > self.context + 1:
+            self._put_separators(self.context - used, learned=False)
+
+    def _put_separators(self, count: int, learned: bool) -> None:
+        self._put(np.full(count, self.tokenizer.separator, np.uint32), np.full(count, learned))
+
+    def _put(self, tokens: Tokens, learned: Learned) -> None:
         self._parts.append(tokens)
+        self._learned.append(learned)
         self.count += len(tokens)
 
 
@@ -210,7 +270,8 @@ class PositionFile:
     def of(cls, stream: TextStream, reading: Reading) -> "PositionFile":
         """What the folder has, or the beginning if it has none that counts."""
         data, rank = stream.data, f"-{reading.rank}" if reading.rank else ""
-        facts = [data.path, data.glob, data.column, data.held_out, data.part, stream.context, stream.tokenizer.digest]
+        facts = [data.path, data.glob, data.column, data.held_out, data.part, stream.context, stream.digest]
+        facts += [data.format] if data.format != "text" else []
         key = json.dumps([*facts, reading.seed, reading.peer, reading.ranks])
         made = cls(reading.folder / f"data-position{rank}.json" if reading.folder else None, key)
         with suppress(OSError, ValueError, TypeError, KeyError):
@@ -233,6 +294,14 @@ class PositionFile:
             content: dict[str, Any] = {"key": self.key, "position": asdict(self.position), "drawn": self.drawn}
             with suppress(OSError):
                 write_atomically(self.path, json.dumps(content).encode())
+
+
+def _windows(tokens: Tokens, learned: Learned, context: int) -> tuple[Tokens, Learned]:
+    """tokens_NT and learned_NT of all windows with something to learn, each with one position more."""
+    count = max(0, (len(tokens) - 1) // context)
+    at_NT = np.arange(count)[:, None] * context + np.arange(context + 1)
+    some = learned[at_NT][:, 1:].any(axis=1)
+    return tokens[at_NT][some], learned[at_NT][some]
 
 
 def _numbered(at: Position, number: int) -> Position:

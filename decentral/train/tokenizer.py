@@ -36,6 +36,11 @@ class TextTokenizer:
         found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in found]
 
+    def tokens_and_offsets(self, text: str) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """The same of one text, and [n, 2]: where each token's characters begin and end in it."""
+        found = self.tokenizer.encode(text, add_special_tokens=False)
+        return np.array(found.ids, dtype=np.uint32), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+
 
 def load(path: str, separator: str | None = None) -> TextTokenizer:
     """The tokenizer of a folder or a file. `separator`: the token between documents; None: its end of a text.

@@ -18,6 +18,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.train import data, documents, run_inputs, text_stream
 from decentral.train import tokenizer as ours
+from decentral.train.conversations import Document
 from decentral.train.data_source import Reading
 from decentral.train.text_stream import StreamReader, TextStream
 
@@ -185,12 +186,12 @@ def test_a_document_goes_on_over_its_pieces_but_not_over_a_gap(stream: Callable[
         ("w1x0", 9, True, True),
     ]
     packer.add([documents.TextPiece(*piece) for piece in pieces])  # the seventh is held out
-    assert packer.take().tolist() == [1, 2, 3, 0, 4, 0, WORDS_OF_A_DOCUMENT + 1, 0]
+    assert packer.take()[0].tolist() == [1, 2, 3, 0, 4, 0, WORDS_OF_A_DOCUMENT + 1, 0]
 
 
 def test_documents_are_cut_into_pieces_that_are_all_of_them() -> None:
     long = "".join(map(str, range(10_000)))
-    pieces = list(documents._cut(["short", long], 3))
+    pieces = list(documents._cut([Document("short"), Document(long)], 3))
     assert "".join(piece.text for piece in pieces) == "short" + long
     assert [(piece.at, piece.begins, piece.ends) for piece in pieces] == [
         (3, True, True),
