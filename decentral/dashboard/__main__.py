@@ -98,6 +98,8 @@ async def _model_api(flags: argparse.Namespace, visitor: "Visitor | None") -> As
         source = served_model.of_swarm(visitor.swarm, flags.tokenizer, device)
     else:
         folder = Path(flags.folder if flags.serve_model == HERE_TOO else flags.serve_model)
+        if not folder.is_dir():
+            raise UserError(f"--serve-model {folder}: no folder is there; give a model's, or a state folder")
         source = served_model.of_folder(folder, flags.tokenizer, device)
         await source.load_first()
     refreshing = asyncio.create_task(source.served.keep_fresh(source.load, source.every_s))
@@ -140,8 +142,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError("expected --join ADDR of a live peer, or the folder of a peer's journal")
     if flags.folder and not Path(flags.folder).is_dir():
         raise UserError(f"{flags.folder} is no folder; give the state folder of a peer, or a folder of such")
-    if flags.serve_model and not Path(flags.serve_model).is_dir():
-        raise UserError(f"--serve-model {flags.serve_model}: no folder is there; give a model's, or a state folder")
     return flags
 
 

@@ -38,9 +38,9 @@ from decentral.serving.openai_requests import (
     TextRequest,
     parsed,
 )
-from decentral.serving.replies import ChatReply, CompletionReply, Reply
+from decentral.serving.replies import ApiReply, ChatReply, CompletionReply
 from decentral.serving.served_model import ServedModel
-from decentral.serving.turns import AT_ONCE, Turns
+from decentral.serving.turns import ANSWERED_AT_ONCE, Turns
 from decentral.train import decoding, measure
 from decentral.train.text_codec import TokenizerCodec
 
@@ -99,12 +99,12 @@ class Endpoint:
         device = self.served.device
         try:
             room = measure.memory_bytes(device.device)
-            decoding.check_memory(model.config, max(1, len(prompt)), sampling.tokens, room, AT_ONCE)
+            decoding.check_memory(model.config, max(1, len(prompt)), sampling.tokens, room, ANSWERED_AT_ONCE)
         except UserError as error:
             raise ApiError(400, command.one_line(error), "out_of_memory", "max_tokens") from None
         return Completion(model, prompt, sampling, asked.stops, device)
 
-    async def _answer(self, request: Request, asked: TextRequest, begin: Any, kind: type[Reply]) -> Response:
+    async def _answer(self, request: Request, asked: TextRequest, begin: Any, kind: type[ApiReply]) -> Response:
         """Raises ApiError, as long as nothing of the answer was sent."""
         model = self.served.of_name(asked.model)
         async with AsyncExitStack() as stack:
@@ -124,7 +124,7 @@ class _Answer:
     """A completion on its way to a program."""
 
     completion: Completion
-    reply: Reply
+    reply: ApiReply
     turns: Turns
 
     async def whole(self, request: Request) -> str:

@@ -13,7 +13,7 @@ from decentral.core import strict_json
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ApiReply:
     """What is the same in all chunks of an answer."""
 
     model: str
@@ -54,7 +54,7 @@ def _ends(finish: str | None) -> dict[str, Any]:
     return {"index": 0, "logprobs": None, "finish_reason": finish}
 
 
-class CompletionReply(Reply):
+class CompletionReply(ApiReply):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
@@ -65,7 +65,7 @@ class CompletionReply(Reply):
         return {"text": text}
 
 
-class ChatReply(Reply):
+class ChatReply(ApiReply):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 

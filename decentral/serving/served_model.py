@@ -7,9 +7,10 @@ A request that has begun keeps the weights with which it began.
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from decentral import command, gather_weights, generate
 from decentral.core import model_families
@@ -25,12 +26,12 @@ from decentral.train.step import Device
 from decentral.visit import VisitedSwarm
 
 REFRESH_S = 600.0  # between two gatherings of a swarm's weights, which its peers upload
-LOOK_S = 20.0  # between two looks at a folder
+FOLDER_LOOK_S = 20.0  # between two looks at a folder
 AGAIN_S = 20.0  # until the next try, where one has failed
 GATHERING_SHARE = 0.05  # of the time, at most
 WEIGHTS_FILE = "*.safetensors"
 
-Load = Callable[[], Awaitable[LoadedModel | None]]
+Load = Callable[[], Coroutine[Any, Any, LoadedModel | None]]
 """The newest weights; None: they are those that it gave last. Raises UserError."""
 
 
@@ -104,7 +105,7 @@ def of_folder(folder: Path, tokenizer: str | None, device: Device) -> ServedSour
 
     known = tokenizer or (str(folder) if is_model else None)
     served = ServedModel(folder.resolve().name, device, chat_template.of_tokenizer(known))
-    return ServedSource(served, WhenChanged(folder, load), LOOK_S)
+    return ServedSource(served, WhenChanged(folder, load), FOLDER_LOOK_S)
 
 
 class WhenChanged:

@@ -13,14 +13,14 @@ from typing import TypeVar
 from decentral.serving.openai_requests import ApiError
 from decentral.train import decoding
 
-AT_ONCE = 4  # requests: each keeps keys and values of its own
-MOST_WAITING = 16
+ANSWERED_AT_ONCE = 4  # requests: each keeps keys and values of its own
+MOST_WAITING_REQUESTS = 16
 
 T = TypeVar("T")
 
 
 class Turns:
-    def __init__(self, at_once: int = AT_ONCE, waiting: int = MOST_WAITING) -> None:
+    def __init__(self, at_once: int = ANSWERED_AT_ONCE, waiting: int = MOST_WAITING_REQUESTS) -> None:
         self._most, self._free = at_once + waiting, asyncio.Semaphore(at_once)
         self._thread = ThreadPoolExecutor(1, "generation", initializer=decoding.use_one_thread)
         self.present = 0  # requests that are answered, or wait

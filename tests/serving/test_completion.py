@@ -23,7 +23,7 @@ TINY = ModelConfig(depth=1, width=32, heads=2, context=16)
 class EndingCodec(ByteCodec):
     """Bytes, and a token that ends a text."""
 
-    end: int = ord("$")
+    end: int = ord("$")  # type: ignore[assignment]
 
 
 def model(codec: ByteCodec | None = None) -> LoadedModel:

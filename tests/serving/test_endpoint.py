@@ -9,24 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.requests import ClientDisconnect, Request
 from starlette.testclient import TestClient
 
 from decentral.core.config import ModelConfig
 from decentral.dashboard.server import Updates, application
 from decentral.dashboard.swarm_view import SwarmView
 from decentral.generate import LoadedModel
-from decentral.serving import chat_template, endpoint, turns
+from decentral.serving import chat_template, endpoint
 from decentral.serving.openai_requests import MOST_BODY_BYTES, ApiError
 from decentral.serving.served_model import ServedModel
 from decentral.serving.turns import Turns
-from decentral.train import decoding, gpt
+from decentral.train import decoding, gpt, measure
 from decentral.train.decoding import Sampling
 from decentral.train.step import Device
 from decentral.train.text_codec import ByteCodec
 
 CPU = Device(torch.device("cpu"), torch.float32)
 TINY = ModelConfig(depth=1, width=32, heads=2, context=64)
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 SOURCE = "run words-3fa2c1: weights of A at step 3"
 
 
@@ -240,7 +241,7 @@ def test_a_prompt_longer_than_the_context_is_refused(client: TestClient) -> None
 def test_a_model_that_takes_more_than_the_memory_is_refused(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint.measure, "memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(measure, "memory_bytes", lambda device: 1000)
     assert error_of(client.post("/v1/completions", json=asked()))["code"] == "out_of_memory"
 
 
@@ -314,7 +315,7 @@ def test_nobody_generates_for_a_program_that_has_gone(served: ServedModel) -> No
         steps = list[int]()
         here = endpoint.Endpoint(served, Turns())
         here.turns.in_thread = counted(here.turns.in_thread, steps)  # type: ignore[method-assign]
-        with pytest.raises(endpoint.ClientDisconnect):
+        with pytest.raises(ClientDisconnect):
             await called(here.completions, asked(max_tokens=4000), leaves=True)
         return len(steps), here.turns.present
 
@@ -355,7 +356,7 @@ async def called(function: Callable[..., Any], content: dict[str, object], leave
 
     headers = [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
-    answer = await function(endpoint.Request(scope, receive))
+    answer = await function(Request(scope, receive))
     if content.get("stream"):
         await answer({"type": "http", "asgi": {"spec_version": "2.3"}}, receive if not leaves else _soon_gone, send)
 

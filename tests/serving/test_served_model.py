@@ -33,7 +33,7 @@ def loaded(source: str) -> LoadedModel:
     return LoadedModel(None, [], ByteCodec(), source)  # type: ignore[arg-type]
 
 
-def followed(*outcomes: LoadedModel | None | str) -> tuple[ServedModel, list[tuple[str, str, float]]]:
+def followed(*outcomes: LoadedModel | str | None) -> tuple[ServedModel, list[tuple[str, str, float]]]:
     """Loads these one after the other; texts are errors. Gives what was served and how long it rested, each time."""
     served, left, seen = ServedModel("m", CPU), list(outcomes), list[tuple[str, str, float]]()
 
