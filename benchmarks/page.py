@@ -1,9 +1,10 @@
 """What the live page costs, and how soon it shows that a peer was killed, in a real headless Chromium.
 
-    python -m benchmarks.page [--parts feed,many,kill] [--seconds 40] [--json FILE]
+    python -m benchmarks.page [--parts feed,many,training,kill] [--seconds 40] [--json FILE]
 
 feed   a peer's event loop: the processor time in which it hands a roster of 1,000 peers on to its page
 many   a simulation of 1,000 peers: how long the browser takes for an update, and the page's process of a core
+training   a peer's steps per second with and without its page of 1,000 peers (benchmarks/page_training.py)
 kill   four real peers, one of them killed with SIGKILL: how long until a page says so. In the browser that is the page
        of decentral.local; those of another peer and of a visitor are asked for their JSON
 """
@@ -28,23 +29,20 @@ from urllib.request import urlopen
 from selenium.webdriver import Chrome
 
 from benchmarks.browser import browsing, complaints, hosts_asked
-from decentral.core.ids import PeerId
+from benchmarks.page_roster import RENEWED_S, ROSTER, record, roster
+from benchmarks.page_training import training
 from decentral.core.journal import read
 from decentral.dashboard.address import PageAddress
 from decentral.dashboard.child import DashboardProcess
 from decentral.dashboard.record_lines import ToldRecords
-from decentral.peers.membership.records import PeerRecord, Profile, Standing
 
-PARTS = ("feed", "many", "kill")
-ROSTER = 1000  # peers
-RENEWED_S = 20.0  # as often as a peer renews its record
 START_S = 300.0  # until real peers train, on a busy machine
 ALL_JOINED_S = 1200.0  # until simulated ones do; they come over 200 s of virtual time
 
 
 def main() -> None:
     flags = _flags()
-    found = {part: {"feed": feed, "many": many, "kill": kill}[part](flags.seconds) for part in flags.parts}
+    found = {part: PARTS[part](flags.seconds) for part in flags.parts}
     print(json.dumps(found, indent=1))
     if flags.json:
         flags.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -53,27 +51,20 @@ def main() -> None:
 def feed(seconds: float) -> dict[str, float]:
     """The event loop's processor time a second, once the page has all records; and for the first second of all."""
     page, told = DashboardProcess.start(PageAddress(port=0, strict=True)), ToldRecords()
-    roster = {PeerId(f"Qm{number:044d}"): _record(number, 0.0) for number in range(ROSTER)}
+    live = roster()
     costs = []
     try:
         for second in range(int(min(seconds, 30))):
-            renewed = [peer for number, peer in enumerate(roster) if number % RENEWED_S == second % RENEWED_S]
-            roster |= {peer: _record(number, 1.0 + second) for number, peer in enumerate(renewed)}
+            renewed = [peer for number, peer in enumerate(live) if number % RENEWED_S == second % RENEWED_S]
+            live |= {peer: record(number, 1.0 + second) for number, peer in enumerate(renewed)}
             began = time.thread_time()
-            for line in told.news(roster, float(second)):
+            for line in told.news(live, float(second)):
                 page.tell("", line)
             costs.append(time.thread_time() - began)
             time.sleep(0.2)
     finally:
         page.close()
     return {"first_ms": round(1e3 * costs[0], 2), "ms_a_second": round(1e3 * median(costs[12:]), 2)}
-
-
-def _record(number: int, now: float) -> PeerRecord:
-    links = tuple((f"{other:08d}", 1_000_000, 30) for other in range(8))
-    standing = Standing(2.0, 2.1, (990, 2, 1, 2, 0, 5), (900, 50, 3), 1 << 30, 1 << 30, links)
-    profile = Profile("NVIDIA H100", 80 << 30, 1e14, 1e5, 1e7, 1e7, 0.03, "home", "decentral 0.1.0")
-    return PeerRecord("run-000000", now, (), profile, 0, 4, number, number, 1 << 30, 0, "training", 2.0, (), standing)
 
 
 def many(seconds: float) -> dict[str, Any]:
@@ -247,6 +238,8 @@ def _flags() -> argparse.Namespace:
         parser.error(f"--parts: no {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     return flags
 
+
+PARTS = {"feed": feed, "many": many, "training": training, "kill": kill}
 
 if __name__ == "__main__":
     main()

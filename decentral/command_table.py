@@ -45,7 +45,12 @@ COMMANDS = {
     ),
     "dashboard": Command(
         "a live page in a browser: a swarm as a visitor sees it, or from journals",
-        (f"--join {ADDRESS}", f"--join {ADDRESS} --invite look.invite --at 9000"),
+        (
+            f"--join {ADDRESS}",
+            f"--join {ADDRESS} --invite look.invite --at 9000",
+            f"--join {ADDRESS} --serve-model",
+            "--serve-model my-model",
+        ),
     ),
     "report": Command(
         "a page about a run, with charts, from its journals",

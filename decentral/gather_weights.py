@@ -99,14 +99,19 @@ async def from_swarm(join: Sequence[str], invite: str | None, copies: int = MOST
     machine.
     """
     async with visit(join, read_holding(Path(invite)) if invite else None) as swarm:
-        live = await look(swarm)
-        copies = memory.copies_that_fit(swarm.config, copies, measure.machine_bytes())
-        for holder, record in live.items():
-            swarm.transport.learn(holder, record.addresses)
-        here = [peer for peer in swarm.contacts if peer in live]
-        order = sorted(live, key=lambda peer: (live[peer].first - live[peer].last, peer not in here, peer))
-        holders = await gather(swarm.transport, swarm.run, swarm.config, {peer: live[peer] for peer in order}, copies)
-        return GatheredRun(swarm.run, swarm.config, holders)
+        return await of_visited(swarm, copies, measure.machine_bytes())
+
+
+async def of_visited(swarm: VisitedSwarm, copies: int, machine_bytes: int) -> GatheredRun:
+    """The same of a swarm that is visited already. `machine_bytes`: the memory that it may take here."""
+    live = await look(swarm)
+    copies = memory.copies_that_fit(swarm.config, copies, machine_bytes)
+    for holder, record in live.items():
+        swarm.transport.learn(holder, record.addresses)
+    here = [peer for peer in swarm.contacts if peer in live]
+    order = sorted(live, key=lambda peer: (live[peer].first - live[peer].last, peer not in here, peer))
+    holders = await gather(swarm.transport, swarm.run, swarm.config, {peer: live[peer] for peer in order}, copies)
+    return GatheredRun(swarm.run, swarm.config, holders)
 
 
 async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:

@@ -26,6 +26,7 @@ FLOORS = {
     "checks": 4,
     "observe": 4,
     "pictures": 4,
+    "serving": 4,
 }
 DRIVERS = {"comm.net": 3, "peers.hosts": 3}
 ROOMS = {  # of a folder, from below: a room imports from those before it, and from itself

@@ -22,6 +22,7 @@ PACKAGES = {
     "decentral.dashboard",
     "decentral.observe",
     "decentral.pictures",
+    "decentral.serving",
     "decentral.train",
     "decentral.sim",
     *(f"decentral.{name}" for name in LINKED),

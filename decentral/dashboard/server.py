@@ -5,6 +5,7 @@
     /stream              first everything, then what has changed, about once a second
     /api/swarm           everything, once
     /api/peers/N         the loss of peer N over time
+    /v1/...              text from a model, where the user wants one served (decentral/serving)
 
 An update is encoded once for all browsers. One that is slow gets everything anew, so nothing queues up for it.
 """
@@ -23,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
 from decentral.core import strict_json
 from decentral.dashboard.swarm_view import SwarmView
@@ -90,8 +92,9 @@ def _message(event: str, number: int, content: str) -> bytes:
     return f"event: {event}\nid: {number}\ndata: {content}\n\n".encode()
 
 
-def application(updates: Updates, names: frozenset[str] = frozenset()) -> Starlette:
-    """The page's application. `names`: hosts by which browsers may ask for it, besides addresses and this machine."""
+def application(updates: Updates, names: frozenset[str] = frozenset(), model_api: ASGIApp | None = None) -> Starlette:
+    """The page's application. `names`: hosts by which browsers may ask for it, besides addresses and this machine.
+    `model_api`: what answers below /v1."""
 
     async def page(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -115,6 +118,7 @@ def application(updates: Updates, names: frozenset[str] = frozenset()) -> Starle
         Route("/api/swarm", swarm),
         Route("/api/peers/{number}", peer),
         Mount("/static", StaticFiles(directory=STATIC)),
+        *([Mount("/v1", model_api)] if model_api else ()),
     ]
     own = names | {"localhost", socket.gethostname().lower()}
     return Starlette(routes=routes, middleware=[Middleware(Guarded, names=own)])

@@ -52,12 +52,17 @@ def generate(layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampl
         yield token
 
 
-def check_memory(model: ModelConfig, prompt: int, tokens: int, memory_bytes: int) -> None:
-    """Raises UserError if a device has no room for the weights in fp32 and for what so many tokens take. A model from a
-    stranger may be small and have very wide heads. This is arithmetic: nothing is made yet."""
+def use_one_thread() -> None:
+    """From now on torch computes in this thread alone, and leaves the other cores to those who train."""
+    torch.set_num_threads(1)
+
+
+def check_memory(model: ModelConfig, prompt: int, tokens: int, memory_bytes: int, readers: int = 1) -> None:
+    """Raises UserError if a device has no room for the weights in fp32 and for what so many tokens take of each reader.
+    A model from a stranger may be small and have very wide heads. This is arithmetic: nothing is made yet."""
     kept, at_once = min(prompt + tokens, model.context), min(prompt, READ_AT_ONCE)
     passing = max(memory.activation_bytes(model)[1:-1]) + memory.WEIGHT_BYTES * model.n_heads * kept
-    keys_and_values = 2 * model.depth * model.d_keys * kept
+    keys_and_values = 2 * model.depth * model.d_keys * kept * readers
     needed = memory.WEIGHT_BYTES * (sum(model.layer_parameters) + keys_and_values) + at_once * passing
     if needed > memory_bytes:
         size = f"{sum(model.layer_parameters)} parameters and {kept} positions"

@@ -37,6 +37,7 @@ NOT_OF_BYTES = {
     "gather_weights._fetch": "a decoded message",
     "dashboard.sources.facts": "a run.json that the user names; a damaged one counts as none",
     "dashboard.sources.lines": "journals that the user names, and what the process that started the page writes",
+    "serving.chat_template.of_tokenizer": "the user's own tokenizer: tests/serving/test_chat_template.py",
     "train.text_codec._is_of_bytes": "the user's own tokenizer",
     "train.data._bytes_of": "the user's own text, of any bytes",
     "core.model_families.read": "the user's own config.json: tests/train/test_model_families.py",

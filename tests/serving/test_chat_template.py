@@ -1,0 +1,75 @@
+"""Chat templates: found where Hugging Face puts them, rendered as transformers does, in a sandbox."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from decentral.core.errors import UserError
+from decentral.serving import chat_template
+from decentral.serving.openai_requests import ApiError, ChatMessage
+
+QWEN = (
+    "{%- for message in messages %}\n"
+    "    {{- '<|im_start|>' + message.role + '\\n' + message.content + eos_token + '\\n' }}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
+)
+HELLO = [ChatMessage(role="system", content="be kind"), ChatMessage(role="user", content="hi")]
+SAID = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def settings(folder: Path, **fields: object) -> str:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}, **fields}))
+    return str(folder)
+
+
+def rendered(path: str) -> str:
+    template = chat_template.of_tokenizer(path)
+    assert template is not None
+    return template.render(HELLO)
+
+
+@pytest.mark.parametrize("found", [QWEN, [{"name": "tools", "template": "x"}, {"name": "default", "template": QWEN}]])
+def test_the_template_of_the_settings_writes_the_turns(tmp_path: Path, found: object) -> None:
+    assert rendered(settings(tmp_path, chat_template=found)) == SAID
+
+
+def test_a_file_of_its_own_counts_before_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(QWEN)
+    assert rendered(settings(tmp_path, chat_template="other")) == SAID
+
+
+def test_a_tokenizer_s_file_names_its_folder(tmp_path: Path) -> None:
+    settings(tmp_path, chat_template=QWEN)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert rendered(str(tmp_path / "tokenizer.json")) == SAID
+
+
+def test_transformers_writes_the_same(tmp_path: Path) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs pip install 'decentral[hf]'")
+    turns = [{"role": one.role, "content": one.text} for one in HELLO]
+    (theirs,), _ = utils.render_jinja_template(
+        [turns], chat_template=QWEN, add_generation_prompt=True, eos_token="<|im_end|>"
+    )
+    assert rendered(settings(tmp_path, chat_template=QWEN)) == theirs
+
+
+def test_there_may_be_none(tmp_path: Path) -> None:
+    assert chat_template.of_tokenizer(None) is None
+    assert chat_template.of_tokenizer(settings(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__.os }}"]
+)
+def test_a_template_does_not_leave_its_sandbox(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ApiError, match="unsafe"):
+        rendered(settings(tmp_path, chat_template=text))
+
+
+@pytest.mark.parametrize("text", ["[", '{"chat_template": "{% for %}"}', "[1]"])
+def test_settings_that_cannot_be_read_are_the_user_s_to_mend(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(UserError, match="the chat template of"):
+        chat_template.of_tokenizer(str(tmp_path))

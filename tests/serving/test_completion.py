@@ -1,0 +1,102 @@
+"""A request's text: it stops at stop strings, end tokens and its limit, and never shows a part of a stop string."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from decentral.core.config import ModelConfig
+from decentral.generate import LoadedModel
+from decentral.serving.completion import Completion
+from decentral.serving.openai_requests import ApiError
+from decentral.train import decoding, gpt
+from decentral.train.decoding import Sampling
+from decentral.train.step import Device
+from decentral.train.text_codec import ByteCodec
+
+CPU = Device(torch.device("cpu"), torch.float32)
+TINY = ModelConfig(depth=1, width=32, heads=2, context=16)
+
+
+@dataclass(frozen=True)
+class EndingCodec(ByteCodec):
+    """Bytes, and a token that ends a text."""
+
+    end: int = ord("$")  # type: ignore[assignment]
+
+
+def model(codec: ByteCodec | None = None) -> LoadedModel:
+    return LoadedModel(TINY, gpt.build(TINY, 0), codec or ByteCodec(), "weights of A at step 3")
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the model say this."""
+
+    def say(text: str) -> None:
+        def generated(layers: object, prompt: Sequence[int], sampling: Sampling, device: Device) -> Iterator[int]:
+            return iter(text.encode()[: sampling.tokens])
+
+        monkeypatch.setattr(decoding, "generate", generated)
+
+    return say
+
+
+def parts(stops: Sequence[str] = (), tokens: int = 64, codec: ByteCodec | None = None) -> tuple[list[str], Completion]:
+    completion = Completion(model(codec), [1], Sampling(tokens=tokens), stops, CPU)
+    found = []
+    while completion.finish is None:
+        found.append(completion.step())
+    return [part for part in found if part], completion
+
+
+def test_it_is_what_the_model_generates() -> None:
+    sampling = Sampling(seed=3, tokens=12)
+    completion = Completion(model(), list(b"the"), sampling, (), CPU)
+    text = "".join(completion.step() for _ in range(12))
+    decode = ByteCodec().decoder()
+    assert text == "".join(map(decode, decoding.generate(gpt.build(TINY, 0), list(b"the"), sampling, CPU)))
+    assert (completion.finish, completion.generated, completion.prompt_tokens) == ("length", 12, 3)
+
+
+def test_text_that_may_begin_a_stop_string_waits(says: Callable[[str], None]) -> None:
+    says("one two\nthree")
+    found, completion = parts(["\n\n", "\nx"], tokens=13)
+    assert "".join(found) == "one two\nthree"
+    assert "\nt" in found
+    assert completion.finish == "length"
+
+
+def test_it_stops_before_the_first_stop_string(says: Callable[[str], None]) -> None:
+    says("ab END cd STOP")
+    assert "".join(parts(["STOP", " END"])[0]) == "ab"
+    assert parts(["STOP", " END"])[1].finish == "stop"
+
+
+def test_what_was_held_back_is_given_at_the_end(says: Callable[[str], None]) -> None:
+    says("abcEN")
+    assert "".join(parts(["END"], tokens=5)[0]) == "abcEN"
+
+
+def test_the_token_that_ends_a_text_ends_it_and_is_not_shown(says: Callable[[str], None]) -> None:
+    says("abc$def")
+    found, completion = parts(codec=EndingCodec())
+    assert "".join(found) == "abc"
+    assert (completion.finish, completion.generated) == ("stop", 4)
+
+
+def test_a_character_of_several_tokens_comes_whole(says: Callable[[str], None]) -> None:
+    says("aé…b")
+    assert parts(tokens=7)[0] == ["a", "é", "…", "b"]
+
+
+def test_an_empty_prompt_begins_a_text() -> None:
+    assert Completion(model(), [], Sampling(), (), CPU).prompt_tokens == 1
+
+
+@pytest.mark.parametrize(("prompt", "code"), [([1] * 17, "context_length_exceeded"), ([256], "invalid_value")])
+def test_a_prompt_that_the_model_cannot_read_is_refused(prompt: list[int], code: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        Completion(model(), prompt, Sampling(), (), CPU)
+    assert (refused.value.status, refused.value.code) == (400, code)
