@@ -8,6 +8,7 @@ fragment. Synchronous averaging is the same thing with aligned windows, all part
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class Method:
     partners: int = PEERS - 1
     phi_every: int = 3  # windows from one pull of slow weights to the next
     exact: bool = False  # nothing is quantised
+    code: Literal["q4", "q1"] = "q4"  # of pseudo-gradients
     aligned: bool = True  # windows end on the same instants on all peers
     rho: float = 0.0  # 0: outer.rho_of
     late_as: str = ""  # the optimizer whose rule for late corrections is used; its own, if none is named
@@ -151,7 +153,7 @@ class Swarm:
         # A correction is added at the next step edge; until then neither theta nor the baseline may include it.
         pending, slow = self.pending[peer], self.slow[peer]
         theta = self.replicas.theta_PN[peer] if pending is None else self.replicas.theta_PN[peer] + pending
-        self.slow[peer], sent = outer.close(slow, theta, lambda x: self._coded("q4", x))
+        self.slow[peer], sent = outer.close(slow, theta, lambda x: self._coded(self.method.code, x))
         own = outer.WindowUpdate(sent, self.tokens[peer], self.lr_sums[peer])
         self.published[peer] = Snapshot(replace(own, phi=self._coded("int8", slow.phi)), self.closed[peer])
         self.closed[peer] += 1
@@ -171,7 +173,7 @@ class Swarm:
                 continue
             self.seen[peer][other] = snapshot.sequence
             whole = behind or (with_phi and place == 0)
-            self.received += self._bytes("q4") + (self._bytes("int8") if whole else 0)
+            self.received += self._bytes(self.method.code) + (self._bytes("int8") if whole else 0)
             partners.append(snapshot.window if whole else replace(snapshot.window, phi=None))
         return partners
 
