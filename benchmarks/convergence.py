@@ -44,6 +44,8 @@ METHODS: dict[str, Method] = {
     "gossip": Method(),
     "gossip-dense": Method(dense=100),
     "gossip-q1": Method(dense=100, code="q1"),
+    "gossip-q1-later": Method(dense=100, code="q1", code_from=100),
+    "gossip-sparse-q1": Method(code="q1"),
     "gossip-beside": Method(dense=100, beside=True),
     "gossip-moment": Method(kappa=1.0),
     "gossip-dense-moment": Method(dense=100, kappa=1.0),

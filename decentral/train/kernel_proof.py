@@ -115,9 +115,13 @@ def _prove_refusals(both: tuple[OuterKernels, OuterKernels]) -> None:
     for blob in _damaged(Formulas().encode(PSEUDO_GRADIENT_CODEC, ones)):
         _same("length of a damaged blob", *(_reason(one.length, blob, n) for one in both))
     for blob in _damaged(Formulas().encode(ONE_BIT_CODEC, ones)):
-        _same("a damaged blob of q1", *(_reason(lambda one=one: one.length(one.widen(blob, n), n)) for one in both))
+        _same("a damaged blob of q1", *(_reason(_length_of_signs, one, blob, n) for one in both))
     for blob in _damaged(Formulas().encode(SLOW_WEIGHTS_CODEC, ones)):
         _same("distance of a damaged blob", *(_reason(one.distance, ones, blob) for one in both))
+
+
+def _length_of_signs(kernels: OuterKernels, blob: bytes, elements: int) -> float:
+    return kernels.length(kernels.widen(blob, elements), elements)
 
 
 def _damaged(blob: bytes) -> Iterator[bytes]:

@@ -69,8 +69,8 @@ class OuterKernels(Protocol):
     ) -> tuple[bytes, float]:
         """Ends a window: the q4 bytes of Q(residual + (baseline - snapshot)), and the length of what they say.
 
-        `code`: the quantiser Q, q4's or q1's. The residual becomes what quantisation keeps back, in place. Raises ProtocolError(Reason.NAN) if a number is
-        not finite; the residual is unspecified then.
+        `code`: the quantiser Q, q4's or q1's. The residual becomes what quantisation keeps back, in place. Raises
+        ProtocolError(Reason.NAN) if a number is not finite; the residual is unspecified then.
         """
 
     def narrow(self, blob: bytes, elements: int) -> bytes:
