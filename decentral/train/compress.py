@@ -136,7 +136,7 @@ def _scale_bytes(elements: int) -> int:
 
 
 def _with_scales_of(blob: bytes | memoryview, elements: int, levels: Bytes) -> bytes:
-    return b"".join((blob[: _scale_bytes(elements)], levels))
+    return bytes(blob[: _scale_bytes(elements)]) + levels.tobytes()
 
 
 def as_bytes(codec: str, blob: bytes | memoryview, elements: int) -> Bytes:

@@ -49,7 +49,7 @@ def test_one_bit_keeps_the_sign_of_a_number_and_the_mean_magnitude_of_its_block(
     values = torch.randn(n, generator=torch.Generator().manual_seed(n))
     read = sent("q1", values)
     assert torch.equal(read >= 0, values >= 0)
-    for mine, theirs in zip(values.split(128), read.split(128), strict=True):
+    for mine, theirs in zip(torch.split(values, 128), torch.split(read, 128), strict=True):
         assert theirs.abs().tolist() == pytest.approx([float(mine.abs().mean())] * len(mine), rel=2**-7)
 
 
