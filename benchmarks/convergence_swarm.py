@@ -8,6 +8,7 @@ fragment. Synchronous averaging is the same thing with aligned windows, all part
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class Method:
     partners: int = PEERS - 1
     phi_every: int = 3  # windows from one pull of slow weights to the next
     exact: bool = False  # nothing is quantised
+    code: Literal["q4", "q1"] = "q4"  # of pseudo-gradients, but for the windows of the first steps
+    code_from: int = 0  # the number of first steps whose windows are in q4
     aligned: bool = True  # windows end on the same instants on all peers
     rho: float = 0.0  # 0: outer.rho_of
     late_as: str = ""  # the optimizer whose rule for late corrections is used; its own, if none is named
@@ -87,6 +90,7 @@ class Swarm:
         self.tokens = [0] * method.peers
         self.lr_sums = [0.0] * method.peers
         self.closed = [0] * method.peers  # how many windows
+        self.codes = [""] * method.peers  # of what each has published last
         self.closed_at = [0] * method.peers
         self.next_close = [self._first_close(peer) for peer in range(method.peers)]
         self.published: list[Snapshot | None] = [None] * method.peers
@@ -151,7 +155,9 @@ class Swarm:
         # A correction is added at the next step edge; until then neither theta nor the baseline may include it.
         pending, slow = self.pending[peer], self.slow[peer]
         theta = self.replicas.theta_PN[peer] if pending is None else self.replicas.theta_PN[peer] + pending
-        self.slow[peer], sent = outer.close(slow, theta, lambda x: self._coded("q4", x))
+        in_start = self.replicas.steps[peer] <= self.method.code_from
+        code = self.codes[peer] = "q4" if in_start else self.method.code
+        self.slow[peer], sent = outer.close(slow, theta, lambda x: self._coded(code, x))
         own = outer.WindowUpdate(sent, self.tokens[peer], self.lr_sums[peer])
         self.published[peer] = Snapshot(replace(own, phi=self._coded("int8", slow.phi)), self.closed[peer])
         self.closed[peer] += 1
@@ -171,7 +177,7 @@ class Swarm:
                 continue
             self.seen[peer][other] = snapshot.sequence
             whole = behind or (with_phi and place == 0)
-            self.received += self._bytes("q4") + (self._bytes("int8") if whole else 0)
+            self.received += self._bytes(self.codes[other]) + (self._bytes("int8") if whole else 0)
             partners.append(snapshot.window if whole else replace(snapshot.window, phi=None))
         return partners
 

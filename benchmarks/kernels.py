@@ -101,6 +101,10 @@ def measured(kernels: OuterKernels, n: int) -> Iterator[tuple[str, int, Callable
     phi, baseline, other, momentum = (vector(n, seed) for seed in range(4))
     blob, near = compress.encode("q4", momentum), compress.encode("int8", phi)
     yield "close", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other)
+    yield "close q1", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other, "q1")
+    signs, q1 = compress.encode("q1", momentum), compress.size("q1", n)
+    yield "widen q1", q1 + q4, partial(kernels.widen, signs, n)
+    yield "narrow q1", q1 + q4, partial(kernels.narrow, compress.widened(signs, n), n)
     yield "length", q4, partial(kernels.length, blob, n)
     yield "distance", FP32 * n + int8, partial(kernels.distance, phi, near)
     own, partners = [Weighted(1 / 3, blob)], [Weighted(1 / 3, near)] * PARTNERS

@@ -21,6 +21,7 @@ from decentral.train.agreement import Agreement, WindowSample
 from decentral.train.influence import Experience
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import (
+    ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
     OuterConstants,
@@ -38,7 +39,7 @@ ROUNDING = 1e-6  # a shorter correction, relative to the slow weights, is only w
 class PulledWindow(Parts):
     """A partner's window: its sections stay encoded until the merge, which reads them once."""
 
-    pseudo_gradient: bytes = b""
+    pseudo_gradient: bytes = b""  # in q4, whatever it was on the wire
     length: float = 0.0  # of the pseudo-gradient
     phi: bytes | None = None  # where the slow weights were pulled
     distance: float = 0.0  # of those from ours
@@ -54,13 +55,13 @@ class PullRule(UpdateRule):
     window, so that a newcomer need not wait for their memory before its first step.
     """
 
-    sections: Mapping[str, str] = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC}
     on_request: Mapping[str, str] = {"phi": SLOW_WEIGHTS_CODEC}
     donated: Mapping[str, str] = {"phi": "fp32"}
     donates_live = False
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
         super().__init__(gossip, theta, peer, tools)
+        self.sections = {PSEUDO_GRADIENT: gossip.code}
         self.constants = outer.Constants(gossip.momentum, gossip.step, gossip.consensus)
         self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
         self.ready = False
@@ -99,10 +100,12 @@ class PullRule(UpdateRule):
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         self._end_unmerged()
-        blob, length = self.tools.kernels.close(theta, self.baseline, self.residual)
+        kernels, code = self.tools.kernels, self.sections[PSEUDO_GRADIENT]
+        blob, length = kernels.close(theta, self.baseline, self.residual, code)
         self.experience.closed(length)
         self._baseline, self.spare = theta, self.baseline
-        packer.add_encoded(PSEUDO_GRADIENT, PSEUDO_GRADIENT_CODEC, self.elements, blob)
+        sent = kernels.narrow(blob, self.elements) if code == ONE_BIT_CODEC else blob
+        packer.add_encoded(PSEUDO_GRADIENT, code, self.elements, sent)
         self.closed = window, blob
 
     def encode(self, packer: Packer) -> None:
@@ -110,10 +113,13 @@ class PullRule(UpdateRule):
 
     def read(self, one: Contribution) -> PulledWindow:
         parts, kernels = split(one.layout, one.blob), self.tools.kernels
-        length = kernels.length(parts[PSEUDO_GRADIENT], self.elements)
+        pseudo_gradient = parts[PSEUDO_GRADIENT]
+        if self.sections[PSEUDO_GRADIENT] == ONE_BIT_CODEC:
+            pseudo_gradient = kernels.widen(pseudo_gradient, self.elements)
+        length = kernels.length(pseudo_gradient, self.elements)
         phi = parts.get("phi")
         distance = 0.0 if phi is None else kernels.distance(self.phi, phi)
-        return PulledWindow(one.peer, one.tokens, one.lr_sum, {}, parts[PSEUDO_GRADIENT], length, phi, distance)
+        return PulledWindow(one.peer, one.tokens, one.lr_sum, {}, pseudo_gradient, length, phi, distance)
 
     def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
         assert self.closed is not None, "merge without a close"
@@ -177,7 +183,7 @@ class PullRule(UpdateRule):
         return None if self.closed is None else self._read(self.closed[1])
 
     def _read(self, blob: bytes) -> Tensor:
-        """What partners read of a window's blob."""
+        """What partners read of a window of ours, whose q4 bytes these are."""
         return self.tools.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, self.elements)
 
     def _take_alone(self, phi: Tensor, momentum: Tensor | None, step: Tensor) -> None:

@@ -9,7 +9,8 @@ for numbers that are finite; others they only find. What keeps them at the speed
   would not be vectorised, and this one finds what is not finite as well.
 - Adding and subtracting 1.5 2^23 rounds a number below 2^22 half to even, as `round` does.
 - Indexes are unsigned: a signed one is compared with zero each time.
-- Two levels are cut out of a byte, or put into one, as the two bytes of a 16-bit number.
+- Two levels are cut out of a byte, or put into one, as the two bytes of a 16-bit number; eight signs are, as the eight
+  levels of a 32-bit number.
 
 All is in one file: numba keeps the machine code on disk until the file of the function that was called changes.
 """
@@ -27,6 +28,7 @@ Number = Any  # a scalar, whose type numba infers
 Scratch = tuple[Floats, npt.NDArray[np.int32], Floats, Bytes, npt.NDArray[np.uint16]]
 
 INFINITE = 0x7F800000  # the bit pattern of infinity; that of a number that is not finite is this or above it
+UNITS = 1 << 15  # parts of the power of two below a block's peak, in which q1 counts magnitudes
 BAD_LEVEL, NOT_FINITE = 1, 2  # what can be wrong with a blob, added up; zero if all is well
 
 _ROUNDER = np.float32(1.5 * 2**23)
@@ -87,6 +89,35 @@ def _encode_q4(
     """Writes a block's values; gives scale, peak, and the sum of squared levels. Values beyond `count` are zero."""
     scale, peak = _put_scale(scratch, _128, np.float32(7.0), blob, block)
     _quantise(scratch, _128, scale)
+    return scale, peak, _put_q4(scratch, count, blob, _2 * blocks + block * _64)
+
+
+@inlined
+def _encode_signs(
+    scratch: Scratch, count: Number, blob: Bytes, block: Number, blocks: Number
+) -> tuple[Number, Number, Number]:
+    """As _encode_q4, with those levels of q4 that q1 has: 7 or -7, by the sign; all are zero under a scale of zero.
+
+    The sum of magnitudes is one of integers, so its order is free: train/compress.py has the formula.
+    """
+    values, bits, levels, _, _ = scratch
+    peak, total = np.int32(0), np.int32(0)
+    for i in range(_128):
+        peak = max(peak, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
+    unit = np.float32(np.int32(peak & np.int32(INFINITE)).view(np.float32) / np.float32(UNITS))
+    divisor = unit if unit != np.float32(0.0) else np.float32(1.0)
+    for i in range(_128):
+        total += np.int32((abs(values[i]) / divisor + _ROUNDER) - _ROUNDER)
+    mean = np.float32(np.float32(total) / np.float32(np.uint64(7) * count))
+    upper = np.int32(np.float32(mean * unit).view(np.int32) >> np.int32(16))
+    blob[_2 * block] = np.uint8(upper & np.int32(255))
+    blob[_2 * block + _1] = np.uint8(upper >> np.int32(8))
+    scale = np.int32(upper << np.int32(16)).view(np.float32)
+    level = np.float32(7.0) if scale != np.float32(0.0) else np.float32(0.0)
+    for i in range(_128):
+        levels[i] = level if values[i] >= np.float32(0.0) else -level
+    for i in range(count, _128):
+        levels[i] = np.float32(0.0)
     return scale, peak, _put_q4(scratch, count, blob, _2 * blocks + block * _64)
 
 
@@ -237,7 +268,7 @@ def unpack_int8(blob: Bytes, values: Floats) -> Number:
 
 @inlined
 def _close(
-    vectors: tuple[Floats, Floats, Floats], blob: Bytes, block: Number, count: Number, scratch: Scratch
+    vectors: tuple[Floats, Floats, Floats], blob: Bytes, block: Number, count: Number, signs: Number, scratch: Scratch
 ) -> tuple[Number, Number]:
     snapshot, baseline, residual = vectors
     start, blocks = block * _128, (np.uint64(len(residual)) + _128 - _1) // _128
@@ -246,24 +277,48 @@ def _close(
         owed[i] = residual[start + i] + (baseline[start + i] - snapshot[start + i])
     for i in range(count, _128):
         owed[i] = np.float32(0.0)
-    scale, peak, squares = _encode_q4(scratch, count, blob, block, blocks)
+    if signs:
+        scale, peak, squares = _encode_signs(scratch, count, blob, block, blocks)
+    else:
+        scale, peak, squares = _encode_q4(scratch, count, blob, block, blocks)
     for i in range(count):
         residual[start + i] = owed[i] - levels[i] * scale
     return squares * (np.float64(scale) * np.float64(scale)), peak
 
 
 @compiled
-def close(vectors: tuple[Floats, Floats, Floats], blob: Bytes) -> tuple[Number, Number]:
-    """Of snapshot, baseline and residual: fills the residual and the q4 blob.
+def widen(signs: Bytes, levels: npt.NDArray[np.uint32]) -> None:
+    """Levels of q4, eight in a number, from the signs of q1, eight in a byte: 7 where the bit is set, else -7."""
+    for i in range(np.uint64(len(signs))):
+        eight, row = np.uint32(signs[i]), np.uint32(0)
+        for k in range(8):
+            sign = (eight >> np.uint32(7 - k)) & np.uint32(1)
+            row |= (np.uint32(1) + np.uint32(14) * sign) << np.uint32(4 * k)
+        levels[i] = row
+
+
+@compiled
+def narrow(levels: npt.NDArray[np.uint32], signs: Bytes) -> None:
+    """The way back: the bit of a level is set unless it is below zero."""
+    for i in range(np.uint64(len(signs))):
+        row, eight = np.uint32(levels[i]) >> np.uint32(3), np.uint32(0)
+        for k in range(8):
+            eight |= ((row >> np.uint32(4 * k)) & np.uint32(1)) << np.uint32(7 - k)
+        signs[i] = np.uint8(eight)
+
+
+@compiled
+def close(vectors: tuple[Floats, Floats, Floats], blob: Bytes, signs: bool) -> tuple[Number, Number]:
+    """Of snapshot, baseline and residual: fills the residual and the q4 blob, on request with q1's two levels alone.
 
     Gives the squared length of what the blob says, and the bit pattern of the largest magnitude of what was owed.
     """
     n, scratch, total, largest = np.uint64(len(vectors[0])), _scratch(), 0.0, np.int32(0)
     for block in range(n // _128):
-        squares, peak = _close(vectors, blob, block, _128, scratch)
+        squares, peak = _close(vectors, blob, block, _128, signs, scratch)
         total, largest = total + squares, max(largest, peak)
     if n % _128:
-        squares, peak = _close(vectors, blob, n // _128, n % _128, scratch)
+        squares, peak = _close(vectors, blob, n // _128, n % _128, signs, scratch)
         total, largest = total + squares, max(largest, peak)
     return total, largest
 

@@ -1,6 +1,7 @@
 """Blockwise quantisation: pure functions from fp32 vectors to bytes and back.
 
     codec   levels      block   bytes for n numbers          error within a block of largest magnitude a
+    q1      -7, 7       128     ceil(n/8) + 2 ceil(n/128)    at most a, s = bf16_down(mean magnitude / 7)
     q4      -7..7       128     ceil(n/2) + 2 ceil(n/128)    at most s/2, s = bf16_up(a/7)
     int8    -127..127   256     n + 2 ceil(n/256)            at most s/2, s = bf16_up(a/127)
     bf16                        2 n                          a relative 2^-9
@@ -9,6 +10,13 @@
 Scales are bf16 rounded up: bf16 has fp32's range, so the small deltas of a late training stage do not underflow
 as they do in fp16; rounding up keeps the largest number of a block within the levels. The scales come first,
 then the levels. Bytes that no encoder can have written, or that are not finite, are refused.
+
+q1 keeps a sign and the block's mean magnitude (EF-signSGD: Karimireddy et al., arXiv 1901.09847), so its error is as
+large as its numbers: it is for what feeds its error back. The levels are bits, the first number's the highest of its
+byte (numpy.packbits), set for a number that is not below zero. Its values are +-7 s, which are q4's with the same
+scale: so a q1 blob is widened into a q4 blob, exactly, and narrowed back (`widened`, `narrowed`). Its scale is the same
+whatever the order of the sum: the sum is one of integers, of magnitudes rounded to 2^-15 of the largest power of two
+that is not above a. It is rounded down, so that no value overflows, and is zero where a is below 2^-126.
 
 CODECS has the formulas, in torch, for vectors on any device. What is in host memory takes the compiled versions of
 them (train/block_kernels.py), which give the same bits; numbers that are not finite have no bytes to agree on but those
@@ -94,6 +102,41 @@ def warm_up() -> None:
     """Compiles what is compiled, so that nothing is while training. Seconds where numba's cache is empty."""
     for codec in CODECS:
         decode(codec, encode(codec, torch.zeros(1)), 1)
+    narrowed(widened(encode("q1", torch.zeros(1)), 1), 1)
+
+
+def widened(blob: bytes | memoryview, elements: int) -> bytes:
+    """The q4 bytes of the numbers in a q1 blob. Raises ProtocolError for a blob of the wrong size.
+
+    A scale that no encoder writes stays as it is: whoever reads the q4 bytes refuses it.
+    """
+    signs = as_bytes("q1", blob, elements)[_scale_bytes(elements) :]
+    levels = np.empty(len(signs), np.uint32)
+    block_kernels.widen(signs, levels)
+    pairs = levels.view(np.uint8)[: math.ceil(elements / 2)]
+    if elements % 2:
+        pairs[-1] = pairs[-1] & 15 | 128  # the level beyond the last is zero
+    return _with_scales_of(blob, elements, pairs)
+
+
+def narrowed(blob: bytes | memoryview, elements: int) -> bytes:
+    """The q1 bytes of a q4 blob whose levels are 7 and -7, or zero under a scale of zero."""
+    pairs = as_bytes("q4", blob, elements)[_scale_bytes(elements) :]
+    levels, signs = np.zeros(math.ceil(elements / 8), np.uint32), np.empty(math.ceil(elements / 8), np.uint8)
+    levels.view(np.uint8)[: len(pairs)] = pairs
+    block_kernels.narrow(levels, signs)
+    if elements % 8:
+        signs[-1] &= 0x100 - (1 << (8 - elements % 8))  # no bit is set beyond the last number
+    return _with_scales_of(blob, elements, signs)
+
+
+def _scale_bytes(elements: int) -> int:
+    """Of a q1 or a q4 blob."""
+    return 2 * math.ceil(elements / BLOCKS["q4"])
+
+
+def _with_scales_of(blob: bytes | memoryview, elements: int, levels: Bytes) -> bytes:
+    return bytes(blob[: _scale_bytes(elements)]) + levels.tobytes()
 
 
 def as_bytes(codec: str, blob: bytes | memoryview, elements: int) -> Bytes:
@@ -163,6 +206,26 @@ def _bf16_up(values: Tensor) -> Tensor:
     return torch.where(low, (rounded.view(torch.int16) + 1).view(torch.bfloat16), rounded)
 
 
+def _pack_q1(values: Tensor) -> bytes:
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCKS["q1"])).view(-1, BLOCKS["q1"])
+    peaks = padded.abs().amax(dim=1).view(torch.int32)
+    unit = (peaks & block_kernels.INFINITE).view(torch.float32) / block_kernels.UNITS
+    counted = (padded.abs() / unit.masked_fill(unit == 0, 1.0)[:, None]).round_().to(torch.int64).sum(dim=1)
+    counts = (values.numel() - BLOCKS["q1"] * torch.arange(len(padded), device=values.device)).clamp_max(BLOCKS["q1"])
+    scales = _bf16_down(counted.float() / (7 * counts).float() * unit)
+    signs = (padded >= 0) | (scales == 0)[:, None]
+    return _bytes(scales.cpu()) + np.packbits(signs.view(-1)[: values.numel()].cpu().numpy()).tobytes()
+
+
+def _unpack_q1(blob: bytes | Bytes, n: int) -> Tensor:
+    return CODECS["q4"].unpack(widened(bytes(blob), n), n)
+
+
+def _bf16_down(values: Tensor) -> Tensor:
+    """The largest bf16 that is not above each (non-negative) value."""
+    return (values.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
 def _fold_pairs(levels: Tensor) -> Tensor:
     nibbles = torch.nn.functional.pad(levels + 8, (0, levels.numel() % 2), value=8).view(-1, 2).to(torch.uint8)
     return nibbles[:, 0] | (nibbles[:, 1] << 4)
@@ -189,10 +252,11 @@ def _tensor(blob: bytes | Bytes, dtype: torch.dtype) -> Tensor:
     )
 
 
-BLOCKS = {"q4": 128, "int8": 256}
+BLOCKS = {"q1": 128, "q4": 128, "int8": 256}
 CODECS = {
     codec.name: codec
     for codec in (
+        Codec("q1", lambda n: 2 * math.ceil(n / BLOCKS["q1"]) + math.ceil(n / 8), _pack_q1, _unpack_q1),
         _blockwise("q4", 4, BLOCKS["q4"], _fold_pairs, _unfold_pairs),
         _blockwise("int8", 8, BLOCKS["int8"], lambda levels: levels, lambda levels: levels.view(torch.int8)),
         _floats("bf16", torch.bfloat16),

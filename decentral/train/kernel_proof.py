@@ -12,6 +12,7 @@ from torch import Tensor
 from decentral.core.errors import ProtocolError
 from decentral.train import compress
 from decentral.train.outer_kernels import (
+    ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
     OuterConstants,
@@ -49,7 +50,8 @@ def prove(kernels: OuterKernels) -> None:
     """Raises Disagreement, or whatever the kernels raise, unless they do what torch does on this machine."""
     both = (kernels, TorchKernels(Formulas()))
     for vectors in _cases():
-        _prove_close(both, vectors)
+        for code in (PSEUDO_GRADIENT_CODEC, ONE_BIT_CODEC):
+            _prove_close(both, vectors, code)
         _prove_merge(both, [vector / 16 for vector in vectors])  # no level overflows
     _prove_refusals(both)
 
@@ -63,10 +65,10 @@ def _cases() -> Iterator[list[Tensor]]:
         yield [EXTREMES[torch.randint(len(EXTREMES), (n,), generator=generator)] for _ in range(7)]
 
 
-def _prove_close(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor]) -> None:
+def _prove_close(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor], code: str) -> None:
     snapshot, baseline, residual = vectors[:3]
     kept = [residual.clone(), residual.clone()]
-    ours, theirs = (_outcome(one.close, snapshot, baseline, mine) for one, mine in zip(both, kept, strict=True))
+    ours, theirs = (_outcome(one.close, snapshot, baseline, mine, code) for one, mine in zip(both, kept, strict=True))
     if not isinstance(ours, tuple) or not isinstance(theirs, tuple):
         _same("close", ours, theirs)  # both refuse, or one that should not
         return
@@ -74,6 +76,15 @@ def _prove_close(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor])
     _near("the length of close", ours[1], theirs[1])
     _same_bits("the residual", *kept)
     _near("length", *(one.length(theirs[0], residual.numel()) for one in both))
+    if code == ONE_BIT_CODEC:
+        _prove_one_bit(both, theirs[0], residual.numel())
+
+
+def _prove_one_bit(both: tuple[OuterKernels, OuterKernels], blob: bytes, elements: int) -> None:
+    narrow = [one.narrow(blob, elements) for one in both]
+    _same("narrow", *narrow)
+    wide = [Formulas().decode(PSEUDO_GRADIENT_CODEC, one.widen(narrow[0], elements), elements) for one in both]
+    _same("widen", *(values.tolist() for values in wide))
 
 
 def _prove_merge(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor]) -> None:
@@ -103,8 +114,14 @@ def _prove_refusals(both: tuple[OuterKernels, OuterKernels]) -> None:
         _same(f"close of {value}", *(_outcome(one.close, bad, ones, ones.clone()) for one in both))
     for blob in _damaged(Formulas().encode(PSEUDO_GRADIENT_CODEC, ones)):
         _same("length of a damaged blob", *(_reason(one.length, blob, n) for one in both))
+    for blob in _damaged(Formulas().encode(ONE_BIT_CODEC, ones)):
+        _same("a damaged blob of q1", *(_reason(_length_of_signs, one, blob, n) for one in both))
     for blob in _damaged(Formulas().encode(SLOW_WEIGHTS_CODEC, ones)):
         _same("distance of a damaged blob", *(_reason(one.distance, ones, blob) for one in both))
+
+
+def _length_of_signs(kernels: OuterKernels, blob: bytes, elements: int) -> float:
+    return kernels.length(kernels.widen(blob, elements), elements)
 
 
 def _damaged(blob: bytes) -> Iterator[bytes]:

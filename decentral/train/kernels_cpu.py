@@ -15,6 +15,7 @@ from decentral.core.reasons import Reason
 from decentral.train import block_kernels, compress
 from decentral.train.block_kernels import Bytes, Floats
 from decentral.train.outer_kernels import (
+    ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
     OuterConstants,
@@ -29,15 +30,23 @@ class CompiledKernels:
     def __init__(self) -> None:
         self._packed = np.empty(0, np.uint8)  # kept for the next close: new memory costs as much as the kernel
 
-    def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> tuple[bytes, float]:
+    def close(
+        self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = PSEUDO_GRADIENT_CODEC
+    ) -> tuple[bytes, float]:
         size = compress.size(PSEUDO_GRADIENT_CODEC, residual.numel())
         if len(self._packed) < size:
             self._packed = np.empty(size, np.uint8)
-        blob = self._packed[:size]
-        squares, largest = block_kernels.close((snapshot.cpu().numpy(), baseline.numpy(), residual.numpy()), blob)
+        blob, vectors = self._packed[:size], (snapshot.cpu().numpy(), baseline.numpy(), residual.numpy())
+        squares, largest = block_kernels.close(vectors, blob, code == ONE_BIT_CODEC)
         if largest >= block_kernels.INFINITE:
             raise ProtocolError(Reason.NAN, "the pseudo-gradient holds numbers that are not finite")
         return blob.tobytes(), sqrt(squares)
+
+    def narrow(self, blob: bytes, elements: int) -> bytes:
+        return compress.narrowed(blob, elements)
+
+    def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
+        return compress.widened(blob, elements)
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
         read = compress.as_bytes(PSEUDO_GRADIENT_CODEC, blob, elements)

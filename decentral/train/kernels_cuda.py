@@ -24,6 +24,7 @@ from decentral.train import block_kernels, compress
 from decentral.train.block_kernels import Bytes
 from decentral.train.kernels_cpu import factors_of, stacked
 from decentral.train.outer_kernels import (
+    ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
     OuterConstants,
@@ -39,7 +40,7 @@ STAGED = 4  # vectors of a chunk at most: those of a merge with momentum
 SOURCE = r"""
 typedef unsigned char byte;
 typedef long long number;
-const int BAD_LEVEL = 1, NOT_FINITE = 2;
+const int BAD_LEVEL = 1, NOT_FINITE = 2, INFINITE = 0x7f800000;
 
 __device__ number warp() { return (blockIdx.x * (number)blockDim.x + threadIdx.x) / 32; }
 
@@ -69,9 +70,20 @@ __device__ int fault_of(int peak, int highest, float scale) {
     return (bad ? BAD_LEVEL : 0) | (isfinite(peak * scale) ? 0 : NOT_FINITE);
 }
 
+// The upper half of q4's scale for a block, bf16_up(peak / 7). `peak` is a bit pattern.
+__device__ int q4_scale(int peak) { return (__float_as_int(__fdiv_rn(__int_as_float(peak), 7.0f)) + 0xffff) >> 16; }
+
+// q1's, bf16_down(mean magnitude / 7), for a block of `numbers`: train/compress.py has the formula.
+__device__ int q1_scale(const float* owed, int peak, int numbers) {
+    const float unit = __fdiv_rn(__int_as_float(peak & INFINITE), 32768.0f), divisor = unit == 0 ? 1.0f : unit;
+    int total = 0;
+    for (int k = 0; k < 4; k++) total += (int)rintf(__fdiv_rn(fabsf(owed[k]), divisor));
+    return __float_as_int(__fdiv_rn((float)sum_of(total), (float)(7 * numbers)) * unit) >> 16;
+}
+
 // `blob` is that of all blocks; the chunk of `count` elements begins with block `first`. A lane has four neighbours.
 extern "C" __global__ void close_q4(const float* snapshot, const float* baseline, float* residual, number count,
-                                    number first, number blocks, byte* blob, double* squares, int* peaks) {
+                                    number first, number blocks, int signs, byte* blob, double* squares, int* peaks) {
     const number block = warp(), start = block * 128 + threadIdx.x % 32 * 4;
     if (block * 128 >= count) return;
     float owed[4];
@@ -82,10 +94,12 @@ extern "C" __global__ void close_q4(const float* snapshot, const float* baseline
         peak = max(peak, __float_as_int(owed[k]) & 0x7fffffff);
     }
     peak = largest_of(peak);
-    const int upper = (__float_as_int(__fdiv_rn(__int_as_float(peak), 7.0f)) + 0xffff) >> 16;
+    const int upper = signs ? q1_scale(owed, peak, (int)min(count - block * 128, (number)128)) : q4_scale(peak);
     const float scale = __int_as_float(upper << 16), divisor = scale == 0 ? 1.0f : scale;
+    const int one = scale == 0 ? 0 : 7;
     for (int k = 0; k < 4; k++) {
-        level[k] = (int)rintf(__fdiv_rn(owed[k], divisor));
+        if (signs) level[k] = start + k >= count ? 0 : owed[k] >= 0 ? one : -one;
+        else level[k] = (int)rintf(__fdiv_rn(owed[k], divisor));
         square += level[k] * level[k];
         if (start + k < count) residual[start + k] = owed[k] - level[k] * scale;
     }
@@ -200,8 +214,10 @@ class CudaKernels:
             self._slots = [_Slot(self.device, chunk_elements) for _ in range(2)]
             self._module = cupy.RawModule(code=SOURCE, options=("--fmad=false",))
 
-    def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> tuple[bytes, float]:
-        n, blocks = len(residual), -(-len(residual) // 128)
+    def close(
+        self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = PSEUDO_GRADIENT_CODEC
+    ) -> tuple[bytes, float]:
+        n, blocks, signs = len(residual), -(-len(residual) // 128), np.int32(code == ONE_BIT_CODEC)
         if not n:
             return b"", 0.0
         with self._slots[0].entered():
@@ -210,13 +226,19 @@ class CudaKernels:
         for slot, start, end in self._chunks(n, wait=snapshot.is_cuda):
             with slot.entered():
                 vectors = [slot.load(place, one[start:end]) for place, one in enumerate((snapshot, baseline, residual))]
-                where = np.int64(end - start), np.int64(start // 128), np.int64(blocks)
+                where = np.int64(end - start), np.int64(start // 128), np.int64(blocks), signs
                 self._launch("close_q4", WARP * -(-(end - start) // 128), *vectors, *where, blob, squares, peaks)
                 residual[start:end].copy_(vectors[2], non_blocking=True)
         with self._slots[0].entered():
             if int(peaks.max()) >= block_kernels.INFINITE:
                 raise ProtocolError(Reason.NAN, "the pseudo-gradient holds numbers that are not finite")
             return blob.cpu().numpy().tobytes(), sqrt(float(squares.sum()))
+
+    def narrow(self, blob: bytes, elements: int) -> bytes:
+        return compress.narrowed(blob, elements)
+
+    def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
+        return compress.widened(blob, elements)
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
         read, blocks = compress.as_bytes(PSEUDO_GRADIENT_CODEC, blob, elements), -(-elements // 128)

@@ -4,6 +4,8 @@ The formulas and their sources are at the head of train/outer.py. A kernel does 
 one operation after another, and both round alike:
 
     close:  owed = residual + (baseline - snapshot);  q = Q(owed);  residual = owed - q
+            Q quantises as `gossip.code` says. The values of q1 are values of q4 as well, so kernels see q4 bytes only:
+            a q1 blob is widened when it arrives, and ours is narrowed before it is published.
     merge:  g = ((0 + w_0 q_0) + w_1 q_1) + ...                   the own pseudo-gradient first
             apart = ((0 + v_0 (phi - phi_0)) + v_1 (phi - phi_1)) + ...
             m = alpha m + g;  u = g + alpha m                     without a momentum vector u = g
@@ -26,7 +28,8 @@ from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 from decentral.train.sections import Codecs
 
-PSEUDO_GRADIENT_CODEC = "q4"
+PSEUDO_GRADIENT_CODEC = "q4"  # of a pseudo-gradient in memory
+ONE_BIT_CODEC = "q1"  # of one on the wire, where `gossip.code` says so
 SLOW_WEIGHTS_CODEC = "int8"
 
 
@@ -61,11 +64,22 @@ class OuterConstants:
 class OuterKernels(Protocol):
     """Called by one thread at a time. Vectors are fp32 [n], contiguous; those of OuterVectors are in host memory."""
 
-    def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> tuple[bytes, float]:
+    def close(
+        self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = PSEUDO_GRADIENT_CODEC
+    ) -> tuple[bytes, float]:
         """Ends a window: the q4 bytes of Q(residual + (baseline - snapshot)), and the length of what they say.
 
-        The residual becomes what quantisation keeps back, in place. Raises ProtocolError(Reason.NAN) if a number is
-        not finite; the residual is unspecified then.
+        `code`: the quantiser Q, q4's or q1's. The residual becomes what quantisation keeps back, in place. Raises
+        ProtocolError(Reason.NAN) if a number is not finite; the residual is unspecified then.
+        """
+
+    def narrow(self, blob: bytes, elements: int) -> bytes:
+        """The q1 bytes of what `close` gives for q1."""
+
+    def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
+        """q4 bytes that say what a q1 blob says. Raises ProtocolError for one of the wrong size.
+
+        What else its codec refuses, `length` may find first.
         """
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
@@ -93,14 +107,22 @@ class TorchKernels:
     def __init__(self, codecs: Codecs) -> None:
         self.codecs = codecs
 
-    def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> tuple[bytes, float]:
+    def close(
+        self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = PSEUDO_GRADIENT_CODEC
+    ) -> tuple[bytes, float]:
         owed = residual + (baseline - snapshot.to(baseline.device))
         if not bool(torch.isfinite(owed).all()):
             raise ProtocolError(Reason.NAN, "the pseudo-gradient holds numbers that are not finite")
-        blob = self.codecs.encode(PSEUDO_GRADIENT_CODEC, owed)
-        published = self.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, owed.numel())
+        blob = self.codecs.encode(code, owed)
+        published = self.codecs.decode(code, blob, owed.numel())
         torch.sub(owed, published, out=residual)
-        return blob, _length(published)
+        return blob if code == PSEUDO_GRADIENT_CODEC else self.widen(blob, owed.numel()), _length(published)
+
+    def narrow(self, blob: bytes, elements: int) -> bytes:
+        return self.codecs.encode(ONE_BIT_CODEC, self.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, elements))
+
+    def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
+        return self.codecs.encode(PSEUDO_GRADIENT_CODEC, self.codecs.decode(ONE_BIT_CODEC, blob, elements))
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
         return _length(self.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, elements))

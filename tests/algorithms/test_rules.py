@@ -385,6 +385,22 @@ def test_a_pull_is_the_outer_step_of_the_formulas(momentum: float, light: bool, 
         assert torch.allclose(ours.live.theta, before + expected.correction, rtol=0, atol=1e-5)
 
 
+def test_signs_on_the_wire_are_what_partners_and_we_merge() -> None:
+    ours, theirs = Replica("pull", "A", code="q1"), Replica("pull", "B", code="q1")
+    for seed, one in enumerate((ours, theirs)):
+        one.train(seed)
+    mine, partner = ours.close(), theirs.close()
+    section = next(one for one in partner.layout if one.name == PSEUDO_GRADIENT)
+    assert (section.codec, section.size) == ("q1", compress.size("q1", SIZE))
+    own = ours.pull.published()
+    assert own is not None
+    assert torch.equal(own, vectors(mine)[PSEUDO_GRADIENT])
+    before = ours.pull.phi.clone()
+    means = (vectors(mine)[PSEUDO_GRADIENT] + vectors(partner)[PSEUDO_GRADIENT]) / 2
+    ours.merge([repacked(partner, {PSEUDO_GRADIENT: vectors(partner)[PSEUDO_GRADIENT]})])
+    assert torch.allclose(ours.state()["phi"], before - means, rtol=0, atol=1e-6)
+
+
 def q4(values: Tensor) -> Tensor:
     return compress.decode("q4", compress.encode("q4", values), values.numel())
 

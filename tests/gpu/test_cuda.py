@@ -53,7 +53,7 @@ def test_compiled_training_runs_and_learns(setup_of: MakeSetup) -> None:
     assert after(compute, 40) < before - 1.0
 
 
-@pytest.mark.parametrize("codec", ["q4", "int8", "bf16", "fp32"])
+@pytest.mark.parametrize("codec", ["q1", "q4", "int8", "bf16", "fp32"])
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e30])
 def test_the_bytes_from_cuda_are_those_from_the_cpu(codec: str, scale: float) -> None:
     values = scale * torch.randn(100_001, generator=torch.Generator().manual_seed(0))
@@ -141,14 +141,15 @@ def test_a_peer_with_a_gpu_and_cupy_gets_cuda_kernels(kernels: OuterKernels) -> 
     assert reason == "CUDA, proven against torch"
 
 
-def test_a_snapshot_on_the_device_closes_as_one_in_host_memory(kernels: OuterKernels) -> None:
+@pytest.mark.parametrize("code", ["q4", "q1"])
+def test_a_snapshot_on_the_device_closes_as_one_in_host_memory(kernels: OuterKernels, code: str) -> None:
     """Its values are written in training's stream just before."""
     n, on_device = 10_001, torch.zeros(10_001, device="cuda")
     snapshot, baseline, residual = (pinned(n, seed) for seed in range(3))
     expected_residual = residual.clone()
-    expected = CompiledKernels().close(snapshot, baseline, expected_residual)
+    expected = CompiledKernels().close(snapshot, baseline, expected_residual, code)
     on_device.copy_(snapshot, non_blocking=True)
-    blob, length = kernels.close(on_device, baseline, residual)
+    blob, length = kernels.close(on_device, baseline, residual, code)
     assert blob == expected[0]
     assert length == pytest.approx(expected[1], rel=1e-9)
     assert torch.equal(residual, expected_residual)

@@ -28,13 +28,18 @@ def honest_windows(number: int, peers: int = 4) -> list[Tensor]:
     return [SIGNAL * unit(0) + unit(number, 1 + peer) for peer in range(peers)]
 
 
-def trust_of(lie: Lie | None, windows: int = WINDOWS) -> list[float]:
+def as_read(window: Tensor, code: str) -> Tensor:
+    return compress.decode(code, compress.encode(code, window), len(window)) if code else window
+
+
+def trust_of(lie: Lie | None, windows: int = WINDOWS, code: str = "") -> list[float]:
     """How much we trust three partners in the last window, one of which may be a liar."""
     known, trusted = Agreement(), [0.0]
     for number in range(1, windows + 1):
         ours, *theirs = honest_windows(number)
         theirs = [*theirs[:2], lie([ours, *theirs], number)] if lie else theirs
-        trusted = known.trust(ours, [(PeerId(str(place)), one) for place, one in enumerate(theirs)])
+        read = [as_read(one, code) for one in (ours, *theirs)]
+        trusted = known.trust(read[0], [(PeerId(str(place)), one) for place, one in enumerate(read[1:])])
     return trusted
 
 
@@ -60,6 +65,18 @@ def test_a_liar_counts_for_little_and_the_others_for_all(lie: str) -> None:
 @pytest.mark.parametrize("windows", [1, 2, 5, 30])
 def test_honest_peers_count_whole_however_little_a_window_agrees(windows: int) -> None:
     assert trust_of(None, windows) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("windows", [1, 2, 5, 30])
+def test_honest_peers_count_whole_where_only_signs_are_sent(windows: int) -> None:
+    assert trust_of(None, windows, "q1") == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("lie", ["flipped", "opposed", "zero", "random"])
+def test_a_liar_counts_for_little_where_only_signs_are_sent(lie: str) -> None:
+    *honest, liar = trust_of(LIES[lie], code="q1")
+    assert honest == [1.0, 1.0]
+    assert liar < 0.6
 
 
 def test_what_points_against_our_window_counts_for_nothing_at_once_whatever_it_did_before() -> None:

@@ -14,7 +14,7 @@ from decentral.core.errors import ProtocolError
 from decentral.train import compress, outer
 
 BLOCKWISE = {"q4": (128, 7), "int8": (256, 127)}
-CODECS = ["q4", "int8", "bf16", "fp32"]
+CODECS = ["q1", "q4", "int8", "bf16", "fp32"]
 
 Number = st.floats(min_value=2**-100, max_value=2**100, width=32) | st.sampled_from([0.0, 1.0, 7.0, 127.0])
 Vectors = st.lists(st.tuples(Number, st.sampled_from([1.0, -1.0])), min_size=1, max_size=40).flatmap(
@@ -42,6 +42,22 @@ def half_step(values: Tensor, block: int, levels: int) -> npt.NDArray[np.float64
 def test_the_error_is_at_most_half_a_step_of_the_block(codec: str, values: Tensor) -> None:
     error = (sent(codec, values).double() - values.double()).abs().numpy()
     assert (error <= half_step(values, *BLOCKWISE[codec]) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("n", [1, 5, 128, 300])
+def test_one_bit_keeps_the_sign_of_a_number_and_the_mean_magnitude_of_its_block(n: int) -> None:
+    values = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    read = sent("q1", values)
+    assert torch.equal(read >= 0, values >= 0)
+    for mine, theirs in zip(torch.split(values, 128), torch.split(read, 128), strict=True):
+        assert theirs.abs().tolist() == pytest.approx([float(mine.abs().mean())] * len(mine), rel=2**-7)
+
+
+@given(seed=st.integers(0, 10**6))
+def test_the_scale_of_signs_is_the_same_in_any_order_of_the_numbers(seed: int) -> None:
+    values = torch.randn(128, generator=torch.Generator().manual_seed(seed))
+    shuffled = values[torch.randperm(128, generator=torch.Generator().manual_seed(seed + 1))]
+    assert compress.encode("q1", values)[:2] == compress.encode("q1", shuffled)[:2]
 
 
 @given(values=Vectors)
@@ -72,6 +88,7 @@ def test_what_is_sent_plus_what_remains_is_what_came_in(codec: str, rounds: list
 @pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 255, 256, 257, 1000])
 def test_the_size_on_the_wire_is_the_documented_one(n: int) -> None:
     sizes = {
+        "q1": math.ceil(n / 8) + 2 * math.ceil(n / 128),
         "q4": math.ceil(n / 2) + 2 * math.ceil(n / 128),
         "int8": n + 2 * math.ceil(n / 256),
         "bf16": 2 * n,
@@ -147,6 +164,7 @@ def test_an_unknown_codec_is_refused(codec: str) -> None:
     [
         pytest.param("q4", 10, 0x00, id="level -8 in 4 bits"),
         pytest.param("int8", 10, 0x80, id="level -128"),
+        pytest.param("q1", 1, 0xBF, id="negative scale of signs"),
         pytest.param("q4", 1, 0xBF, id="negative scale in 4 bits"),
         pytest.param("int8", 1, 0xBF, id="negative scale"),
     ],

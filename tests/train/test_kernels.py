@@ -81,6 +81,30 @@ def test_any_finite_window_closes_as_in_torch(patterns: list[int], n: int) -> No
     assert closed(KERNELS[1], snapshot, baseline, residual) == closed(REFERENCE, snapshot, baseline, residual)
 
 
+@given(seed=st.integers(0, 10**6), exponent=Exponents, n=st.integers(0, 700))
+def test_a_window_closes_to_signs_as_in_torch(seed: int, exponent: int, n: int) -> None:
+    snapshot, baseline, residual = (random(n, seed + k, exponent - 3) for k in range(3))
+    ours, theirs = (closed(one, snapshot, baseline, residual, "q1") for one in (KERNELS[1], REFERENCE))
+    assert ours == theirs
+
+
+@given(seed=st.integers(0, 10**6), exponent=Exponents, n=st.integers(0, 700))
+def test_signs_become_levels_of_q4_and_signs_again_and_say_the_same(seed: int, exponent: int, n: int) -> None:
+    blob = compress.encode("q1", random(n, seed, exponent - 3))
+    wide = compress.widened(blob, n)
+    assert compress.narrowed(wide, n) == blob
+    assert same_bits(compress.decode("q4", wide, n), compress.decode("q1", blob, n))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_blob_of_signs_of_another_size_is_not_widened(kernels: OuterKernels, change: int) -> None:
+    blob = compress.encode("q1", torch.ones(300))
+    with pytest.raises(ProtocolError) as caught:
+        kernels.widen(blob + b"x" if change > 0 else blob[:-1], 300)
+    assert caught.value.reason == "shape"
+
+
 @given(
     seed=st.integers(0, 10**6), n=st.integers(0, 1200), partners=st.integers(0, 3), alpha=st.sampled_from([0.0, 0.9])
 )
@@ -178,7 +202,8 @@ def test_a_section_is_read_out_of_the_middle_of_a_blob() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pack_q4", "pack_int8", "unpack_q4", "unpack_int8", "close", "length", "distance", "merge"]
+    "name",
+    ["pack_q4", "pack_int8", "unpack_q4", "unpack_int8", "close", "narrow", "widen", "length", "distance", "merge"],
 )
 def test_other_threads_may_run_while_a_kernel_does(name: str) -> None:
     assert getattr(block_kernels, name).targetoptions["nogil"]
@@ -208,8 +233,8 @@ def test_without_a_gpu_the_cpu_takes_the_place_of_its_kernels() -> None:
 class WrongResidual(CompiledKernels):
     """One bit of one number of one size is off."""
 
-    def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> tuple[bytes, float]:
-        result = super().close(snapshot, baseline, residual)
+    def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = "q4") -> tuple[bytes, float]:
+        result = super().close(snapshot, baseline, residual, code)
         if len(residual) == 257:
             residual.view(torch.int32)[256] ^= 1
         return result
@@ -268,10 +293,10 @@ def missing() -> OuterKernels:
     raise ImportError("no cupy here")
 
 
-def closed(kernels: OuterKernels, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> object:
+def closed(kernels: OuterKernels, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = "q4") -> object:
     kept = residual.clone()
     try:
-        blob, _ = kernels.close(snapshot, baseline, kept)
+        blob, _ = kernels.close(snapshot, baseline, kept, code)
     except ProtocolError as error:
         return error.reason
     return blob, kept.view(torch.int32).tolist()

@@ -256,7 +256,7 @@ def _window_of(setup: ComputeSetup) -> jobs.Contribution:
 
 def test_a_bug_in_a_kernel_ends_the_training_thread_with_that_error(setup_of: MakeSetup) -> None:
     class Broken(TorchKernels):
-        def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> tuple[bytes, float]:
+        def close(self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = "q4") -> tuple[bytes, float]:
             raise ZeroDivisionError("a bug")
 
     setup = setup_of()
