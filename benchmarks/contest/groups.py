@@ -1,0 +1,134 @@
+"""A gloo process group whose members come and go, as torchelastic's rendezvous has it, but within living processes.
+
+Place 0 leads: it holds the store, and says who is in each generation of the group. When a collective fails (somebody
+died) or somebody waits to be let in, all leave the group and form the next one: the leader waits a little for those of
+the last generation, then writes the list. Whoever is not in it asks for the one after.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+    Work,
+)
+
+Gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
+PORT = 29400
+PATIENCE_S = 2.0  # of the leader with members of the last generation that do not come
+START_S = 120.0
+FORMING_S = 20.0  # of a newcomer with the list of a generation that it asked for
+LOOK_S = 0.05
+
+
+class Lost(Exception):
+    """A collective failed: somebody has died, or cannot be reached. `form` makes a group of those who are left."""
+
+
+class Group:
+    """Create it, then `form`. Errors of collectives are `Lost`."""
+
+    def __init__(self, name: str, leads: bool, leader: str, peers: int, timeout_s: float) -> None:
+        """`peers`: how many are there at the beginning; `timeout_s`: of a collective."""
+        self.name, self.leads, self.timeout = name, leads, timedelta(seconds=timeout_s)
+        wait = timedelta(seconds=START_S)
+        self._store: Store = self._connect(leader, leads, wait)
+        self._generation, self._last = 0, peers
+        self._group: Any = None
+        self.rank, self.size = 0, 0
+        if leads:
+            self._store.set("generation", "0")
+
+    @staticmethod
+    def _connect(leader: str, leads: bool, wait: timedelta) -> Store:
+        host = "0.0.0.0" if leads else leader
+        return TCPStore(host, PORT, None, leads, timeout=wait, wait_for_workers=False)
+
+    def form(self, first: bool = False) -> None:
+        """Leaves the group, and forms the next one with all who want to be in it."""
+        while True:
+            self._group = None  # its connections close, so that the others see it
+            try:
+                world = self._next_world(first)
+                if self.name not in world:
+                    continue
+                self.rank, self.size, self._last = world.index(self.name), len(world), len(world)
+                options = Gloo._Options()
+                options._devices = [Gloo.create_device(interface="wan0")]
+                options._timeout = self.timeout
+                store = PrefixStore(f"group {self._generation}", self._store)
+                self._group = Gloo(store, self.rank, self.size, options)
+                self.barrier()
+                return
+            except (RuntimeError, Lost):
+                time.sleep(LOOK_S)
+
+    def _next_world(self, first: bool) -> list[str]:
+        generation = int(self._store.get("generation")) + 1
+        if self.leads:
+            self._generation = generation
+        ticket = self._store.add(f"{generation}/count", 1)
+        self._store.set(f"{generation}/{ticket}", self.name)
+        if self.leads:
+            self._write_world(generation, START_S if first else PATIENCE_S)
+        self._generation = generation
+        self._store.wait([f"{generation}/world"], timedelta(seconds=START_S if first else FORMING_S))
+        return list(json.loads(self._store.get(f"{generation}/world")))
+
+    def _write_world(self, generation: int, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while (count := self._store.add(f"{generation}/count", 0)) < self._last and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        names = [self._store.get(f"{generation}/{ticket}").decode() for ticket in range(1, count + 1)]
+        self._store.set("generation", str(generation))
+        self._store.set(f"{generation}/world", json.dumps([self.name, *sorted(set(names) - {self.name})]))
+
+    def someone_waits(self) -> bool:
+        """Whether somebody wants to be let in; only the leader knows."""
+        return self.leads and self._store.add(f"{self._generation + 1}/count", 0) > 0
+
+    def mean(self, vector: Tensor, half: bool = False) -> tuple[Tensor, bool]:
+        """The mean over all members of a vector [n], and whether somebody waits. `half`: it travels in fp16."""
+        flag = torch.tensor([float(self.someone_waits())])
+        flat = torch.cat([vector / self.size, flag])
+        flat = flat.half() if half else flat
+        self._do(lambda group: group.allreduce([flat]))
+        return flat[:-1].float(), bool(flat[-1] > 0)
+
+    def barrier(self) -> None:
+        ones = torch.ones(1)
+        self._do(lambda group: group.allreduce([ones]))
+
+    def agree(self, state: list[Tensor], progress: int) -> int:
+        """Where members are not equally far, all take the state of the one that is farthest. Gives how far it is."""
+        mine, all_progress = torch.tensor([float(progress)]), [torch.zeros(1) for _ in range(self.size)]
+        self._do(lambda group: group.allgather([all_progress], [mine], AllgatherOptions()))
+        far = [float(one) for one in all_progress]
+        if min(far) == max(far):
+            return progress
+        flat = torch.cat([one.detach().float().flatten() for one in state])
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = far.index(max(far)), 0
+        self._do(lambda group: group.broadcast([flat], options))
+        for one, part in zip(state, torch.split(flat, [one.numel() for one in state]), strict=True):
+            one.data.copy_(part.view(one.shape))
+        return int(max(far))
+
+    def _do(self, collective: Callable[[Any], Work]) -> None:
+        if self._group is None:
+            raise Lost("there is no group")
+        try:
+            collective(self._group).wait()
+        except RuntimeError as error:
+            self._group = None
+            raise Lost(str(error)) from None
