@@ -1,11 +1,12 @@
 """A gloo process group whose members come and go, as torchelastic's rendezvous has it, but within living processes.
 
 Place 0 leads: it holds the store, and says who is in each generation of the group. When a collective fails (somebody
-died) or somebody waits to be let in, all leave the group and form the next one: the leader waits a little for those of
-the last generation, then writes the list. Whoever is not in it asks for the one after.
+died) or somebody waits to be let in, all leave the group and ask for the next one. The leader writes its list when
+every member of the last one has asked or is dead, which is what a member is that has sent no heartbeat for a while.
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,11 +24,14 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
+from benchmarks.wan.namespaces import DEVICE
+
 Gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
 PORT = 29400
-PATIENCE_S = 2.0  # of the leader with members of the last generation that do not come
+BEAT_S = 0.4  # between two heartbeats
+DEAD_S = 2.0  # without one a member is dead
 START_S = 120.0
-FORMING_S = 20.0  # of a newcomer with the list of a generation that it asked for
+FORMING_S = 40.0  # of a member with the list of a generation that it asked for
 LOOK_S = 0.05
 
 
@@ -41,18 +45,25 @@ class Group:
     def __init__(self, name: str, leads: bool, leader: str, peers: int, timeout_s: float) -> None:
         """`peers`: how many are there at the beginning; `timeout_s`: of a collective."""
         self.name, self.leads, self.timeout = name, leads, timedelta(seconds=timeout_s)
-        wait = timedelta(seconds=START_S)
-        self._store: Store = self._connect(leader, leads, wait)
-        self._generation, self._last = 0, peers
+        self.interface = DEVICE
+        self._store = self._connect(leader)
+        self._generation = 0
+        self._last = [f"{place}-0" for place in range(peers)]
         self._group: Any = None
         self.rank, self.size = 0, 0
         if leads:
             self._store.set("generation", "0")
+        threading.Thread(target=self._beat, args=(self._connect(leader, leads=False),), daemon=True).start()
 
-    @staticmethod
-    def _connect(leader: str, leads: bool, wait: timedelta) -> Store:
-        host = "0.0.0.0" if leads else leader
-        return TCPStore(host, PORT, None, leads, timeout=wait, wait_for_workers=False)
+    def _connect(self, leader: str, leads: bool | None = None) -> Store:
+        leads = self.leads if leads is None else leads
+        host = "0.0.0.0" if leads else "127.0.0.1" if self.leads else leader
+        return TCPStore(host, PORT, None, leads, timeout=timedelta(seconds=START_S), wait_for_workers=False)
+
+    def _beat(self, store: Store) -> None:
+        while True:
+            store.add(f"beat {self.name}", 1)
+            time.sleep(BEAT_S)
 
     def form(self, first: bool = False) -> None:
         """Leaves the group, and forms the next one with all who want to be in it."""
@@ -62,9 +73,9 @@ class Group:
                 world = self._next_world(first)
                 if self.name not in world:
                     continue
-                self.rank, self.size, self._last = world.index(self.name), len(world), len(world)
+                self.rank, self.size, self._last = world.index(self.name), len(world), world
                 options = Gloo._Options()
-                options._devices = [Gloo.create_device(interface="wan0")]
+                options._devices = [Gloo.create_device(interface=self.interface)]
                 options._timeout = self.timeout
                 store = PrefixStore(f"group {self._generation}", self._store)
                 self._group = Gloo(store, self.rank, self.size, options)
@@ -80,18 +91,25 @@ class Group:
         ticket = self._store.add(f"{generation}/count", 1)
         self._store.set(f"{generation}/{ticket}", self.name)
         if self.leads:
-            self._write_world(generation, START_S if first else PATIENCE_S)
+            self._write_world(generation)
         self._generation = generation
         self._store.wait([f"{generation}/world"], timedelta(seconds=START_S if first else FORMING_S))
         return list(json.loads(self._store.get(f"{generation}/world")))
 
-    def _write_world(self, generation: int, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
-        while (count := self._store.add(f"{generation}/count", 0)) < self._last and time.monotonic() < deadline:
+    def _write_world(self, generation: int) -> None:
+        beats = dict.fromkeys(self._last, (-1, time.monotonic()))  # by member: its last count, and since when
+        while True:
+            count = self._store.add(f"{generation}/count", 0)
+            asked = {self._store.get(f"{generation}/{ticket}").decode() for ticket in range(1, count + 1)}
+            now = time.monotonic()
+            for member, (beat, _) in beats.items():
+                if (new := self._store.add(f"beat {member}", 0)) != beat:
+                    beats[member] = (new, now)
+            if all(member in asked or (beat > 0 and now - at > DEAD_S) for member, (beat, at) in beats.items()):
+                break
             time.sleep(LOOK_S)
-        names = [self._store.get(f"{generation}/{ticket}").decode() for ticket in range(1, count + 1)]
         self._store.set("generation", str(generation))
-        self._store.set(f"{generation}/world", json.dumps([self.name, *sorted(set(names) - {self.name})]))
+        self._store.set(f"{generation}/world", json.dumps([self.name, *sorted(asked - {self.name})]))
 
     def someone_waits(self) -> bool:
         """Whether somebody wants to be let in; only the leader knows."""

@@ -162,17 +162,17 @@ def verdicts(rows: Sequence[Row], name: str) -> list[str]:
     if ours is None or not others:
         return []
     goal = 1.0 if name.partition("/")[2] in EQUAL_FAULTS else GOAL
-    found = []
+    found = ["ours never reached the target"] if ours.reach.middle is None else []
     for row in others:
         ratio, _ = sooner(ours.reach.middle, row.reach.middle, row.seconds)
         if ratio is None:
-            found.append(f"{row.name}: ours did not reach the target")
-        elif ratio < goal and row.reach.middle is not None:
+            continue
+        if ratio < goal and row.reach.middle is not None:
             found.append(f"{row.name}: ours {ratio:.2f} times as soon")
         elif ratio < goal:
-            found.append(f"{row.name}: it never reached the target, ours had it {ratio:.2f} times before the end")
+            found.append(f"{row.name}: it never reached the target, ours after 1/{ratio:.2f} of the run")
     aim = "at least as soon as" if goal == 1.0 else f"at least {goal:g} times sooner than"
-    verdict = f"Goal, ours {aim} everybody: " + ("**met**." if not found else f"**not met** by {'; '.join(found)}.")
+    verdict = f"Goal, ours {aim} everybody: " + ("**met**." if not found else f"**not met**: {'; '.join(found)}.")
     wins = [w for row in others for w in _wins(ours, row)]
     return [
         verdict,
