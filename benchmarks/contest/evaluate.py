@@ -18,6 +18,7 @@ from decentral.train import data, gpt, replicas
 from decentral.train.step import Chain, Device, held_out_loss
 
 AT_ONCE_SEQUENCES = 64
+FIRST = "0-0"  # the peer that is never killed
 SEQUENCES = 256  # held-out ones
 
 
@@ -72,27 +73,31 @@ class Evaluation:
 
     def smoothed(self, saved: Sequence[Saved], moments: Sequence[float], killed: Killed) -> float | None:
         """The loss of the mean over these moments of the mean over all peers: everybody may average their own past."""
-        means = [self._mean(found) for moment in moments if (found := latest(saved, moment, killed))]
+        found = [self._mean(latest(saved, moment, killed)) for moment in moments]
+        means = [mean for mean in found if mean is not None]
         return self._loss(torch.stack(means).mean(dim=0)) if means else None
 
     def _at(self, found: Mapping[str, Saved]) -> Losses | None:
-        if not found:
+        mean = self._mean(found)
+        if mean is None:
             return None
-        first = found.get("0-0")
-        mean = self._loss(self._mean(found))
-        if len(found) == 1 and first:
-            return Losses(mean, mean, 1)
-        return Losses(mean, self._loss(self.vector(first)) if first else None, len(found))
+        first = self._mean({name: one for name, one in found.items() if name == FIRST})
+        mean_loss = self._loss(mean)
+        if len(found) == 1 and first is not None:
+            return Losses(mean_loss, mean_loss, 1)
+        return Losses(mean_loss, None if first is None else self._loss(first), len(found))
 
-    def _mean(self, found: Mapping[str, Saved]) -> Tensor:
-        return torch.stack([self.vector(one) for one in found.values()]).mean(dim=0)
-
-    def vector(self, one: Saved) -> Tensor:
-        """All parameters [n], in the order of the model's."""
-        if one.path.suffix == ".npy":
-            return torch.from_numpy(np.load(one.path))
-        weights = replicas.read(one.path)
-        assert weights is not None, "a checkpoint that was linked is there"
+    def _mean(self, found: Mapping[str, Saved]) -> Tensor | None:
+        """The mean of all parameters [n], in the model's order; each layer's over those that hold it. None: nobody."""
+        paths = [one.path for one in found.values()]
+        if not paths:
+            return None
+        if paths[0].suffix == ".npy":
+            return torch.stack([torch.from_numpy(np.load(path)) for path in paths]).mean(dim=0)
+        read = [weights for path in paths if (weights := replicas.read(path)) is not None]
+        weights = replicas.average(read)
+        if replicas.missing(self.run, weights):
+            return None
         layers = replicas.layers_with(self.run, weights)
         return torch.cat([p.detach().flatten() for layer in layers for p in layer.parameters()])
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from decentral.comm.wire.identity import Identity
+from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.journal import read
+from decentral.train import memory
 from decentral.train.checkpoint import FILE
 
 LIBP2P_PORT = 4001
@@ -26,20 +28,25 @@ def prepare(first: Path) -> None:
     Identity.load_or_create(first / "identity.key")
 
 
-def command(
-    folder: Path, place: int, life: int, leader: str, overrides: list[str], throttle: float, memory: str
-) -> list[str]:
+def command(folder: Path, place: int, life: int, leader: str, overrides: list[str], throttle: float) -> list[str]:
     """The line that starts a peer in its folder `PLACE-LIFE`."""
     own = folder / f"{place}-{life}"
     own.mkdir(exist_ok=True)
     line = [sys.executable, "-m", "decentral.peer", "--plain", "--device", "cpu", "--state-dir", str(own)]
     line += ["--listen", f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT}", "--throttle", str(throttle)]
-    line += ["--memory", memory] if memory else []
     if (place, life) == (0, 0):
         return line + [part for override in overrides for part in ("--set", override)]
     first = Identity.load_or_create(folder / "0-0" / "identity.key").peer
     join = f"/ip4/{leader}/tcp/{LIBP2P_PORT}/p2p/{first}"
     return [*line, "--join", join, "--join-wait", str(JOIN_WAIT_S)]
+
+
+def half_the_memory(overrides: list[str]) -> list[str]:
+    """The flag that leaves a peer memory for the largest fragment, and not for the whole model."""
+    needs = memory.needs(config.load(None, overrides))
+    count = len(needs.fragments)
+    largest = max(needs.span_bytes(number, number + 1) for number in range(count))
+    return ["--memory", str((largest + min(needs.span_bytes(0, count), 2 * largest)) // 2)]
 
 
 def await_training(first: Path, timeout_s: float) -> float:

@@ -114,8 +114,8 @@ class Peers:
         overrides, options = self.task.settings()
         throttle = self.task.throttles[place]
         if self.task.contestant.kind == "ours":
-            memory = self.task.scenario.fault.memory
-            return ours.command(self.folder, place, life, self.lab.address(0), overrides, throttle, memory)
+            line = ours.command(self.folder, place, life, self.lab.address(0), overrides, throttle)
+            return line + (ours.half_the_memory(overrides) if self.task.scenario.fault.spans else [])
         setup = Setup(
             place=place,
             life=life,

@@ -47,7 +47,7 @@ class Fault:
     throttles: tuple[float, ...] = (1.0,)  # of the peers in turn, from the first place on
     schedule: str = ""
     kill_every_s: float = 0.0  # 0: nobody is killed
-    memory: str = ""  # of each peer; where it is too little for the model each holds a span of its layers
+    spans: bool = False  # each peer has memory for half of the model only, and holds a span of its layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ FAULTS = {
         Fault("churn", f"a kill -9 and a join every {EVERY_S:.0f} s", kill_every_s=EVERY_S),
         Fault("degraded", "after 10 s a tenth of the last peer's rates is left", schedule="degrade {last} x0.1 at 10"),
         Fault("partition", "after 15 s half of the peers are cut off for 30 s", schedule="part {half} at 15 for 30"),
-        Fault("spans", "no peer can hold the whole model", memory="{span}"),
+        Fault("spans", "no peer can hold the whole model", spans=True),
     )
 }
 

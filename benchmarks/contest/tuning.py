@@ -26,6 +26,8 @@ def tune(chosen: Sequence[Contestant], seconds: float, log: Path) -> None:
     """Tunes these, and writes each one's choice as soon as it is made. What the log has already is not run again."""
     place = scenarios.scenario(SCENARIO)
     for one in chosen:
+        if one.like:
+            continue
         tried: Tried = []
 
         def loss_of(picked: Picked, one: Contestant = one, tried: Tried = tried) -> float:

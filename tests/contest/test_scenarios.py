@@ -73,3 +73,11 @@ def test_settings_of_a_run_have_its_seed_and_what_tuning_tries() -> None:
     assert "train.learning_rate=0.5" in overrides
     assert options["inner_steps"] == 3
     assert options["algorithm"] == "diloco"
+
+
+def test_one_that_is_like_another_takes_its_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contestants, "tuned", lambda: {"gloo DiLoCo": {"rate": 0.5, "inner_steps": 20}})
+    overrides, options = contestants.settings(contestants.contestant("gloo DiLoCo, by time"), 0)
+    assert "train.learning_rate=0.5" in overrides
+    assert options["inner_s"] == pytest.approx(20 * contestants.STEP_S)
+    assert "inner_steps" not in options
