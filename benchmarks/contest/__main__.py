@@ -21,7 +21,7 @@ from benchmarks.wan import namespaces
 from decentral import command
 from decentral.core.errors import UserError
 
-SECONDS = 45.0
+SECONDS = 40.0
 FULL_SECONDS = 120.0
 
 

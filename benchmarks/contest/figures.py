@@ -5,9 +5,9 @@ what a user would keep then.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Point(NamedTuple):
@@ -70,3 +70,46 @@ def sooner(ours: float | None, theirs: float | None, seconds: float) -> tuple[fl
     if theirs is None:
         return seconds / ours, True
     return theirs / ours, False
+
+
+class Stretch(NamedTuple):
+    """What a line of a peer's journal sums up: from the line before it until it was written (Unix time)."""
+
+    begin: float
+    end: float
+    tokens: float
+    busy_s: float
+
+    def until(self, moment: float) -> float:
+        """Which share of it had passed at this moment."""
+        if moment >= self.end:
+            return 1.0
+        return max(0.0, moment - self.begin) / (self.end - self.begin)
+
+
+def stretches(lines: Sequence[Mapping[str, Any]], began: float) -> list[Stretch]:
+    """Those of a peer's lines, each `t`, `tokens`, `busy_s`. The first begins where its training did, not before
+    `began`."""
+    found: list[Stretch] = []
+    for line in lines:
+        begin = found[-1].end if found else max(began, line["t"] - line["busy_s"])
+        found.append(Stretch(begin, line["t"], line["tokens"], line["busy_s"]))
+    return found
+
+
+def tokens_until(peers: Sequence[Sequence[Stretch]], moment: float) -> float:
+    """Of all peers. Within a stretch tokens count as evenly spread, as some journals have few lines."""
+    return sum(one.tokens * one.until(moment) for own in peers for one in own)
+
+
+def busy_until(peers: Sequence[Sequence[Stretch]], moment: float) -> float:
+    """Seconds of all peers."""
+    return sum(one.busy_s * one.until(moment) for own in peers for one in own)
+
+
+def longest_pause(own: Sequence[Stretch], began: float, ended: float) -> float:
+    """The most seconds without training in one stretch of a peer, before its first, or after its last."""
+    if not own:
+        return ended - began
+    inside = [one.end - one.begin - one.busy_s for one in own]
+    return max(own[0].begin - began, *inside, ended - own[-1].end, 0.0)

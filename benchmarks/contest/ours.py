@@ -19,6 +19,7 @@ from decentral.train.checkpoint import FILE
 
 LIBP2P_PORT = 4001
 JOIN_WAIT_S = 120
+HEAD_START_S = 1.0  # of the first peer's process: who finds nobody at its address tries again after 3 s
 POLL_S = 0.1
 
 

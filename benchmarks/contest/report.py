@@ -33,12 +33,14 @@ class Row:
     repetitions: int
     seconds: float
     reach: Spread  # seconds until the target
+    from_command: Spread  # the same, from when its first process was started
     loss: Spread  # at the end
     smoothed: Spread  # at the end, of the mean of the last saved weights
     at_tokens: Spread  # the loss when all peers had as many tokens as the slowest contestant at its end
     tokens_per_s: float
     training: float
     bytes_per_token: float
+    all_train: Spread  # seconds until all peers of the beginning had reported a step
     survival: str
     errors: tuple[str, ...]
 
@@ -108,19 +110,26 @@ def _row(name: str, runs: Sequence[Line], target: float | None, tokens: float) -
         repetitions=len(runs),
         seconds=runs[0]["seconds"],
         reach=spread([time_to_loss(curve, target) if target is not None else None for curve in curves]),
+        from_command=spread([_from_command(run, target) for run in runs]),
         loss=spread([curve[-1].loss if curve else None for curve in curves]),
         smoothed=spread([run.get("smoothed") for run in runs]),
         at_tokens=spread([loss_at(curve, tokens=tokens) for curve in curves]),
         tokens_per_s=total / seconds if seconds else 0.0,
         training=sum(run["training_share"] for run in began) / max(1, len(began)),
         bytes_per_token=sum(run["bytes"] for run in began) / total if total else 0.0,
+        all_train=spread([run.get("all_train_s") for run in runs]),
         survival=_survival([run["survival"] for run in began]),
         errors=tuple(dict.fromkeys(run["error"] for run in runs if "error" in run)),
     )
 
 
+def _from_command(run: Line, target: float | None) -> float | None:
+    reached = time_to_loss(curve_of(run), target) if target is not None else None
+    return None if reached is None else reached + run["start_s"]
+
+
 def _survival(found: Sequence[Line]) -> str:
-    """Newcomers that trained, of as many as were killed, and the longest time without a step of a survivor."""
+    """Newcomers that trained, of as many as were killed, and the longest time without training, the survivors' mean."""
     killed = sum(one["killed"] for one in found)
     gap = max((one["longest_gap_s"] for one in found), default=0.0)
     joined = f"{sum(one['newcomers_trained'] for one in found)}/{killed}, " if killed else ""
@@ -128,8 +137,8 @@ def _survival(found: Sequence[Line]) -> str:
 
 
 COLUMNS = (
-    *("contestant", "s to the target", "ours sooner", "loss at the end", "smoothed", "at equal tokens", "tokens/s"),
-    *("training", "bytes/token", "joined, longest gap"),
+    *("contestant", "s to the target", "ours sooner", "s from the command", "loss at the end", "smoothed"),
+    *("at equal tokens", "tokens/s", "training", "bytes/token", "all train after, s", "joined, longest pause"),
 )
 
 
@@ -142,12 +151,14 @@ def table(rows: Sequence[Row]) -> str:
             f"**{row.name}**" if row.name == OURS else row.name,
             _spread(row.reach, 1) + (f", {row.reach.missing} of {row.repetitions} not" if row.reach.missing else ""),
             "" if row.name == OURS else _sooner(ours, row),
+            _middle(row.from_command, 1),
             _spread(row.loss, 3),
             _middle(row.smoothed, 3),
             _middle(row.at_tokens, 3),
             f"{row.tokens_per_s:,.0f}",
             f"{row.training:.2f}",
             f"{row.bytes_per_token:,.0f}",
+            _middle(row.all_train, 1),
             row.survival,
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -247,11 +258,11 @@ def _middle(found: Spread, digits: int) -> str:
 
 
 def _heading(name: str, runs: Sequence[Line], target: float | None) -> str:
-    found = scenarios.scenario(name)
+    found, count = scenarios.scenario(name), 1 + max(run["repetition"] for run in runs)
     aim = "" if target is None else f" Target: a loss of {target:.3f}."
     return (
         f"### {name}\n\n{found.world.note[0].upper()}{found.world.note[1:]}; {found.fault.note}. "
-        f"{max(run['seconds'] for run in runs):g} s, {1 + max(run['repetition'] for run in runs)} repetitions.{aim}"
+        f"{max(run['seconds'] for run in runs):g} s, {count} repetition{'s' * (count > 1)}.{aim}"
     )
 
 

@@ -8,7 +8,6 @@ Bytes are those that the lab's router was given from the beginning to the end, w
 included.
 """
 
-import itertools
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 from benchmarks.contest import contestants, ours, scenarios
 from benchmarks.contest.contestants import Contestant
 from benchmarks.contest.evaluate import Evaluation, saved_in
+from benchmarks.contest.figures import Stretch, busy_until, longest_pause, stretches, tokens_until
 from benchmarks.contest.scenarios import Scenario
 from benchmarks.contest.trainee import Setup
 from benchmarks.wan.lab import ROOT, Lab, Traffic
@@ -35,6 +35,7 @@ START_S = 150.0  # the longest that the peers of a contestant may take until all
 GRID_S = 3.0  # between two points of a curve
 SMOOTHED = 4  # points whose weights the last figure averages
 POLL_S = 0.1
+LINGER_S = 2.0  # after the end, until journals have the line that tells of it
 MODULES = {kind: f"benchmarks.contest.{kind}_peer" for kind in ("gloo", "hivemind", "torchft")}
 Line = dict[str, Any]
 
@@ -71,16 +72,20 @@ class Peers:
     running: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     killed: dict[str, float] = field(default_factory=dict)
     lives: dict[int, int] = field(default_factory=dict)
+    launched: float = 0.0  # when the first process was started (Unix time)
     began: float = 0.0
 
     def start(self) -> None:
         """Starts all peers; training begins at `began`. Raises UserError if they do not become ready."""
         if self.task.contestant.kind == "ours":
             ours.prepare(self.folder / "0-0")
+        self.launched = time.time()
         for place in range(self.task.peers):
             self.launch(place)
             if place == 0 and self.task.contestant.stagger:
                 self.await_word("0-0", "up")
+            elif place == 0 and self.task.contestant.kind == "ours":
+                time.sleep(ours.HEAD_START_S)
         if self.task.contestant.kind == "ours":
             self.began = ours.await_training(self.folder / "0-0", START_S)
             return
@@ -153,7 +158,9 @@ class Peers:
             if self.task.contestant.kind == "ours":
                 ours.keep(self.folder)
             time.sleep(POLL_S)
-        return self.lab.traffic() - before
+        traffic = self.lab.traffic() - before
+        time.sleep(LINGER_S)
+        return traffic
 
     def kill(self, place: int) -> None:
         name = f"{place}-{self.lives[place]}"
@@ -161,16 +168,15 @@ class Peers:
         self.running[name].wait()
         self.killed[name] = time.time()
 
-    def journals(self) -> dict[str, list[Line]]:
-        """The lines of each peer that trained: `t`, `tokens`, `busy_s`, within the run's time."""
-        end = self.began + self.task.seconds
+    def journals(self) -> dict[str, list[Stretch]]:
+        """What each peer's lines say, also of some seconds after the end."""
         found = {}
         for name in [f"{place}-{life}" for place, last in self.lives.items() for life in range(last + 1)]:
             if self.task.contestant.kind == "ours":
                 lines = ours.steps(self.folder / name)
             else:
                 lines = list(_lines(self.folder / f"journal-{name}.jsonl"))
-            found[name] = [line for line in lines if "tokens" in line and self.began <= line["t"] <= end]
+            found[name] = stretches([line for line in lines if "tokens" in line], self.began)
         return found
 
 
@@ -212,8 +218,9 @@ def _result(peers: Peers, traffic: Traffic) -> Line:
     moments = [peers.began + step * GRID_S for step in range(1, int(task.seconds / GRID_S) + 1)]
     saved, evaluation = saved_in(peers.folder), Evaluation(task.settings()[0])
     losses = evaluation.losses(saved, moments, peers.killed)
-    tokens = [sum(line["tokens"] for lines in journals.values() for line in lines if line["t"] <= at) for at in moments]
-    busy = sum(line["busy_s"] for lines in journals.values() for line in lines)
+    peers_work = list(journals.values())
+    tokens = [tokens_until(peers_work, at) for at in moments]
+    end = peers.began + task.seconds
     curve = [
         {"seconds": at - peers.began, "tokens": count, "mean": one.mean, "first": one.first, "loss": one.kept}
         for at, count, one in zip(moments, tokens, losses, strict=True)
@@ -222,28 +229,32 @@ def _result(peers: Peers, traffic: Traffic) -> Line:
     return {
         "curve": curve,
         "smoothed": evaluation.smoothed(saved, moments[-SMOOTHED:], peers.killed),
-        "tokens": tokens[-1],
-        "training_share": busy / (task.seconds * task.peers),
+        "start_s": peers.began - peers.launched,
+        "tokens": tokens_until(peers_work, end),
+        "training_share": busy_until(peers_work, end) / (task.seconds * task.peers),
         "bytes": traffic.of(Count.OFFERED_BYTES),
+        "all_train_s": _all_train_s(peers, journals),
         "survival": _survival(peers, journals),
         "complaints": traffic.complaints(2 * 0.01),
         "ended": {name: tail for name, tail in _ended(peers).items() if name not in peers.killed},
     }
 
 
-def _survival(peers: Peers, journals: dict[str, list[Line]]) -> Line:
-    """How many were killed, how many newcomers trained, and the longest time that a survivor reported no step."""
-    survivors = [lines for name, lines in journals.items() if name.endswith("-0") and name not in peers.killed]
+def _all_train_s(peers: Peers, journals: dict[str, list[Stretch]]) -> float | None:
+    """Seconds until each of the peers that were there from the beginning trained. None: one never did."""
+    first = [own for name, own in journals.items() if name.endswith("-0")]
+    return max(own[0].begin for own in first) - peers.began if all(first) else None
+
+
+def _survival(peers: Peers, journals: dict[str, list[Stretch]]) -> Line:
+    """How many were killed, how many newcomers trained, and the longest time without training, the survivors' mean."""
     end = peers.began + peers.task.seconds
-    gaps = []
-    for lines in survivors:
-        times = [peers.began, *(line["t"] for line in lines), end]
-        gaps.append(max(after - before for before, after in itertools.pairwise(times)))
-    late = [lines for name, lines in journals.items() if not name.endswith("-0")]
+    survivors = [own for name, own in journals.items() if name.endswith("-0") and name not in peers.killed]
+    late = [own for name, own in journals.items() if not name.endswith("-0")]
     return {
         "killed": len(peers.killed),
-        "newcomers_trained": sum(bool(lines) for lines in late),
-        "longest_gap_s": mean(gaps) if gaps else 0.0,
+        "newcomers_trained": sum(bool(own and own[0].begin < end) for own in late),
+        "longest_gap_s": mean(longest_pause(own, peers.began, end) for own in survivors),
     }
 
 

@@ -27,6 +27,7 @@ HOUSEHOLD_DELAY_MS = (
 )  # from each home to the middle of the network, so 20 to 80 ms there and back
 SPEEDS = (1.0, 2.0, 4.0, 10.0)  # how many times slower the devices are where they differ
 EVERY_S = 20.0  # from one kill to the next
+JOIN_S = 8.0  # that a newcomer needs before the end, to start its process and to take the others' state
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Scenario:
         every, killed = self.fault.kill_every_s, range(self.peers // 2, self.peers)
         if not every:
             return []
-        times = np.arange(every / 2, seconds - every / 2, every)
+        times = np.arange(every / 2, seconds - JOIN_S, every)
         return [(float(at), killed[number % len(killed)]) for number, at in enumerate(times)]
 
 

@@ -2,7 +2,17 @@
 
 import pytest
 
-from benchmarks.contest.figures import Point, loss_at, sooner, spread, time_to_loss
+from benchmarks.contest.figures import (
+    Point,
+    busy_until,
+    longest_pause,
+    loss_at,
+    sooner,
+    spread,
+    stretches,
+    time_to_loss,
+    tokens_until,
+)
 
 CURVE = [Point(3, 100, 3.0), Point(6, 200, 2.0), Point(9, 400, 1.5)]
 
@@ -57,3 +67,24 @@ def test_one_that_never_reached_is_later_by_at_least_the_run() -> None:
     assert sooner(10.0, 25.0, 45.0) == (2.5, False)
     assert sooner(10.0, None, 45.0) == (4.5, True)
     assert sooner(None, 25.0, 45.0) == (None, False)
+
+
+LINES = [{"t": 12.0, "tokens": 100, "busy_s": 2.0}, {"t": 17.0, "tokens": 400, "busy_s": 4.0}]
+
+
+def test_tokens_and_busy_time_within_a_line_are_spread_evenly() -> None:
+    peers = [stretches(LINES, 5.0), stretches(LINES[:1], 11.0)]
+    assert peers[0][0].begin == 10.0
+    assert peers[1][0].begin == 11.0
+    assert tokens_until(peers, 10.5) == pytest.approx(25)
+    assert tokens_until(peers, 14.5) == pytest.approx(100 + 200 + 100)
+    assert tokens_until(peers, 99.0) == 600
+    assert busy_until(peers, 14.5) == pytest.approx(2 + 2 + 2)
+
+
+def test_the_longest_pause_is_before_between_or_after() -> None:
+    own = stretches(LINES, 5.0)
+    assert longest_pause(own, 5.0, 17.0) == 5.0
+    assert longest_pause(own, 10.0, 17.0) == 1.0
+    assert longest_pause(own, 10.0, 25.0) == 8.0
+    assert longest_pause([], 10.0, 25.0) == 15.0

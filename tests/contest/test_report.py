@@ -19,6 +19,8 @@ def run(name: str, losses: list[float], scenario: str = EQUAL, repetition: int =
         "smoothed": losses[-1],
         "tokens": 1000 * len(losses),
         "training_share": 0.9,
+        "all_train_s": 2.0,
+        "start_s": 7.0,
         "bytes": 5000 * len(losses),
         "survival": {"killed": 0, "newcomers_trained": 0, "longest_gap_s": 1.0},
         **others,
@@ -34,9 +36,9 @@ def test_the_target_is_the_median_of_what_one_peer_alone_has_at_its_end() -> Non
 def test_a_table_has_medians_and_how_much_sooner_ours_is() -> None:
     runs = [run("ours", [2.0, 1.5, 1.0]), run("gloo", [3.0, 2.5, 2.0])]
     text = table(rows_of(runs, 2.0))
-    assert "| **ours** | 10.0 (10.0-10.0) |  | 1.000" in text
-    assert "| gloo | 30.0 (30.0-30.0) | 3.00 |" in text
-    assert "| 100 | 0.90 | 5 | 1 s |" in text
+    assert "| **ours** | 10.0 (10.0-10.0) |  | 17.0 | 1.000" in text
+    assert "| gloo | 30.0 (30.0-30.0) | 3.00 | 37.0 |" in text
+    assert "| 100 | 0.90 | 5 | 2.0 | 1 s |" in text
 
 
 def test_one_that_never_reaches_is_called_so_and_bounds_the_ratio() -> None:

@@ -43,7 +43,9 @@ def test_kills_come_every_20_s_in_the_second_half_of_the_places() -> None:
 
 
 def test_a_newcomer_has_time_before_the_end() -> None:
-    assert all(at <= 45 - 10 for at, _ in scenarios.scenario("household/churn").kills(45))
+    churn = scenarios.scenario("household/churn")
+    assert [at for at, _ in churn.kills(40)] == [10, 30]
+    assert [at for at, _ in churn.kills(30 + scenarios.JOIN_S)] == [10]
 
 
 def test_unknown_names_say_what_there_is() -> None:
@@ -59,6 +61,12 @@ def test_only_ours_trains_what_no_peer_can_hold_and_alone_runs_where_nothing_fai
     spans, churn = scenarios.scenario("far-homes/spans"), scenarios.scenario("household/churn")
     assert {one.kind for one in contestants.ALL if one.takes_part(spans)} == {"ours"}
     assert not contestants.contestant("alone").takes_part(churn)
+
+
+def test_diloco_by_time_takes_part_where_devices_differ() -> None:
+    one = contestants.contestant("gloo DiLoCo, by time")
+    assert one.takes_part(scenarios.scenario("household/unequal"))
+    assert not one.takes_part(scenarios.scenario("household/churn"))
 
 
 def test_names_of_contestants_are_different() -> None:
