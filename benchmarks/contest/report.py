@@ -89,9 +89,8 @@ def rows_of(runs: Sequence[Line], target: float | None) -> list[Row]:
     names = list(dict.fromkeys(run["contestant"] for run in runs))
     own = {name: [run for run in runs if run["contestant"] == name] for name in names}
     began = [run for run in runs if run.get("curve")]
-    tokens = min(
-        (median(r["tokens"] for r in began if r["contestant"] == name) for name in _swarms(began)), default=0.0
-    )
+    ends = [median(curve_of(r)[-1].tokens for r in began if r["contestant"] == name) for name in _swarms(began)]
+    tokens = min(ends, default=0.0)
     rows = [_row(name, own[name], target, tokens) for name in names]
     return sorted(rows, key=lambda row: (row.name != OURS, row.loss.middle or 99.0))
 

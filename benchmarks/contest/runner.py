@@ -32,7 +32,7 @@ from benchmarks.wan.links import Count
 from decentral.core.errors import UserError
 
 START_S = 150.0  # the longest that the peers of a contestant may take until all are ready
-GRID_S = 3.0  # between two points of a curve
+GRID_S = 2.5  # between two points of a curve; a run's length should be a multiple
 SMOOTHED = 4  # points whose weights the last figure averages
 POLL_S = 0.1
 LINGER_S = 2.0  # after the end, until journals have the line that tells of it

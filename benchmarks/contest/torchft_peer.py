@@ -8,6 +8,7 @@ that joins takes its state over HTTP from another. All of its buckets are one, s
     local_sgd    `inner_steps`; weights are averaged
 """
 
+import itertools
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,10 +35,11 @@ def main() -> None:
     manager, *served = connect(peer)
     print("up", flush=True)
     peer.ready()
+    every = int(setup.options["inner_steps"])
     with algorithm(peer, manager):
-        while True:
+        for step in itertools.count(1):
             peer.gradient()
-            peer.apply()
+            peer.apply(waits=step % every == 0)
     del served  # it lives as long as the peer
 
 

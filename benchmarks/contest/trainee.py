@@ -102,8 +102,9 @@ class Trainee:
         """The learning rate of the next step."""
         return rate_at(self.run.train, self.steps, self.steps)
 
-    def apply(self) -> None:
-        """An optimizer's step with the present gradients, which are forgotten."""
+    def apply(self, waits: bool = False) -> None:
+        """An optimizer's step with the present gradients, which are forgotten. One that `waits` for others, as a
+        library's hooks may make it do, does not count as busy."""
         began = time.time()
         self.clip()
         for group in self.optimizer.param_groups:
@@ -111,7 +112,7 @@ class Trainee:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
-        self.spent(time.time() - began)
+        self.spent(0.0 if waits else time.time() - began)
 
     def spent(self, seconds: float) -> None:
         """Counts time beside a micro-batch's as busy."""
