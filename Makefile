@@ -1,6 +1,8 @@
 # Two commands set up a fresh machine that has Python 3.11, pip and make:
 #   make swarm   a virtual environment, the package, and a local swarm of four peers for 90 s, with a live page
 #   make test    the same, and all tests, types and style, and 300 small simulated swarms with faults by chance
+# The head-to-head with others, over an emulated WAN (root on Linux; FULL=1 for everything, which takes about a day):
+#   make benchmark            writes docs/BENCHMARKS.md; goes on where it was interrupted
 # The documentation as a site, in site/index.html:
 #   make docs
 # And for a long night:
@@ -16,7 +18,7 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 SECONDS ?= 3600
 
-.PHONY: swarm test check sweep soak night fuzz docs install clean
+.PHONY: swarm test check sweep soak night fuzz benchmark docs install clean
 
 swarm: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --dashboard --summary swarm-summary.json
@@ -37,6 +39,10 @@ night: install
 fuzz: install
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[fuzz]"
 	OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz.guided --seconds $(SECONDS)
+
+benchmark: install
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[benchmark]"
+	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.contest $(if $(FULL),--full)
 
 docs: install
 	rm -rf build/pages

@@ -23,6 +23,7 @@ from typing import Any
 
 import hivemind
 import torch
+from hivemind.compression import Float16Compression, NoCompression
 from hivemind.optim.grad_averager import GradientAverager
 from torch import Tensor, nn
 
@@ -168,13 +169,23 @@ def _optimizer(args: argparse.Namespace, run: config.Config, model: nn.Sequentia
     """An optimizer as hivemind's configuration guide says, tuned for a small local run where the guide leaves a choice.
 
     The averagers' own options have two traps: `averager_opts` reaches only the averager of states, so that the
-    one of gradients needs a factory; and `request_timeout` (3 s) must stay below the matchmaking time. Gradients
-    travel uncompressed: the 8-bit codecs raise TypeError on numpy >= 2.4.
+    one of gradients needs a factory; and `request_timeout` (3 s) must stay below the matchmaking time. The 8-bit codecs
+    raise TypeError on numpy >= 2.4; fp16 works. With local updates there are no averaged gradients: each peer takes its
+    own steps, and weights are averaged once an epoch, in the background.
     """
     matching: dict[str, Any] = {"request_timeout": min(3.0, args.matchmaking_s / 2)}
     if args.full_groups:
         matching["target_group_size"] = args.peers  # a full group need not wait for the matchmaking time
-    delayed = args.mode == "delayed"
+    codec = Float16Compression() if args.float16 else NoCompression()
+    own: dict[str, Any] = {"use_local_updates": True}
+    if args.mode != "local":
+        own = {
+            "offload_optimizer": True,
+            "delay_optimizer_step": args.mode == "delayed",
+            "delay_grad_averaging": args.mode == "delayed",
+            "grad_averager_factory": partial(GradientAverager, **matching),
+            "grad_compression": codec,
+        }
     return Optimizer(
         dht=dht,
         run_id="straggler",
@@ -184,16 +195,15 @@ def _optimizer(args: argparse.Namespace, run: config.Config, model: nn.Sequentia
         optimizer=_adamw(run.train),
         matchmaking_time=args.matchmaking_s,
         averaging_timeout=args.averaging_timeout_s,
-        offload_optimizer=True,
-        delay_optimizer_step=delayed,
-        delay_grad_averaging=delayed,
         average_state_every=args.state_every,
-        grad_averager_factory=partial(GradientAverager, **matching),
+        state_averaging_compression=codec,
+        load_state_compression=codec,
         averager_opts=matching,
         # The default, 3 s, is longer than an epoch here: peers would notice its end too late.
         tracker_opts={"min_refresh_period": 0.2, "default_refresh_period": 0.5},
         shutdown_timeout=SHUTDOWN_S,
         verbose=args.verbose,
+        **own,
     )
 
 
@@ -210,7 +220,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--throttle", type=float, default=1.0)
-    parser.add_argument("--mode", choices=["sync", "delayed"], default="sync")
+    parser.add_argument("--mode", choices=["sync", "delayed", "local"], default="sync")
+    parser.add_argument("--float16", action="store_true", help="gradients and weights travel in fp16")
     parser.add_argument("--target-batch", type=int, default=512, help="sequences in a global step")
     parser.add_argument("--matchmaking-s", type=float, default=1.5)
     parser.add_argument("--state-every", type=int, default=1, help="epochs from one averaging of states to the next")

@@ -135,6 +135,7 @@ class Hivemind:
     matchmaking_s: float
     state_every: int = 1
     full_groups: bool = True
+    float16: bool = False
 
     def run(self, args: argparse.Namespace, folder: Path) -> Outcome:
         before = loopback_bytes()
@@ -166,7 +167,7 @@ class Hivemind:
         command = [sys.executable, str(HERE / "hivemind_peer.py"), *_overrides(args)]
         command += ["--mode", self.mode, "--target-batch", str(self.target_batch)]
         command += ["--matchmaking-s", str(self.matchmaking_s), "--state-every", str(self.state_every)]
-        command += ["--full-groups"] * self.full_groups
+        command += ["--full-groups"] * self.full_groups + ["--float16"] * self.float16
         return [*command, "--peers", str(args.peers), "--warm-up", f"{args.warm_up}", "--seconds", f"{args.seconds}"]
 
     def _outcome(self, args: argparse.Namespace, reports: Sequence[dict[str, Any]], sent: int) -> Outcome:
@@ -188,14 +189,18 @@ System = Ours | Hivemind
 
 # Four peers at full speed make 240 sequences a second: 128 are about our window of 0.5 s, averaging as often as we do.
 # Matchmaking and how often states are averaged are tuned for that pace (`--sweep`) in both modes; the first has
-# hivemind's default for the latter, every step. The last two take a global step every 4 s, which costs hivemind less
-# and teaches less.
+# hivemind's default for the latter, every step. The next two take a global step every 4 s, which costs hivemind less
+# and teaches less. With local updates each peer steps by itself, and weights are averaged once an epoch.
 BEST = [
     Hivemind("hivemind, default states", "sync", 128, 1.5, state_every=1),
     Hivemind("hivemind, synchronous", "sync", 128, 1.5, state_every=5),
     Hivemind("hivemind, delayed", "delayed", 128, 1.5, state_every=5),
     Hivemind("hivemind, sync, 4 s", "sync", 1024, 3.0, state_every=5),
     Hivemind("hivemind, delayed, 4 s", "delayed", 1024, 1.5, state_every=5),
+    Hivemind("hivemind, sync, fp16", "sync", 128, 1.5, state_every=5, float16=True),
+    Hivemind("hivemind, delayed, fp16", "delayed", 128, 1.5, state_every=5, float16=True),
+    Hivemind("hivemind, local updates", "local", 256, 1.5),
+    Hivemind("hivemind, local, fp16", "local", 256, 1.5, float16=True),
 ]
 
 

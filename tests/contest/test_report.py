@@ -1,0 +1,93 @@
+"""The contest's tables, from runs by hand: medians, who wins, and contestants that never reach or never begin."""
+
+from typing import Any
+
+from benchmarks.contest.report import BEGIN, END, replaced, rows_of, table, target_of, verdicts
+
+CHURN, EQUAL = "household/churn", "household/equal"
+
+
+def run(name: str, losses: list[float], scenario: str = EQUAL, repetition: int = 0, **others: Any) -> dict[str, Any]:
+    """A run whose loss was measured every 10 s, with 100 tokens/s."""
+    points = [{"seconds": 10.0 * n, "tokens": 1000 * n, "loss": loss} for n, loss in enumerate(losses, start=1)]
+    return {
+        "contestant": name,
+        "scenario": scenario,
+        "repetition": repetition,
+        "seconds": 10.0 * len(losses),
+        "curve": points,
+        "smoothed": losses[-1],
+        "tokens": 1000 * len(losses),
+        "training_share": 0.9,
+        "all_train_s": 2.0,
+        "start_s": 7.0,
+        "bytes": 5000 * len(losses),
+        "survival": {"killed": 0, "newcomers_trained": 0, "longest_gap_s": 1.0},
+        **others,
+    }
+
+
+def test_the_target_is_the_median_of_what_one_peer_alone_has_at_its_end() -> None:
+    runs = [run("alone", [3.0, last], repetition=number) for number, last in enumerate((2.0, 2.2, 2.1))]
+    assert target_of(runs, CHURN) == 2.1
+    assert target_of(runs, "eight-cities/churn") is None
+
+
+def test_a_table_has_medians_and_how_much_sooner_ours_is() -> None:
+    runs = [run("ours", [2.0, 1.5, 1.0]), run("gloo", [3.0, 2.5, 2.0])]
+    text = table(rows_of(runs, 2.0))
+    assert "| **ours** | 10.0 (10.0-10.0) |  | 17.0 | 1.000" in text
+    assert "| gloo | 30.0 (30.0-30.0) | 3.00 | 37.0 |" in text
+    assert "| 100 | 0.90 | 5 | 2.0 | 1 s |" in text
+
+
+def test_one_that_never_reaches_is_called_so_and_bounds_the_ratio() -> None:
+    text = table(rows_of([run("ours", [2.0, 1.5, 1.0]), run("gloo", [3.0, 2.9, 2.8])], 2.0))
+    assert "| gloo | never, 1 of 1 not | > 3.00 |" in text
+
+
+def test_one_that_could_not_begin_is_in_the_table_with_its_error() -> None:
+    error = {"contestant": "torchft", "scenario": EQUAL, "repetition": 0, "seconds": 30.0, "error": "no such device"}
+    text = table(rows_of([run("ours", [2.0, 1.5, 1.0]), error], 2.0))
+    assert "| torchft | never, 1 of 1 not |" in text
+    assert "torchft could not begin: no such device" in text
+
+
+def test_the_goal_with_equal_peers_is_to_be_as_soon_and_twice_as_soon_elsewhere() -> None:
+    ours, other = [2.6, 2.0, 1.5, 1.0], [2.7, 2.3, 2.0, 1.2]
+    equal = verdicts(rows_of([run("ours", ours), run("gloo", other)], 2.0), EQUAL)
+    churn = verdicts(rows_of([run("ours", ours), run("gloo", other)], 2.0), CHURN)
+    assert "**met**" in equal[0]
+    assert "**not met**: gloo: ours 1.50 times as soon" in churn[0]
+
+
+def test_a_contestant_that_wins_is_named_with_both_figures() -> None:
+    rows = rows_of([run("ours", [2.6, 2.0, 1.5]), run("gloo", [2.0, 1.6, 1.4])], 2.0)
+    _, wins = verdicts(rows, EQUAL)
+    assert "gloo in time to the target (10.0 against 20.0)" in wins
+    assert "gloo in loss at the end (1.400 against 1.500)" in wins
+
+
+def test_ours_that_never_reaches_loses_to_who_does() -> None:
+    rows = rows_of([run("ours", [2.6, 2.5]), run("gloo", [2.6, 1.9])], 2.0)
+    goal, wins = verdicts(rows, CHURN)
+    assert "ours never reached the target" in goal
+    assert "against never" in wins
+
+
+def test_losses_at_equal_tokens_are_those_at_the_end_of_the_slowest_swarm() -> None:
+    fast = run("ours", [2.0, 1.5, 1.0])
+    slow = run("gloo", [3.0, 2.5])
+    rows = {row.name: row for row in rows_of([fast, slow, run("alone", [2.0])], 2.0)}
+    assert rows["ours"].at_tokens.middle == 1.5
+
+
+def test_newcomers_are_counted_over_all_repetitions() -> None:
+    survived = {"killed": 2, "newcomers_trained": 1, "longest_gap_s": 4.0}
+    runs = [run("ours", [2.0], repetition=number, survival=survived) for number in range(2)]
+    assert rows_of(runs, 1.0)[0].survival == "2/4, 4 s"
+
+
+def test_only_what_stands_between_the_marks_is_replaced() -> None:
+    document = f"# Title\n\n{BEGIN}\nold\n{END}\n\n## Findings\n"
+    assert replaced(document, "new") == f"# Title\n\n{BEGIN}\n\nnew\n\n{END}\n\n## Findings\n"
