@@ -42,9 +42,10 @@ Code = Callable[[Tensor], Tensor]
 
 
 def coded(codec: str) -> Code:
-    return lambda values: compress.decode(codec, compress.encode(codec, values.flatten()), values.numel()).view_as(
-        values
-    )
+    def code(values: Tensor) -> Tensor:
+        return compress.decode(codec, compress.encode(codec, values.flatten()), values.numel()).view_as(values)
+
+    return code
 
 
 def dithered(bits: int) -> Code:
@@ -74,6 +75,8 @@ WIRES = {
     **{name: Wire(coded(name), coded(name)) for name in ("bf16", "int8", "h4", "h3", "q4")},
     **{f"{name}, forward alone": Wire(coded(name), lambda values: values) for name in ("h4", "h3")},
     **{f"{name}, gradients alone": Wire(lambda values: values, coded(name)) for name in ("h4", "h3")},
+    "h4, gradients int8": Wire(coded("h4"), coded("int8")),
+    "h3, gradients int8": Wire(coded("h3"), coded("int8")),
     "h4, gradients dithered": Wire(coded("h4"), dithered(4)),
     "h3, gradients dithered": Wire(coded("h3"), dithered(3)),
 }
@@ -86,9 +89,7 @@ class Pipeline:
         self.run, self.wire = run, wire
         self.layers: list[nn.Module] = list(gpt.build(run.model, seed))
         cuts = fragments(gpt.parameters(run.model), run.gossip.fragment_parameters)
-        self.lives = [
-            Live(cut, self.layers, torch.device("cpu"), run.train, range(len(self.layers))) for cut in cuts
-        ]
+        self.lives = [Live(cut, self.layers, torch.device("cpu"), run.train, range(len(self.layers))) for cut in cuts]
         self.inner = Inner(self.lives, run.train)
 
     def through(self, stage: int, entering: Tensor) -> Tensor:
@@ -164,7 +165,9 @@ def main() -> None:
     seeds, rows = [int(seed) for seed in args.seeds.split(",")], []
     exact: list[float] = []
     wires = args.only.split(";") if args.only else list(WIRES)
-    cases = [(name, 1) for name in wires] if args.what == "wire" else [("fp32", int(k)) for k in args.under_way.split(",")]
+    cases = (
+        [(name, 1) for name in wires] if args.what == "wire" else [("fp32", int(k)) for k in args.under_way.split(",")]
+    )
     for name, under_way in cases:
         losses = [trained(RUN, seed, WIRES[name], under_way, args.steps) for seed in seeds]
         exact = exact or losses

@@ -147,8 +147,7 @@ class GossipConfig(Strict):
 class RoutesConfig(Strict):
     """How micro-batches travel between peers that hold a part of the model each."""
 
-    # codec of activations and their gradients: docs/ROUTES.md has the bytes and the loss of each
-    wire: Literal["bf16", "int8", "h4", "h3", "fp32"] = "bf16"
+    wire: Literal["bf16", "int8", "fp32"] = "bf16"  # codec of activations and their gradients; int8 is blockwise
     holders: Annotated[int, Field(gt=0, le=4096)] = (
         2  # a peer gives up no layer that fewer others hold, unless it takes lost layers instead
     )

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from decentral.core.machine_code import compiled, inlined, inner
-from decentral.train.block_kernels import BAD_LEVEL, Bytes, Floats
+from decentral.train.block_kernels import BAD_LEVEL, INFINITE, NOT_FINITE, Bytes, Floats
 
 Number = Any  # a scalar, whose type numba infers
 Tile = tuple[Floats, Floats, npt.NDArray[np.int32], Floats]
@@ -197,7 +197,11 @@ def _unpack_tile(blob: Bytes, values: Floats, place: tuple[Number, Number, Numbe
     start = number * _128
     for i in range(count):
         values[start + i] = second[i] * SIGNS[i]
-    return np.int32(BAD_LEVEL) if scale < np.float32(0.0) and np.isfinite(scale) else np.int32(0)
+    bits_of, peak = second.view(np.int32), np.int32(0)
+    for i in range(count):
+        peak = max(peak, np.int32(bits_of[i] & np.int32(0x7FFFFFFF)))
+    fault = np.int32(NOT_FINITE) if peak >= np.int32(INFINITE) else np.int32(0)
+    return fault | (np.int32(BAD_LEVEL) if scale < np.float32(0.0) and np.isfinite(scale) else np.int32(0))
 
 
 @inlined
@@ -211,7 +215,7 @@ def _unpack(blob: Bytes, values: Floats, bits: Number) -> Number:
 
 @compiled
 def unpack_h4(blob: Bytes, values: Floats) -> Number:
-    """Fills the values; gives what is wrong with the blob, whose size is right. Whether the values are finite is left."""
+    """Fills the values; gives what is wrong with the blob, whose size is right."""
     return _unpack(blob, values, 4)
 
 
