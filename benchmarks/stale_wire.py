@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from decentral.core import config, rng
 from decentral.train import compress, data, gpt
 from decentral.train.inner import Inner, Live, fragments, rate_at
-from decentral.train.rotated_codes import HALF_STEP, SIGNS, TILE, transform
+from decentral.train.rotated_codes import transform
+from decentral.train.rotation_kernels import HALF_STEP, SIGNS, TILE
 from decentral.train.step import Chain, Device, held_out_loss
 
 HELD_OUT = 128  # sequences
@@ -137,7 +138,7 @@ def trained(run: config.Config, seed: int, wire: Wire, under_way: int, steps: in
             second.append(((leaving_BTD, input_BTD), (onwards_BTD, pipeline.received(onwards_BTD)), targets_BT))
         if len(first) + len(second) == under_way:
             zero, one, targets_BT = second.popleft()
-            pipeline.loss(one[1], targets_BT).backward()
+            torch.autograd.backward([pipeline.loss(one[1], targets_BT)])
             pipeline.back(*one)
             pipeline.back(*zero)
             pipeline.step()

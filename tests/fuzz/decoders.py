@@ -368,7 +368,14 @@ DECODERS: dict[str, Decoder] = {
     ),
     "fault": Decoder(fault, ("sim.faults.parse", "sim.faults._one")),
     "section": Decoder(
-        section, ("train.compress.decode", "train.compress.as_bytes", "train.compress.refuse", "train.compress.unpack")
+        section,
+        (
+            "train.compress.decode",
+            "train.compress.as_bytes",
+            "train.compress.refuse",
+            "train.compress.unpack",
+            "train.rotated_codes.unpack",
+        ),
     ),
     "contribution": Decoder(
         contribution,
