@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     device = measure.choose(flags.device, "auto", 1.0, 0.0)
-    model = of_folder(Path(flags.model), flags.tokenizer) if flags.model else of_run(_gathered(flags), flags)
+    model = of_folder(Path(flags.model), flags.tokenizer) if flags.model else _of_flags(flags)
     prompt = model.codec.encode(flags.text) or [model.codec.start]
     if max(prompt) >= model.config.vocabulary:
         known = f"the model knows those below {model.config.vocabulary}"
@@ -87,10 +87,14 @@ def _gathered(flags: argparse.Namespace) -> GatheredRun:
     return gather_weights.from_folders(flags.state_dir, OwnInputs(model_folder=flags.model_from))
 
 
-def of_run(found: GatheredRun, flags: argparse.Namespace) -> LoadedModel:
+def _of_flags(flags: argparse.Namespace) -> LoadedModel:
+    return of_run(_gathered(flags), flags.tokenizer, flags.model_from)
+
+
+def of_run(found: GatheredRun, tokenizer: str | None, model_folder: str | None = None) -> LoadedModel:
     """The mean of what the holders gave. Raises UserError if layers are missing, or nobody says what the tokens are."""
-    run = found.config.with_own(OwnInputs(model_folder=flags.model_from))
-    codec = text_codec.of_run(run, flags.tokenizer)
+    run = found.config.with_own(OwnInputs(model_folder=model_folder))
+    codec = text_codec.of_run(run, tokenizer)
     layers = replicas.layers_with(run, found.average())
     return LoadedModel(run.model, layers, codec, f"run {found.run}: {whose(found.holders)}")
 
