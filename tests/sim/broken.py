@@ -10,8 +10,10 @@ def no_baseline(off: pytest.MonkeyPatch) -> None:
     """The baseline does not follow the live weights at a close, so progress is counted again and again."""
     close = TorchKernels.close
 
-    def broken(own: TorchKernels, snapshot: Tensor, baseline: Tensor, residual: Tensor) -> tuple[bytes, float]:
-        closed = close(own, snapshot, baseline, residual)
+    def broken(
+        own: TorchKernels, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str
+    ) -> tuple[bytes, float]:
+        closed = close(own, snapshot, baseline, residual, code)
         snapshot.copy_(baseline)  # the snapshot is the next baseline
         return closed
 
