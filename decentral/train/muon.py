@@ -15,6 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from decentral.core.errors import UserError
 
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one iteration, Jordan's and torch's
+ITERATIONS = 5
+EPSILON = 1e-7
+
 
 def check() -> None:
     """Raises UserError if this torch has no Muon."""
@@ -25,13 +30,28 @@ def check() -> None:
 def muon_step(
     matrices: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor], rate: float, decay: float
 ) -> None:
-    """Changes matrices and momenta in place. All three have the same shapes; `decay` is the weight decay."""
-    torchs = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    for matrix, gradient, momentum in zip(matrices, gradients, momenta, strict=True):
-        matrix.grad = gradient
-        torchs.state[matrix]["momentum_buffer"] = momentum
+    """Changes matrices and momenta in place. All three have the same shapes; `decay` is the weight decay.
+
+    It calls the function behind torch.optim.Muon. The class is an `Optimizer`, the first of which loads torch's
+    compiler: a second of processor time in each peer, in its first step, while its partners wait for its windows.
+    """
+    from torch.optim._muon import muon  # not there before torch 2.9: `check` says so
+
     with products_in_fp32(matrices[0].device):
-        torchs.step()  # type: ignore[no-untyped-call]
+        muon(
+            list(matrices),
+            list(gradients),
+            list(momenta),
+            lr=rate,
+            weight_decay=decay,
+            momentum=MOMENTUM,
+            nesterov=True,
+            ns_coefficients=NEWTON_SCHULZ,
+            ns_steps=ITERATIONS,
+            eps=EPSILON,
+            adjust_lr_fn="match_rms_adamw",
+            has_complex=False,
+        )
 
 
 def products_in_fp32(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,6 +1,7 @@
 """The optimizers of a fragment's stretches: which parameters each trains, against torch's own, and their state."""
 
 import dataclasses
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -79,6 +80,14 @@ def test_a_step_of_muon_is_torchs_but_for_the_rounding_of_its_products(shape: tu
     muon_step([ours], [gradient], [momentum], 0.1, 0.1)
     assert torch.equal(momentum, torchs.state[theirs]["momentum_buffer"])
     assert torch.linalg.vector_norm(ours - theirs) < 0.02 * torch.linalg.vector_norm(theirs - start)
+
+
+def test_the_first_step_of_muon_loads_no_compiler() -> None:
+    code = """import sys, torch
+from decentral.train.muon import muon_step
+muon_step([torch.ones(8, 4)], [torch.ones(8, 4)], [torch.zeros(8, 4)], 0.1, 0.1)
+print("torch._dynamo" in sys.modules)"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
 def test_on_the_cpu_the_products_of_muon_are_in_fp32() -> None:
