@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def _run(flags: argparse.Namespace, scenario: Scenario, watches: Sequence[Watch]
 
 def _sweep(flags: argparse.Namespace) -> None:
     """Plays the seeds from --seed on, and prints one line that counts them. Exits with 1 if any was violated."""
-    began, violated, checks, played = time.monotonic(), list[dict[str, Any]](), 0, 0
+    began, violated, checks, played, last = time.monotonic(), list[dict[str, Any]](), 0, 0, flags.seed
+    seeds = islice(sweep.seeds_from(flags.seed, flags.only), flags.sweep)
 
     def account() -> dict[str, Any]:
         seconds = round(time.monotonic() - began, 1)
@@ -123,8 +125,8 @@ def _sweep(flags: argparse.Namespace) -> None:
 
     _write_report(flags.report, account())
     try:
-        for outcome in sweep.sweep(range(flags.seed, flags.seed + flags.sweep), flags.processes):
-            checks, played = checks + outcome.checks, played + 1
+        for outcome in sweep.sweep(seeds, flags.processes):
+            checks, played, last = checks + outcome.checks, played + 1, outcome.seed
             if outcome.violated:
                 violated.append(_report_violation(outcome, flags.shrink))
                 _write_report(flags.report, account())
@@ -133,7 +135,8 @@ def _sweep(flags: argparse.Namespace) -> None:
     finally:
         _write_report(flags.report, account())
     done = f"{len(violated)} violated, {checks} jobs checked, {time.monotonic() - began:.0f} s"
-    print(f"seeds {flags.seed} to {flags.seed + played - 1}: {done}")
+    of = f", {played} with {' or '.join(flags.only)}" if flags.only else ""
+    print(f"seeds {flags.seed} to {last}{of}: {done}")
     if flags.json:
         print(strict_json.dumps(account()))
     if violated:
@@ -234,6 +237,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", metavar="FILE", help="churn from a CSV with the columns time, peer, up/down")
     parser.add_argument("--random-faults", type=int, default=0, metavar="N", help="so many by chance")
     parser.add_argument("--sweep", type=int, default=0, metavar="N", help="so many small swarms with faults by chance")
+    only = "of a sweep: seeds with faults of machines (hosts) or with knowing liars, such as hosts,liars"
+    parser.add_argument("--only", type=_besides, default=(), metavar="KINDS", help=only)
     parser.add_argument("--for-seconds", type=float, default=0.0, metavar="S", help="end a sweep after so long")
     parser.add_argument("--report", metavar="FILE", help="JSON: what a sweep has played and found")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="of a sweep")
@@ -250,6 +255,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(flags, name) < least:
             raise UserError(f"--{name.replace('_', '-')} expects at least {least:g}; got {getattr(flags, name):g}")
     return flags
+
+
+def _besides(text: str) -> tuple[str, ...]:
+    kinds = tuple(part.strip() for part in text.split(","))
+    if not set(kinds) <= set(sweep.BESIDES):
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(sweep.BESIDES)}, or both; got {text!r}")
+    return kinds
 
 
 def _sizes(text: str) -> tuple[int, ...]:

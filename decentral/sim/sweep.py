@@ -5,10 +5,11 @@ swarms last 3 s and records 24 s, so that two minutes hold everything that happe
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 from multiprocessing import get_context
 
 import torch
@@ -25,6 +26,7 @@ from decentral.train import memory
 
 FAULTS_UNTIL_S: Seconds = 60.0
 SPANS_EVERY = 4  # in every so many seeds, the last one stands for a swarm whose peers hold spans of the model
+BESIDES = ("hosts", "liars")
 HOSTS_EVERY, HOSTS_AT = 10, 3  # of so many rows of SPANS_EVERY seeds, one has faults of machines: full disks, clocks
 LIARS_EVERY, LIARS_AT = 10, 5  # likewise of knowing liars
 SPAN_MODEL = [
@@ -69,15 +71,28 @@ def scenario_of(seed: int) -> Scenario:
     else:
         settings = SwarmSettings.of(_config(algorithm), Pace(0.4, 0.05, report_s=5.0), throttles, 1024)
     drawn = faults.draw(chance, peers, FAULTS_UNTIL_S, chance.randint(1, 5))
-    if seed // SPANS_EVERY % HOSTS_EVERY == HOSTS_AT:
+    if besides(seed) == "hosts":
         drawn += faults.draw_of_hosts(rng.stream(seed, "hosts"), peers, FAULTS_UNTIL_S)
-    if seed // SPANS_EVERY % LIARS_EVERY == LIARS_AT:
+    if besides(seed) == "liars":
         with_routes = len(settings.memory) > 0
         drawn += faults.draw_of_liars(rng.stream(seed, "liars"), peers, FAULTS_UNTIL_S, with_routes)
     over = max(fault.at + fault.lasts for fault in drawn)
     seconds = over + settings.config.swarm.record_ttl_s + ROSTER_SETTLE_S + 1
     link = TypicalLink(delay_s=chance.choice([0.005, 0.05, 0.2]))
     return Scenario(settings, peers, seconds, seed, tuple(drawn), link)
+
+
+def seeds_from(first: int, only: Collection[str]) -> Iterator[int]:
+    """All seeds from the first on; with `only`, those whose swarms have a fault of one of these kinds besides."""
+    return (seed for seed in count(first) if not only or besides(seed) in only)
+
+
+def besides(seed: int) -> str:
+    """What a seed draws beside its one to five faults: some of machines (`hosts`), knowing liars (`liars`), or none."""
+    row = seed // SPANS_EVERY
+    if row % HOSTS_EVERY == HOSTS_AT:
+        return "hosts"
+    return "liars" if row % LIARS_EVERY == LIARS_AT else ""
 
 
 @cache

@@ -2,12 +2,13 @@
 
 import json
 import re
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from decentral import simulate
-from decentral.sim import sweep
+from decentral.sim import faults, sweep
 
 QUICK = [word for setting in sweep.SETTINGS for word in ("--set", setting)]
 SMALL = ["--peers", "3", "--seconds", "30", "--seed", "5", *QUICK]
@@ -109,6 +110,21 @@ def test_shrink_names_the_fewest_faults(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_sweep_counts_its_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate.main(["--sweep", "2", "--seed", "0", "--processes", "1"]) == 0
     assert capsys.readouterr().out.startswith("seeds 0 to 1: 0 violated, ")
+
+
+def test_a_sweep_can_play_only_the_seeds_with_faults_of_machines_or_with_liars(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert simulate.main(["--sweep", "1", "--seed", "0", "--processes", "1", "--only", "hosts"]) == 0
+    assert capsys.readouterr().out.startswith("seeds 0 to 12, 1 with hosts: 0 violated, ")
+    found = list(islice(sweep.seeds_from(0, ["hosts", "liars"]), 8))
+    assert found == [12, 13, 14, 15, 20, 21, 22, 23]
+    for seed in found:
+        kinds = {(fault.kind, fault.how) for fault in sweep.scenario_of(seed).faults}
+        assert any(kind in faults.HOSTS or how in (*faults.KNOWING_LIES, *faults.HOP_LIES) for kind, how in kinds)
+    with pytest.raises(SystemExit, match="2"):
+        simulate.main(["--sweep", "1", "--only", "disks"])
+    assert "expected hosts or liars, or both" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("uncounted")
