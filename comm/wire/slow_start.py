@@ -17,16 +17,16 @@ from decentral.core.units import Seconds
 
 INITIAL_BYTES = 10 * 1448
 SLOW_PART = 0.5  # at most so much of a duration is put down to slow start: a latency measured too long excuses no more
-REMEMBERED = 4096  # results: an uplink is judged by its last uploads before each message that is sent
+RESULTS_KEPT = 4096  # for each function: an uplink is judged by its last uploads before each message that is sent
 
 
-@lru_cache(REMEMBERED)
+@lru_cache(RESULTS_KEPT)
 def transfer_s(size: int, rate: float, round_trip_s: Seconds) -> Seconds:
     """The duration of a transfer of `size` bytes over a link of `rate` bytes/s."""
     return max((waited_s + left / rate for left, waited_s in _rounds(size, round_trip_s)), default=0.0)
 
 
-@lru_cache(REMEMBERED)
+@lru_cache(RESULTS_KEPT)
 def rate_of(size: int, seconds: Seconds, round_trip_s: Seconds) -> float:
     """The rate, in bytes/s, of a link that has carried `size` > 0 bytes in so many `seconds` > 0.
 

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from decentral.core.errors import UserError
 
-MOMENTUM = 0.95
-NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one iteration, Jordan's and torch's
-ITERATIONS = 5
-EPSILON = 1e-7
+_MOMENTUM = 0.95
+_NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one iteration, Jordan's and torch's
+_ITERATIONS = 5
+_EPSILON = 1e-7
 
 
 def check() -> None:
@@ -44,11 +44,11 @@ def muon_step(
             list(momenta),
             lr=rate,
             weight_decay=decay,
-            momentum=MOMENTUM,
+            momentum=_MOMENTUM,
             nesterov=True,
-            ns_coefficients=NEWTON_SCHULZ,
-            ns_steps=ITERATIONS,
-            eps=EPSILON,
+            ns_coefficients=_NEWTON_SCHULZ,
+            ns_steps=_ITERATIONS,
+            eps=_EPSILON,
             adjust_lr_fn="match_rms_adamw",
             has_complex=False,
         )
