@@ -43,7 +43,7 @@ FOUND = {
     404: "the same, with damaged messages",
     487: "spans: a peer did not judge the others' plan again when their first moves had made it the better one",
     529: "a one-way link: the question arrived, its answer never could, and the asker's peers were thought dead",
-    535: "a bug of the audit: a peer that died before its first checkpoint came back as a newcomer, and kept its history",
+    535: "a bug of the audit: a peer that died before its first checkpoint came back with its history",
     657: "push-sum, as 401",
     905: "a Byzantine peer's slow weights, which nothing limited, threw newcomers far off, and those the others",
     909: "a bug of the audit: allreduce, the same blob published in two windows was taken for a replay",
