@@ -2,7 +2,7 @@
 
 It behaves as a Kademlia DHT does towards its users, without nodes: a record is replaced by one that expires later; a
 reader may still get the one before, or none yet; both sides of a partition keep what was stored before it, and hear of
-nothing that is stored on the other side until it heals.
+nothing that is stored on the other side until it heals. Its nodes are the peers, so nothing is left when all are down.
 """
 
 from collections.abc import Mapping
@@ -48,6 +48,10 @@ class Records:
         versions.append(Version(value, expires, now, now + late_s, writer))
         del versions[:-VERSIONS_KEPT]
         return True
+
+    def clear(self) -> None:
+        """All peers are down, and they were the nodes."""
+        self._keys.clear()
 
     def fetch(self, reader: PeerId, key: str) -> dict[str, bytes]:
         found, now = {}, self.agenda.now

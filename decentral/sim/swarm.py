@@ -230,6 +230,8 @@ class SimulatedSwarm:
             self._keep(member, keep_disk)
             host.end("crashed")
             self.network.unplug(member.peer)
+        if not self.living:
+            self.records.clear()
 
     def leave(self, member: SimulatedPeer) -> None:
         """Ctrl-C."""
