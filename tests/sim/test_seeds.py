@@ -50,7 +50,7 @@ FOUND = {
     1019: "a bug of the simulator: what came to a stopped process was lost when it was stopped again",
     1171: "symmetric: a responder waited 30 s for the Commit of an asker that had given up; and a bound of the audit",
     2076: "a bug of the audit: what a forged snapshot moved counted as the drift of pulls",
-    2693: "a bug of the simulator: records outlived all nodes of the DHT, and the swarm came back with an earlier clock",
+    2693: "a bug of the simulator: records outlived all nodes of the DHT, and a swarm with an earlier clock found them",
 }
 
 
