@@ -47,6 +47,7 @@ class Reason(StrEnum):
     IDENTITY = "identity"  # the key does not belong to that peer
     SIGNATURE = "signature"  # the signature does not fit
     EXPIRED = "expired"  # the record, or an invitation, has expired, or the record would last too long
+    AHEAD = "ahead"  # the record is of a clock that is further ahead than a record lives
 
     # Membership of a private swarm
     UNINVITED = "uninvited"  # the peer has not proved that the swarm's founder has invited it

@@ -166,7 +166,7 @@ def _broken_bounds(host: VirtualHost, now: Seconds) -> Iterator[str]:
     waits = [
         ("a question has been open", list(port.open.values()), LONGEST_ANSWER_S),
         ("an answer is written", [one.writing for one in port.open if one.writing is not None], WRITE_S + SLACK_S),
-        ("it has waited for an answer", [one.began for one in port.asked], LONGEST_REQUEST_S),
+        ("it has waited for an answer", [one.began for one in port.asked], LONGEST_REQUEST_S + SLACK_S),
     ]
     for what, began, limit_s in waits:
         if now - min(began, default=now) > limit_s:

@@ -56,7 +56,7 @@ class ConvergenceAudit:
     def finish(self) -> None:
         living = [member for member in self.evidence.swarm.living if member.training]
         if self.evidence.swarm.settings.config.swarm.shards == 1:
-            self._check_rosters(living)
+            self._check_rosters([member for member in self.evidence.swarm.living if member.host])
         self._check_together(living)
         self._check_drift(living)
 

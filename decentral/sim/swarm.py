@@ -97,7 +97,7 @@ class SimulatedPeer:
     span: tuple[int, int] = (0, 0)  # layers with which its present life began
     claiming: bool = False  # it is choosing its layers
     has_run: bool = False  # its disk knows the run: a restart needs no contact
-    address_book: tuple[PeerId, ...] = ()
+    address_book: dict[PeerId, None] = field(default_factory=dict)  # on its disk: the peers that it has learned of
     lives: int = 0
     skew_s: Seconds = 0.0  # of its clock
     machine_s: Seconds = 0.0  # by which its machine's clock has jumped so far
@@ -182,6 +182,8 @@ class SimulatedSwarm:
             return
         if not member.lives:
             self.started.append(member)
+        if not member.has_run:  # as --join, which stands in the line that starts it again
+            member.address_book |= dict.fromkeys(contacts)
         member.has_run = True
         member.lives += 1
         self._set_clock(member, contacts)
@@ -220,7 +222,7 @@ class SimulatedSwarm:
         clock, chance = self.clock(member), rng.stream(self.seed, "steps", member.number, member.lives)
         journal = partial(self._write_line, member)
         member.host = VirtualHost(node, connection, training, pace, clock, chance, self.observer, journal)
-        member.host.engine.stretched = member.stretched
+        member.host.engine.stretched, member.host.address_book = member.stretched, member.address_book
         member.host.start()
 
     def crash(self, member: SimulatedPeer, keep_disk: bool = True) -> None:
@@ -370,12 +372,12 @@ class SimulatedSwarm:
     def _keep(self, member: SimulatedPeer, keep_disk: bool) -> None:
         """What the next life will find on the disk."""
         assert member.host is not None
-        member.address_book = tuple(sorted(member.host.node.roster.live)) or member.address_book
         if private := member.host.node.setup.private:
             member.revocations = private.revocations
         if not keep_disk:
             member.revocations = NOTHING_REVOKED
             member.disk, member.has_run = SurrogateDisk(), False
+            member.address_book = {}
 
 
 def _private(member: SimulatedPeer, clock: Callable[[], Seconds]) -> PrivateSwarm | None:

@@ -29,9 +29,11 @@ from decentral.comm.wire.transport import (
 from decentral.core import jobs
 from decentral.core.agenda import Agenda, Timer
 from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Seconds
+from decentral.peers.membership.address_book import ADDRESSES_KEPT
 from decentral.peers.membership.revocation_watch import Exclude, MembershipOver
 from decentral.peers.membership.roster import Learn
 from decentral.peers.node.node import Node
@@ -252,6 +254,7 @@ class VirtualHost:
         self.engine = Engine(self.agenda, training, pace, chance, self._report)
         self.observer, self.journal = observer, journal
         self.peer = node.setup.own.peer
+        self.address_book: dict[PeerId, None] = {}
         self.ended: str | None = None
         self._requests: dict[int, Respond] = {}
         self._last_request = 0
@@ -346,8 +349,8 @@ class VirtualHost:
                 self.agenda.after(self.connection.lookup_s, lambda: self._announce(effect))
             case Lookup(key):
                 self.agenda.after(self.connection.lookup_s, lambda: self._look_up(key))
-            case Learn():
-                pass
+            case Learn(peer):
+                keep_latest(self.address_book, peer, None, ADDRESSES_KEPT)
             case Exclude(peers):
                 for peer in peers:
                     self.connection.network.drop(self.port, peer)

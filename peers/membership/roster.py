@@ -6,6 +6,9 @@ twice in a row is dropped at once, and comes back with its next record. A peer t
 All records are under one key, whose size grows with the swarm. Where that is too large, `swarm.shards` spreads them
 over several keys: each lookup then reads our own shard and one more, drawn at random. So each peer knows a changing
 sample of the swarm, and its costs do not grow with the number of peers.
+
+Peers whose clock is ahead of ours by more than a record lives find our records expired, so we are none of theirs;
+and we refuse theirs. So a peer whose clock differs from all others' knows that it is alone, and can compare clocks.
 """
 
 import bisect
@@ -283,6 +286,8 @@ class Roster:
                 record = records.unpack(body)
                 if record.run != self.run:
                     raise ProtocolError(Reason.RUN, f"a record of {record.run!r}")
+                if record.time > now + self.limits.record_ttl_s:
+                    raise ProtocolError(Reason.AHEAD, f"a record of {record.time - now:.0f} s from now")
                 if peer not in self.live and len(self.live) >= self.limits.max_peers:
                     raise ProtocolError(Reason.BUSY, f"{self.limits.max_peers} peers are known already")
             except ProtocolError as error:
