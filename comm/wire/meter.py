@@ -102,12 +102,9 @@ class Meter:
         if received >= sent:
             link.down.saw(rate_of(received, max(LEAST_S, seconds - first_byte_s), ROUND_TRIP * latency_s), received)
         else:
-            self.uploaded(Upload(peer, sent, seconds))
-
-    def uploaded(self, upload: Upload) -> None:
-        """Records an upload, also one that was not through after so long: else we never knew of a link that is thinner."""
-        self._link(upload.peer).up = upload.rate(self._known_latency_s(upload.peer))
-        self.uploads.append(upload)
+            upload = Upload(peer, sent, seconds)
+            link.up = upload.rate(latency_s)
+            self.uploads.append(upload)
 
     def missed(self, peer: PeerId) -> None:
         """Records that an answer of this peer did not come in time."""

@@ -5,8 +5,7 @@ peers that have come together would fill each other's links. Later every exchang
 (comm/wire/meter.py), but our uplink is known from probes alone: when a few links are known, an upload is repeated over
 one of the two that were the fastest, in turn, and more and more rarely. One that says more of TCP's slow start than of
 our uplink is followed by four megabytes; not the first over a link, when latencies may have been measured through full
-queues. One that is not through in time says that our uplink carries less. A peer that is alone looks for others more
-often.
+queues. A peer that is alone looks for others more often.
 """
 
 from collections.abc import Sequence
@@ -20,14 +19,12 @@ from decentral.comm.wire.meter import Meter, Upload
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
-from decentral.core.reasons import Reason
 from decentral.core.units import KiB, MiB, Seconds
 
 PROBED_PEERS = 3  # as many links, one each time, before any is measured again
 PROBE_BYTES = 1 * MiB
 DOWN_PROBE_BYTES = 256 * KiB  # it fills the other's uplink, perhaps beside those of others that have just come
 LONG_PROBE_BYTES = MAX_PROBE_BYTES
-UPLOADED = {"up": PROBE_BYTES, "up again": PROBE_BYTES, "long up": LONG_PROBE_BYTES}
 PROBE_AGAIN_S = 15.0  # at first; twice as long each time, until
 PROBE_EVERY_S = 120.0
 PROBE_SOON_S = 5.0  # while nobody is there: the first peer that comes must not find our uplink unknown for long
@@ -70,9 +67,7 @@ class Prober:
                 return self._next()
             case Answered(tag=ProbeTag()):
                 return self._next()
-            case AskFailed(tag=ProbeTag(what)):
-                if what in UPLOADED and event.reason == Reason.DEADLINE:
-                    self.meter.uploaded(Upload(event.peer, UPLOADED[what], event.seconds))
+            case AskFailed(tag=ProbeTag()):
                 self._silent.add(event.peer)
                 return self._choose([peer for peer in peers if peer not in self._silent])
         return []
@@ -108,5 +103,5 @@ class Prober:
             case "down":
                 question = Envelope(Probe(DOWN_PROBE_BYTES))
             case _:
-                question = Envelope(Probe(0), zeros(UPLOADED[what]))
+                question = Envelope(Probe(0), zeros(LONG_PROBE_BYTES if what == "long up" else PROBE_BYTES))
         return [Ask(ProbeTag(what), peer, question, PROBE_DEADLINE_S, PROBE_BYTES)]

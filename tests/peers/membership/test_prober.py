@@ -3,8 +3,6 @@
 from dataclasses import replace
 from random import Random
 
-import pytest
-
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping, Pong, Probe
 from decentral.comm.wire.meter import Meter
@@ -16,7 +14,6 @@ from decentral.peers.membership.prober import (
     LONG_PROBE_BYTES,
     PROBE_AGAIN_S,
     PROBE_BYTES,
-    PROBE_DEADLINE_S,
     PROBE_EVERY_S,
     PROBE_SOON_S,
     PROBED_PEERS,
@@ -68,27 +65,6 @@ def test_a_peer_that_does_not_answer_is_left_out_and_the_next_one_is_probed() ->
     second = only_ask(probing.handle(AskFailed(first.tag, first.to, "deadline", 20.0), 30.0, [A, B]))
     assert {first.to, second.to} == {A, B}
     assert probing.handle(AskFailed(second.tag, second.to, "deadline", 20.0), 50.0, [A, B]) == []
-
-
-def test_an_upload_that_is_not_through_in_time_says_that_our_uplink_is_thin() -> None:
-    """Else an uplink that carries no megabyte within the deadline stayed unknown, and gossip filled it."""
-    probing = prober()
-    ask = only_ask(probing.handle(Woke(), 10.0, [A]))
-    while ask.tag != ProbeTag("up"):
-        ask = only_ask(answered(probing, ask))
-    assert probing.meter.best_up() is None
-    probing.handle(AskFailed(ask.tag, A, "deadline", PROBE_DEADLINE_S), 40.0, [A])
-    assert probing.meter.best_up() == pytest.approx(PROBE_BYTES / PROBE_DEADLINE_S, rel=0.1)
-    assert probing.meter.pace() is not None
-
-
-def test_a_connection_that_was_cut_says_nothing_of_our_uplink() -> None:
-    probing = prober()
-    ask = only_ask(probing.handle(Woke(), 10.0, [A]))
-    while ask.tag != ProbeTag("up"):
-        ask = only_ask(answered(probing, ask))
-    probing.handle(AskFailed(ask.tag, A, "cut", 3.0), 40.0, [A])
-    assert probing.meter.best_up() is None
 
 
 def test_one_link_is_measured_each_time_until_a_few_are_known() -> None:
