@@ -37,6 +37,7 @@ class DecisionOutbox:
     commit: list[ExecutionId] = field(default_factory=list)
     abort: list[ExecutionId] = field(default_factory=list)
     asking: bool = False
+    under_way: tuple[ExecutionId, ...] = ()  # commits in the question that it has not answered yet
 
 
 @dataclass(slots=True)
@@ -64,9 +65,17 @@ class CommitProtocol:
         del box.commit[:-DECISIONS_KEPT], box.abort[:-DECISIONS_KEPT]
         return box
 
-    def told(self, peer: PeerId) -> None:
-        """The last question to this peer was answered, or failed."""
-        self.boxes.setdefault(peer, DecisionOutbox()).asking = False
+    def told(self, outcome: Answered | AskFailed) -> None:
+        """The last question to this peer was answered, or failed.
+
+        What it knows to be committed is committed to it once: a peer that was killed and goes on from its checkpoint
+        has forgotten what counts there, and the micro-batch may come to it again, to be audited.
+        """
+        box = self.boxes.setdefault(outcome.peer, DecisionOutbox())
+        box.asking, committed, box.under_way = False, box.under_way, ()
+        for one in committed if isinstance(outcome, Answered) else ():
+            if one.number in self._routes:
+                self._routes[one.number] -= {(outcome.peer, one.first)}
 
     def tell(self) -> list[Ask]:
         asks: list[Ask] = []
@@ -78,7 +87,7 @@ class CommitProtocol:
                 continue
             told = CommitDecision(self.run, tuple(box.commit[:MAX_EXECUTIONS]), tuple(box.abort[:MAX_EXECUTIONS]))
             del box.commit[:MAX_EXECUTIONS], box.abort[:MAX_EXECUTIONS]
-            box.asking = True
+            box.asking, box.under_way = True, told.commit
             asks.append(Ask(CommitDecisionTag(), peer, Envelope(told), COMMIT_DECISION_S))
         return asks
 

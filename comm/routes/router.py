@@ -137,8 +137,8 @@ class Router:
                 return [Reply(request, Envelope(self.commits.answer(sender, executions, under_way)))]
             case Answered(tag=CommitQueryTag()) | AskFailed(tag=CommitQueryTag()):
                 return self.table.decided(event.peer, self.commits.answered(event), now)
-            case Answered(tag=CommitDecisionTag(), peer=peer) | AskFailed(tag=CommitDecisionTag(), peer=peer):
-                self.commits.told(peer)
+            case Answered(tag=CommitDecisionTag()) | AskFailed(tag=CommitDecisionTag()):
+                self.commits.told(event)
             case Answered(tag=AuditTag()) | AskFailed(tag=AuditTag()):
                 return self.audits.answered(event, now)
             case Compared():

@@ -15,6 +15,7 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from random import Random
@@ -184,6 +185,7 @@ class Roster:
     _known: dict[PeerId, bytes] = field(default_factory=dict)  # each peer's last record, so that none is read twice
     _valid: dict[PeerId, float] = field(default_factory=dict)  # when the record of a dropped peer expires
     _expires: Seconds = 0.0  # when our last record does; a directory keeps the record that expires later
+    _announced: bytes = b""  # our last record
     _renew_at: Seconds = 0.0
     _refresh_at: Seconds = 0.0
     _sooner: SoonerLookups = field(default_factory=SoonerLookups)
@@ -253,7 +255,8 @@ class Roster:
         expires = self._expires = max(now + self.limits.record_ttl_s, self._expires + EXPIRY_STEP_S)
         body = records.pack(self.compose(now, leaving))
         key = records.key_of(self.run, self.own.peer, self.limits.shards)
-        return Announce(key, self.own.peer, self.own.seal(key, body, expires), expires)
+        self._announced = self.own.seal(key, body, expires)
+        return Announce(key, self.own.peer, self._announced, expires)
 
     def _refresh(self, now: Seconds) -> list[Effect]:
         if now < self._refresh_at:
@@ -279,7 +282,10 @@ class Roster:
         known_first = sorted(values.items(), key=lambda one: (one[0] not in self.live, one[0]))
         for subkey, value in known_first[: self.limits.max_peers]:
             peer = PeerId(subkey)
-            if peer == self.own.peer or self._known.get(peer) == value:
+            if peer == self.own.peer:
+                self._outlive(key, value, now)
+                continue
+            if self._known.get(peer) == value:
                 continue
             try:
                 body, expires = self.own.open(key, peer, value, now)
@@ -296,6 +302,17 @@ class Roster:
             self._known[peer] = value
             effects += self._heard(peer, record, expires, now)
         return effects
+
+    def _outlive(self, key: str, value: bytes, now: Seconds) -> None:
+        """A directory keeps the record that expires later: one of ours that is of an earlier start, when our clock was
+        ahead, must not hide those of now."""
+        if value == self._announced:
+            return
+        with suppress(ProtocolError):
+            _, expires = self.own.open(key, self.own.peer, value, now)
+            if expires > self._expires:
+                self._expires = expires
+                self.renew_soon(now)
 
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:
         if record.phase == "leaving":

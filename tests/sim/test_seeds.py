@@ -51,6 +51,10 @@ FOUND = {
     1171: "symmetric: a responder waited 30 s for the Commit of an asker that had given up; and a bound of the audit",
     2076: "a bug of the audit: what a forged snapshot moved counted as the drift of pulls",
     2693: "a bug of the simulator: records outlived all nodes of the DHT, and a swarm with an earlier clock found them",
+    4653: "a peer whose clock was an hour behind took the others' records for good ones, and not itself for alone",
+    6935: "a bug of the simulator: a peer that died early did not know the address that it had joined at any more",
+    9612: "records of an hour ahead stayed in the DHT, and those that the same peers wrote later were not taken",
+    9743: "a peer that was killed counted a micro-batch again, when it came to it once more to be audited",
 }
 
 

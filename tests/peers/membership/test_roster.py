@@ -201,6 +201,25 @@ def test_our_record_is_renewed_in_time_and_says_when_it_expires(roster: Roster) 
     assert len(announced(NOW + 22)) == 1
 
 
+def test_a_record_of_a_clock_that_is_far_ahead_is_refused_so_that_its_peer_is_not_taken_for_a_partner(
+    roster: Roster,
+) -> None:
+    """By that clock ours have expired: the peer would never answer us, and we would not know that we are alone."""
+    hour = 3600.0
+    assert find(roster, sealed(replace(RECORD, time=NOW + hour), NOW + hour + TTL)) == []
+    assert roster.refused == {Reason.AHEAD: 1}
+    assert find(roster, sealed(replace(RECORD, time=NOW + TTL), NOW + 2 * TTL)) != []
+
+
+def test_a_record_of_ours_that_was_written_by_a_clock_ahead_is_outlived(roster: Roster) -> None:
+    """A directory keeps the record that expires later: after the clock was set back it would keep the old one."""
+    (announced,) = [one for one in roster.handle(Woke(), NOW) if isinstance(one, Announce)]
+    old = sealed(replace(RECORD, time=NOW + 3600), NOW + 3600 + TTL, "own")
+    find(roster, old, NOW + 1, identity("own").peer)
+    (renewed,) = [one for one in roster.handle(Woke(), NOW + 1) if isinstance(one, Announce)]
+    assert announced.expires < NOW + 3600 + TTL < renewed.expires
+
+
 def test_it_looks_up_others_every_four_seconds_and_less_often_in_a_large_swarm(roster: Roster) -> None:
     def looks_up(now: float) -> bool:
         return Lookup(KEY) in roster.handle(Woke(), now)
