@@ -15,7 +15,6 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from random import Random
@@ -142,6 +141,32 @@ def _units(tokens_per_s: float) -> int:
 
 
 @dataclass(slots=True)
+class Publication:
+    """Our record in the directory, which keeps of a peer's records the one that expires later."""
+
+    expires: Seconds = 0.0
+    sealed: bytes = b""
+
+    def announce(self, own: Signer, key: str, body: bytes, expires: Seconds) -> Announce:
+        """A record that lives until then, or longer where the last one does."""
+        self.expires = max(expires, self.expires + EXPIRY_STEP_S)
+        self.sealed = own.seal(key, body, self.expires)
+        return Announce(key, own.peer, self.sealed, self.expires)
+
+    def is_outlived_by(self, own: Signer, key: str, found: bytes, now: Seconds) -> bool:
+        """Whether the directory has another record of ours that expires later: one of an earlier start, when our clock
+        was ahead. The next one lives longer, or it would not be taken."""
+        if found == self.sealed:
+            return False
+        try:
+            _, expires = own.open(key, own.peer, found, now)
+        except ProtocolError:
+            return False
+        is_later, self.expires = expires > self.expires, max(expires, self.expires)
+        return is_later
+
+
+@dataclass(slots=True)
 class SoonerLookups:
     """When records are looked up before it is time, because peers ask that we do not know.
 
@@ -184,8 +209,7 @@ class Roster:
     _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time say nothing of a dropped peer
     _known: dict[PeerId, bytes] = field(default_factory=dict)  # each peer's last record, so that none is read twice
     _valid: dict[PeerId, float] = field(default_factory=dict)  # when the record of a dropped peer expires
-    _expires: Seconds = 0.0  # when our last record does; a directory keeps the record that expires later
-    _announced: bytes = b""  # our last record
+    _published: Publication = field(default_factory=Publication)
     _renew_at: Seconds = 0.0
     _refresh_at: Seconds = 0.0
     _sooner: SoonerLookups = field(default_factory=SoonerLookups)
@@ -252,11 +276,9 @@ class Roster:
         return [self._announce(now, leaving=False)]
 
     def _announce(self, now: Seconds, leaving: bool) -> Announce:
-        expires = self._expires = max(now + self.limits.record_ttl_s, self._expires + EXPIRY_STEP_S)
         body = records.pack(self.compose(now, leaving))
         key = records.key_of(self.run, self.own.peer, self.limits.shards)
-        self._announced = self.own.seal(key, body, expires)
-        return Announce(key, self.own.peer, self._announced, expires)
+        return self._published.announce(self.own, key, body, now + self.limits.record_ttl_s)
 
     def _refresh(self, now: Seconds) -> list[Effect]:
         if now < self._refresh_at:
@@ -283,7 +305,8 @@ class Roster:
         for subkey, value in known_first[: self.limits.max_peers]:
             peer = PeerId(subkey)
             if peer == self.own.peer:
-                self._outlive(key, value, now)
+                if self._published.is_outlived_by(self.own, key, value, now):
+                    self.renew_soon(now)
                 continue
             if self._known.get(peer) == value:
                 continue
@@ -302,17 +325,6 @@ class Roster:
             self._known[peer] = value
             effects += self._heard(peer, record, expires, now)
         return effects
-
-    def _outlive(self, key: str, value: bytes, now: Seconds) -> None:
-        """A directory keeps the record that expires later: one of ours that is of an earlier start, when our clock was
-        ahead, must not hide those of now."""
-        if value == self._announced:
-            return
-        with suppress(ProtocolError):
-            _, expires = self.own.open(key, self.own.peer, value, now)
-            if expires > self._expires:
-                self._expires = expires
-                self.renew_soon(now)
 
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:
         if record.phase == "leaving":
