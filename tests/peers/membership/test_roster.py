@@ -147,13 +147,18 @@ def test_a_record_that_is_not_renewed_expires(roster: Roster) -> None:
     assert left(roster.handle(Woke(), NOW + TTL)) == ["expired"]
 
 
+def changed(record: bytes) -> bytes:
+    """The bytes with one bit of the last one turned."""
+    return record[:-1] + bytes([record[-1] ^ 1])
+
+
 FORGERIES: dict[str, tuple[Callable[[], bytes], str]] = {
     "signed by another": (lambda: sealed(name="forger"), "identity"),
     "for another key": (
         lambda: identity("other").seal("gpt-000000/peers", records.pack(RECORD), NOW + TTL),
         "signature",
     ),
-    "changed": (lambda: sealed()[:-1] + bytes([sealed()[-1] ^ 1]), "signature"),
+    "changed": (lambda: changed(sealed()), "signature"),
     "garbage": (lambda: b"\xc1garbage", "garbage"),
     "empty": (lambda: b"", "garbage"),
     "expired": (lambda: sealed(expires=NOW - 1), "expired"),
