@@ -13,7 +13,7 @@ forgets all this; the other bounds (train/influence.py) need no history.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import prod, sqrt
 from statistics import median_low
 
 import torch
@@ -23,6 +23,7 @@ from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.train import compress
+from decentral.train.deviations import Deviations
 from decentral.train.influence import usual
 from decentral.train.outer_kernels import PSEUDO_GRADIENT_CODEC
 from decentral.train.sections import Codecs
@@ -69,6 +70,7 @@ class Agreement:
 
     ours: Tensor | None = None
     theirs: dict[PeerId, Tensor] = field(default_factory=dict)
+    deviations: Deviations = field(default_factory=Deviations)
 
     def trust(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
         """How much of each partner's progress counts, from 0 to 1. Vectors are samples of the windows, fp32 [m].
@@ -79,14 +81,16 @@ class Agreement:
             return [1.0] * len(partners)
         partners = [(peer, _at_most(vector, MOST_TIMES_OURS * _length(window))) for peer, vector in partners]
         self.ours = window if self.ours is None else KEPT * self.ours + window
+        most_known = max(MOST_KNOWN, len(partners))
         for peer, vector in partners:
             before = self.theirs.get(peer)
             summed = vector if before is None else KEPT * before + vector
-            keep_latest(self.theirs, peer, summed, max(MOST_KNOWN, len(partners)))
+            keep_latest(self.theirs, peer, summed, most_known)
+        unbiased = self.deviations.unbiased(window, partners, most_known)
         return [
-            0.0 if cosine(window, vector) < -AGAINST * chance_of(window) else steady * agreeing
-            for (_, vector), steady, agreeing in zip(
-                partners, self._steady(partners), self._agreeing(partners), strict=True
+            0.0 if cosine(window, vector) < -AGAINST * chance_of(window) else prod(counts)
+            for (_, vector), *counts in zip(
+                partners, self._steady(partners), self._agreeing(partners), unbiased, strict=True
             )
         ]
 
