@@ -36,7 +36,7 @@ class Deviation:
 
     @classmethod
     def none(cls, elements: int) -> "Deviation":
-        return cls(*(torch.zeros(elements) for _ in range(3)))
+        return cls(torch.zeros(elements), torch.zeros(elements), torch.zeros(elements))
 
     def add(self, found: Tensor) -> None:
         if bool(self.old.any()):
