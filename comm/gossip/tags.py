@@ -30,7 +30,7 @@ class BlockingPullTag(ExchangeTag):
 class SwapTag(ExchangeTag):
     """Swap. The answer waits for the partner's training thread, which closes a window for it."""
 
-    waits_for_work: ClassVar[bool] = True
+    may_be_late: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class SwapCommitTag(ExchangeTag):
 
     tries: int
 
-    waits_for_work: ClassVar[bool] = True
+    may_be_late: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +48,4 @@ class PushTag(ExchangeTag):
 
     tries: int
 
-    waits_for_work: ClassVar[bool] = True
+    may_be_late: ClassVar[bool] = True

@@ -29,7 +29,7 @@ class ForwardTag(ExecutionTag):
     """The question is a ForwardRequest, whose answer takes as long as all computing from that peer on."""
 
     measures_link: ClassVar[bool] = False
-    waits_for_work: ClassVar[bool] = True
+    may_be_late: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class AuditTag(RouteTag):
     token: int
     attempt: int
     measures_link: ClassVar[bool] = False
-    waits_for_work: ClassVar[bool] = True
+    may_be_late: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,13 @@ class Tag:
     """What a question is for. It comes back with the answer, untouched.
 
     Each machine that asks has subclasses of its own below one that the node knows it by (peers/node/node.py).
-    `measures_link` tells whether the time until the answer says how fast the link is. `waits_for_work` tells whether
-    an answer may be late because a peer computes, so that a missed deadline does not mean that the peer is gone.
+    `measures_link` tells whether the time until the answer says how fast the link is. `may_be_late` tells whether
+    an answer may be late because a peer computes, or because our own uplink is thin for what we send, so that a missed
+    deadline does not mean that the peer is gone.
     """
 
     measures_link: ClassVar[bool] = True
-    waits_for_work: ClassVar[bool] = False
+    may_be_late: ClassVar[bool] = False
 
 
 # Effects

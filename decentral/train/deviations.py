@@ -18,10 +18,12 @@ from torch import Tensor
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 
-NUMBERS = 8192  # of a window that are looked at: chance alone makes a cosine of 0.02 of so many
-PERIOD = 5  # windows of ours: deviations are compared with those before the last period, 5 to 10 windows old or older
-OLD_KEPT = 0.9  # of the sum of old deviations, with each period
-ALLOWED = 0.2  # the cosine up to which a partner counts whole, whatever is usual
+COMPARED_NUMBERS = 8192  # of a window that are looked at: chance alone makes a cosine of 0.02 of so many
+PERIOD_WINDOWS = (
+    5  # windows of ours: deviations are compared with those before the last period, 5 to 10 windows old or older
+)
+OLD_SUM_KEPT = 0.9  # of the sum of old deviations, with each period
+ALLOWED_COSINE = 0.2  # the cosine up to which a partner counts whole, whatever is usual
 TIMES_USUAL_COSINE = 1.5  # or up to so many times the usual one; from twice that on it counts for nothing
 
 
@@ -44,7 +46,7 @@ class Deviation:
         self.fresh += found
 
     def end_period(self) -> None:
-        self.old.mul_(OLD_KEPT).add_(self.waiting)
+        self.old.mul_(OLD_SUM_KEPT).add_(self.waiting)
         self.fresh, self.waiting = self.waiting.zero_(), self.fresh
 
 
@@ -58,7 +60,7 @@ class Deviations:
     def unbiased(self, window: Tensor, partners: list[tuple[PeerId, Tensor]], most_known: int) -> list[float]:
         """How much of each partner's progress counts by this, from 0 to 1. `window`: ours, none of them zero."""
         self.windows += 1
-        if self.windows % PERIOD == 0:
+        if self.windows % PERIOD_WINDOWS == 0:
             for deviation in self.known.values():
                 deviation.end_period()
         ours = _direction(window)
@@ -67,7 +69,7 @@ class Deviations:
             deviation.add(_direction(vector) - ours)
             keep_latest(self.known, peer, deviation, most_known)
         found = [one.persistence for one in self.known.values() if one.persistence is not None]
-        allowed = max(ALLOWED, TIMES_USUAL_COSINE * median_low(found)) if found else 1.0
+        allowed = max(ALLOWED_COSINE, TIMES_USUAL_COSINE * median_low(found)) if found else 1.0
         return [part_that_is_allowed(self.known[peer].persistence, allowed) for peer, _ in partners]
 
 
@@ -76,4 +78,4 @@ def part_that_is_allowed(persistence: float | None, allowed: float) -> float:
 
 
 def _direction(vector: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(vector[:NUMBERS], dim=0)
+    return torch.nn.functional.normalize(vector[:COMPARED_NUMBERS], dim=0)

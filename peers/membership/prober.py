@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
+from typing import ClassVar
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Ping, Probe
@@ -19,12 +20,15 @@ from decentral.comm.wire.meter import Meter, Upload
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
+from decentral.core.reasons import Reason
 from decentral.core.units import KiB, MiB, Seconds
 
 PROBED_PEERS = 3  # as many links, one each time, before any is measured again
 PROBE_BYTES = 1 * MiB
 DOWN_PROBE_BYTES = 256 * KiB  # it fills the other's uplink, perhaps beside those of others that have just come
 LONG_PROBE_BYTES = MAX_PROBE_BYTES
+LEAST_PROBE_BYTES = 64 * KiB  # of an upload: in time over 3 kB/s
+PROBE_STEP = 4  # by which an upload that was too long, or said little, is changed
 PROBE_AGAIN_S = 15.0  # at first; twice as long each time, until
 PROBE_EVERY_S = 120.0
 PROBE_SOON_S = 5.0  # while nobody is there: the first peer that comes must not find our uplink unknown for long
@@ -39,9 +43,16 @@ def zeros(size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTag(Tag):
-    """A probe: `ping`, `down`, `up`, `up again`, or `long up`."""
+    """A probe: `ping` or `down`."""
 
     what: str
+
+
+@dataclass(frozen=True, slots=True)
+class UploadTag(ProbeTag):
+    """A probe: `up`, `up again`, or `long up`."""
+
+    may_be_late: ClassVar[bool] = True
 
 
 @dataclass(slots=True)
@@ -52,6 +63,7 @@ class Prober:
     rng: Random
     wake_at: Seconds | None
     _again_s: Seconds = PROBE_AGAIN_S
+    _up_bytes: int = PROBE_BYTES  # of the next upload
     _queue: list[tuple[PeerId, str]] = field(default_factory=list)
     _silent: set[PeerId] = field(default_factory=set)  # did not answer this time
 
@@ -62,12 +74,20 @@ class Prober:
                 self._again_s = min(2 * self._again_s, PROBE_EVERY_S) if peers else PROBE_AGAIN_S
                 self._silent.clear()
                 return self._choose(peers)
-            case Answered(tag=ProbeTag("up again"), peer=peer) if self._was_slow_start(event):
+            case Answered(tag=UploadTag("up"), peer=peer) if self._up_bytes < PROBE_BYTES and self._was_slow_start(
+                event
+            ):
+                self._up_bytes = min(PROBE_BYTES, PROBE_STEP * self._up_bytes)
+                self._queue.insert(0, (peer, "up"))
+                return self._next()
+            case Answered(tag=UploadTag("up again"), peer=peer) if self._was_slow_start(event):
                 self._queue.insert(0, (peer, "long up"))
                 return self._next()
             case Answered(tag=ProbeTag()):
                 return self._next()
             case AskFailed(tag=ProbeTag()):
+                if isinstance(event.tag, UploadTag) and event.reason == Reason.DEADLINE:
+                    self._up_bytes = max(LEAST_PROBE_BYTES, self._up_bytes // PROBE_STEP)
                 self._silent.add(event.peer)
                 return self._choose([peer for peer in peers if peer not in self._silent])
         return []
@@ -99,9 +119,10 @@ class Prober:
         peer, what = self._queue.pop(0)
         match what:
             case "ping":
-                question = Envelope(Ping(self.rng.getrandbits(32)))
+                tag, question = ProbeTag(what), Envelope(Ping(self.rng.getrandbits(32)))
             case "down":
-                question = Envelope(Probe(DOWN_PROBE_BYTES))
+                tag, question = ProbeTag(what), Envelope(Probe(DOWN_PROBE_BYTES))
             case _:
-                question = Envelope(Probe(0), zeros(LONG_PROBE_BYTES if what == "long up" else PROBE_BYTES))
-        return [Ask(ProbeTag(what), peer, question, PROBE_DEADLINE_S, PROBE_BYTES)]
+                size = LONG_PROBE_BYTES if what == "long up" else self._up_bytes
+                tag, question = UploadTag(what), Envelope(Probe(0), zeros(size))
+        return [Ask(tag, peer, question, PROBE_DEADLINE_S, PROBE_BYTES)]

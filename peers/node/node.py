@@ -227,8 +227,8 @@ class Node:
         return self.answers.asked(event, now)
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        # An answer that waits for its peer's device, or for those behind it, may be late though the peer is alive.
-        late = event.tag.waits_for_work and isinstance(event, AskFailed) and event.reason == Reason.DEADLINE
+        # An answer that waits for its peer's device, those behind it, or our uplink may be late though the peer lives.
+        late = event.tag.may_be_late and isinstance(event, AskFailed) and event.reason == Reason.DEADLINE
         effects = [] if late else self.roster.handle(event, now)
         if isinstance(event, Answered):
             self.traffic.received(event)

@@ -52,7 +52,9 @@ FOUND = {
     2076: "a bug of the audit: what a forged snapshot moved counted as the drift of pulls",
     2693: "a bug of the simulator: records outlived all nodes of the DHT, and a swarm with an earlier clock found them",
     4653: "a peer whose clock was an hour behind took the others' records for good ones, and not itself for alone",
+    5455: "a bug of the audit: micro-batches waited for layers that nobody held, as long as they may",
     6935: "a bug of the simulator: a peer that died early did not know the address that it had joined at any more",
+    8854: "a thin uplink: two uploads of a megabyte were late, and a peer that answered all else was taken for dead",
     9612: "records of an hour ahead stayed in the DHT, and those that the same peers wrote later were not taken",
     9743: "a peer that was killed counted a micro-batch again, when it came to it once more to be audited",
 }

@@ -11,14 +11,17 @@ from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Woke
 from decentral.peers.membership.prober import (
     DOWN_PROBE_BYTES,
+    LEAST_PROBE_BYTES,
     LONG_PROBE_BYTES,
     PROBE_AGAIN_S,
     PROBE_BYTES,
     PROBE_EVERY_S,
     PROBE_SOON_S,
+    PROBE_STEP,
     PROBED_PEERS,
     Prober,
     ProbeTag,
+    UploadTag,
 )
 
 A, B = PeerId("A"), PeerId("B")
@@ -56,7 +59,7 @@ def test_what_a_donor_has_sent_us_is_not_measured_again() -> None:
     while effects:
         asks.append(only_ask(effects))
         effects = answered(probing, asks[-1])
-    assert [ask.tag for ask in asks] == [ProbeTag("ping"), ProbeTag("ping"), ProbeTag("up")]
+    assert [ask.tag for ask in asks] == [ProbeTag("ping"), ProbeTag("ping"), UploadTag("up")]
 
 
 def test_a_peer_that_does_not_answer_is_left_out_and_the_next_one_is_probed() -> None:
@@ -93,7 +96,7 @@ def test_our_uplink_is_measured_again_over_the_two_fastest_links_in_turn() -> No
         ping = only_ask(probing.handle(Woke(), probing.wake_at or 0.0, everyone))
         assert ping.tag == ProbeTag("ping")
         up = only_ask(answered(probing, ping))
-        assert (up.to, up.tag) == (ping.to, ProbeTag("up again"))
+        assert (up.to, up.tag) == (ping.to, UploadTag("up again"))
         probing.meter.saw(up.to, 1.5, 0.0, 1 << 20, 10)
         assert answered(probing, up) == []
         again.append(up.to)
@@ -105,11 +108,47 @@ def test_a_megabyte_that_is_up_again_as_fast_as_slow_start_allows_is_followed_by
     probing.meter.saw(A, 0.1, 0.1, 10, 10)
     probing.meter.saw(A, 1.0, 0.1, 10, 1 << 20)
     probing.handle(Woke(), 10.0, [A])
-    soon = Answered(ProbeTag("up again"), A, Envelope(Pong(0)), 0.6, 0.6, PROBE_BYTES, 10)
+    soon = Answered(UploadTag("up again"), A, Envelope(Pong(0)), 0.6, 0.6, PROBE_BYTES, 10)
     longer = only_ask(probing.handle(soon, 11.0, [A]))
     assert (longer.to, len(longer.envelope.blob)) == (A, LONG_PROBE_BYTES)
-    for other in (replace(soon, seconds=1.1), replace(soon, tag=ProbeTag("up"))):
-        assert not any(ask.tag == ProbeTag("long up") for ask in asked_after(probing, other))
+    for other in (replace(soon, seconds=1.1), replace(soon, tag=UploadTag("up"))):
+        assert not any(ask.tag == UploadTag("long up") for ask in asked_after(probing, other))
+
+
+def upload_of(probing: Prober, effects: list[Effect]) -> Ask:
+    """The next upload; the questions before it are answered."""
+    ask = only_ask(effects)
+    while not isinstance(ask.tag, UploadTag):
+        ask = only_ask(answered(probing, ask))
+    return ask
+
+
+def test_an_upload_that_does_not_pass_in_time_is_tried_with_ever_less() -> None:
+    probing, sizes = prober(), []
+    for _ in range(4):
+        up = upload_of(probing, probing.handle(Woke(), probing.wake_at or 0.0, [A]))
+        sizes.append(len(up.envelope.blob))
+        assert probing.handle(AskFailed(up.tag, A, "deadline", 20.0), 30.0, [A]) == []
+    assert sizes == [PROBE_BYTES, PROBE_BYTES // PROBE_STEP, LEAST_PROBE_BYTES, LEAST_PROBE_BYTES]
+
+
+def test_a_smaller_upload_that_says_only_slow_start_is_followed_by_a_larger_one() -> None:
+    probing = prober()
+    probing.meter.saw(A, 0.1, 0.1, 10, 10)
+    up = upload_of(probing, probing.handle(Woke(), 10.0, [A]))
+    probing.handle(AskFailed(up.tag, A, "deadline", 20.0), 30.0, [A])
+    small = upload_of(probing, probing.handle(Woke(), probing.wake_at or 0.0, [A]))
+    soon = Answered(small.tag, A, Envelope(Pong(0)), 0.3, 0.3, len(small.envelope.blob), 10)
+    (larger,) = asked_after(probing, soon)
+    assert len(larger.envelope.blob) == PROBE_BYTES
+    assert asked_after(probing, replace(soon, tag=larger.tag, sent_bytes=PROBE_BYTES, seconds=9.0)) == []
+
+
+def test_who_cannot_be_reached_does_not_make_uploads_smaller() -> None:
+    probing = prober()
+    up = upload_of(probing, probing.handle(Woke(), 10.0, [A]))
+    probing.handle(AskFailed(up.tag, A, "unreachable", 0.1), 30.0, [A])
+    assert len(upload_of(probing, probing.handle(Woke(), probing.wake_at or 0.0, [B])).envelope.blob) == PROBE_BYTES
 
 
 def asked_after(probing: Prober, event: Answered) -> list[Ask]:

@@ -38,7 +38,7 @@ from decentral.core.jobs import Section
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
-from decentral.peers.membership.prober import ProbeTag
+from decentral.peers.membership.prober import ProbeTag, UploadTag
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.node import Node, NodePhase
@@ -469,7 +469,17 @@ def test_a_peer_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm,
     assert (played.known.peer in played.node.roster.live) == known
 
 
-@pytest.mark.parametrize(("tag", "longer"), [(PullTag(0, 1), True), (SwapTag(0, 1), False), (ProbeTag("up"), True)])
+def test_an_upload_that_our_own_uplink_is_too_thin_for_takes_nobody_for_dead() -> None:
+    played = Played("pull", "training")
+    for _ in range(3):
+        played.deliver(AskFailed(UploadTag("up"), played.known.peer, "deadline", 20.0))
+    assert played.known.peer in played.node.roster.live
+
+
+@pytest.mark.parametrize(
+    ("tag", "longer"),
+    [(PullTag(0, 1), True), (SwapTag(0, 1), False), (ProbeTag("down"), True), (UploadTag("up"), False)],
+)
 def test_a_link_whose_answers_are_late_gets_longer_deadlines(tag: Tag, longer: bool) -> None:
     played = Played("pull", "training")
     peer = played.known.peer
