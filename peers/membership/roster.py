@@ -61,6 +61,7 @@ class RosterEntry:
     expires: float  # unix seconds
     failures: int = 0  # unanswered questions in a row
     since: Seconds = 0.0  # when we heard of it first
+    failed_at: Seconds = 0.0  # when the last question was found unanswered
 
 
 @dataclass(slots=True)
@@ -232,7 +233,7 @@ class Roster:
             case Answered(peer=peer) if peer in self.live:
                 self.live[peer].failures = 0
             case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SILENT:
-                return self._unanswered(peer, now)
+                return self._unanswered(peer, reason, now - event.seconds, now)
         return []
 
     def knows(self, peer: PeerId) -> bool:
@@ -337,7 +338,8 @@ class Roster:
         if known is not None and known.record.time >= record.time:
             return []
         self._valid.pop(peer, None)
-        self.live[peer] = RosterEntry(record, expires, *((known.failures, known.since) if known else (0, now)))
+        of_before = (known.failures, known.since, known.failed_at) if known else (0, now)
+        self.live[peer] = RosterEntry(record, expires, *of_before)
         self.changes += 1
         self.holders.put(peer, record)
         self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
@@ -347,9 +349,12 @@ class Roster:
             return [Learn(peer, record.addresses), joined]
         return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []
 
-    def _unanswered(self, peer: PeerId, now: Seconds) -> list[Effect]:
+    def _unanswered(self, peer: PeerId, reason: str, asked_at: Seconds, now: Seconds) -> list[Effect]:
+        """Questions that were under way together when a link stalled tell of one silence."""
         entry = self.live[peer]
-        entry.failures += 1
+        if reason == Reason.DEADLINE and asked_at < entry.failed_at <= now:
+            return []
+        entry.failures, entry.failed_at = entry.failures + 1, now
         if entry.failures < DEAD_AFTER:
             return []
         self._dropped[peer] = entry.record.time

@@ -106,8 +106,21 @@ def test_a_peer_that_was_never_there_does_not_leave(roster: Roster) -> None:
 def test_two_unanswered_questions_in_a_row_and_it_is_gone(roster: Roster, reason: str) -> None:
     find(roster, sealed())
     assert left(unanswered(roster, reason)) == []
-    assert left(unanswered(roster, reason)) == ["silent"]
+    assert left(unanswered(roster, reason, NOW + 1)) == ["silent"]
     assert not roster.live
+
+
+def test_questions_that_were_under_way_together_tell_of_one_silence(roster: Roster) -> None:
+    find(roster, sealed())
+    for late_s in (0.0, 0.1, 0.9):
+        assert left(unanswered(roster, "deadline", NOW + late_s)) == []
+    assert left(unanswered(roster, "deadline", NOW + 1.9)) == ["silent"]
+
+
+def test_a_clock_that_was_set_back_hides_no_silence(roster: Roster) -> None:
+    find(roster, sealed())
+    unanswered(roster, "deadline", NOW)
+    assert left(unanswered(roster, "deadline", NOW - 3600)) == ["silent"]
 
 
 def test_an_answer_between_two_silences_forgives_the_first(roster: Roster) -> None:

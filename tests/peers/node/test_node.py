@@ -466,6 +466,7 @@ def test_a_peer_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm,
     tag = SwapTag(0, 1) if algorithm == "symmetric" else PullTag(0, 1)
     for _ in range(3):
         played.deliver(AskFailed(tag, played.known.peer, reason, 3.0))
+        played.now += 3.0
     assert (played.known.peer in played.node.roster.live) == known
 
 
@@ -473,6 +474,7 @@ def test_an_upload_that_our_own_uplink_is_too_thin_for_takes_nobody_for_dead() -
     played = Played("pull", "training")
     for _ in range(3):
         played.deliver(AskFailed(UploadTag("up"), played.known.peer, "deadline", 20.0))
+        played.now += 20.0
     assert played.known.peer in played.node.roster.live
 
 

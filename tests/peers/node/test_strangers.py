@@ -7,9 +7,11 @@ import pytest
 
 from decentral.comm.wire import blobs, messages
 from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Message, Refused, Snapshot
+from decentral.comm.wire.transport import AskFailed
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
+from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.node.node import NodePhase
 from tests.peers.node.test_node import BLOB, LAYOUT, NOW, RUN, STRANGER, Played
 
@@ -48,7 +50,7 @@ def test_a_peer_that_left_our_questions_unanswered_is_no_stranger_until_its_reco
     played = Played("pull", "training")
     roster = played.node.roster
     for _ in range(2):
-        roster._unanswered(played.known.peer, played.now)
+        roster.handle(AskFailed(ProbeTag("ping"), played.known.peer, "unreachable", 1.0), played.now)
     assert played.known.peer not in roster.live
     assert played.node.answers.knows(played.known.peer)
     played.pass_time(601.0)
