@@ -127,7 +127,7 @@ class PullRule(UpdateRule):
         partners = [part for part in parts if isinstance(part, PulledWindow)]
         trust = self._trust(partners, blob) if own.tokens else [1.0] * len(partners)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
-        shares = influence.token_shares(own.tokens, [one.tokens for one in partners], trust)
+        shares = influence.token_shares(own.tokens, [self._claimed(one, own) for one in partners], trust)
         progress = influence.usual(self.experience.progress, [one.length for one in partners])
         near = self.experience.met((one.peer, one.distance) for one in partners if one.phi is not None)
         steps_taken, slow_weights = [Weighted(1.0 - sum(shares), blob)], []
@@ -144,6 +144,12 @@ class PullRule(UpdateRule):
         alpha, beta, gamma = self.constants.alpha, self.constants.beta, self.constants.gamma
         self.tools.kernels.merge(vectors, steps_taken, slow_weights, OuterConstants(alpha, beta, gamma, rho))
         return Correction(self.spare)
+
+    def _claimed(self, one: PulledWindow, own: Window) -> float:
+        """The tokens that a partner claims, as far as its progress explains them beside ours."""
+        if not own.tokens:
+            return one.tokens
+        return min(one.tokens, influence.explained_tokens(one.length, own.tokens, self.experience.lengths[-1]))
 
     def _trust(self, partners: Sequence[PulledWindow], blob: bytes) -> list[float]:
         """How much of each partner's progress counts, by a sample of it that nobody can foretell."""

@@ -1,10 +1,11 @@
-"""How far partners' progress agrees with ours over the last windows, and so how much of it counts.
+"""How much of partners' progress counts: what points against ours counts for nothing, nor what pulls one way for long.
 
-In one window most of an honest pseudo-gradient is the noise of its own data: its cosine with ours is 0.1 or so. Over
-many windows noise averages out, and what remains is the common direction. A liar's bias remains as well, however little
-of it there is in each window: the sum of its windows is longer than others', and points elsewhere. So sums that forget
-old windows slowly are compared with ours (history: Karimireddy et al., arXiv 2012.10333; trust by the cosine with one's
-own update: FLTrust, Cao et al., arXiv 2012.13995), and each with the usual one: among honest peers all count whole.
+In one window most of an honest pseudo-gradient is the noise of its own data: its cosine with ours is 0.1 or so, and
+that of unrelated vectors as long as a model is nearly zero. So a negative one is no chance (trust by the cosine with
+one's own update: FLTrust, Cao et al., arXiv 2012.13995). What a liar hides in that noise shows over windows
+(train/deviations.py). How far sums over windows agree with ours says less: what a fast device has contributed by chance
+the others take back in the windows after, so that their sums and its own are at odds though all are honest
+(docs/results/security.md).
 
 A sample of the numbers is enough. Where it lies follows from what quantisation has kept back of our own progress, which
 nobody else knows. Its stretches are whole blocks of the codec, so it is decoded like any other section. A restart
@@ -13,30 +14,23 @@ forgets all this; the other bounds (train/influence.py) need no history.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod, sqrt
-from statistics import median_low
+from math import sqrt
 
 import torch
 from torch import Tensor
 
 from decentral.core import rng
 from decentral.core.ids import PeerId
-from decentral.core.latest import keep_latest
 from decentral.train import compress
 from decentral.train.deviations import Deviations
-from decentral.train.influence import usual
 from decentral.train.outer_kernels import PSEUDO_GRADIENT_CODEC
 from decentral.train.sections import Codecs
 
 STRETCHES = 32
 STRETCH_NUMBERS = 1024
 SECRET_NUMBERS = 64  # of our residual, from which the sample's places follow
-KEPT = 0.9  # of a sum, with each window that is added to it
-MOST_KNOWN = 16  # partners whose sums are kept, or all of a window, if they are more
-NOTHING, WHOLE = 1 / 3, 2 / 3  # of the usual cosine: up to the first nothing counts, from the second on all does
-MOST_TIMES_OURS = 10.0  # what a window adds to a partner's sum is no longer than so many of ours
-TIMES_USUAL_SUM = 1.5  # the usual length of a sum: who has a longer one counts for less in this proportion
-NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: what chance may take off one
+MOST_TIMES_OURS = 10.0  # a partner's window is no longer than so many of ours: no product of the two is too large
+NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: what chance may make of one
 AGAINST = 3.0  # times that: what is further below zero is no chance, though a model's numbers are not independent
 
 
@@ -66,10 +60,8 @@ class WindowSample:
 
 @dataclass(slots=True)
 class Agreement:
-    """Sums of what we and our partners have published of one fragment."""
+    """What one fragment's windows, ours and our partners', say of whom to believe."""
 
-    ours: Tensor | None = None
-    theirs: dict[PeerId, Tensor] = field(default_factory=dict)
     deviations: Deviations = field(default_factory=Deviations)
 
     def trust(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
@@ -80,40 +72,12 @@ class Agreement:
         if not bool(window.any()):
             return [1.0] * len(partners)
         partners = [(peer, _at_most(vector, MOST_TIMES_OURS * _length(window))) for peer, vector in partners]
-        self.ours = window if self.ours is None else KEPT * self.ours + window
-        most_known = max(MOST_KNOWN, len(partners))
-        for peer, vector in partners:
-            before = self.theirs.get(peer)
-            summed = vector if before is None else KEPT * before + vector
-            keep_latest(self.theirs, peer, summed, most_known)
-        unbiased = self.deviations.unbiased(window, partners, most_known)
+        unbiased = self.deviations.unbiased(window, partners)
+        least = -AGAINST * chance_of(window)
         return [
-            0.0 if cosine(window, vector) < -AGAINST * chance_of(window) else prod(counts)
-            for (_, vector), *counts in zip(
-                partners, self._steady(partners), self._agreeing(partners), unbiased, strict=True
-            )
+            counts if cosine(window, vector) >= least else 0.0
+            for (_, vector), counts in zip(partners, unbiased, strict=True)
         ]
-
-    def _agreeing(self, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
-        assert self.ours is not None
-        known = {peer: cosine(self.ours, total) for peer, total in self.theirs.items()}
-        typical = median_low(known.values()) if known else 0.0
-        return [part_that_counts(known[peer], typical, chance_of(self.ours)) for peer, _ in partners]
-
-    def _steady(self, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
-        assert self.ours is not None
-        known = {peer: _length(total) for peer, total in self.theirs.items()}
-        most = TIMES_USUAL_SUM * usual(_length(self.ours), list(known.values()))
-        return [min(1.0, most / known[peer]) if known[peer] else 1.0 for peer, _ in partners]
-
-
-def part_that_counts(found: float, typical: float, chance: float) -> float:
-    """By the cosine that was found, and the typical one; both may be `chance` too low."""
-    if found < -AGAINST * chance:
-        return 0.0
-    if typical <= chance:
-        return 1.0
-    return min(1.0, max(0.0, ((found + chance) / typical - NOTHING) / (WHOLE - NOTHING)))
 
 
 def chance_of(window: Tensor) -> float:

@@ -9,6 +9,7 @@ helps: Karimireddy et al., arXiv 2012.10333). A direction that changes hides thi
 Partners whose data are of another kind than ours deviate for good as well; each is judged by what is usual among them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 
+MOST_KNOWN = 16  # partners whose deviations are kept, or all of a window, if they are more
 COMPARED_NUMBERS = 8192  # of a window that are looked at: chance alone makes a cosine of 0.02 of so many
 PERIOD_WINDOWS = (
     5  # windows of ours: deviations are compared with those before the last period, 5 to 10 windows old or older
@@ -57,7 +59,7 @@ class Deviations:
     known: dict[PeerId, Deviation] = field(default_factory=dict)
     windows: int = 0
 
-    def unbiased(self, window: Tensor, partners: list[tuple[PeerId, Tensor]], most_known: int) -> list[float]:
+    def unbiased(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
         """How much of each partner's progress counts by this, from 0 to 1. `window`: ours, none of them zero."""
         self.windows += 1
         if self.windows % PERIOD_WINDOWS == 0:
@@ -67,7 +69,7 @@ class Deviations:
         for peer, vector in partners:
             deviation = self.known.get(peer) or Deviation.none(len(ours))
             deviation.add(_direction(vector) - ours)
-            keep_latest(self.known, peer, deviation, most_known)
+            keep_latest(self.known, peer, deviation, max(MOST_KNOWN, len(partners)))
         found = [one.persistence for one in self.known.values() if one.persistence is not None]
         allowed = max(ALLOWED_COSINE, TIMES_USUAL_COSINE * median_low(found)) if found else 1.0
         return [part_that_is_allowed(self.known[peer].persistence, allowed) for peer, _ in partners]

@@ -1,7 +1,8 @@
 """How far one partner may move us: a bound for each thing that a partner says, from what honest training explains.
 
-    tokens       a claim counts as at most TIMES_USUAL_TOKENS the usual one; a partner has at most MOST_SHARE of a merge
-    direction    a pseudo-gradient counts as much as it agrees with ours over the last windows (train/agreement.py)
+    tokens       a claim counts as at most TIMES_USUAL_TOKENS the usual one, and TIMES_EXPLAINED what the length of the
+                 pseudo-gradient explains; a partner has at most MOST_SHARE of a merge
+    direction    what points against ours counts for nothing, and less what pulls one way for long (train/agreement.py)
     length       a pseudo-gradient is at most TIMES_USUAL as long as is usual in this window
     slow weights pull us by at most TIMES_USUAL the usual distance, and by the partner's share of that
 
@@ -23,13 +24,14 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 
 TIMES_USUAL_TOKENS = 4.0  # times the usual claim of a window's tokens, or ours where that is more
+TIMES_EXPLAINED = 2.0  # times our tokens, where a pseudo-gradient is as long as ours; more or fewer as it is longer
 MOST_SHARE = 0.5  # of a merge's weight that one partner has: never more than we and the others
 TIMES_USUAL = 1.5  # times what is usual: the length of a pseudo-gradient, and the way towards slow weights
 RECENT_WINDOWS = 16  # of ours, whose lengths are kept
 RECENT_PARTNERS = 16  # whose last distances are kept, one for each: nobody fills the list alone
 
 
-def token_shares(own: int, claims: Sequence[int], trust: Sequence[float] = ()) -> list[float]:
+def token_shares(own: int, claims: Sequence[float], trust: Sequence[float] = ()) -> list[float]:
     """Each partner's share of a merge; the rest is ours. Honest claims of peers that are alike weigh as they are.
 
     Who claims no tokens moves nobody, unless nobody has any: then all weigh the same. `trust`: of each, 0 to 1.
@@ -42,6 +44,15 @@ def token_shares(own: int, claims: Sequence[int], trust: Sequence[float] = ()) -
     else:
         believed, total = list(trusted), 1.0 + sum(trusted)
     return [min(MOST_SHARE, one / total) if one else 0.0 for one in believed]
+
+
+def explained_tokens(length: float, own: int, own_length: float) -> float:
+    """How many tokens a pseudo-gradient of this length may stand for, where our own stands for `own`.
+
+    Progress grows with tokens, at least like their root: who claims far more than ours made of them takes the place of
+    others' progress in a merge and gives none.
+    """
+    return TIMES_EXPLAINED * own * length / own_length if own_length else float("inf")
 
 
 def believed_tokens(claims: Sequence[int]) -> list[float]:

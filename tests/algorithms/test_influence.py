@@ -105,6 +105,24 @@ def test_a_claim_of_a_thousand_times_the_tokens_is_not_believed() -> None:
     assert 1 - sum(shares) >= shares[0], "the rest is ours"
 
 
+def test_tokens_without_progress_take_the_place_of_nobody() -> None:
+    """Progress of zero with our own tokens' claim would halve what we gain in a merge with it."""
+    (ours, liar), (alone, _) = alike("pull", 2), alike("pull", 2)
+    ours.close(), alone.close()
+    theirs = liar.close()
+    nothing = {PSEUDO_GRADIENT: torch.zeros_like(vectors(theirs)[PSEUDO_GRADIENT])}
+    ours.merge([claim(repacked(theirs, {**vectors(theirs), **nothing}), 1000)])
+    alone.merge([])
+    assert torch.equal(ours.live.theta, alone.live.theta)
+
+
+@pytest.mark.parametrize("faster", [0.1, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("grows", [0.5, 1.0])
+def test_honest_progress_explains_its_tokens(faster: float, grows: float) -> None:
+    """It grows with the steps where they agree, and with their root where they are noise."""
+    assert influence.explained_tokens(faster**grows, 1000, 1.0) >= faster * 1000
+
+
 def test_no_claim_makes_one_partner_more_than_we_are() -> None:
     assert influence.token_shares(0, [1 << 60]) == [influence.MOST_SHARE]
     assert influence.token_shares(1, [1 << 60]) == [influence.MOST_SHARE]

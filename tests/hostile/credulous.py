@@ -1,5 +1,6 @@
 """Peers without defences: the bounds on what one partner may do are replaced by what they bound."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ def without_defences(replace: Replace) -> None:
     replace(pull, "Experience", Credulous)
     replace(pull, "Agreement", Trustful)
     replace(influence, "token_shares", believed_shares)
+    replace(influence, "explained_tokens", lambda length, own, own_length: math.inf)
     replace(TokenClaims, "believed", lambda self, peer, tokens, tokens_per_s, now: tokens)
 
 

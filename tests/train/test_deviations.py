@@ -40,7 +40,7 @@ class Swarm:
         if self.lie is not None:
             theirs.append(self.lie([ours, *theirs], self.number))
         named = [(PeerId(str(place)), one) for place, one in enumerate(theirs)]
-        return self.known.unbiased(ours, named, most_known=16)
+        return self.known.unbiased(ours, named)
 
     def after(self, windows: int) -> list[list[float]]:
         return [self.window() for _ in range(windows)]
@@ -84,7 +84,7 @@ def test_where_all_have_data_of_their_own_all_count_whole() -> None:
     known = Deviations()
     for number in range(WINDOWS):
         theirs = [(PeerId(str(peer)), unit("own", peer) + unit(number, peer)) for peer in range(3)]
-        counted = known.unbiased(unit("own", 9) + unit(number, 9), theirs, most_known=16)
+        counted = known.unbiased(unit("own", 9) + unit(number, 9), theirs)
     assert counted == [1.0] * 3
 
 
@@ -95,5 +95,5 @@ def test_before_anything_is_old_all_count_whole() -> None:
 def test_what_is_known_of_partners_who_left_is_forgotten() -> None:
     known = Deviations()
     for number in range(50):
-        known.unbiased(unit("ours"), [(PeerId(str(number)), unit(number))], most_known=16)
-    assert len(known.known) == 16
+        known.unbiased(unit("ours"), [(PeerId(str(number)), unit(number))])
+    assert len(known.known) == deviations.MOST_KNOWN
