@@ -13,6 +13,7 @@ from decentral.comm.wire.messages import RoundMember
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Found, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.membership.roster import MOST_DROPPED
@@ -81,7 +82,7 @@ def test_peers_that_never_answer_are_not_remembered_without_end() -> None:
     entry = roster.live[played.known.peer]
     for number in range(MOST_DROPPED + 100):
         roster.live[PeerId(f"silent{number}")] = dataclasses.replace(entry, failures=1)
-        roster._unanswered(PeerId(f"silent{number}"), played.now)
+        roster._unanswered(PeerId(f"silent{number}"), Reason.DEADLINE, played.now, played.now)
     assert len(roster._valid) <= MOST_DROPPED
 
 
