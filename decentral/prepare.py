@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,16 +21,14 @@ from functools import partial
 from decentral import __version__, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, stage_config
 from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import Permission
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Amount, Seconds
 from decentral.dashboard.record_lines import feed_page, watch_for_page
-from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
+from decentral.lost_peers import look_for_the_lost
 from decentral.peers.hosts.host import Host
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
@@ -39,7 +37,7 @@ from decentral.peers.membership.revocation_watch import NO_MEMBER
 from decentral.peers.node.node import Node
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
-from decentral.reach_swarm import SwarmAccess, connect
+from decentral.reach_swarm import SwarmAccess
 from decentral.train import checkpoint, compress, data, measure, memory, run_inputs
 from decentral.train.checkpoint import DamagedCheckpoint
 from decentral.train.compute import Compute, ComputeSetup
@@ -50,7 +48,6 @@ from decentral.train.step import ALONE
 
 STEPS_REPORTED_S = 0.2  # how often, at most
 DAEMON_RESTARTS, DAEMON_RESTARTS_S = 5, 600.0  # so many restarts of the libp2p daemon in so many seconds are enough
-RECONNECT_S = 10.0  # a peer that is alone tries the addresses that it knows this often
 
 
 def prove_kernels(device: str) -> tuple[OuterKernels, str]:
@@ -196,8 +193,7 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     for name in ending:
         loop.add_signal_handler(name, host.stop, "interrupted")
     tasks = [
-        asyncio.create_task(work)
-        for work in (_show(host, shown), _reconnect_when_alone(host, flags.join), _revive(host))
+        asyncio.create_task(work) for work in (_show(host, shown), look_for_the_lost(host, flags.join), _revive(host))
     ]
     if flags.page:
         tasks += [asyncio.create_task(work(host, flags.page)) for work in (feed_page, watch_for_page)]
@@ -255,30 +251,3 @@ async def _revive(host: Host) -> None:
         except (UserError, OSError) as error:
             host.stop(f"error: {trouble} and cannot be started again: {error}")
             return
-
-
-async def _reconnect_when_alone(host: Host, join: Sequence[str]) -> None:
-    """A swarm that was down comes together again: a peer that is alone keeps looking where the others were.
-
-    It also looks at the addresses of --join, because a name there may lead somewhere else by now.
-    """
-    transport, directory = host.transport, host.directory
-    assert isinstance(transport, Libp2p)
-    assert isinstance(directory, HivemindDirectory)
-    while True:
-        await asyncio.sleep(RECONNECT_S)
-        if host.node.roster.live:
-            continue
-        for addresses in [*([address] for address in join), *host.book.known.values()]:
-            if peer := await connect(transport, addresses):
-                await directory.meet(peer)
-                await _compare_clocks(host, peer)
-
-
-async def _compare_clocks(host: Host, peer: PeerId) -> None:
-    """A peer that has found itself another time than the others cannot see their records, nor they its."""
-    assert isinstance(host.directory, HivemindDirectory)
-    for ahead_s in await host.directory.clocks_ahead_s([peer]):
-        if abs(ahead_s) > CLOCKS_AGREE_S:
-            remedy = "start this peer again, and it goes by the others'"
-            host.watch.note("clock", f"this peer's clock is {difference(-ahead_s)} that of {peer}; {remedy}")

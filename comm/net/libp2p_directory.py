@@ -89,8 +89,11 @@ class HivemindDirectory:
         one, and then the records of each would not reach the other until they expire.
         """
         if not self._dht.protocol.routing_table.uid_to_peer_id:
-            some = random.sample(sorted(self._connected), min(MEET_AGAIN, len(self._connected)))
-            await asyncio.gather(*map(self.meet, some))
+            await asyncio.gather(*map(self.meet, self.some_connected()))
+
+    def some_connected(self) -> list[PeerId]:
+        """A few of the peers that we are connected to, by chance."""
+        return random.sample(sorted(self._connected), min(MEET_AGAIN, len(self._connected)))
 
     async def meet(self, peer: PeerId) -> None:
         """Puts a peer that we are connected to into the routing table."""

@@ -162,9 +162,16 @@ class GossipAudit:
             history.merged = dict(history.saved)
 
     def moved(self, host: VirtualHost) -> None:
-        """A fragment that was gained begins with a donor's state, though the peer may have held it before."""
+        """A fragment that was gained begins with a donor's state, though the peer may have held it before.
+
+        The mass of one that was given up is nobody's: a push that was being added then goes back to its sender.
+        """
         history, before = self.histories[host.peer], {one.index for one in host.node.setup.fragments}
-        gained = {held.live.fragment.index for held in host.training.gossip.fragments} - before
+        holds = {held.live.fragment.index for held in host.training.gossip.fragments}
+        gained, given_up = holds - before, before - holds
+        self.taken = {
+            push: owner for push, owner in self.taken.items() if owner != host.peer or push[1] not in given_up
+        }
         history.merged = {name: window for name, window in history.merged.items() if name[1] not in gained}
         self.resting -= {(host.peer, index) for index in gained}
         history.absorbed = {push for push in history.absorbed if push[1] not in gained}

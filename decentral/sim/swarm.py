@@ -276,14 +276,24 @@ class SimulatedSwarm:
         self.records.ahead_s[member.peer] = member.clock_s
 
     def _compare_clocks(self) -> None:
-        """A peer that is alone and reaches peers with another time tells its user, who starts it again."""
+        """A peer that finds others with another time tells its user, who starts it again, with --join if it must."""
         self.agenda.after(CLOCKS_COMPARED_S, self._compare_clocks)
         for member in self.living:
-            if member.training and not member.frozen and member.host and not member.host.node.roster.live:
-                there = [self.by_peer[contact] for contact in self._contacts(member)]
-                if any(abs(one.clock_s - member.clock_s) > CLOCKS_AGREE_S for one in there if one.training):
-                    self.crash(member)
-                    self.start(member)
+            if member.training and not member.frozen and member.host and (apart := self._of_another_time(member)):
+                member.address_book = member.address_book or dict.fromkeys(apart)
+                self.crash(member)
+                self.start(member)
+
+    def _of_another_time(self, member: SimulatedPeer) -> list[PeerId]:
+        """What decentral/lost_peers.py finds: where the others were that it has lost, and who has found it there."""
+        assert member.host is not None
+        live = member.host.node.roster.live
+        found = [self.by_peer[peer] for peer in self._contacts(member)]
+        if not live:
+            found += [one for one in self.living if member.peer in self._contacts(one)]
+        if len(member.address_book.keys() - live.keys()) < len(live):
+            return []
+        return [one.peer for one in found if one.training and abs(one.clock_s - member.clock_s) > CLOCKS_AGREE_S]
 
     def _write_line(self, member: SimulatedPeer, peer: PeerId, t: Seconds, line: Log) -> None:
         """A line of its journal, or one more that a full disk loses."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.train import compress
-from decentral.train.deviations import Deviations
+from decentral.train.deviations import Deviations, chance_of
 from decentral.train.outer_kernels import PSEUDO_GRADIENT_CODEC
 from decentral.train.sections import Codecs
 
@@ -30,8 +30,7 @@ STRETCHES = 32
 STRETCH_NUMBERS = 1024
 SECRET_NUMBERS = 64  # of our residual, from which the sample's places follow
 MOST_TIMES_OURS = 10.0  # a partner's window is no longer than so many of ours: no product of the two is too large
-NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: what chance may make of one
-AGAINST = 3.0  # times that: what is further below zero is no chance, though a model's numbers are not independent
+AGAINST = 3.0  # times what chance makes: further below zero is none, though a model's numbers are not independent
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +77,6 @@ class Agreement:
             counts if cosine(window, vector) >= least else 0.0
             for (_, vector), counts in zip(partners, unbiased, strict=True)
         ]
-
-
-def chance_of(window: Tensor) -> float:
-    """How far below zero chance may put a cosine of two vectors as long as this one."""
-    return NOISE / sqrt(len(window))
 
 
 def _at_most(vector: Tensor, length: float) -> Tensor:

@@ -11,6 +11,7 @@ Partners whose data are of another kind than ours deviate for good as well; each
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from statistics import median_low
 
 import torch
@@ -21,11 +22,10 @@ from decentral.core.latest import keep_latest
 
 MOST_KNOWN = 16  # partners whose deviations are kept, or all of a window, if they are more
 COMPARED_NUMBERS = 8192  # of a window that are looked at: chance alone makes a cosine of 0.02 of so many
-PERIOD_WINDOWS = (
-    5  # windows of ours: deviations are compared with those before the last period, 5 to 10 windows old or older
-)
+NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: what chance may make of one
+PERIOD_WINDOWS = 5  # of ours: deviations are compared with those before the last period, 5 to 10 windows old or older
 OLD_SUM_KEPT = 0.9  # of the sum of old deviations, with each period
-ALLOWED_COSINE = 0.2  # the cosine up to which a partner counts whole, whatever is usual
+ALLOWED_COSINE = 0.175  # and what chance makes: the cosine up to which a partner counts whole, whatever is usual
 TIMES_USUAL_COSINE = 1.5  # or up to so many times the usual one; from twice that on it counts for nothing
 
 
@@ -71,8 +71,14 @@ class Deviations:
             deviation.add(_direction(vector) - ours)
             keep_latest(self.known, peer, deviation, max(MOST_KNOWN, len(partners)))
         found = [one.persistence for one in self.known.values() if one.persistence is not None]
-        allowed = max(ALLOWED_COSINE, TIMES_USUAL_COSINE * median_low(found)) if found else 1.0
+        always = ALLOWED_COSINE + chance_of(ours)
+        allowed = max(always, TIMES_USUAL_COSINE * median_low(found)) if found else 1.0
         return [part_that_is_allowed(self.known[peer].persistence, allowed) for peer, _ in partners]
+
+
+def chance_of(vector: Tensor) -> float:
+    """What chance may make of the cosine of two vectors that are as long as this one and have nothing in common."""
+    return NOISE / sqrt(len(vector))
 
 
 def part_that_is_allowed(persistence: float | None, allowed: float) -> float:

@@ -7,11 +7,12 @@
 There is one figure of merit (scheduler/throughput/replan.py): the tokens that the swarm trains within HORIZON_S, moves
 included, by the measured speeds, memories and links in the records. A plan is adopted only if its figure exceeds that
 of staying by a margin (scheduler/shared/margin.py), and dropped when it does not any more. Of several plans the best is
-adopted, and where several are known they are judged again when peers have moved: a plan that is better by then than
-staying may be the one that the others follow already. Plans that are equal within the margin have an order that all
-peers agree on, whichever they heard of first: first those proposed in the earlier interval of TIES_S, then the one with
-the fewest moves, then the lowest digest. An evaluation takes all known plans, so that a newcomer finds the one that
-others follow. It may take seconds in a large swarm, so a host does it beside its event loop: effect EvaluatePlans,
+adopted, and where several are known they are judged again when peers have moved, as a plan that is better by then than
+staying may be the one that the others follow already, and once more, as the figures are averages that follow late and
+peers that judge at other moments take another plan for the best. Plans that are equal within the margin have an order
+that all peers agree on, whichever they heard of first: first those proposed in the earlier interval of TIES_S, then the
+one with the fewest moves, then the lowest digest. An evaluation takes all known plans, so that a newcomer finds the one
+that others follow. It may take seconds in a large swarm, so a host does it beside its event loop: effect EvaluatePlans,
 event PlansEvaluated.
 
 Peers that hold the whole model train without routes, and are in no plan.
@@ -19,6 +20,7 @@ Peers that hold the whole model train without routes, and are in no plan.
 
 import dataclasses
 import hashlib
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,7 +54,7 @@ PLAN_LOOKUP_S = 4.0  # between two lookups of others' plans
 FIRST_MOVE_WAIT_S = 6.0  # before the first move: meanwhile an equal plan may turn up that all adopt instead
 TIES_S = 10.0  # interval of proposal: equal plans of an earlier one go first, as some peers have moved for them
 PLAN_RETRY_S = 3.0  # between two tries to move
-JUDGE_AGAIN_S = 10.0  # between two evaluations of the same plans, where peers have moved meanwhile
+JUDGE_AGAIN_S = 10.0  # between two evaluations of the same plans
 MEASUREMENT_NOISE = 0.03  # relative, on top of the margin of a plan whose figures are exact
 
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
@@ -103,6 +105,15 @@ class Evaluation:
     change: str
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The last evaluation: what each peer held, when it was, and whether it was the first one of this."""
+
+    spans: Mapping[PeerId, range] = field(default_factory=dict)
+    at: Seconds = 0.0
+    first: bool = False
+
+
 @dataclass(slots=True)
 class SwarmPlans:
     run: RunId
@@ -119,8 +130,7 @@ class SwarmPlans:
     _lookup_at: Seconds = 0.0
     _known: dict[PeerId, tuple[SwarmPlan, Seconds]] = field(default_factory=dict)  # latest plan and expiry by proposer
     _has_new: bool = False  # whether some known plan has not been evaluated yet
-    _judged: Mapping[PeerId, range] = field(default_factory=dict)  # what each peer held at the last evaluation
-    _judged_at: Seconds = 0.0
+    _judged: Judged = field(default_factory=Judged)
     _evaluation: Evaluation | None = None
     _number: int = 0  # number of the last evaluation
 
@@ -144,9 +154,10 @@ class SwarmPlans:
         all_held = len(held) == len(self.needs.fragments)  # lost layers come first: peers/placement/layer_recovery.py
         searches = self.search.is_due(now)
         spans = {peer: one.held for peer, one in members.items()}
-        again = len(self._known) > 1 and spans != self._judged and now >= self._judged_at + JUDGE_AGAIN_S
+        changed = searches or self._has_new or spans != self._judged.spans
+        again = len(self._known) > 1 and (changed or self._judged.first) and now >= self._judged.at + JUDGE_AGAIN_S
         if self._evaluation is None and all_held and (searches or self._has_new or again):
-            self._judged, self._judged_at = spans, now
+            self._judged = Judged(spans, now, changed)
             effects.append(self._evaluate(members, searches))
         return effects
 
@@ -188,10 +199,13 @@ class SwarmPlans:
         plans = list(zip(found.proposed, evaluation.plans, strict=True))
         if any(plan == self.adopted and tokens <= found.stay_tokens for tokens, plan in plans):
             self.adopted = None
+        follows = any(plan == self.adopted for _, plan in plans)
         ours = self._own_proposal(found, evaluation.change, now)
         if ours is not None:
             plans.append((found.found_tokens, ours))
-        better = [(tokens, plan) for tokens, plan in plans if _is_better(found.stay_tokens, tokens)]
+        # Who follows a plan that has become little better than staying takes the one that others in its place take.
+        is_better = operator.lt if follows else _is_better
+        better = [(tokens, plan) for tokens, plan in plans if is_better(found.stay_tokens, tokens)]
         most = max((tokens for tokens, _ in better), default=0.0)
         equal = [one for one in better if not adopts(1 / most, 1 / one[0]) and not adopts(1 / one[0], 1 / most)]
         if not equal:

@@ -9,7 +9,7 @@ from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Snapshot
 from decentral.core.ids import RunId
-from decentral.sim import faults, liars
+from decentral.sim import faults, liars, surrogate, surrogate_model, surrogate_stages, swarm
 from decentral.sim.convergence_audit import distances, loss_of_mean
 from decentral.train import compress
 from decentral.train.sections import Packer, unpack
@@ -65,11 +65,19 @@ def test_a_spec_names_the_lie(kind: str) -> None:
     assert str(fault) == f"lie 2 {kind} at 10 for 20"
 
 
+@pytest.fixture
+def long_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the surrogate's eight numbers chance alone makes any cosine, so that a direction tells nothing."""
+    for module in (surrogate, surrogate_model, surrogate_stages, swarm):
+        monkeypatch.setattr(module, "NUMBERS", 64)
+
+
+@pytest.mark.usefixtures("long_vectors")
 @pytest.mark.parametrize("kind", liars.FALSIFIED)
 def test_honest_peers_learn_while_one_of_five_lies(kind: str) -> None:
-    """All begin at a distance of one. Without bounds it was 0.19 to 0.56 with flipped, opposed and tokens."""
+    """All begin at a distance of one. Without bounds it is 0.17 to 0.56 with flipped, opposed and tokens."""
     faulty = FaultySwarm(f"lie 4 {kind} at 10 for 40", peers=5)
     faulty.play(50.0)
     honest = [member for member in faulty.swarm.living if member.number != 4]
-    assert loss_of_mean(honest) ** 0.5 < 0.17
+    assert loss_of_mean(honest) ** 0.5 < 0.15
     assert max(distances(honest).values()) < 0.2

@@ -57,6 +57,13 @@ FOUND = {
     8854: "a thin uplink: two uploads of a megabyte were late, and a peer that answered all else was taken for dead",
     9612: "records of an hour ahead stayed in the DHT, and those that the same peers wrote later were not taken",
     9743: "a peer that was killed counted a micro-batch again, when it came to it once more to be audited",
+    15655: "answers to questions that had waited for one stalled link took two peers for dead, one after the other",
+    23055: "the same",
+    24735: "a peer with a wrong clock was alone, knew of nobody, and those that found it did not tell it",
+    25615: "two peers followed equal plans, each its own, which were little better than staying by then",
+    28575: "a swarm came back in two parts with an hour between their clocks, and nobody looked for the others",
+    29943: "a bug of the audit: a push went back from a fragment that had been given up, and its mass with it",
+    32943: "peers that had judged plans at different moments followed different ones",
 }
 
 
