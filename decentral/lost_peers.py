@@ -19,8 +19,8 @@ from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
 from decentral.peers.hosts.host import Host
 from decentral.reach_swarm import connect
 
-LOOK_ALONE_S = 10.0  # a peer that is alone looks this often
-LOOK_S = 60.0  # any other one
+ALONE_LOOK_S = 10.0  # a peer that is alone looks this often
+LOST_LOOK_S = 60.0  # any other one
 
 Places = Sequence[tuple[str, ...]]
 """The addresses of one peer each."""
@@ -33,10 +33,10 @@ async def look_for_the_lost(host: Host, join: Sequence[str]) -> None:
     assert isinstance(directory, HivemindDirectory)
     looked_at = host.now()
     while True:
-        await asyncio.sleep(LOOK_ALONE_S)
+        await asyncio.sleep(ALONE_LOOK_S)
         live = host.node.roster.live
         lost = [addresses for peer, addresses in host.book.known.items() if peer not in live]
-        if live and (not lost or host.now() < looked_at + LOOK_S):
+        if live and (not lost or host.now() < looked_at + LOST_LOOK_S):
             continue
         looked_at = host.now()
         places = [random.choice(lost)] if live else [*((address,) for address in join), *lost]

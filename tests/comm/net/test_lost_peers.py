@@ -54,8 +54,9 @@ def test_who_is_found_with_another_time_is_told_of(tmp_path: Path) -> None:
         try:
             await a.directory([KEY], [])
             own = await b.directory([KEY], [])
-            (found,) = await clocks_apart(own, await meet(b, own, [await a.addresses()]))
-            assert found == (a.peer, pytest.approx(3600.0, abs=0.01))
+            ((found, ahead_s),) = await clocks_apart(own, await meet(b, own, [await a.addresses()]))
+            assert found == a.peer
+            assert ahead_s == pytest.approx(3600.0, abs=0.01)
         finally:
             await asyncio.gather(a.close(), b.close())
 
