@@ -183,8 +183,9 @@ class Network:
             self._fail_later(question, Reason.UNREACHABLE, 2 * self.geography.delay_s(source, target))
         else:
             question.sent_bytes = self._size(question.envelope)
+            arriving = None
             for _ in range(self.faults.copies(source, target)):
-                self._travel(question, question.envelope)
+                arriving = self._travel(question, question.envelope, arriving=arriving)
 
     def _arrive(self, question: Question, envelope: Envelope | ProtocolError) -> None:
         """The question has crossed the wire."""
@@ -314,25 +315,32 @@ class Network:
     def _reaches(self, source: PeerId, target: PeerId) -> bool:
         return self.faults.cut_off_at(source, target) is None
 
-    def _travel(self, question: Question, envelope: Envelope, back: bool = False) -> None:
-        """Sends the question to its target, or the answer `back` to the asker."""
+    def _travel(
+        self,
+        question: Question,
+        envelope: Envelope,
+        back: bool = False,
+        arriving: Envelope | ProtocolError | None = None,
+    ) -> Envelope | ProtocolError | None:
+        """Sends the question to its target, or the answer `back` to the asker. Gives what arrives.
+
+        A message that comes twice is damaged in both copies alike (`arriving`), as it was damaged before it was copied.
+        """
         source, target = question.source.peer, question.target
         if back:
             source, target = target, source
         delay_s = self.faults.delay_s(source, target, self.geography.delay_s(source, target))
         if delay_s == float("inf"):
             self._fail_later(question, Reason.CUT, 2 * self.geography.delay_s(source, target))
-            return
-        arriving: Envelope | ProtocolError = envelope
-        wire = self.faults.damage(source, target, lambda: written(envelope))
-        if wire is not None:
-            port = self.ports.get(target)
-            arriving = read(wire, port.bound if port and not back else lambda _: question.max_blob_bytes if back else 0)
+            return arriving
+        if arriving is None:
+            arriving = self._as_it_arrives(question, envelope, source, target, back)
+        landing = arriving
 
         def landed() -> None:
             question.transfer = question.paced = None
             arrived = self._answered if back else self._arrive
-            self.agenda.after(delay_s, lambda: arrived(question, arriving))
+            self.agenda.after(delay_s, lambda: arrived(question, landing))
 
         def begin(done: Callable[[], None]) -> None:
             if back:
@@ -350,6 +358,16 @@ class Network:
             question.paced = sender.uplink.send(envelope, size, begin, landed)
         else:
             begin(landed)
+        return arriving
+
+    def _as_it_arrives(
+        self, question: Question, envelope: Envelope, source: PeerId, target: PeerId, back: bool
+    ) -> Envelope | ProtocolError:
+        wire = self.faults.damage(source, target, lambda: written(envelope))
+        if wire is None:
+            return envelope
+        port = self.ports.get(target)
+        return read(wire, port.bound if port and not back else lambda _: question.max_blob_bytes if back else 0)
 
     def _size(self, envelope: Envelope) -> int:
         """Bytes on the wire. Headers of one kind of message differ by a few bytes; the first one stands for all."""

@@ -128,8 +128,8 @@ class PullRule(UpdateRule):
         trust = self._trust(partners, blob) if own.tokens else [1.0] * len(partners)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
         shares = influence.token_shares(own.tokens, [self._claimed(one, own) for one in partners], trust)
-        progress = influence.usual(self.experience.progress, [one.length for one in partners])
-        near = self.experience.met((one.peer, one.distance) for one in partners if one.phi is not None)
+        progress = self.experience.usual_progress((one.peer, one.length) for one in partners)
+        near = self.experience.usual_distance((one.peer, one.distance) for one in partners if one.phi is not None)
         steps_taken, slow_weights = [Weighted(1.0 - sum(shares), blob)], []
         for share, one in zip(shares, partners, strict=True):
             steps_taken.append(Weighted(share * influence.scale(one.length, progress), one.pseudo_gradient))

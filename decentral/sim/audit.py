@@ -26,6 +26,7 @@ from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
+from decentral.peers.hosts.clock import CLOCKS_AGREE_S
 from decentral.sim.convergence_audit import ConvergenceAudit
 from decentral.sim.evidence import SLACK_S, Evidence, slowest_step_s
 from decentral.sim.fault_injector import FaultInjector
@@ -156,8 +157,10 @@ class InvariantAudit:
         held = set(host.node.setup.fragments)
         for other in self.swarm.members:
             if other.training and other.peer != host.peer and not other.byzantine and other.host is not None:
-                node = other.host.node
-                if (node.progress.joined_at or 0) < host.clock() - SETTLED_S and held & set(node.setup.fragments):
+                node, apart_s = other.host.node, abs(other.host.clock() - host.clock())
+                if apart_s > CLOCKS_AGREE_S or not held & set(node.setup.fragments):
+                    continue  # peers with another time do not see each other's records
+                if (node.progress.joined_at or 0) < host.clock() - SETTLED_S:
                     self.evidence.violated("holds state", f"started from nothing while {other.peer} trains", host)
 
 

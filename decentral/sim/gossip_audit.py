@@ -156,10 +156,8 @@ class GossipAudit:
         history.weights = _weights(host)
         self.resting = {name for name in self.resting if name[0] != host.peer}
         self.taken = {push: owner for push, owner in self.taken.items() if owner != host.peer}
-        if from_donors:
-            history.merged = {}
-        elif host.node.setup.restored_step is not None:
-            history.merged = dict(history.saved)
+        resumed = host.node.setup.restored_step is not None and not from_donors
+        history.merged = dict(history.saved) if resumed else {}
 
     def moved(self, host: VirtualHost) -> None:
         """A fragment that was gained begins with a donor's state, though the peer may have held it before.

@@ -111,8 +111,10 @@ class RouteAudit:
         for member in living:
             self._check_bounds(member, len(living))
         self._check_holders(living)
-        if self.evidence.network_trouble_at == now or not all(self._holders.values()):
-            self.troubled_at = now
+        layers = len(self.evidence.swarm.settings.fragments)
+        routed = any(len(one.host.node.setup.fragments) < layers for one in living if one.training and one.host)
+        if self.evidence.network_trouble_at == now or not all(self._holders.values()) or not routed:
+            self.troubled_at = now  # of peers that each hold the whole model nothing is routed
         quiet_since = max(self.troubled_at, self.counted_at)
         if now - quiet_since > ROUTE_STALLED_S:
             self.evidence.violated("goes on", f"nothing was counted for {now - quiet_since:.0f} s", None)

@@ -1,11 +1,11 @@
-"""How much of partners' progress counts: what points against ours counts for nothing, nor what pulls one way for long.
+"""How much of partners' progress counts: not what points against ours, pulls one way for long, or has nothing of it.
 
 In one window most of an honest pseudo-gradient is the noise of its own data: its cosine with ours is 0.1 or so, and
 that of unrelated vectors as long as a model is nearly zero. So a negative one is no chance (trust by the cosine with
 one's own update: FLTrust, Cao et al., arXiv 2012.13995). What a liar hides in that noise shows over windows
-(train/deviations.py). How far sums over windows agree with ours says less: what a fast device has contributed by chance
-the others take back in the windows after, so that their sums and its own are at odds though all are honest
-(docs/results/security.md).
+(train/deviations.py), and so does what has nothing in common with ours (train/common_progress.py). How far sums over
+windows agree with ours says less: what a fast device has contributed by chance the others take back in the windows
+after, so that their sums and its own are at odds though all are honest (docs/results/security.md).
 
 A sample of the numbers is enough. Where it lies follows from what quantisation has kept back of our own progress, which
 nobody else knows. Its stretches are whole blocks of the codec, so it is decoded like any other section. A restart
@@ -22,6 +22,7 @@ from torch import Tensor
 from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.train import compress
+from decentral.train.common_progress import CommonProgress
 from decentral.train.deviations import Deviations, chance_of
 from decentral.train.outer_kernels import PSEUDO_GRADIENT_CODEC
 from decentral.train.sections import Codecs
@@ -62,6 +63,7 @@ class Agreement:
     """What one fragment's windows, ours and our partners', say of whom to believe."""
 
     deviations: Deviations = field(default_factory=Deviations)
+    common: CommonProgress = field(default_factory=CommonProgress)
 
     def trust(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
         """How much of each partner's progress counts, from 0 to 1. Vectors are samples of the windows, fp32 [m].
@@ -71,11 +73,11 @@ class Agreement:
         if not bool(window.any()):
             return [1.0] * len(partners)
         partners = [(peer, _at_most(vector, MOST_TIMES_OURS * _length(window))) for peer, vector in partners]
-        unbiased = self.deviations.unbiased(window, partners)
-        least = -AGAINST * chance_of(window)
+        cosines, chance = [(peer, cosine(window, vector)) for peer, vector in partners], chance_of(window)
+        unbiased, useful = self.deviations.unbiased(window, partners), self.common.useful(cosines, chance)
         return [
-            counts if cosine(window, vector) >= least else 0.0
-            for (_, vector), counts in zip(partners, unbiased, strict=True)
+            min(one, other) if found >= -AGAINST * chance else 0.0
+            for (_, found), one, other in zip(cosines, unbiased, useful, strict=True)
         ]
 
 

@@ -46,7 +46,7 @@ class BoundedRule(UpdateRule):
         distance = length(apart)
         if not isfinite(distance):
             return torch.zeros_like(apart)  # finite numbers of a partner may still differ from ours by more than any
-        most = influence.TIMES_USUAL * max(progress, self.experience.met([(partner, distance)]))
+        most = influence.TIMES_USUAL * max(progress, self.experience.usual_distance([(partner, distance)]))
         left = max(0.0, most - self._pulled.get(partner, 0.0))
         way = min(share * distance, left)
         self._pulled[partner] = self._pulled.get(partner, 0.0) + way

@@ -3,13 +3,14 @@
     tokens       a claim counts as at most TIMES_USUAL_TOKENS the usual one, and TIMES_EXPLAINED what the length of the
                  pseudo-gradient explains; a partner has at most MOST_SHARE of a merge
     direction    what points against ours counts for nothing, and less what pulls one way for long (train/agreement.py)
-    length       a pseudo-gradient is at most TIMES_USUAL as long as is usual in this window
+    length       a pseudo-gradient is at most TIMES_USUAL as long as is usual
     slow weights pull us by at most TIMES_USUAL the usual distance, and by the partner's share of that
 
 What is usual is the median of the partners and us, or ours where that is more: less than half of the partners cannot
-raise it. Our own progress is known before any partner's is merged, so the first window ever is bounded like any other:
-after a start, a restart, a join or a gained fragment. One partner moves our slow weights in a window by at most
-MOST_SHARE * TIMES_USUAL * (usual progress + usual distance of slow weights).
+raise it. Of lengths and distances each recent partner's last one counts, as a window may have hostile partners only.
+Our own progress is known before any partner's is merged, so the first window ever is bounded like any other: after a
+start, a restart, a join or a gained fragment. One partner moves our slow weights in a window by at most MOST_SHARE *
+TIMES_USUAL * (usual progress + usual distance of slow weights).
 
 Clipping towards our own weights: He, Karimireddy and Jaggi, arXiv 2202.01545, after centred clipping (Karimireddy et
 al., arXiv 2012.10333).
@@ -28,7 +29,7 @@ TIMES_EXPLAINED = 2.0  # times our tokens, where a pseudo-gradient is as long as
 MOST_SHARE = 0.5  # of a merge's weight that one partner has: never more than we and the others
 TIMES_USUAL = 1.5  # times what is usual: the length of a pseudo-gradient, and the way towards slow weights
 RECENT_WINDOWS = 16  # of ours, whose lengths are kept
-RECENT_PARTNERS = 16  # whose last distances are kept, one for each: nobody fills the list alone
+RECENT_PARTNERS = 16  # whose last lengths and distances are kept, one for each: nobody fills the list alone
 
 
 def token_shares(own: int, claims: Sequence[float], trust: Sequence[float] = ()) -> list[float]:
@@ -77,6 +78,7 @@ class Experience:
     """What one fragment's windows and partners have been like, as one peer knows it."""
 
     lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_WINDOWS))  # of own pseudo-gradients
+    moved: dict[PeerId, float] = field(default_factory=dict)  # the last length of each partner's
     apart: dict[PeerId, float] = field(default_factory=dict)  # the last distance from each partner
 
     def closed(self, length: float) -> None:
@@ -88,8 +90,15 @@ class Experience:
         """How long a pseudo-gradient of ours usually is: the last one, or the median where that is more."""
         return max(self.lengths[-1], median(self.lengths)) if self.lengths else 0.0
 
-    def met(self, partners: Iterable[tuple[PeerId, float]]) -> float:
+    def usual_progress(self, partners: Iterable[tuple[PeerId, float]]) -> float:
+        """Takes how long these partners' pseudo-gradients are; gives what is usual."""
+        return self._usual(self.moved, partners)
+
+    def usual_distance(self, partners: Iterable[tuple[PeerId, float]]) -> float:
         """Takes how far these partners' weights are from ours; gives what is usual."""
-        for peer, apart in partners:
-            keep_latest(self.apart, peer, apart, RECENT_PARTNERS)
-        return usual(self.progress, list(self.apart.values()))
+        return self._usual(self.apart, partners)
+
+    def _usual(self, last: dict[PeerId, float], partners: Iterable[tuple[PeerId, float]]) -> float:
+        for peer, found in partners:
+            keep_latest(last, peer, found, RECENT_PARTNERS)
+        return usual(self.progress, list(last.values()))

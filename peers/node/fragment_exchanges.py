@@ -25,6 +25,7 @@ class FragmentExchanges:
     selection: PeerSelection
     chance: Random
     running: dict[int, GossipMachine] = field(default_factory=dict)  # by fragment
+    _dropped: set[int] = field(default_factory=set)  # fragments whose exchanges have been here before
     _wake: Seconds | None = None  # when the first machine wants to wake; infinite: none does; None: not known yet
 
     @property
@@ -70,7 +71,8 @@ class FragmentExchanges:
     def drop(self, lost: Sequence[int]) -> None:
         self._wake = None
         for index in lost:
-            self.running.pop(index, None)
+            if self.running.pop(index, None) is not None:
+                self._dropped.add(index)
 
     def woke(self, event: Woke, now: Seconds) -> list[Effect]:
         effects: list[Effect] = []
@@ -107,6 +109,7 @@ class FragmentExchanges:
         others = self.selection.roster.live.values() if known.blocking else ()
         newest = max((one.record.round for one in others if one.record.round < MOST_FOLLOWED), default=0)
         gossip, own = setup.config.gossip, setup.own.peer
-        restored_at = now if setup.restored_step is not None and not known.blocking else 0.0
+        is_back = setup.restored_step is not None or fragment.index in self._dropped  # a move that failed, or one back
+        restored_at = now if is_back and not known.blocking else 0.0
         context = FragmentContext(setup.run, own, fragment.index, phase, gossip, self.selection, newest, restored_at)
         return known.machine(context, context.next_close(now, 0))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from decentral.algorithms.pull import PSEUDO_GRADIENT
+from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.train import influence, outer
 from tests.algorithms.test_rules import ALGORITHMS, SIZE, Replica, repacked, vectors
@@ -96,6 +97,14 @@ def test_the_first_pseudo_gradient_ever_is_clipped(event: str) -> None:
     own = float(torch.linalg.vector_norm(vectors(mine)[PSEUDO_GRADIENT]))
     grown = repacked(theirs, {PSEUDO_GRADIENT: 1e6 * vectors(theirs)[PSEUDO_GRADIENT]})
     assert moved_by("pull", grown, ours) <= 2 * influence.TIMES_USUAL * own
+
+
+def test_two_liars_that_are_all_partners_of_a_window_do_not_make_their_lengths_usual() -> None:
+    """Of five partners two lie, and a window has just those two (seed 35821 of the sweep)."""
+    known = influence.Experience()
+    known.closed(1.0)
+    assert known.usual_progress([(PeerId(name), 1.1) for name in "ABC"]) == pytest.approx(1.1)
+    assert known.usual_progress([(PeerId("D"), 64.0), (PeerId("E"), 1e38)]) == pytest.approx(1.1)
 
 
 def test_a_claim_of_a_thousand_times_the_tokens_is_not_believed() -> None:
