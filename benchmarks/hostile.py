@@ -25,11 +25,11 @@ from benchmarks.trained_swarm import keeping_models, say
 from decentral.core import config
 from decentral.sim import faults
 from decentral.sim.gradients import Trained, real_gradients
-from decentral.sim.liars import FALSIFIED
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
 from decentral.train.step import held_out_loss
+from tests.hostile.liar import LIES
 
 HONEST = 4
 WINDOW_S = 5
@@ -92,8 +92,8 @@ def table(losses: dict[str, dict[int, float]]) -> Iterator[str]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="what one hostile peer of five does to the others")
-    known = ["none", "honest", "nan", "scaled", "replayed", "stale", *FALSIFIED]
-    real = ["none", "honest", *FALSIFIED]
+    real = ["none", "honest", *LIES]
+    known = [*real, "stale"]
     parser.add_argument("--lies", type=lambda text: text.split(","), help=", ".join(known))
     parser.add_argument("--real", action="store_true", help="processes over libp2p, for steps and not for seconds")
     parser.add_argument("--credulous", action="store_true", help="with --real: honest peers without defences")

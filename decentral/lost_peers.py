@@ -5,6 +5,7 @@ forgotten each other, or a swarm that was down as a whole, would never see each 
 alone keeps looking where the others were, and any other one looks for one of those that it has lost, now and then.
 
 Who is found may have another time. Neither sees the other's records then, and the lesser part is told to start again.
+Who would keep its time, because most of those that it knows have that, is not told.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
+from decentral.peers.hosts.clock import agreed_s, difference
 from decentral.peers.hosts.host import Host
 from decentral.reach_swarm import connect
 
@@ -43,11 +44,23 @@ async def look_for_the_lost(host: Host, join: Sequence[str]) -> None:
         found = await meet(transport, directory, places)
         if not live:  # those that know us may have found us
             found += directory.some_connected()
-        for peer, ahead_s in await clocks_apart(directory, found):
-            if len(lost) >= len(live):
-                again = "start this peer again" if host.book.known else "start this peer again with --join"
-                remedy = f"{again}, and it goes by the others'"
-                host.watch.note("clock", f"this peer's clock is {difference(-ahead_s)} that of {peer}; {remedy}")
+        if ahead_s := await time_to_take(transport, directory, found, lost, list(live)):
+            again = "start this peer again" if host.book.known else "start this peer again with --join"
+            apart = f"this peer's clock is {difference(-ahead_s)} the others'"
+            host.watch.note("clock", f"{apart}; {again}, and it goes by theirs")
+
+
+async def time_to_take(
+    transport: Libp2p, directory: HivemindDirectory, found: Sequence[PeerId], lost: Places, live: Sequence[PeerId]
+) -> Seconds:
+    """How far those are ahead of our clock that this peer would go by if it started again; 0 if that changes nothing.
+
+    Where one of those `found` has another time, all that are `lost` are looked for and count, and the `live` ones, too.
+    """
+    ahead_s = await directory.clocks_ahead_s(found)
+    if live and any(agreed_s([one]) for one in ahead_s):
+        ahead_s = await directory.clocks_ahead_s([*await meet(transport, directory, lost), *live])
+    return agreed_s(ahead_s)
 
 
 async def meet(transport: Libp2p, directory: HivemindDirectory, places: Places) -> list[PeerId]:
@@ -56,9 +69,3 @@ async def meet(transport: Libp2p, directory: HivemindDirectory, places: Places) 
     for peer in found:
         await directory.meet(peer)
     return found
-
-
-async def clocks_apart(directory: HivemindDirectory, peers: Sequence[PeerId]) -> list[tuple[PeerId, Seconds]]:
-    """Whose clock differs from ours so that they cannot see our records, nor we theirs, and how far it is ahead."""
-    clocks = [(peer, ahead_s) for peer in peers for ahead_s in await directory.clocks_ahead_s([peer])]
-    return [(peer, ahead_s) for peer, ahead_s in clocks if abs(ahead_s) > CLOCKS_AGREE_S]

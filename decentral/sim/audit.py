@@ -102,6 +102,7 @@ class InvariantAudit:
         """The rules that are checked every CHECK_S of virtual time."""
         settings, now = self.swarm.settings, self.swarm.agenda.now
         self.evidence.note_network()
+        self.convergence.check()
         for member in self.swarm.living:
             self._check_bounds(member)
         if settings.memory:

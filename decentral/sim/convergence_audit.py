@@ -1,6 +1,7 @@
 """The rules that hold in the end: replicas are together, corrections have not moved their mean, rosters are right.
 
-together  after the last fault replicas come together again: no further apart than a few windows' noise
+together  after the last fault replicas come together again: no further apart than a few windows' noise; not judged
+          where at one time most partners that an honest peer could have were liars
 drift     pull: all corrections together have moved the mean of the replicas by a bounded amount
 roster    some time after the last fault every peer knows exactly which peers live, where the roster is not sharded
 """
@@ -32,6 +33,7 @@ class ConvergenceAudit:
     farthest: float = 0.0  # the largest distance of a replica from the mean at the end, in windows' noise
     drift: dict[int, Tensor] = field(default_factory=dict)  # the sum of all honest corrections, by fragment
     forged: dict[int, float] = field(default_factory=dict)  # how far those with forged snapshots moved replicas
+    outvoted: bool = False  # for a moment most partners that an honest peer could have were liars
     _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)  # baselines at the last close
 
     def closed(self, host: VirtualHost, fragment: int) -> None:
@@ -53,11 +55,18 @@ class ConvergenceAudit:
             else:
                 self.drift[fragment] = self.drift.get(fragment, torch.zeros_like(moved)) + moved
 
+    def check(self) -> None:
+        """To be called now and then: whether an honest peer has a majority of honest partners, as the promises suppose."""
+        training = [member for member in self.evidence.swarm.living if member.training]
+        liars = sum(bool(member.byzantine) for member in training)
+        self.outvoted |= liars > len(training) - liars - 1
+
     def finish(self) -> None:
         living = [member for member in self.evidence.swarm.living if member.training]
         if self.evidence.swarm.settings.config.swarm.shards == 1:
             self._check_rosters([member for member in self.evidence.swarm.living if member.host])
-        self._check_together(living)
+        if not self.outvoted:
+            self._check_together(living)
         self._check_drift(living)
 
     def _check_drift(self, living: Sequence[SimulatedPeer]) -> None:

@@ -2,18 +2,16 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from decentral.algorithms.pull import PullRule
-from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, Snapshot
 from decentral.core.ids import PeerId
-from decentral.core.synthetic import SyntheticBlob
 from decentral.core.units import Seconds
 from decentral.sim import liars
 from decentral.sim.faults import ALL, HOP_LIES, Fault
@@ -141,13 +139,9 @@ class FaultInjector:
                 return self._kept.setdefault(("replayed", PeerId(member.peer + asker), snapshot.fragment), envelope)
             case "stale":
                 return self._kept.setdefault(("stale", member.peer, snapshot.fragment), envelope)
-            case "nan":
-                return self._forge(
-                    member.peer, snapshot, _changed(envelope.blob, lambda content: b"\xff" * len(content))
-                )
-            case "scaled":
-                return self._forge(member.peer, snapshot, _changed(envelope.blob, _scaled))
-        return Envelope(snapshot, _changed(envelope.blob, _flipped))
+            case "nan" | "scaled":
+                return self._forged(member, liars.garble(member.byzantine, envelope))
+        return Envelope(snapshot, liars.changed(envelope.blob, _flipped))
 
     def _false_gradient(self, member: SimulatedPeer, asker: PeerId, envelope: Envelope) -> Envelope:
         """The answer of a hop that lies. It remembers its last honest one to each asker."""
@@ -167,14 +161,12 @@ class FaultInjector:
         tools, fragment = member.host.training.gossip.tools, envelope.message.fragment
         others = [one for one in self.swarm.living if one.training and not one.byzantine and one.host is not None]
         honest = [read for one in others if one.host and (read := _last_published(one.host, fragment)) is not None]
-        falsified = liars.falsify(member.byzantine, member.peer, envelope, tools.codecs, honest)
-        self.forged.add((member.peer, fingerprint(falsified.blob)))
-        return falsified
+        return self._forged(member, liars.falsify(member.byzantine, member.peer, envelope, tools.codecs, honest))
 
-    def _forge(self, peer: PeerId, snapshot: Snapshot, blob: bytes) -> Envelope:
-        """A falsified snapshot with the digest that belongs to it."""
-        self.forged.add((peer, fingerprint(blob)))
-        return Envelope(replace(snapshot, digest=blobs.digest(blob)), blob)
+    def _forged(self, member: SimulatedPeer, envelope: Envelope) -> Envelope:
+        """Remembers for the audit that this snapshot is a lie."""
+        self.forged.add((member.peer, fingerprint(envelope.blob)))
+        return envelope
 
 
 def _last_published(host: VirtualHost, fragment: int) -> Tensor | None:
@@ -186,20 +178,6 @@ def _last_published(host: VirtualHost, fragment: int) -> Tensor | None:
 def fingerprint(blob: bytes) -> bytes:
     """The audit's own digest: it must not believe the digests that it audits."""
     return hashlib.sha256(memoryview(blob)).digest()
-
-
-def _changed(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    if isinstance(blob, SyntheticBlob):
-        return SyntheticBlob((length, change(content)) for length, content in blob.segments)
-    return change(blob)
-
-
-def _scaled(content: bytes) -> bytes:
-    """The first scale of a quantised block (bf16) with a larger exponent: its values become 64 times as large."""
-    if len(content) < 2:
-        return content
-    larger = min(int.from_bytes(content[:2], "little") + (6 << 7), 0x7E80)
-    return larger.to_bytes(2, "little") + content[2:]
 
 
 def _flipped(content: bytes) -> bytes:

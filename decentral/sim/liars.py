@@ -12,7 +12,8 @@
     tokens     flipped, with a thousand times the tokens
     random     noise, as long as its own
 
-Such a liar knows all: it reads what the honest peers have published in the same window before it answers.
+Such a liar knows all: it reads what the honest peers have published in the same window before it answers. Two more lies
+are changes of the bytes that it sends: `nan`, and `scaled`, in which the first block's values are 64 times as large.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Snapshot
 from decentral.core import rng
+from decentral.core.synthetic import SyntheticBlob
 from decentral.train.sections import Codecs, Packer, unpack
 
 GROWN = 100.0
@@ -52,6 +54,32 @@ def falsify(kind: str, liar: str, envelope: Envelope, codecs: Codecs, honest: Ho
     layout, blob = packer.finish()
     tokens = min(TOKENS * snapshot.tokens, MOST_TOKENS) if kind == "tokens" else snapshot.tokens
     return Envelope(replace(snapshot, layout=layout, tokens=tokens, digest=blobs.digest(blob)), blob)
+
+
+def garble(kind: str, envelope: Envelope) -> Envelope:
+    """A snapshot whose bytes are changed as GARBLED says, with the digest that fits."""
+    assert isinstance(envelope.message, Snapshot)
+    blob = changed(envelope.blob, GARBLED[kind])
+    return Envelope(replace(envelope.message, digest=blobs.digest(blob)), blob)
+
+
+def changed(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """The bytes after the change, which a simulated blob makes in those of its parts that have any."""
+    if isinstance(blob, SyntheticBlob):
+        return SyntheticBlob((length, change(content)) for length, content in blob.segments)
+    return change(blob)
+
+
+def _nan(content: bytes) -> bytes:
+    return b"\xff" * len(content)
+
+
+def _scaled(content: bytes) -> bytes:
+    """The first scale of a quantised block (bf16) with a larger exponent: its values become 64 times as large."""
+    if len(content) < 2:
+        return content
+    larger = min(int.from_bytes(content[:2], "little") + (6 << 7), 0x7E80)
+    return larger.to_bytes(2, "little") + content[2:]
 
 
 def _zero(own: Vectors, honest: Honest, liar: str) -> Vectors:
@@ -118,3 +146,5 @@ FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
     "tokens": _flipped,
     "random": _random,
 }
+
+GARBLED: Mapping[str, Callable[[bytes], bytes]] = {"nan": _nan, "scaled": _scaled}

@@ -20,7 +20,7 @@ from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log, log
 from decentral.core.units import Seconds
-from decentral.peers.hosts.clock import CLOCKS_AGREE_S, agreed_s
+from decentral.peers.hosts.clock import agreed_s
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node, NodePhase
 from decentral.peers.node.setup import NodeSetup
@@ -285,15 +285,16 @@ class SimulatedSwarm:
                 self.start(member)
 
     def _of_another_time(self, member: SimulatedPeer) -> list[PeerId]:
-        """What decentral/lost_peers.py finds: where the others were that it has lost, and who has found it there."""
+        """What decentral/lost_peers.py finds: where the others were that it knows, and who has found it there.
+
+        They are those by whose time this peer would go if it started again, and none if that is its own.
+        """
         assert member.host is not None
-        live = member.host.node.roster.live
         found = [self.by_peer[peer] for peer in self._contacts(member)]
-        if not live:
+        if not member.host.node.roster.live:
             found += [one for one in self.living if member.peer in self._contacts(one)]
-        if len(member.address_book.keys() - live.keys()) < len(live):
-            return []
-        return [one.peer for one in found if one.training and abs(one.clock_s - member.clock_s) > CLOCKS_AGREE_S]
+        there = [one for one in found if one.training]
+        return [one.peer for one in there] if agreed_s([one.clock_s - member.clock_s for one in there]) else []
 
     def _write_line(self, member: SimulatedPeer, peer: PeerId, t: Seconds, line: Log) -> None:
         """A line of its journal, or one more that a full disk loses."""

@@ -24,6 +24,8 @@ from decentral.train.sections import unpack
 FLOOD_PER_S = 50.0  # questions to each partner
 FLOOD_STREAMS = 8  # to each partner, at once
 FLOOD_DEADLINE_S = 10.0
+REPLAYED = "replayed"
+LIES = (*liars.FALSIFIED, *liars.GARBLED, REPLAYED)
 
 
 class LyingLibp2p(Libp2p):
@@ -42,7 +44,7 @@ class LyingLibp2p(Libp2p):
     async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
         async def lying(sender: PeerId, envelope: Envelope) -> Envelope:
             answer = await handler(sender, envelope)
-            return self._falsified(answer) if isinstance(answer.message, Snapshot) else answer
+            return self._falsified(sender, answer) if isinstance(answer.message, Snapshot) else answer
 
         await super().serve(lying, bound, knows)
 
@@ -57,6 +59,12 @@ class LyingLibp2p(Libp2p):
     def windows(self) -> dict[tuple[int, PeerId], Tensor]:
         """The last pseudo-gradient of each fragment that it has pulled from each honest peer."""
         found: dict[tuple[int, PeerId], Tensor] = self.__dict__.setdefault("_windows", {})
+        return found
+
+    @property
+    def _firsts(self) -> dict[tuple[int, PeerId], Envelope]:
+        """The first snapshot of each fragment that each partner was sent."""
+        found: dict[tuple[int, PeerId], Envelope] = self.__dict__.setdefault("_first_answers", {})
         return found
 
     @property
@@ -77,9 +85,13 @@ class LyingLibp2p(Libp2p):
             if PSEUDO_GRADIENT in vectors:
                 self.windows[snapshot.fragment, partner] = vectors[PSEUDO_GRADIENT]
 
-    def _falsified(self, answer: Envelope) -> Envelope:
+    def _falsified(self, asker: PeerId, answer: Envelope) -> Envelope:
         assert isinstance(answer.message, Snapshot)
         fragment = answer.message.fragment
+        if self.kind in liars.GARBLED:
+            return liars.garble(self.kind, answer)
+        if self.kind == REPLAYED:
+            return self._firsts.setdefault((fragment, asker), answer)
         honest = [vector for (index, _), vector in self.windows.items() if index == fragment]
         return liars.falsify(self.kind, self.peer, answer, compress, honest) if self.kind else answer
 
@@ -98,6 +110,6 @@ class LyingLibp2p(Libp2p):
 
 
 def lying(kind: str, floods: bool = True) -> type[LyingLibp2p]:
-    """The transport of a liar of this kind, one of liars.FALSIFIED; "": it tells the truth."""
-    assert not kind or kind in liars.FALSIFIED, f"no lie is called {kind}"
+    """The transport of a liar of this kind, one of LIES; "": it tells the truth."""
+    assert not kind or kind in LIES, f"no lie is called {kind}"
     return type("LyingLibp2p", (LyingLibp2p,), {"kind": kind, "floods": floods})

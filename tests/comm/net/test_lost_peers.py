@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Identity
-from decentral.lost_peers import clocks_apart, meet
+from decentral.core.ids import PeerId
+from decentral.lost_peers import meet, time_to_take
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 KEY = "run/peers"
@@ -19,6 +21,17 @@ LIMIT_S = 120.0  # against hanging
 async def announce(directory: HivemindDirectory, own: Identity) -> None:
     expires = time.time() + 60.0
     assert await directory.store(KEY, own.peer, own.seal(KEY, b"here", expires), expires)
+
+
+class WithOwnTime(HivemindDirectory):
+    """This directory, and a live peer that has our time: all nodes of a process have one clock for the others."""
+
+    def __init__(self, inner: HivemindDirectory) -> None:
+        self.__dict__.update(vars(inner))
+
+    async def clocks_ahead_s(self, peers: Iterable[PeerId]) -> list[float]:
+        first, *live = peers
+        return [*await super().clocks_ahead_s([first]), *(0.0 for _ in live)]
 
 
 @pytest.mark.swarm
@@ -46,17 +59,19 @@ def test_two_parts_that_have_forgotten_each_other_see_each_others_records_again(
 
 
 @pytest.mark.swarm
-def test_who_is_found_with_another_time_is_told_of(tmp_path: Path) -> None:
+def test_who_finds_another_time_is_told_unless_most_of_those_that_it_knows_have_its_own(tmp_path: Path) -> None:
     async def story() -> None:
         late, right = time.time() - 3600.0, time.time()
         b = await Libp2p.start(tmp_path / "b", LISTEN, (), lambda: late)
         a = await Libp2p.start(tmp_path / "a", LISTEN, (), lambda: right)  # hivemind has one clock for both
         try:
             await a.directory([KEY], [])
-            own = await b.directory([KEY], [])
-            ((found, ahead_s),) = await clocks_apart(own, await meet(b, own, [await a.addresses()]))
-            assert found == a.peer
-            assert ahead_s == pytest.approx(3600.0, abs=0.01)
+            own, places = await b.directory([KEY], []), [await a.addresses()]
+            found = await meet(b, own, places)
+            assert found == [a.peer]
+            assert await time_to_take(b, own, found, (), ()) == pytest.approx(3600.0, abs=0.01)
+            assert await time_to_take(b, own, found, places, [a.peer]) == pytest.approx(3600.0, abs=0.01)
+            assert await time_to_take(b, WithOwnTime(own), found, places, [b.peer]) == 0.0
         finally:
             await asyncio.gather(a.close(), b.close())
 
