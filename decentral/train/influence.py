@@ -3,7 +3,7 @@
     tokens       a claim counts as at most TIMES_USUAL_TOKENS the usual one, and TIMES_EXPLAINED what the length of the
                  pseudo-gradient explains; a partner has at most MOST_SHARE of a merge
     direction    what points against ours counts for nothing, and less what pulls one way for long (train/agreement.py)
-    length       a pseudo-gradient is at most TIMES_USUAL as long as is usual
+    length       a pseudo-gradient is at most TIMES_USUAL as long as is usual; IMPLAUSIBLE times that counts for nothing
     slow weights pull us by at most TIMES_USUAL the usual distance, and by the partner's share of that
 
 What is usual is the median of the partners and us, or ours where that is more: less than half of the partners cannot
@@ -28,6 +28,7 @@ TIMES_USUAL_TOKENS = 4.0  # times the usual claim of a window's tokens, or ours 
 TIMES_EXPLAINED = 2.0  # times our tokens, where a pseudo-gradient is as long as ours; more or fewer as it is longer
 MOST_SHARE = 0.5  # of a merge's weight that one partner has: never more than we and the others
 TIMES_USUAL = 1.5  # times what is usual: the length of a pseudo-gradient, and the way towards slow weights
+IMPLAUSIBLE = 1000.0  # times the usual length: a lie, or a model that has diverged; no honest device is so much faster
 RECENT_WINDOWS = 16  # of ours, whose lengths are kept
 RECENT_PARTNERS = 16  # whose last lengths and distances are kept, one for each: nobody fills the list alone
 
@@ -71,6 +72,11 @@ def scale(length: float, usual_length: float) -> float:
     """What to multiply something of this length by, so that it is no longer than TIMES_USUAL what is usual."""
     limit = TIMES_USUAL * usual_length
     return limit / length if length > limit else 1.0
+
+
+def plausible(length: float, usual_length: float) -> float:
+    """1, or 0 for a pseudo-gradient that is longer than any honest one could be."""
+    return float(not usual_length or length <= IMPLAUSIBLE * usual_length)
 
 
 @dataclass(slots=True)

@@ -95,8 +95,20 @@ def test_the_first_pseudo_gradient_ever_is_clipped(event: str) -> None:
         ours.train(seed=7, tokens=1000)
     mine, theirs = ours.close(), liar.close()
     own = float(torch.linalg.vector_norm(vectors(mine)[PSEUDO_GRADIENT]))
-    grown = repacked(theirs, {PSEUDO_GRADIENT: 1e6 * vectors(theirs)[PSEUDO_GRADIENT]})
+    grown = repacked(theirs, {PSEUDO_GRADIENT: 100 * vectors(theirs)[PSEUDO_GRADIENT]})
     assert moved_by("pull", grown, ours) <= 2 * influence.TIMES_USUAL * own
+
+
+@pytest.mark.parametrize(("times", "counts"), [(100, True), (1e4, False), (1e38, False)])
+def test_progress_that_no_device_could_make_takes_the_place_of_nobody(times: float, counts: bool) -> None:
+    (ours, liar), (alone, _) = alike("pull", 2), alike("pull", 2)
+    ours.close(), alone.close()
+    theirs = liar.close()
+    longer = {PSEUDO_GRADIENT: (times * vectors(theirs)[PSEUDO_GRADIENT].double()).clamp(-1e38, 1e38).float()}
+    ours.merge([repacked(theirs, {**vectors(theirs), **longer})])
+    alone.merge([])
+    assert torch.equal(ours.live.theta, alone.live.theta) != counts
+    assert ours.gossiped.rule.left_out == (() if counts else (liar.peer,))
 
 
 def test_two_liars_that_are_all_partners_of_a_window_do_not_make_their_lengths_usual() -> None:
