@@ -56,7 +56,7 @@ class ConvergenceAudit:
                 self.drift[fragment] = self.drift.get(fragment, torch.zeros_like(moved)) + moved
 
     def check(self) -> None:
-        """To be called now and then: whether honest peers have a majority of honest partners, which promises suppose."""
+        """To be called now and then: do honest peers have a majority of honest partners, as promises suppose?"""
         training = [member for member in self.evidence.swarm.living if member.training]
         liars = sum(bool(member.byzantine) for member in training)
         self.outvoted |= liars > len(training) - liars - 1
