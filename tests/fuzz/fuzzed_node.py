@@ -231,11 +231,11 @@ class FuzzedNode:
         while True:
             for outcome in self.device.done(self.now):
                 self.deliver(outcome)
-            wake_at = self.node.wake_at
+            wake_at = None if self._stops else self.node.wake_at
             due = min(time for time in (wake_at, self.device.next_at(self.now), end) if time is not None)
             if due > self.now:
                 self.now, wakes = due, 0
-            if wake_at is not None and wake_at <= self.now and not self._stops:
+            if wake_at is not None and wake_at <= self.now:
                 wakes += 1
                 if wakes > MOST_WAKES:
                     raise FuzzViolation(

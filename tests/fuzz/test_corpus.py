@@ -57,7 +57,7 @@ NOT_OF_BYTES = {
     "train.micro_batch_names._mixed": "a digest of our own",
     "train.tensor_file.__init__": "memory of our own",
     "train.tensor_file.finish": "a header of our own",
-    "sim.fault_injector._scaled": "a simulated liar's own numbers",
+    "sim.liars._scaled": "a simulated liar's own numbers",
     "sim.gossip_audit._weight_of": "simulated numbers",
     "train.tensor_file.checksum": "a tensor of our own",
     "train.kernels_cpu.close": "numbers of our own",
