@@ -54,10 +54,12 @@ def _lives(kind: Kind, seed: int, until: int, figures: Figures) -> Iterator[Fuzz
     while figures.messages < until:
         began, node = figures.messages, FuzzedNode(kind, seed + life, figures=figures)
         try:
-            while figures.messages < until and figures.messages < began + SHORT_LIVES.get(kind, until):
+            most = min(until, began + SHORT_LIVES.get(kind, until))
+            while figures.messages < most and not node.stops:  # one that is revoked wants to be stopped
                 node.step()
                 yield node
-            node.pass_time(QUIET_S)
+            if not node.stops:
+                node.pass_time(QUIET_S)
             node.leave()
         except Exception:
             print(f"a crash: {kind}, seed {seed + life}, after {figures.messages - began} messages")

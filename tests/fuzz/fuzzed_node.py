@@ -115,7 +115,7 @@ class FuzzedNode:
         self.asked: list[Ask] = []  # by the node, not answered yet
         self.over: list[Ask] = []  # those that were
         self._request = 0
-        self._stops = False
+        self.stops = False
         self._carry(self.node.begin(self.now))
         self._introduce(grammar.CROWD)
 
@@ -231,7 +231,7 @@ class FuzzedNode:
         while True:
             for outcome in self.device.done(self.now):
                 self.deliver(outcome)
-            wake_at = None if self._stops else self.node.wake_at
+            wake_at = None if self.stops else self.node.wake_at
             due = min(time for time in (wake_at, self.device.next_at(self.now), end) if time is not None)
             if due > self.now:
                 self.now, wakes = due, 0
@@ -274,7 +274,7 @@ class FuzzedNode:
                     if len(self.asked) > MOST_ASKED:
                         self.over.append(self.asked.pop(0))
                 case Stop() | MembershipOver():
-                    self._stops = True
+                    self.stops = True
                 case EvaluatePlans():
                     self.device.put(effect, self.now)
                 case _ if type(effect).__module__.endswith("core.jobs"):
