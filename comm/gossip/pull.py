@@ -64,6 +64,7 @@ class PullWindow:
 
     layout: Layout = ()
     on_request: Layout = ()  # more sections of the same window, which a partner may have by now or not
+    codings: Layout = ()  # of sections that a partner may have in another code than we
     partners: Sequence[PeerId] = ()
     whole_every: int = 1  # the exchange's, or more where the partners are most of the holders
     enough_at: Seconds = 0.0
@@ -84,6 +85,7 @@ class PullExchange(Exchange):
     _published_at: Seconds = 0.0
     _resting: bool = False
     _largest: int = 0  # bytes of an answer with all sections; `size` is that of the mean answer
+    _dense_size: int = 0  # bytes of the mean answer without sparse codes
     _light_windows: int = 0  # since all sections were asked of a partner
     _doubted: dict[PeerId, int] = field(default_factory=dict)  # for how many windows; as many as can be asked in those
     _goal: int = 0  # the round before the one that a partner was in
@@ -150,13 +152,20 @@ class PullExchange(Exchange):
         self.state, self._began, self.seq = ExchangePhase.CLOSING, now, max(self.seq, self._goal) + 1
         return [CloseWindow(self.context.fragment, self.seq, hold=True)]
 
+    def _is_sparse(self) -> bool:
+        """Where the link is thin. The machine knows of a second code from the first window on."""
+        return self._dense_size > 0 and self.context.view.is_thin(self.context.fragment, self._dense_size)
+
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         window, on_request = self._window, sum(section.size for section in closed.on_request)
-        self._largest = len(closed.blob) + on_request
+        more = _more_when_dense(closed)
+        self._largest = len(closed.blob) + more + on_request
         self.size = len(closed.blob) + on_request // (window.whole_every * max(1, len(window.partners)))
+        self._dense_size = self.size + more if closed.codings else 0
         period_s = self.context.period_s(self.size)
         behind = now - self._published_at > BEHIND_PERIODS * period_s
         self._published_at, window.layout, window.on_request = now, closed.layout, closed.on_request
+        window.codings = closed.codings
         window.enough_at = now + ENOUGH_PERIODS * period_s
         effects = self.published.put(snapshots.describe(self.context, closed, now), closed, now)
         if not window.partners:
@@ -217,8 +226,9 @@ class PullExchange(Exchange):
         """Takes a partner's snapshot, or returns why it is refused."""
         blob, after = event.envelope.blob, self.seen.get(event.peer, 0)
         window, names = self._window, self._window.sections.get(event.peer, ())
-        whole = (*window.layout, *window.on_request)
-        came = whole if snapshot.layout == whole else window.layout
+        own = snapshots.coded_as(window.layout, snapshot.layout, window.codings)
+        whole = (*own, *window.on_request)
+        came = whole if snapshot.layout == whole else own
         refused = snapshots.check(self.context, snapshot, blob, pick(came, names), after, now)
         if refused:
             if refused == Reason.REPLAY:  # it was told what we have
@@ -267,3 +277,11 @@ class PullExchange(Exchange):
 
     def _failed(self, partner: PeerId, reason: str, seconds: Seconds) -> Log:
         return self.context.exchange_line(partner, "failed", reason, seconds)
+
+
+def _more_when_dense(closed: WindowClosed) -> int:
+    """The bytes by which the window would be larger with the longest codes of its sections."""
+    longest: dict[str, int] = {}
+    for section in closed.codings:
+        longest[section.name] = max(section.size, longest.get(section.name, 0))
+    return sum(longest.get(section.name, section.size) - section.size for section in closed.layout)

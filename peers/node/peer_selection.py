@@ -43,6 +43,7 @@ class PeerSelection:
     cost: GossipCost = field(default_factory=GossipCost)
     link_stretch: Stretch = field(default_factory=Stretch)
     thin_stretch: Stretch = field(default_factory=Stretch)  # how long the link would need windows with all partners
+    dense_stretch: Stretch = field(default_factory=Stretch)  # the same, without sparse codes
     _others: tuple[int, list[Seconds]] = (-1, [])  # what the others need, by the roster after so many changes
     _speeds: tuple[int, list[float]] = (-1, [])  # tokens/s that others publish, likewise
 
@@ -86,6 +87,14 @@ class PeerSelection:
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return self.meter.deadline_s(peer, size)
 
+    def is_thin(self, fragment: int, size: int) -> bool:
+        """In the swarm's first steps no link is: what a sparse code costs there is more than shorter windows bring."""
+        window_s = self.window_s()
+        if self._early or not (pull_s := self._pull_s(fragment, size)):
+            return False
+        link = self.dense_stretch.fit(self._served * pull_s / (self.setup().config.gossip.link_share * window_s))
+        return link > self._cores_windows(window_s) and link * window_s >= self._common_need_s(window_s)
+
     def window_s(self) -> Seconds:
         """The length of windows that nothing stretches."""
         gossip = self.setup().config.gossip
@@ -112,12 +121,14 @@ class PeerSelection:
         """As many as all fragments take at our share of the link (P in Streaming DiLoCo, arXiv 2501.18512), or as many
         as keep the cost below our share of the cores, whatever is more; but no more than LONGEST_WINDOW_S.
         """
-        gossip, window_s = self.setup().config.gossip, self.window_s()
-        core_share = gossip.core_share * (EARLY_TIMES if self._early else 1.0)
-        cores = self.cost.windows(window_s, len(self.setup().fragments), min(1.0, core_share))
-        link = self._link_windows(fragment, size, window_s)
+        window_s = self.window_s()
+        cores, link = self._cores_windows(window_s), self._link_windows(fragment, size, window_s)
         windows = max(1, min(_most(window_s), max(cores, link)))
         return windows, "link" if link > cores else "cores" if cores > 1 else ""
+
+    def _cores_windows(self, window_s: Seconds) -> int:
+        core_share = self.setup().config.gossip.core_share * (EARLY_TIMES if self._early else 1.0)
+        return self.cost.windows(window_s, len(self.setup().fragments), min(1.0, core_share))
 
     def _common_need_s(self, own_s: Seconds) -> Seconds:
         """The upper median of what we and those who hold layers of ours need; a liar moves it by one place.
@@ -145,14 +156,21 @@ class PeerSelection:
         """
         if not size:
             return self.link_stretch.times  # no window was closed yet
-        setup, up = self.setup(), self.meter.best_up() or UNKNOWN_BANDWIDTH
-        gossip = setup.config.gossip
-        parameters = {one.index: one.parameters for one in setup.fragments}
+        share_s, pull_s = self.setup().config.gossip.link_share * window_s, self._pull_s(fragment, size)
+        self.thin_stretch.fit(self._served * pull_s / share_s)
+        return self.link_stretch.fit(self._pulls(self._served) * pull_s / share_s)
+
+    def _pull_s(self, fragment: int, size: int) -> Seconds:
+        """How long one partner's pulls of all our fragments take our uplink, where this one's snapshots have so many
+        bytes."""
+        parameters = {one.index: one.parameters for one in self.setup().fragments}
         of_this = parameters.get(fragment) or max(parameters.values())  # one that we have just given up has no entry
-        pull_s = size / of_this * sum(parameters.values()) / up
-        served = max(1, min(gossip.partners, len(self.roster.live)))
-        self.thin_stretch.fit(served * pull_s / (gossip.link_share * window_s))
-        return self.link_stretch.fit(self._pulls(served) * pull_s / (gossip.link_share * window_s))
+        return size / of_this * sum(parameters.values()) / (self.meter.best_up() or UNKNOWN_BANDWIDTH)
+
+    @property
+    def _served(self) -> int:
+        """About as many pull from us in a window as we pull from."""
+        return max(1, min(self.setup().config.gossip.partners, len(self.roster.live)))
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
         """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""

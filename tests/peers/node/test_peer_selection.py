@@ -224,6 +224,36 @@ def test_over_a_thin_link_fewer_are_pulled_from_and_windows_are_shorter_for_it(o
     assert len(swarm.asks.partners(1, 0.0)) == 3
 
 
+def over_a_thin_link(own: Identity) -> Swarm:
+    """Of which windows of 10 kB a fragment would need four times the shortest: 45 kB in 0.8 of the time, at 40 kB/s."""
+    swarm = grown(Swarm(own, partners=3).meet(A).meet(B).meet(C))
+    swarm.meter.uploads.append(Upload(A, 400_000, 10.0))
+    return swarm
+
+
+def test_a_link_is_thin_that_would_stretch_windows_with_dense_codes(own: Identity) -> None:
+    swarm = over_a_thin_link(own)
+    assert swarm.asks.is_thin(1, 10_000)
+    assert not swarm.asks.is_thin(1, 2_000)
+    swarm.asks.progress.lr_step = 10
+    assert not swarm.asks.is_thin(1, 10_000), "in the swarm's first steps"
+
+
+def test_a_link_is_not_thin_where_the_cores_need_windows_as_long(own: Identity) -> None:
+    swarm = over_a_thin_link(own)
+    swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.03, 1.0
+    assert not swarm.asks.is_thin(1, 10_000)
+
+
+@pytest.mark.parametrize(("others_s", "thin"), [(2.0, True), (4.0, False)])
+def test_a_link_is_thin_while_the_others_need_no_longer_windows_than_it(
+    own: Identity, others_s: float, thin: bool
+) -> None:
+    """Where all links are alike each needs what the others need: if none began, all would wait for each other."""
+    swarm = needing(over_a_thin_link(own), A=others_s, B=others_s, C=others_s)
+    assert swarm.asks.is_thin(1, 10_000) is thin
+
+
 # What others publish of their speed
 
 
