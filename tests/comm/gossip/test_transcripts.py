@@ -95,11 +95,11 @@ def test_the_machine_does_what_the_transcript_says(lines: list[str]) -> None:
     played: list[str] = []
     for line in (line for line in expected if not line.startswith("->")):
         written, event = line.partition(" -> ")[0].split(" ", 1)
-        now = float(written)
+        now, effects = float(written), list[str]()
         if event == "partners" or event.startswith("partners "):
-            swarm.peers, effects = peers(event.partition(" ")[2]), []
+            swarm.peers = peers(event.partition(" ")[2])
         elif event in ("thin", "wide"):
-            swarm.thin, effects = event == "thin", []
+            swarm.thin = event == "thin"
         elif event == "next":
             effects = [f"at {machine.wake_at:g}" if machine.wake_at is not None else "never"]
         else:
@@ -134,9 +134,9 @@ def event_of(text: str, now: float, swarm: Swarm) -> object:
         return Answered(swarm.asked[found[1]].tag, PeerId(found[1]), said(found[1], found[2], now), 1.0, 1.0, 10, 20)
     match text.split():
         case ["closed", seq, *code]:
-            layout, later, codings = (LIGHT, PHI, (*LIGHT, *SIGNS)) if swarm.on_request else (LAYOUT, (), ())
-            layout = SIGNS if code == ["signs"] else layout
-            return WindowClosed(0, int(seq), 64, 0.5, layout, b"M" * sum(one.size for one in layout), later, codings)
+            window, later, codings = (LIGHT, PHI, (*LIGHT, *SIGNS)) if swarm.on_request else (LAYOUT, (), ())
+            window = SIGNS if code == ["signs"] else window
+            return WindowClosed(0, int(seq), 64, 0.5, window, b"M" * sum(one.size for one in window), later, codings)
         case ["encoded", seq]:
             return SectionsEncoded(0, int(seq), PHI, b"S" * 6)
         case ["merged", seq, *peers]:
@@ -204,8 +204,8 @@ def spoken(message: Message) -> str:
                 f"pull after {after} since {since:g} for {patience:g} {'exactly ' * exact}{' '.join(sections) or 'all'}"
             )
         case Snapshot() as snapshot:
-            sections = "all" if len(snapshot.layout) == len(LAYOUT) else "pseudo_gradient"
-            return f"snapshot {snapshot.seq} {sections}" + " in signs" * (SIGNS[0] in snapshot.layout)
+            whole = "all" if len(snapshot.layout) == len(LAYOUT) else "pseudo_gradient"
+            return f"snapshot {snapshot.seq} {whole}" + " in signs" * (SIGNS[0] in snapshot.layout)
         case Swap(offered) | Push(offered):
             return f"{type(message).__name__.lower()} {offered.seq}"
         case SwapCommit(_, _, seq):
