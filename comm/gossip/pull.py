@@ -64,6 +64,7 @@ class PullWindow:
 
     layout: Layout = ()
     on_request: Layout = ()  # more sections of the same window, which a partner may have by now or not
+    codings: Layout = ()  # of sections that a partner may have in another code than we
     partners: Sequence[PeerId] = ()
     whole_every: int = 1  # the exchange's, or more where the partners are most of the holders
     enough_at: Seconds = 0.0
@@ -71,6 +72,14 @@ class PullWindow:
     pending: set[PeerId] = field(default_factory=set)
     pulled: list[PulledSnapshot] = field(default_factory=list)
     skipped: str = ""  # why a partner had nothing for us, when that is nobody's fault
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSizes:
+    """Bytes of answers to our questions; an exchange's `size` is that of the mean answer."""
+
+    largest: int = 0  # with all sections, in the longest codes
+    dense: int = 0  # the mean one in the longest codes, where windows have several; else zero
 
 
 @dataclass(slots=True)
@@ -83,7 +92,7 @@ class PullExchange(Exchange):
     claims: TokenClaims = field(default_factory=TokenClaims)
     _published_at: Seconds = 0.0
     _resting: bool = False
-    _largest: int = 0  # bytes of an answer with all sections; `size` is that of the mean answer
+    _sizes: AnswerSizes = field(default_factory=AnswerSizes)
     _light_windows: int = 0  # since all sections were asked of a partner
     _doubted: dict[PeerId, int] = field(default_factory=dict)  # for how many windows; as many as can be asked in those
     _goal: int = 0  # the round before the one that a partner was in
@@ -150,13 +159,20 @@ class PullExchange(Exchange):
         self.state, self._began, self.seq = ExchangePhase.CLOSING, now, max(self.seq, self._goal) + 1
         return [CloseWindow(self.context.fragment, self.seq, hold=True)]
 
+    def _is_sparse(self) -> bool:
+        """Where the link is thin. The machine knows of a second code from the first window on."""
+        return self._sizes.dense > 0 and self.context.view.is_thin(self.context.fragment, self._sizes.dense)
+
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
         window, on_request = self._window, sum(section.size for section in closed.on_request)
-        self._largest = len(closed.blob) + on_request
+        more = _more_when_dense(closed)
         self.size = len(closed.blob) + on_request // (window.whole_every * max(1, len(window.partners)))
+        dense = self.size + more if closed.codings else 0
+        self._sizes = AnswerSizes(largest=len(closed.blob) + more + on_request, dense=dense)
         period_s = self.context.period_s(self.size)
         behind = now - self._published_at > BEHIND_PERIODS * period_s
         self._published_at, window.layout, window.on_request = now, closed.layout, closed.on_request
+        window.codings = closed.codings
         window.enough_at = now + ENOUGH_PERIODS * period_s
         effects = self.published.put(snapshots.describe(self.context, closed, now), closed, now)
         if not window.partners:
@@ -192,8 +208,8 @@ class PullExchange(Exchange):
         since = max(0.0, now - period_s / 2)
         sections = self._window.sections[partner]
         pull = Pull(self.context.run, self.context.fragment, after, since, patience_s, self.blocking, sections)
-        deadline_s = patience_s + self.context.view.deadline_s(partner, self._largest)
-        return Ask(tag, partner, Envelope(pull), deadline_s, self._largest)
+        deadline_s = patience_s + self.context.view.deadline_s(partner, self._sizes.largest)
+        return Ask(tag, partner, Envelope(pull), deadline_s, self._sizes.largest)
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """Takes the answer of a partner, and merges after the last one."""
@@ -217,8 +233,9 @@ class PullExchange(Exchange):
         """Takes a partner's snapshot, or returns why it is refused."""
         blob, after = event.envelope.blob, self.seen.get(event.peer, 0)
         window, names = self._window, self._window.sections.get(event.peer, ())
-        whole = (*window.layout, *window.on_request)
-        came = whole if snapshot.layout == whole else window.layout
+        own = snapshots.coded_as(window.layout, snapshot.layout, window.codings)
+        whole = (*own, *window.on_request)
+        came = whole if snapshot.layout == whole else own
         refused = snapshots.check(self.context, snapshot, blob, pick(came, names), after, now)
         if refused:
             if refused == Reason.REPLAY:  # it was told what we have
@@ -267,3 +284,11 @@ class PullExchange(Exchange):
 
     def _failed(self, partner: PeerId, reason: str, seconds: Seconds) -> Log:
         return self.context.exchange_line(partner, "failed", reason, seconds)
+
+
+def _more_when_dense(closed: WindowClosed) -> int:
+    """The bytes by which the window would be larger with the longest codes of its sections."""
+    longest: dict[str, int] = {}
+    for section in closed.codings:
+        longest[section.name] = max(section.size, longest.get(section.name, 0))
+    return sum(longest.get(section.name, section.size) - section.size for section in closed.layout)

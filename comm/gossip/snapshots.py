@@ -72,7 +72,11 @@ class Exchange:
         """Ends the window. Its number is the milliseconds of our clock, so that it grows even over a restart."""
         self.state, self._began = ExchangePhase.CLOSING, now
         self.seq = max(self.seq + 1, int(now * 1000))
-        return [CloseWindow(self.context.fragment, self.seq)]
+        return [CloseWindow(self.context.fragment, self.seq, sparse=self._is_sparse())]
+
+    def _is_sparse(self) -> bool:
+        """Whether the window goes out in the shorter of the algorithm's codes, if it has two."""
+        return False
 
 
 def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:
@@ -94,6 +98,12 @@ def check(context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Lay
     if snapshot.layout != layout or len(blob) != sum(section.size for section in layout):
         return Reason.SHAPE
     return "" if blobs.digest(blob) == snapshot.digest else Reason.DIGEST
+
+
+def coded_as(layout: Layout, sent: Layout, codings: Layout) -> Layout:
+    """Our layout, with those sections as `sent` has them that may come in several codes."""
+    theirs = {section.name: section for section in sent if section in codings}
+    return tuple(theirs.get(section.name, section) for section in layout)
 
 
 def contribution(peer: PeerId, header: Snapshot | WindowClosed, blob: bytes) -> Contribution:

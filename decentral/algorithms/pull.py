@@ -61,7 +61,8 @@ class PullRule(UpdateRule):
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
         super().__init__(gossip, theta, peer, tools)
-        self.sections = {PSEUDO_GRADIENT: gossip.code}
+        self.sections = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC if gossip.code == "auto" else gossip.code}
+        self.sparse = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
         self.constants = outer.Constants(gossip.momentum, gossip.step, gossip.consensus)
         self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
         self.ready = False
@@ -100,7 +101,8 @@ class PullRule(UpdateRule):
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         self._end_unmerged()
-        kernels, code = self.tools.kernels, self.sections[PSEUDO_GRADIENT]
+        kernels, codes = self.tools.kernels, self.sparse if self.sparsely else self.sections
+        code = codes[PSEUDO_GRADIENT]
         blob, length = kernels.close(theta, self.baseline, self.residual, code)
         self.experience.closed(length)
         self._baseline, self.spare = theta, self.baseline
@@ -114,7 +116,7 @@ class PullRule(UpdateRule):
     def read(self, one: Contribution) -> PulledWindow:
         parts, kernels = split(one.layout, one.blob), self.tools.kernels
         pseudo_gradient = parts[PSEUDO_GRADIENT]
-        if self.sections[PSEUDO_GRADIENT] == ONE_BIT_CODEC:
+        if any(section.name == PSEUDO_GRADIENT and section.codec == ONE_BIT_CODEC for section in one.layout):
             pseudo_gradient = kernels.widen(pseudo_gradient, self.elements)
         length = kernels.length(pseudo_gradient, self.elements)
         phi = parts.get("phi")

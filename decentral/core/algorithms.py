@@ -48,6 +48,9 @@ class GossipView(Protocol):
     def period_s(self, fragment: int, size: int) -> Seconds:
         """Seconds between two windows of a fragment whose snapshots have `size` bytes: a multiple of `window_s`."""
 
+    def is_thin(self, fragment: int, size: int) -> bool:
+        """Whether our link, and nothing else, would stretch the fragment's windows with snapshots of `size` bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class FragmentContext:

@@ -72,12 +72,13 @@ class Contribution:
 class CloseWindow:
     """End the fragment's window `seq` and encode what others may pull -> WindowClosed.
 
-    `hold`: take no further step before this window's Merge.
+    `hold`: take no further step before this window's Merge. `sparse`: in the shorter of the algorithm's codes.
     """
 
     fragment: int
     seq: int
     hold: bool = False
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class WindowClosed:
     layout: Layout
     blob: bytes
     on_request: Layout = ()  # sections that EncodeSections makes, until the window is merged
+    codings: Layout = ()  # all forms of the sections that come in several codes, ours included
     cost_s: Seconds = 0.0  # of the training thread and of the worker beside it
 
 

@@ -41,6 +41,7 @@ class GossipedFragment:
     rule: UpdateRule
     layout: jobs.Layout  # the sections of the blobs that we publish
     on_request: jobs.Layout  # the sections that are encoded when somebody asks for them
+    codings: jobs.Layout = ()  # all forms of the sections that come in several codes
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
     resting: bool = False  # nobody reads its windows, so none is closed
 
@@ -116,7 +117,7 @@ class GossipedFragment:
         parts, rejected = [], []
         for one in contributions:
             try:
-                self.rule.fits(one, (*self.layout, *self.on_request))
+                self.rule.fits(one, (*self.layout, *self.codings, *self.on_request))
                 parts.append(self.rule.read(one))
             except ProtocolError as error:
                 rejected.append((one.peer, error.reason))
@@ -205,12 +206,13 @@ class FragmentGossip:
         window = gossiped.end_window()
         theta = yield from gossiped.copied()
         packer = Packer(self.tools.codecs)
+        gossiped.rule.sparsely = job.sparse
         correction = gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
-        assert layout == gossiped.layout
+        assert set(layout) <= {*gossiped.layout, *gossiped.codings}
         yield from gossiped.correct(correction)
-        counted = window.tokens, window.lr_sum
-        return jobs.WindowClosed(job.fragment, job.seq, *counted, layout, blob, gossiped.on_request)
+        counted, on_request = (window.tokens, window.lr_sum), gossiped.on_request
+        return jobs.WindowClosed(job.fragment, job.seq, *counted, layout, blob, on_request, gossiped.codings)
 
     def _rest(self, fragment: int) -> Program:
         yield Phase.EDGE
@@ -324,8 +326,10 @@ class FragmentGossip:
         theta = live.theta if drawn else live.theta.to("meta")
         made = update_rules.rule(self.gossip, theta, self.peer, self.tools)
         n, codecs = live.fragment.parameters, self.tools.codecs
-        published, on_request = (update_rules.layout_of(one, n, codecs) for one in (made.sections, made.on_request))
-        return GossipedFragment(live, made, published, on_request)
+        layouts = (update_rules.layout_of(one, n, codecs) for one in (made.sections, made.on_request, made.sparse))
+        published, on_request, sparse = layouts
+        dense = tuple(section for section in published if section.name in made.sparse)
+        return GossipedFragment(live, made, published, on_request, (*dense, *sparse))
 
     # Checkpoints
 

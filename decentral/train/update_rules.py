@@ -86,6 +86,12 @@ class UpdateRule:
     sections: Mapping[str, str] = {"theta": "int8"}
     """The sections that `close` packs, in this order: name to codec, or to SCALAR."""
 
+    sparse: Mapping[str, str] = {}
+    """The sections that `close` packs in another code where `sparsely` says so, likewise."""
+
+    sparsely: bool = False
+    """Whether the next window's sections have their codes of `sparse`."""
+
     on_request: Mapping[str, str] = {}
     """The sections that are encoded only when a partner asks for them, likewise: `encode` packs them."""
 

@@ -47,13 +47,13 @@ class FragmentExchanges:
     @property
     def windows(self) -> tuple[int, str]:
         """How many of the shortest windows make one, and what stretches them."""
-        return self.selection.windows(*self._first) if self.running else (1, "")
+        return self.selection.lengths.windows(*self._first) if self.running else (1, "")
 
     @property
     def needed_s(self) -> Seconds:
         """How long our own links and cores need windows to be; 0: not known, as no window was closed yet."""
         index, size = self._first if self.running else (0, 0)
-        return self.selection.needed_s(index, size) if size else 0.0
+        return self.selection.lengths.needed_s(index, size) if size else 0.0
 
     @property
     def _first(self) -> tuple[int, int]:

@@ -284,7 +284,7 @@ class Node:
         fetched = joined_at is None or joined_at > now - event.seconds  # our own state came in this interval
         routed = routes is not None and (not self.setup.whole or bool(routes.executions))
         alone = not (self.donor.exports or fetched or routed)
-        self.selection.cost.measured(event, alone, self.traffic.gossip())
+        self.selection.lengths.cost.measured(event, alone, self.traffic.gossip())
         self.gossip.replan(now)
         if self.own_record.windows_outdated:
             self.roster.renew_soon(now)
@@ -297,7 +297,7 @@ class Node:
         tag = event.tag if isinstance(event, Answered | AskFailed) else event
         assert isinstance(tag, ExchangeTag | FragmentJobDone)
         if isinstance(event, jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged):
-            self.selection.cost.did(event.cost_s, closed=isinstance(event, jobs.WindowClosed))
+            self.selection.lengths.cost.did(event.cost_s, closed=isinstance(event, jobs.WindowClosed))
         return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
 
     def _advance_round(self, rounds: Rounds, now: Seconds) -> list[Effect]:

@@ -82,7 +82,7 @@ class OwnRecord:
         setup, (count, bound) = self.setup(), self.gossip.windows
         span = {"first": setup.fragments[0].first, "last": setup.fragments[-1].last}
         links = [(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in self._links()]
-        return log("status", **span, window_s=self.selection.window_s() * count, bound=bound, links=links)
+        return log("status", **span, window_s=self.selection.lengths.window_s() * count, bound=bound, links=links)
 
     def _standing(self) -> Standing:
         progress, exchanges = self.progress, self.traffic.exchanges

@@ -401,6 +401,35 @@ def test_signs_on_the_wire_are_what_partners_and_we_merge() -> None:
     assert torch.allclose(ours.state()["phi"], before - means, rtol=0, atol=1e-6)
 
 
+def test_a_rule_with_two_codes_sends_either_and_merges_both() -> None:
+    ours, dense, sparse = (Replica("pull", name, code="auto") for name in "ABC")
+    for seed, one in enumerate((ours, dense, sparse)):
+        one.train(seed)
+    sparse.rule.sparsely = True
+    sent = [one.close() for one in (ours, dense, sparse)]
+    codes = [next(section.codec for section in one.layout if section.name == PSEUDO_GRADIENT) for one in sent]
+    assert codes == ["q4", "q4", "q1"]
+    before, read = ours.pull.phi.clone(), [vectors(one)[PSEUDO_GRADIENT] for one in sent]
+    partners = zip(sent[1:], read[1:], strict=True)
+    ours.merge([repacked(one, {PSEUDO_GRADIENT: vector}) for one, vector in partners])
+    assert torch.allclose(ours.state()["phi"], before - sum(read) / 3, rtol=0, atol=1e-6)
+
+
+def test_what_signs_keep_back_goes_out_in_the_next_dense_window() -> None:
+    one = Replica("pull", "A", code="auto")
+    start = one.live.theta.clone()
+    one.train(0)
+    trained = start - one.live.theta
+    one.rule.sparsely = True
+    published = vectors(one.close())[PSEUDO_GRADIENT]
+    one.merge([])
+    one.rule.sparsely = False
+    together = published + vectors(one.close())[PSEUDO_GRADIENT]
+    kept_back, left = (torch.linalg.vector_norm(trained - sent) for sent in (published, together))
+    assert kept_back > 0.4 * torch.linalg.vector_norm(trained)
+    assert left < 0.3 * kept_back
+
+
 def q4(values: Tensor) -> Tensor:
     return compress.decode("q4", compress.encode("q4", values), values.numel())
 

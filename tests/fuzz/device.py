@@ -18,6 +18,8 @@ from decentral.peers.planning.plan_evaluation import EvaluatePlans, PlansEvaluat
 
 TOKENS = 8  # of a micro-batch
 WINDOW = (Section("pseudo_gradient", "q4", 4, 2),)
+SPARSE_WINDOW = (Section("pseudo_gradient", "q1", 4, 1),)
+CODINGS = (*WINDOW, *SPARSE_WINDOW)
 ON_REQUEST = (Section("phi", "int8", 6, 6),)
 STATE = (Section("theta", "int8", 6, 6), Section("moments", "q4", 4, 2))
 HIDDEN = (Section("hidden", "bf16", 4, 8), Section("targets", "u16", 4, 8))
@@ -99,7 +101,8 @@ class Device:
         match job:
             case jobs.CloseWindow(fragment, seq):
                 more = ON_REQUEST if self.chance.random() < 0.7 else ()
-                return jobs.WindowClosed(fragment, seq, 64, 0.5, WINDOW, blob_of(WINDOW), more, 0.01)
+                layout = SPARSE_WINDOW if job.sparse else WINDOW
+                return jobs.WindowClosed(fragment, seq, 64, 0.5, layout, blob_of(layout), more, CODINGS, 0.01)
             case jobs.Rest(fragment):
                 return jobs.Rested(fragment)
             case jobs.EncodeSections(fragment, seq):

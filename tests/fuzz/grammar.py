@@ -15,14 +15,14 @@ from decentral.comm.wire.messages import ExecutionId, Hop, Message, RoundMember,
 from decentral.comm.wire.transport import Ask
 from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, Section
+from decentral.core.jobs import Fragment, Layout, Section
 from decentral.peers.joining.fetch import PIECE_BYTES
 from decentral.peers.membership.prober import zeros
 from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.node.node import Node
 from decentral.peers.planning.swarm_plans import SwarmPlan
 from tests.fuzz import values
-from tests.fuzz.device import HIDDEN, ON_REQUEST, STATE, TOKENS, WINDOW, blob_of
+from tests.fuzz.device import HIDDEN, ON_REQUEST, SPARSE_WINDOW, STATE, TOKENS, WINDOW, blob_of
 
 T = TypeVar("T")
 PHASES: tuple[PeerPhase, ...] = (*("training",) * 8, "joining", "leaving")  # of records
@@ -259,7 +259,8 @@ def answer(known: Known, ask: Ask) -> Envelope:
 def _pulled(known: Known, pull: messages.Pull) -> Envelope:
     """All sections where all are asked for, or those of the window alone."""
     seq = pull.after + 1 if pull.exact else max(pull.after + 1, int(known.now * 1000))
-    layout = (*WINDOW, *ON_REQUEST) if not pull.sections and known.chance.random() < 0.5 else WINDOW
+    layout: Layout = known.chance.choice((WINDOW, WINDOW, SPARSE_WINDOW))
+    layout += ON_REQUEST if not pull.sections and known.chance.random() < 0.5 else ()
     head = dataclasses.replace(known.snapshot(pull.fragment, seq), layout=layout, digest=blobs.digest(blob_of(layout)))
     return Envelope(head, blob_of(layout))
 

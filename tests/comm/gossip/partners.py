@@ -27,5 +27,8 @@ class Partners:
     def window_s(self) -> Seconds:
         return self.shortest_s
 
+    def is_thin(self, fragment: int, size: int) -> bool:
+        return False
+
     def period_s(self, fragment: int, size: int) -> Seconds:
         return self.shortest_s

@@ -8,8 +8,10 @@
     13  B asks #1: swap 10001                         B's question; "answer #1: ..." is our reply to it
     14  next                        -> at 20          when it wants to wake
     15  partners C                                    from now on the view names C alone; "partners": nobody
+    16  thin                                          from now on our link is thin; "wide": it is not
 
 `pull partners B,C of 2` says how many holders there are; without it there are twice as many as partners.
+A window may be `closed 10000 signs`, and a snapshot in signs: in the sparse one of its two codes.
 A message may name a flaw (run, fragment, digest, shape) and when it was written (`at 3`). Windows come every 10 s.
 """
 
@@ -47,6 +49,7 @@ from decentral.core.machine import Effect, Log, Woke
 from tests.comm.gossip.partners import Partners
 
 LIGHT, PHI = (Section("pseudo_gradient", "q4", 4, 2),), (Section("phi", "int8", 6, 6),)
+SIGNS = (Section("pseudo_gradient", "q1", 4, 1),)
 LAYOUT = (*LIGHT, *PHI)
 FLAWS = {
     "run": {"run": "other"},
@@ -65,11 +68,14 @@ class Swarm(Partners):
 
     def __init__(self, names: Sequence[PeerId], others: int = 0, on_request: bool = False) -> None:
         super().__init__(names)
-        self.others, self.on_request = others, on_request
+        self.others, self.on_request, self.thin = others, on_request, False
         self.asked: dict[str, Ask] = {}  # the last question to each
 
     def holders(self, fragment: int) -> Sequence[PeerId]:
         return [PeerId(str(number)) for number in range(self.others or 2 * len(self.peers))]
+
+    def is_thin(self, fragment: int, size: int) -> bool:
+        return self.thin
 
 
 def scenarios() -> Iterator[tuple[str, list[str]]]:
@@ -89,9 +95,11 @@ def test_the_machine_does_what_the_transcript_says(lines: list[str]) -> None:
     played: list[str] = []
     for line in (line for line in expected if not line.startswith("->")):
         written, event = line.partition(" -> ")[0].split(" ", 1)
-        now = float(written)
+        now, effects = float(written), list[str]()
         if event == "partners" or event.startswith("partners "):
-            swarm.peers, effects = peers(event.partition(" ")[2]), []
+            swarm.peers = peers(event.partition(" ")[2])
+        elif event in ("thin", "wide"):
+            swarm.thin = event == "thin"
         elif event == "next":
             effects = [f"at {machine.wake_at:g}" if machine.wake_at is not None else "never"]
         else:
@@ -125,9 +133,10 @@ def event_of(text: str, now: float, swarm: Swarm) -> object:
     if found := re.fullmatch(r"(\w): (.*)", text):
         return Answered(swarm.asked[found[1]].tag, PeerId(found[1]), said(found[1], found[2], now), 1.0, 1.0, 10, 20)
     match text.split():
-        case ["closed", seq]:
-            layout, later = (LIGHT, PHI) if swarm.on_request else (LAYOUT, ())
-            return WindowClosed(0, int(seq), 64, 0.5, layout, b"M" * sum(one.size for one in layout), later)
+        case ["closed", seq, *code]:
+            window, later, codings = (LIGHT, PHI, (*LIGHT, *SIGNS)) if swarm.on_request else (LAYOUT, (), ())
+            window = SIGNS if code == ["signs"] else window
+            return WindowClosed(0, int(seq), 64, 0.5, window, b"M" * sum(one.size for one in window), later, codings)
         case ["encoded", seq]:
             return SectionsEncoded(0, int(seq), PHI, b"S" * 6)
         case ["merged", seq, *peers]:
@@ -155,7 +164,8 @@ def said(sender: str, text: str, now: float) -> Envelope:
             sections = ("pseudo_gradient",) if "pseudo_gradient" in words else ()
             times = (float(after.get("since", 0)), float(after.get("for", 0)))
             return Envelope(Pull("run", 0, int(after["after"]), *times, "exactly" in words, sections))
-    layout = pick(LAYOUT, ("pseudo_gradient",) if "pseudo_gradient" in words else ())
+    whole = (*SIGNS, *PHI) if "signs" in words else LAYOUT
+    layout = pick(whole, ("pseudo_gradient",) if "pseudo_gradient" in words else ())
     blob = sender.encode() * sum(section.size for section in layout)
     sent = float(after.get("at", now))
     snapshot = Snapshot("run", 0, int(words[0]), 32, 0.25, sent, layout, blobs.digest(blob))
@@ -167,8 +177,8 @@ def said(sender: str, text: str, now: float) -> Envelope:
 
 def shown(effect: Effect, swarm: Swarm) -> str:
     match effect:
-        case CloseWindow(_, seq, hold):
-            return f"close {seq}" + " and hold" * hold
+        case CloseWindow(_, seq, hold, sparse):
+            return f"close {seq}" + " and hold" * hold + " in signs" * sparse
         case EncodeSections(_, seq):
             return f"encode {seq}"
         case Rest():
@@ -194,7 +204,8 @@ def spoken(message: Message) -> str:
                 f"pull after {after} since {since:g} for {patience:g} {'exactly ' * exact}{' '.join(sections) or 'all'}"
             )
         case Snapshot() as snapshot:
-            return f"snapshot {snapshot.seq} {'all' if snapshot.layout == LAYOUT else 'pseudo_gradient'}"
+            whole = "all" if len(snapshot.layout) == len(LAYOUT) else "pseudo_gradient"
+            return f"snapshot {snapshot.seq} {whole}" + " in signs" * (SIGNS[0] in snapshot.layout)
         case Swap(offered) | Push(offered):
             return f"{type(message).__name__.lower()} {offered.seq}"
         case SwapCommit(_, _, seq):

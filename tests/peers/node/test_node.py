@@ -499,7 +499,7 @@ def test_the_period_grows_where_the_link_is_too_slow_for_a_window() -> None:
 
 def test_the_network_s_work_for_our_own_state_and_for_routes_is_no_cost_of_gossip() -> None:
     played, used = Played("pull", "training"), CoresUsed(5.0, 5.0, 4.0)
-    cost = played.node.selection.cost
+    cost = played.node.selection.lengths.cost
 
     def network_s() -> float:
         cost.did(0.01, closed=True)

@@ -18,9 +18,10 @@ from decentral.core.units import MiB
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.roster import Holders, Roster, RosterEntry
 from decentral.peers.node.gossip_cost import FIXED_CORES
-from decentral.peers.node.peer_selection import ALONE_TIMES, FASTEST_DEVICE, LONGEST_WINDOW_S, NEVER, PeerSelection
+from decentral.peers.node.peer_selection import FASTEST_DEVICE, NEVER, PeerSelection
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
+from decentral.peers.node.window_lengths import ALONE_TIMES, LONGEST_WINDOW_S
 
 RUN = RunId("gpt-3fa2c1")
 FRAGMENTS = (Fragment(0, 0, 1, 100), Fragment(1, 1, 3, 200))
@@ -106,7 +107,7 @@ def test_a_round_may_have_begun_with_peers_that_no_record_tells_of(own: Identity
 
 def test_windows_are_as_long_as_the_config_says_while_nothing_is_known_to_cost_much(own: Identity) -> None:
     asks = grown(Swarm(own)).asks
-    assert asks.windows(1, 1000) == (1, "")
+    assert asks.lengths.windows(1, 1000) == (1, "")
     assert asks.period_s(1, 1000) == asks.window_s() == 0.5
 
 
@@ -119,7 +120,7 @@ def grown(swarm: Swarm) -> Swarm:
 def test_a_slow_link_stretches_windows_and_is_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
     swarm.meter.saw(A, 100.0, 0.0, 100_000, 0)  # 1000 bytes/s
-    windows, bound = swarm.asks.windows(1, 10_000)
+    windows, bound = swarm.asks.lengths.windows(1, 10_000)
     assert bound == "link"
     assert windows > 10
     assert swarm.asks.period_s(1, 10_000) == windows * 0.5
@@ -127,36 +128,36 @@ def test_a_slow_link_stretches_windows_and_is_named(own: Identity) -> None:
 
 def test_gossip_that_costs_much_stretches_windows_and_the_cores_are_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
-    swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.007, 1.0
-    assert swarm.asks.windows(1, 10) == (2, "cores")  # two fragments, 1.5% of a core
+    swarm.asks.lengths.cost.compute_s, swarm.asks.lengths.cost.cores = 0.007, 1.0
+    assert swarm.asks.lengths.windows(1, 10) == (2, "cores")  # two fragments, 1.5% of a core
 
 
 def test_the_tighter_of_two_bounds_is_named(own: Identity) -> None:
     swarm = grown(Swarm(own).meet(A))
-    swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.01, 1.0
+    swarm.asks.lengths.cost.compute_s, swarm.asks.lengths.cost.cores = 0.01, 1.0
     swarm.meter.saw(A, 100.0, 0.0, 100_000, 0)
-    assert swarm.asks.windows(1, 10_000)[1] == "link"
-    swarm.asks.cost.compute_s = 100.0
-    assert swarm.asks.windows(1, 10_000)[1] == "cores"
+    assert swarm.asks.lengths.windows(1, 10_000)[1] == "link"
+    swarm.asks.lengths.cost.compute_s = 100.0
+    assert swarm.asks.lengths.windows(1, 10_000)[1] == "cores"
 
 
 def test_in_the_swarm_s_first_steps_gossip_may_cost_more_and_windows_are_shorter(own: Identity) -> None:
     asks = Swarm(own).asks
-    asks.cost.compute_s, asks.cost.cores = 0.006, 1.0
+    asks.lengths.cost.compute_s, asks.lengths.cost.cores = 0.006, 1.0
     assert asks.window_s() == 0.125
-    assert asks.windows(1, 10) == (2, "cores")
+    assert asks.lengths.windows(1, 10) == (2, "cores")
     asks.progress.lr_step = 1000
     assert asks.window_s() == 0.5
-    assert asks.windows(1, 10) == (2, "cores"), "four times as long, as three times the share is gone"
+    assert asks.lengths.windows(1, 10) == (2, "cores"), "four times as long, as three times the share is gone"
 
 
 def test_no_measurement_stretches_windows_without_limit(own: Identity) -> None:
     """A partner that reads a probe slowly chooses what the link seems to carry."""
     swarm = grown(Swarm(own).meet(A))
     swarm.meter.saw(A, 1e6, 0.0, 100_000, 0)
-    assert swarm.asks.windows(1, 1_000_000) == (1024, "link")
-    swarm.asks.cost.compute_s, swarm.asks.cost.cores = 1e9, 1.0
-    assert swarm.asks.windows(1, 1_000_000) == (1024, "cores")
+    assert swarm.asks.lengths.windows(1, 1_000_000) == (1024, "link")
+    swarm.asks.lengths.cost.compute_s, swarm.asks.lengths.cost.cores = 1e9, 1.0
+    assert swarm.asks.lengths.windows(1, 1_000_000) == (1024, "cores")
     assert LONGEST_WINDOW_S / 2 < swarm.asks.period_s(1, 1_000_000) <= LONGEST_WINDOW_S
 
 
@@ -174,23 +175,23 @@ def needing(swarm: Swarm, **needs: float) -> Swarm:
 
 
 def test_where_half_of_the_peers_need_longer_windows_all_have_them(own: Identity) -> None:
-    assert needing(grown(Swarm(own)), A=2.0, B=2.0, C=0.5).asks.windows(1, 10) == (4, "swarm")
-    assert needing(grown(Swarm(own)), A=2.0).asks.windows(1, 10) == (4, "swarm")
+    assert needing(grown(Swarm(own)), A=2.0, B=2.0, C=0.5).asks.lengths.windows(1, 10) == (4, "swarm")
+    assert needing(grown(Swarm(own)), A=2.0).asks.lengths.windows(1, 10) == (4, "swarm")
 
 
 def test_one_slow_peer_or_liar_makes_nobody_s_windows_longer(own: Identity) -> None:
-    assert needing(grown(Swarm(own)), A=1e17, B=0.5, C=0.5).asks.windows(1, 10) == (1, "")
+    assert needing(grown(Swarm(own)), A=1e17, B=0.5, C=0.5).asks.lengths.windows(1, 10) == (1, "")
 
 
 def test_a_need_that_the_swarm_invents_is_limited_as_ours_is(own: Identity) -> None:
-    assert needing(grown(Swarm(own)), A=1e17, B=1e17).asks.windows(1, 10)[0] * 0.5 <= LONGEST_WINDOW_S
+    assert needing(grown(Swarm(own)), A=1e17, B=1e17).asks.lengths.windows(1, 10)[0] * 0.5 <= LONGEST_WINDOW_S
 
 
 def test_peers_with_other_layers_do_not_count(own: Identity) -> None:
     swarm = needing(grown(Swarm(own)), A=2.0)
     swarm.live[A] = RosterEntry(replace(swarm.live[A].record, first=3, last=9), 60.0)
     swarm.asks.roster.changes += 1
-    assert swarm.asks.windows(1, 10) == (1, "")
+    assert swarm.asks.lengths.windows(1, 10) == (1, "")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -201,9 +202,9 @@ def test_all_peers_come_to_windows_that_end_together_whoever_looks(own: Identity
     for number, window_s in enumerate(needs):
         others = {f"Q{place}": need for place, need in enumerate(needs) if place != number}
         swarm = needing(grown(Swarm(own)), **others)
-        swarm.asks.cost.compute_s, swarm.asks.cost.cores = 0.02 * window_s / 2 * 0.99, 1.0
-        assert swarm.asks.needed_s(1, 10) == window_s
-        found.append(swarm.asks.windows(1, 10)[0])
+        swarm.asks.lengths.cost.compute_s, swarm.asks.lengths.cost.cores = 0.02 * window_s / 2 * 0.99, 1.0
+        assert swarm.asks.lengths.needed_s(1, 10) == window_s
+        found.append(swarm.asks.lengths.windows(1, 10)[0])
     common = min(found)
     assert 2 * found.count(common) >= len(found)
     assert all((times // common).bit_count() == 1 and times % common == 0 for times in found)
@@ -216,12 +217,42 @@ def test_over_a_thin_link_fewer_are_pulled_from_and_windows_are_shorter_for_it(o
     swarm = grown(Swarm(own, partners=3).meet(A).meet(B).meet(C))
     swarm.meter.uploads.append(Upload(A, 400_000, 10.0))
     assert len(swarm.asks.partners(1, 0.0)) == 3  # until a window's bytes are known
-    windows, bound = swarm.asks.windows(1, 10_000)
+    windows, bound = swarm.asks.lengths.windows(1, 10_000)
     assert (windows, bound) == (2, "link")  # 30 kB for each of two, 0.8 of the time
     assert len(swarm.asks.partners(1, 0.0)) == 2
     swarm.meter.uploads.append(Upload(A, 40_000_000, 10.0))
-    assert swarm.asks.windows(1, 10_000) == (1, "")
+    assert swarm.asks.lengths.windows(1, 10_000) == (1, "")
     assert len(swarm.asks.partners(1, 0.0)) == 3
+
+
+def over_a_thin_link(own: Identity) -> Swarm:
+    """Of which windows of 10 kB a fragment would need four times the shortest: 45 kB in 0.8 of the time, at 40 kB/s."""
+    swarm = grown(Swarm(own, partners=3).meet(A).meet(B).meet(C))
+    swarm.meter.uploads.append(Upload(A, 400_000, 10.0))
+    return swarm
+
+
+def test_a_link_is_thin_that_would_stretch_windows_with_dense_codes(own: Identity) -> None:
+    swarm = over_a_thin_link(own)
+    assert swarm.asks.is_thin(1, 10_000)
+    assert not swarm.asks.is_thin(1, 2_000)
+    swarm.asks.progress.lr_step = 10
+    assert not swarm.asks.is_thin(1, 10_000), "in the swarm's first steps"
+
+
+def test_a_link_is_not_thin_where_the_cores_need_windows_as_long(own: Identity) -> None:
+    swarm = over_a_thin_link(own)
+    swarm.asks.lengths.cost.compute_s, swarm.asks.lengths.cost.cores = 0.03, 1.0
+    assert not swarm.asks.is_thin(1, 10_000)
+
+
+@pytest.mark.parametrize(("others_s", "thin"), [(2.0, True), (4.0, False)])
+def test_a_link_is_thin_while_the_others_need_no_longer_windows_than_it(
+    own: Identity, others_s: float, thin: bool
+) -> None:
+    """Where all links are alike each needs what the others need: if none began, all would wait for each other."""
+    swarm = needing(over_a_thin_link(own), A=others_s, B=others_s, C=others_s)
+    assert swarm.asks.is_thin(1, 10_000) is thin
 
 
 # What others publish of their speed
@@ -254,5 +285,5 @@ def test_an_absurd_speed_is_believed_as_far_as_devices_differ(own: Identity) -> 
 def test_where_only_one_other_peer_holds_our_layers_it_makes_our_windows_a_few_times_as_long_at_most(
     own: Identity,
 ) -> None:
-    assert needing(grown(Swarm(own)), A=1e17).asks.windows(1, 10) == (ALONE_TIMES, "swarm")
-    assert needing(grown(Swarm(own)), A=1.0).asks.windows(1, 10) == (2, "swarm")
+    assert needing(grown(Swarm(own)), A=1e17).asks.lengths.windows(1, 10) == (ALONE_TIMES, "swarm")
+    assert needing(grown(Swarm(own)), A=1.0).asks.lengths.windows(1, 10) == (2, "swarm")
