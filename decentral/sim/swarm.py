@@ -290,11 +290,13 @@ class SimulatedSwarm:
         They are those by whose time this peer would go if it started again, and none if that is its own.
         """
         assert member.host is not None
+        live = member.host.node.roster.live
         found = [self.by_peer[peer] for peer in self._contacts(member)]
-        if not member.host.node.roster.live:
+        if not live:
             found += [one for one in self.living if member.peer in self._contacts(one)]
-        there = [one for one in found if one.training]
-        return [one.peer for one in there] if agreed_s([one.clock_s - member.clock_s for one in there]) else []
+        ahead_s = {one.peer: one.clock_s - member.clock_s for one in found if one.training}
+        lost_apart = any(agreed_s([apart_s]) for peer, apart_s in ahead_s.items() if peer not in live)
+        return list(ahead_s) if lost_apart and agreed_s(list(ahead_s.values())) else []
 
     def _write_line(self, member: SimulatedPeer, peer: PeerId, t: Seconds, line: Log) -> None:
         """A line of its journal, or one more that a full disk loses."""
