@@ -113,7 +113,7 @@ def forward(compute: Compute, run: config.Config, number: int, first: int, last:
     else:
         sequences = run.train.micro_batch
         assert isinstance(sequences, int)
-        expected = compute.span.layout(first, sequences)
+        expected = compute.span.forms(first, sequences).entering[0]
         hidden = compress.encode(expected[0].codec, 0.1 * torch.randn(expected[0].elements))
         blob = hidden + bytes(expected[1].size)
         done = compute.do(jobs.Forward(number, first, last, sequences, expected, blob))
@@ -126,7 +126,7 @@ def backward(compute: Compute, run: config.Config, number: int, last: int) -> No
         return
     sequences = run.train.micro_batch
     assert isinstance(sequences, int)
-    (section, _) = compute.span.layout(last, sequences)
+    ((section,),) = compute.span.forms(last, sequences).gradients
     blob = compress.encode(section.codec, 1e-3 * torch.randn(section.elements))
     done = compute.do(jobs.Backward(number, (section,), blob))
     assert isinstance(done, jobs.BackwardDone), done

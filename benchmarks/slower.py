@@ -99,7 +99,7 @@ class Swarm:
         compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, compress, device, folder, span))
         capacity = self.needs.capacity(0, 3, self.half)
         place = stage.StageConfig(
-            RUN, own.peer, *span, compute.span.cuts, 1, capacity, 1, compute.span.layout, self.needs.activations,
+            RUN, own.peer, *span, compute.span.cuts, 1, capacity, 1, compute.span.forms, self.needs.activations,
             self.run.routes.slots,
             self.run.routes.overlap,
         )  # fmt: skip

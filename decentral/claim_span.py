@@ -15,8 +15,9 @@ from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.transport import Directory
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, Layout
+from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds, widest_span
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
@@ -141,7 +142,7 @@ class RoutedModel:
     cuts: tuple[Fragment, ...]  # the fragments of the whole model
     most_sequences: int
     activations: tuple[int, ...]  # bytes that a micro-batch keeps in each of the cuts
-    layout: Callable[[int, int], Layout]  # (layer, sequences) -> what enters that layer
+    forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> what enters that layer
 
 
 def stage_config(request: SpanRequest, model: RoutedModel, held: Sequence[Fragment], capacity: int) -> StageConfig:
@@ -156,7 +157,7 @@ def stage_config(request: SpanRequest, model: RoutedModel, held: Sequence[Fragme
         max_sequences=model.most_sequences,
         capacity=capacity,
         micro_batches_per_step=1 if whole and not request.run.synchronous else request.run.train.accumulate,
-        layout=model.layout,
+        forms=model.forms,
         activations=model.activations,
         slots=request.run.routes.slots,
         overlap=request.run.routes.overlap,

@@ -148,7 +148,7 @@ def _without(error: DamagedCheckpoint, flags: argparse.Namespace, access: SwarmA
 def _model(compute: Compute) -> RoutedModel:
     size = compute.setup.config.train.micro_batch
     most = size if isinstance(size, int) else measure.LARGEST
-    return RoutedModel(compute.span.cuts, most, memory.needs(compute.setup.config).activations, compute.span.layout)
+    return RoutedModel(compute.span.cuts, most, memory.needs(compute.setup.config).activations, compute.span.forms)
 
 
 def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:

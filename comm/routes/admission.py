@@ -40,10 +40,9 @@ class Admission:
             return Reason.NOT_READY
         if ExecutionId(request.origin, request.number, request.first) in self.table.counted:
             return Reason.COUNTED  # an old question that was delayed: a later one has been answered long ago
-        size = stage.size(request)
-        if size == 0 or request.origin == stage.peer:
+        if stage.size(request) == 0 or request.origin == stage.peer:
             return Reason.SPAN
-        if request.layout != stage.layout(request.first, request.sequences) or blob_bytes != size:
+        if not stage.fits(request, blob_bytes):
             return Reason.SHAPE
         if request.patience_s < MIN_PATIENCE_S or request.round < self.round:
             return Reason.LATE
@@ -169,7 +168,7 @@ class OwnMicroBatches:
                 break
             execution = self._new(last, now)
             self.table.jobs.running.add(execution.token)  # at once: nothing else waits for the training thread
-            jobs.append(Draw(execution.token, last))
+            jobs.append(Draw(execution.token, last, self.forwarding.view.is_thin()))
             own += 1
             self.quota = None if self.quota is None else self.quota - 1
         return jobs

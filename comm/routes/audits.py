@@ -143,7 +143,7 @@ class RouteAudits:
             token=next(self._tokens),
             id=ExecutionId(id.origin, twin(id.number), id.first),
             of=id.number,
-            hop=NextHop(hop.tokens, hop.layout, hop.payload, tried=[event.peer]),
+            hop=NextHop(hop.tokens, hop.layout, hop.payload, hop.gradients, tried=[event.peer]),
             sequences=execution.sequences,
             patience_s=min(MAX_ROUTE_S, execution.deadline() - sent_at),
             hold_s=min(MAX_ROUTE_S, execution.until - sent_at),
@@ -171,11 +171,8 @@ class RouteAudits:
         drawn = max(0.0, now - audit.age_s)
         request = ForwardRequest(*of_micro_batch, audit.patience_s, audit.hold_s, hop.layout, drawn=drawn)
         tag = AuditTag(audit.token, hop.attempts)
-        return [
-            Ask(
-                tag, hop.to, Envelope(request, hop.payload), min(audit.patience_s, audit.deadline_s), hop.layout[0].size
-            )
-        ]
+        patience_s = min(audit.patience_s, audit.deadline_s)
+        return [Ask(tag, hop.to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
 
     def answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """A peer that was asked in an audit has answered, or has not."""
@@ -189,8 +186,8 @@ class RouteAudits:
             blob = event.envelope.blob
             if self.forwarding.fits(audit.hop, audit.id.first, event.peer, response, blob):
                 audit.opinions.append(Opinion(event.peer, response, blob))
-                blobs = tuple(one.blob for one in audit.opinions)
-                return [Compare(audit.token, response.layout, audit.sequences, audit.id.first, blobs)]
+                gradients = tuple((one.response.layout, one.blob) for one in audit.opinions)
+                return [Compare(audit.token, audit.sequences, audit.id.first, gradients)]
         self.owed -= audit.costs.pop()  # it took no part
         return self._ask(audit, now, self._drawing)
 

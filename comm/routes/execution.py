@@ -13,6 +13,7 @@ from typing import ClassVar
 from decentral.comm.routes.offers import Offers
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, ExecutionId
+from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Layout
 from decentral.core.units import Seconds
@@ -53,6 +54,7 @@ class NextHop:
     tokens: int
     layout: Layout  # of the payload
     payload: bytes  # kept until the backward pass is done: another peer may have to get the same
+    gradients: tuple[Layout, ...]  # the forms of its gradient
     to: PeerId | None = None  # the peer that has the activations
     attempts: int = 0
     tried: list[PeerId] = field(default_factory=list)  # peers that took it; all but the last have failed
@@ -63,6 +65,11 @@ class NextHop:
     look_at: Seconds | None = None  # when to ask the next peer whether it still computes
     late: bool = False
     response: BackwardResponse | None = None  # from BACKWARD on
+
+    @property
+    def most_bytes(self) -> int:
+        """Of its gradient."""
+        return max(map(layout_bytes, self.gradients))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

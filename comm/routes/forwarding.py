@@ -29,6 +29,7 @@ from decentral.comm.wire.messages import (
     Offer,
 )
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
@@ -47,6 +48,9 @@ class RouteView(Protocol):
 
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         """The layers [first, last) that a successor holds, and its tokens/s of the whole model."""
+
+    def is_thin(self) -> bool:
+        """Whether what this peer sends is to have the shorter of the run's forms."""
 
 
 @dataclass(slots=True)
@@ -132,7 +136,7 @@ class Forwarding:
         of_micro_batch = self.stage.run, id.origin, id.number, id.first, execution.sequences
         request = ForwardRequest(*of_micro_batch, *times, hop.layout, execution.round, execution.drawn)
         tag = ForwardTag(execution.token, hop.attempts)
-        return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.layout[0].size)]
+        return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
 
     def _deadline_s(self, execution: StageExecution, to: PeerId) -> Seconds:
         return self.scheduler.deadline_s(to, self.load.rest_s(execution.sent.tokens, execution.last))
@@ -191,8 +195,8 @@ class Forwarding:
         return (
             response.run == self.stage.run
             and response.tokens == hop.tokens
-            and response.layout == hop.layout[:1]
-            and len(blob) == hop.layout[0].size
+            and response.layout in hop.gradients
+            and len(blob) == layout_bytes(response.layout)
             and 0 < len(hops) < MAX_HOPS
             and hops[0].peer == peer
             and reaches_the_end(hops, first, self.stage.layers)

@@ -70,7 +70,8 @@ class ExecutionLifecycle:
         )
         self.table.add(execution)
         given_up += [] if self.admission.stage.synchronous else self.table.give_up_held(execution)
-        job = Forward(execution.token, id.first, last, request.sequences, request.layout, event.envelope.blob)
+        activations = request.layout, event.envelope.blob, self.forwarding.view.is_thin()
+        job = Forward(execution.token, id.first, last, request.sequences, *activations)
         self.admission.push(job, request.round)
         return given_up
 
@@ -135,7 +136,8 @@ class ExecutionLifecycle:
                     self.forwarding.scheduler.served(event.peer, event.seconds)
                     execution.move(BACKWARD, f"gradient from {event.peer}")
                     execution.sent.response = response
-                    self.table.jobs.push(Backward(execution.token, response.layout, blob))
+                    thin = self.forwarding.view.is_thin()
+                    self.table.jobs.push(Backward(execution.token, response.layout, blob, thin))
                     return self.audits.gave_back(execution, event, now)
         return self.forwarding.missed(execution, event.peer, now)
 
@@ -161,7 +163,8 @@ class ExecutionLifecycle:
     def _forward_done(self, execution: StageExecution, done: ForwardDone, now: Seconds) -> list[Effect]:
         load = self.forwarding.load
         load.tokens, execution.sequences = done.tokens, done.sequences
-        execution.next_hop = NextHop(done.tokens, done.layout, done.blob)
+        gradients = self.admission.stage.forms(execution.last, done.sequences).gradients
+        execution.next_hop = NextHop(done.tokens, done.layout, done.blob, gradients)
         if execution.own:
             execution.id = ExecutionId(self.admission.stage.peer, done.number, 0)
             if self.admission.window.typical_s is None:

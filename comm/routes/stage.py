@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from decentral.comm.routes.execution import BACKWARD, FORWARD, StageExecution
 from decentral.comm.routes.pacing import NEWEST_WEIGHT
 from decentral.comm.wire.messages import ForwardRequest
-from decentral.core.fragments import FORWARD_PART, Fragment, Layout, forward_part, share
+from decentral.core.fragments import FORWARD_PART, ActivationForms, Fragment, forward_part, layout_bytes, share
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.units import Seconds
@@ -15,7 +15,7 @@ from decentral.core.units import Seconds
 
 @dataclass(frozen=True, slots=True)
 class StageConfig:
-    """This peer holds layers [first, last). `layout(layer, sequences)` describes what enters that layer."""
+    """This peer holds layers [first, last). `forms(layer, sequences)` describes what may enter that layer."""
 
     run: RunId
     peer: PeerId
@@ -25,7 +25,7 @@ class StageConfig:
     max_sequences: int  # in a micro-batch
     capacity: int  # micro-batches through the whole span whose activations fit into the memory
     micro_batches_per_step: int  # that one optimizer step waits for, at least
-    layout: Callable[[int, int], Layout]
+    forms: Callable[[int, int], ActivationForms]
     activations: tuple[int, ...] = ()  # bytes that a micro-batch keeps in each of the cuts; none: all take the same
     slots: int = 1  # for sealed sums of gradients that are not committed yet
     overlap: bool = False  # begin more before the last ones' step is taken: busier devices, stale gradients
@@ -67,10 +67,15 @@ class StageConfig:
         return sum(size for cut, size in zip(self.cuts, self.activations, strict=False) if first <= cut.first < last)
 
     def size(self, request: ForwardRequest) -> int:
-        """How many bytes must come with this request; 0, if it is not for us."""
+        """How many bytes may come with this request; 0, if it is not for us."""
         if not self.begins(request.first) or request.sequences > self.max_sequences:
             return 0
-        return sum(section.size for section in self.layout(request.first, request.sequences))
+        return max(map(layout_bytes, self.forms(request.first, request.sequences).entering))
+
+    def fits(self, request: ForwardRequest, blob_bytes: int) -> bool:
+        """Whether a request that is for us comes in one of the forms, and with as many bytes."""
+        entering = self.forms(request.first, request.sequences).entering
+        return request.layout in entering and blob_bytes == layout_bytes(request.layout)
 
 
 @dataclass(slots=True)

@@ -128,8 +128,7 @@ class PullRule(UpdateRule):
         own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
         progress = self.experience.usual_progress((one.peer, one.length) for one in partners)
-        trust = self._trust(partners, blob) if own.tokens else [1.0] * len(partners)
-        trust = [one * influence.plausible(part.length, progress) for one, part in zip(trust, partners, strict=True)]
+        trust = self._trust(partners, blob, progress) if own.tokens else [1.0] * len(partners)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
         shares = influence.token_shares(own.tokens, [self._claimed(one, own) for one in partners], trust)
         near = self.experience.usual_distance((one.peer, one.distance) for one in partners if one.phi is not None)
@@ -154,14 +153,17 @@ class PullRule(UpdateRule):
             return one.tokens
         return min(one.tokens, influence.explained_tokens(one.length, own.tokens, self.experience.lengths[-1]))
 
-    def _trust(self, partners: Sequence[PulledWindow], blob: bytes) -> list[float]:
-        """How much of each partner's progress counts, by a sample of it that nobody can foretell."""
+    def _trust(self, partners: Sequence[PulledWindow], blob: bytes, progress: float) -> list[float]:
+        """How much of each partner's progress counts, by a sample of it that nobody can foretell, and by its length.
+
+        `progress`: what is usual. A window without a step of ours cannot tell.
+        """
         if self.sample is None:
             self.sample = WindowSample.drawn(self.elements, self.residual)
         read, codecs = self.sample.read, self.tools.codecs
-        return self.agreement.trust(
-            read(codecs, blob), [(one.peer, read(codecs, one.pseudo_gradient)) for one in partners]
-        )
+        samples = [(one.peer, read(codecs, one.pseudo_gradient)) for one in partners]
+        trust = self.agreement.trust(read(codecs, blob), samples)
+        return [one * influence.plausible(part.length, progress) for one, part in zip(trust, partners, strict=True)]
 
     def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it.

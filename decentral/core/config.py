@@ -158,7 +158,9 @@ class GossipConfig(Strict):
 class RoutesConfig(Strict):
     """How micro-batches travel between peers that hold a part of the model each."""
 
-    wire: Literal["bf16", "int8", "fp32"] = "bf16"  # codec of activations and their gradients; int8 is blockwise
+    # Codec of activations and their gradients. int8-q4: activations in 8 bits, gradients in 4. auto: that where our own
+    # link is thin, else bf16.
+    wire: Literal["auto", "bf16", "int8", "int8-q4", "fp32"] = "bf16"
     holders: Annotated[int, Field(gt=0, le=4096)] = (
         2  # a peer gives up no layer that fewer others hold, unless it takes lost layers instead
     )

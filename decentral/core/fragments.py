@@ -48,3 +48,21 @@ class Section:
 
 Layout = tuple[Section, ...]
 """The sections of a blob, in its order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationForms:
+    """What may enter a layer, and what may come back for it: each over a fast link first, then over a thin one."""
+
+    entering: tuple[Layout, ...]  # hidden values, and the targets
+    gradients: tuple[Layout, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> "ActivationForms":
+        """Those of a run that has one form, whose gradients are like the first section."""
+        return cls((layout,), (layout[:1],))
+
+
+def layout_bytes(layout: Layout) -> int:
+    """The bytes of the blob."""
+    return sum(section.size for section in layout)

@@ -169,10 +169,14 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Begin a micro-batch of our own data: forward through our layers up to `last` -> as for Forward."""
+    """Begin a micro-batch of our own data: forward through our layers up to `last` -> as for Forward.
+
+    `thin`, here and below: what leaves has the shorter of the run's forms.
+    """
 
     token: int
     last: int
+    thin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,7 @@ class Forward:
     sequences: int
     layout: Layout
     blob: bytes
+    thin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +203,7 @@ class Backward:
     token: int
     layout: Layout
     blob: bytes
+    thin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +215,12 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Compare gradients of the hidden_BTD that enter layer `first`: the last blob with each one before -> Compared."""
+    """Compare gradients of the hidden_BTD that enter layer `first`: the last one with each one before -> Compared."""
 
     token: int  # of an audit
-    layout: Layout
     sequences: int
     first: int
-    blobs: tuple[bytes, ...]
+    gradients: tuple[tuple[Layout, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)

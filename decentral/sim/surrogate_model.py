@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import ActivationForms
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
 from decentral.train.sections import Codecs
@@ -67,7 +68,7 @@ class SurrogateModel:
     cuts: tuple[jobs.Fragment, ...]  # of the whole model
     codecs: Codecs
     tokens_per_step: int
-    layout: Callable[[int, int], jobs.Layout]  # (layer, sequences): of a micro-batch that enters this layer
+    forms: Callable[[int, int], ActivationForms]  # (layer, sequences): of a micro-batch that enters this layer
 
     def synthetic_codecs(self) -> SyntheticCodecs:
         return SyntheticCodecs(self.codecs, sum(cut.parameters for cut in self.cuts) / len(self.cuts) / NUMBERS)

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decentral.core import jobs
+from decentral.core.fragments import ActivationForms, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Layout
 from decentral.core.outcomes import UNLIKE
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
@@ -68,31 +68,32 @@ class SurrogateStages:
         """Begins this peer's micro-batch with this number, of so many tokens."""
         own = SurrogateGradient(self.peer, number, 0, job.last, tokens)
         self.pending[job.token] = own
-        return self._forwarded(job.token, number, own)
+        return self._forwarded(job, number, own)
 
     def forward(self, job: jobs.Forward) -> jobs.ForwardDone | jobs.BackwardDone | jobs.ExecutionFailed:
-        layout = self.model.layout(job.first, job.sequences)
-        if job.layout != layout or len(job.blob) != sum(section.size for section in layout):
+        entering = self.model.forms(job.first, job.sequences).entering
+        if job.layout not in entering or len(job.blob) != layout_bytes(job.layout):
             return jobs.ExecutionFailed(job.token, Reason.SHAPE)
         origin, number, layer = _read(job.blob)
         assert layer == job.first, f"what enters layer {layer} came to layer {job.first}"
-        tokens = layout[1].elements
+        tokens = job.layout[1].elements
         execution = SurrogateGradient(origin, number, job.first, job.last, tokens)
         if job.last < self.model.cuts[-1].last:
             self.pending[job.token] = execution
-            return self._forwarded(job.token, 0, execution)
-        return self._backed(job.token, execution, loss_of(self.weights) * tokens)
+            return self._forwarded(job, 0, execution)
+        return self._backed(job, execution, loss_of(self.weights) * tokens)
 
     def backward(self, job: jobs.Backward) -> jobs.BackwardDone | jobs.ExecutionFailed:
         execution = self.pending.get(job.token)
         if execution is None:
             return jobs.ExecutionFailed(job.token, Reason.FORGOTTEN)
-        if job.layout != self._layout(execution, execution.last)[:1] or len(job.blob) != job.layout[0].size:
+        gradients = self._forms(execution, execution.last).gradients
+        if job.layout not in gradients or len(job.blob) != layout_bytes(job.layout):
             return jobs.ExecutionFailed(job.token, Reason.SHAPE)
         came, ours = _read(job.blob), (execution.origin, execution.number, execution.last)
         assert came == ours, f"the gradient of {came} came to {execution}"
         del self.pending[job.token]
-        return self._backed(job.token, execution, 0.0)
+        return self._backed(job, execution, 0.0)
 
     def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
         for token in tokens:
@@ -101,7 +102,7 @@ class SurrogateStages:
 
     def compare(self, job: jobs.Compare) -> jobs.Compared:
         """Gradients of one micro-batch are equal at all peers, whatever their weights."""
-        *others, newest = (_read(blob) for blob in job.blobs)
+        *others, newest = (_read(blob) for _, blob in job.gradients)
         same, apart = jobs.Likeness(1.0, 1.0), UNLIKE
         return jobs.Compared(job.token, tuple(same if newest == other else apart for other in others))
 
@@ -131,28 +132,32 @@ class SurrogateStages:
         self.applied = sealed
         return tuple(taken)
 
-    def _layout(self, execution: SurrogateGradient, layer: int) -> Layout:
-        return self.model.layout(layer, execution.tokens // self.model.config.model.context)
+    def _forms(self, execution: SurrogateGradient, layer: int) -> ActivationForms:
+        return self.model.forms(layer, execution.tokens // self.model.config.model.context)
 
-    def _forwarded(self, token: int, number: int, execution: SurrogateGradient) -> jobs.ForwardDone:
-        layout = self._layout(execution, execution.last)
+    def _forwarded(self, job: jobs.Draw | jobs.Forward, number: int, execution: SurrogateGradient) -> jobs.ForwardDone:
+        layout = self._forms(execution, execution.last).entering[-1 if job.thin else 0]
         header = msgpack.packb((execution.origin, execution.number, execution.last))
         blob = SyntheticBlob([(layout[0].size, header), (layout[1].size, b"")])
         sequences = execution.tokens // self.model.config.model.context
-        return jobs.ForwardDone(token, number, sequences, execution.tokens, layout, blob)
+        return jobs.ForwardDone(job.token, number, sequences, execution.tokens, layout, blob)
 
-    def _backed(self, token: int, execution: SurrogateGradient, loss: float) -> jobs.BackwardDone:
+    def _backed(
+        self, job: jobs.Forward | jobs.Backward, execution: SurrogateGradient, loss: float
+    ) -> jobs.BackwardDone:
         """Adds the gradient to the sum, and gives the gradient of the input."""
         self._filled.append(execution)
-        self._executions.append(token)
+        self._executions.append(job.token)
         for index, fragment in enumerate(self.fragments):
             if execution.first <= fragment.first and fragment.last <= execution.last:
                 self._sums[index] += execution.tokens * self.weights[index]
         if execution.first == 0:
-            return jobs.BackwardDone(token, execution.tokens, loss, (), b"")
-        section = self._layout(execution, execution.first)[0]
-        blob = SyntheticBlob([(section.size, msgpack.packb((execution.origin, execution.number, execution.first)))])
-        return jobs.BackwardDone(token, execution.tokens, loss, (section,), blob)
+            return jobs.BackwardDone(job.token, execution.tokens, loss, (), b"")
+        layout = self._forms(execution, execution.first).gradients[-1 if job.thin else 0]
+        blob = SyntheticBlob(
+            [(layout_bytes(layout), msgpack.packb((execution.origin, execution.number, execution.first)))]
+        )
+        return jobs.BackwardDone(job.token, execution.tokens, loss, layout, blob)
 
 
 def _read(blob: bytes) -> tuple[str, int, int]:

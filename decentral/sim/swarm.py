@@ -71,9 +71,9 @@ class SwarmSettings:
 
     @property
     def model(self) -> claim_span.RoutedModel:
-        layout = cache(ActivationFormat(self.config, compress, gpt.widths(self.config.model)).layout)
+        forms = cache(ActivationFormat(self.config, compress, gpt.widths(self.config.model)).forms)
         kept = memory.needs(self.config, self.fragments).activations
-        return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, layout)
+        return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, forms)
 
     @property
     def run(self) -> RunId:
@@ -340,7 +340,7 @@ class SimulatedSwarm:
             return settings.gradients(member)
         codecs = PlainCodecs(compress) if settings.unquantised else compress
         chance = rng.arrays(self.seed, "noise", member.number, member.lives)
-        model = SurrogateModel(settings.config, settings.fragments, codecs, settings.tokens_per_step, self.model.layout)
+        model = SurrogateModel(settings.config, settings.fragments, codecs, settings.tokens_per_step, self.model.forms)
         return SurrogateWorkload(model, member.peer, member.span, chance, member.disk)
 
     def _step_s(self, member: SimulatedPeer) -> Seconds:

@@ -4,18 +4,29 @@ Shapes: B sequences, T positions, D width.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import ActivationForms, layout_bytes
 from decentral.core.jobs import Layout, Section
 from decentral.core.outcomes import UNLIKE, Likeness
 from decentral.core.reasons import Reason
 from decentral.train.gpt import MASKED
 from decentral.train.sections import Codecs
+
+WIRES: Mapping[str, tuple[str, str]] = {
+    "bf16": ("bf16", "bf16"),
+    "int8": ("int8", "int8"),
+    "int8-q4": ("int8", "q4"),
+    "fp32": ("fp32", "fp32"),
+}
+"""The codecs of hidden values and of their gradients, by the config's `routes.wire`."""
+
+AUTO = ("bf16", "int8-q4")  # over fast links, over thin ones
 
 LARGEST_ACTIVATION = (
     1e6  # magnitude of a hidden value or its gradient that we believe: backward passes of larger ones overflow
@@ -27,40 +38,51 @@ class ActivationFormat:
 
     def __init__(self, run: config.Config, codecs: Codecs, widths: Sequence[int]) -> None:
         self.codecs, self.widths = codecs, widths
-        self.wire, self.context, self.vocabulary = run.routes.wire, run.model.context, run.model.vocabulary
+        self.context, self.vocabulary = run.model.context, run.model.vocabulary
+        names = AUTO if run.routes.wire == "auto" else (run.routes.wire,)
+        self.forward, self.backward = zip(*(WIRES[name] for name in names), strict=True)  # fast first, thin last
         self.masks = run.data.format != "text"  # a target that is not trained travels as the first number of no token
 
-    def layout(self, layer: int, sequences: int) -> Layout:
-        """The sections of a micro-batch that enters this layer."""
+    def forms(self, layer: int, sequences: int) -> ActivationForms:
+        """Of a micro-batch that enters this layer."""
         tokens = sequences * self.context
         numbers = tokens * self.widths[layer]
         codec, size = ("u16", 2) if self.vocabulary + self.masks <= 1 << 16 else ("u32", 4)
-        return (
-            Section("hidden", self.wire, numbers, self.codecs.size(self.wire, numbers)),
-            Section("targets", codec, tokens, tokens * size),
-        )
+        targets = Section("targets", codec, tokens, tokens * size)
+        entering = tuple((self._hidden(wire, numbers), targets) for wire in self.forward)
+        return ActivationForms(entering, tuple((self._hidden(wire, numbers),) for wire in self.backward))
 
-    def encode(self, hidden_BTD: Tensor) -> tuple[Section, bytes]:
-        """Hidden values, or a gradient of them. Raises ProtocolError for numbers that are not finite."""
+    def _hidden(self, codec: str, numbers: int) -> Section:
+        return Section("hidden", codec, numbers, self.codecs.size(codec, numbers))
+
+    def encode_gradient(self, gradient_BTD: Tensor, thin: bool = False) -> tuple[Layout, bytes]:
+        """Raises ProtocolError for numbers that are not finite."""
+        section, blob = self._encode(self.backward[-1 if thin else 0], gradient_BTD)
+        return (section,), blob
+
+    def _encode(self, codec: str, hidden_BTD: Tensor) -> tuple[Section, bytes]:
         flat = hidden_BTD.float().flatten()
-        blob = self.codecs.encode(self.wire, flat)
-        return Section("hidden", self.wire, flat.numel(), len(blob)), blob
+        return self._hidden(codec, flat.numel()), self.codecs.encode(codec, flat)
 
-    def decode(self, sections: Layout, blob: bytes, shape: torch.Size) -> Tensor:
+    def decode_gradient(self, layout: Layout, blob: bytes, shape: torch.Size) -> Tensor:
         """fp32 on the CPU. Raises ProtocolError for what is not one section of this shape, whole and believable."""
-        if len(sections) != 1 or sections[0].codec != self.wire or sections[0].elements != shape.numel():
-            raise ProtocolError(Reason.SHAPE, "not the hidden values of this micro-batch")
-        values = self.codecs.decode(self.wire, memoryview(blob), shape.numel()).view(shape)
+        if len(layout) != 1 or layout[0].codec not in self.backward or layout[0].elements != shape.numel():
+            raise ProtocolError(Reason.SHAPE, "not the gradient of this micro-batch")
+        return self._decode(layout[0].codec, blob, shape)
+
+    def _decode(self, codec: str, blob: bytes, shape: torch.Size) -> Tensor:
+        values = self.codecs.decode(codec, memoryview(blob), shape.numel()).view(shape)
         if values.numel() and float(values.abs().amax()) > LARGEST_ACTIVATION:
             raise ProtocolError(
                 Reason.MAGNITUDE, f"a hidden value or its gradient is larger than {LARGEST_ACTIVATION:g}"
             )
         return values
 
-    def pack(self, layer: int, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Layout, bytes]:
-        """A micro-batch that leaves for this layer."""
-        section, hidden = self.encode(hidden_BTD)
-        expected = self.layout(layer, len(targets_BT))
+    def pack(self, layer: int, hidden_BTD: Tensor, targets_BT: Tensor, thin: bool = False) -> tuple[Layout, bytes]:
+        """A micro-batch that leaves for this layer. Raises ProtocolError for numbers that are not finite."""
+        form = -1 if thin else 0
+        section, hidden = self._encode(self.forward[form], hidden_BTD)
+        expected = self.forms(layer, len(targets_BT)).entering[form]
         assert section == expected[0], f"what enters layer {layer} is {section}, not {expected[0]}"
         tokens_BT = targets_BT.cpu().where(targets_BT.cpu() != MASKED, self.vocabulary)
         integers = tokens_BT.to(_dtype(expected[1])).contiguous()
@@ -69,11 +91,11 @@ class ActivationFormat:
     def unpack(self, job: jobs.Forward) -> tuple[Tensor, Tensor]:
         """hidden_BTD fp32 and targets_BT int64, on the CPU. Raises ProtocolError for what is not both, and whole."""
         B, T, D = job.sequences, self.context, self.widths[job.first]
-        expected = self.layout(job.first, B)
-        if job.layout != expected or len(job.blob) != sum(section.size for section in expected):
+        if job.layout not in self.forms(job.first, B).entering or len(job.blob) != layout_bytes(job.layout):
             raise ProtocolError(Reason.SHAPE, "not what enters this layer")
-        hidden_BTD = self.decode(expected[:1], job.blob[: expected[0].size], torch.Size((B, T, D)))
-        integers = torch.frombuffer(bytearray(job.blob[expected[0].size :]), dtype=_dtype(expected[1]))
+        hidden, targets = job.layout
+        hidden_BTD = self._decode(hidden.codec, job.blob[: hidden.size], torch.Size((B, T, D)))
+        integers = torch.frombuffer(bytearray(job.blob[hidden.size :]), dtype=_dtype(targets))
         targets_BT = integers.to(torch.int64).view(B, T)
         masked_BT = (targets_BT == self.vocabulary) & self.masks
         targets_BT = targets_BT.masked_fill(masked_BT, MASKED)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from decentral.core import config, jobs
+from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId
 from decentral.train import gpt
 from decentral.train.activations import ActivationFormat
@@ -113,9 +114,9 @@ class Span:
             self._stages = self._at_work(alone=False)
         return self._stages
 
-    def layout(self, layer: int, sequences: int) -> jobs.Layout:
-        """The layout of a micro-batch that enters this layer."""
-        return self.activations.layout(layer, sequences)
+    def forms(self, layer: int, sequences: int) -> ActivationForms:
+        """Of a micro-batch that enters this layer."""
+        return self.activations.forms(layer, sequences)
 
     def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
         """The layout of every fragment's state as a newcomer gets it, of the whole model."""

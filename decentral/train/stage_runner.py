@@ -101,7 +101,7 @@ class StageRunner:
         began = time.perf_counter()
         tokens = gpt.trained_tokens(targets_BT)
         execution = self._through(inputs_BT.to(self.device.device), None, tokens, (0, job.last))
-        return self._forwarded(job.token, execution, targets_BT, began, number)
+        return self._forwarded(job, execution, targets_BT, began, number)
 
     def forward(self, job: jobs.Forward) -> jobs.Outcome:
         """Runs another peer's micro-batch. At the model's end the loss and the backward pass follow at once."""
@@ -113,7 +113,7 @@ class StageRunner:
         input_BTD = hidden_BTD.to(self.device.device).requires_grad_()
         tokens = gpt.trained_tokens(targets_BT)
         execution = self._through(input_BTD, input_BTD, tokens, (job.first, job.last))
-        return self._forwarded(job.token, execution, targets_BT, began)
+        return self._forwarded(job, execution, targets_BT, began)
 
     def backward(self, job: jobs.Backward) -> jobs.Outcome:
         """The blob is the gradient of the output that `forward` or `draw` gave."""
@@ -122,12 +122,12 @@ class StageRunner:
         if execution is None:
             return jobs.ExecutionFailed(job.token, Reason.FORGOTTEN)
         try:
-            gradient_BTD = self.activations.decode(job.layout, job.blob, execution.output_BTD.shape)
+            gradient_BTD = self.activations.decode_gradient(job.layout, job.blob, execution.output_BTD.shape)
         except ProtocolError as error:
             return jobs.ExecutionFailed(job.token, error.reason)
         del self.pending[job.token]
         self._accumulate(job.token, execution, execution.output_BTD, gradient_BTD.to(execution.output_BTD))
-        done = self._backed(job.token, execution, 0.0)
+        done = self._backed(job, execution, 0.0)
         self._slow_down(execution, began, 1 - FORWARD_PART)
         return done
 
@@ -139,14 +139,14 @@ class StageRunner:
 
     def compare(self, job: jobs.Compare) -> jobs.Compared:
         """What does not decode is like nothing."""
-        *others, newest = (self._decoded(job, blob) for blob in job.blobs)
+        *others, newest = (self._decoded(job, *one) for one in job.gradients)
         return jobs.Compared(job.token, tuple(likeness(newest, other) for other in others))
 
-    def _decoded(self, job: jobs.Compare, blob: bytes) -> Tensor | None:
+    def _decoded(self, job: jobs.Compare, layout: jobs.Layout, blob: bytes) -> Tensor | None:
         formats = self.activations
         shape = torch.Size((job.sequences, formats.context, formats.widths[job.first]))
         try:
-            return formats.decode(job.layout, blob, shape)
+            return formats.decode_gradient(layout, blob, shape)
         except ProtocolError:
             return None
 
@@ -183,7 +183,12 @@ class StageRunner:
         return PendingBackward(first, last, tokens, input_BTD, entering)
 
     def _forwarded(
-        self, token: int, execution: PendingBackward, targets_BT: Tensor, began: float, number: int = 0
+        self,
+        job: jobs.Draw | jobs.Forward,
+        execution: PendingBackward,
+        targets_BT: Tensor,
+        began: float,
+        number: int = 0,
     ) -> jobs.Outcome:
         """The output and the targets for the next stage; at the model's end the loss, and the way back from it."""
         if execution.last == self.end:
@@ -192,15 +197,15 @@ class StageRunner:
                 mean = gpt.last_loss(self.run, self.layers[-1], execution.output_BTD, targets_BT)
             loss = mean * execution.tokens
             if not torch.isfinite(loss):
-                return jobs.ExecutionFailed(token, Reason.NAN)
-            self._accumulate(token, execution, loss, None)
-            done = self._backed(token, execution, float(loss.detach()))
+                return jobs.ExecutionFailed(job.token, Reason.NAN)
+            self._accumulate(job.token, execution, loss, None)
+            done = self._backed(job, execution, float(loss.detach()))
             self._slow_down(execution, began, 1.0)
             return replace(done, number=number)
-        self.pending[token] = execution
-        packed = self.activations.pack(execution.last, execution.output_BTD.detach(), targets_BT)
+        self.pending[job.token] = execution
+        packed = self.activations.pack(execution.last, execution.output_BTD.detach(), targets_BT, job.thin)
         self._slow_down(execution, began, FORWARD_PART)
-        return jobs.ForwardDone(token, number, len(targets_BT), execution.tokens, *packed)
+        return jobs.ForwardDone(job.token, number, len(targets_BT), execution.tokens, *packed)
 
     def _accumulate(self, token: int, execution: PendingBackward, root: Tensor, gradient: Tensor | None) -> None:
         """Runs the graph backwards from `root`, whose gradient this is, and adds what it leaves to the sums."""
@@ -215,13 +220,15 @@ class StageRunner:
                 if not self.alone:
                     self.sums.filled[index] += live.grad
 
-    def _backed(self, token: int, execution: PendingBackward, loss: float) -> jobs.BackwardDone:
+    def _backed(
+        self, job: jobs.Draw | jobs.Forward | jobs.Backward, execution: PendingBackward, loss: float
+    ) -> jobs.BackwardDone:
         """The gradient of the input, for the stage before."""
         if execution.input_BTD is None:
-            return jobs.BackwardDone(token, execution.tokens, loss, (), b"")
+            return jobs.BackwardDone(job.token, execution.tokens, loss, (), b"")
         assert execution.input_BTD.grad is not None
-        section, blob = self.activations.encode(execution.input_BTD.grad)
-        return jobs.BackwardDone(token, execution.tokens, loss, (section,), blob)
+        packed = self.activations.encode_gradient(execution.input_BTD.grad, job.thin)
+        return jobs.BackwardDone(job.token, execution.tokens, loss, *packed)
 
     def _slow_down(self, execution: PendingBackward, began: float, part: float) -> None:
         """`part`: of the computing of this micro-batch in these layers."""

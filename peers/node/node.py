@@ -129,7 +129,7 @@ class Node:
 
     def _make_routes(self) -> None:
         setup = self.setup
-        self.route_planner = RoutePlanner(self._present_setup, self.roster, Random(self.setup.secret))
+        self.route_planner = RoutePlanner(self._present_setup, self.roster, self.meter, Random(self.setup.secret))
         routes = self.route_planner.routes
         self.handlers.register(routes.handle, RouteTag, *ROUTE_QUESTIONS)
         self.handlers.register(routes.handle, *ROUTE_OUTCOMES)

@@ -14,6 +14,8 @@ from decentral.comm.rounds.contributions import ContributionRecord
 from decentral.comm.rounds.round import Rounds
 from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.router import Router
+from decentral.comm.wire.meter import Meter
+from decentral.core.fragments import share
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, log
 from decentral.core.units import Seconds
@@ -24,6 +26,8 @@ from decentral.peers.planning import routing_weights
 
 FLOW_CHECK_S = 2.0  # between two checks whether the speeds in the swarm have changed
 UNHELD_S = 10.0  # without a peer that trains a layer: its holder is not only late
+THIN_SHARE = 0.2  # of the uplink: what gossip leaves of it (gossip.link_share)
+BF16_BYTES = 2
 MAX_SPANS_KEPT = 4096  # spans of layers whose fragments are remembered
 
 
@@ -31,6 +35,7 @@ MAX_SPANS_KEPT = 4096  # spans of layers whose fragments are remembered
 class RoutePlanner:
     setup: Callable[[], NodeSetup]  # the present one, with a stage config
     roster: Roster
+    meter: Meter
     chance: Random  # a secret one: it draws which answers are audited
     routes: Router = field(init=False)
     rounds: Rounds | None = None  # in a synchronous run, where routes stay among the round's members
@@ -57,6 +62,15 @@ class RoutePlanner:
 
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         return self.roster.holders.span_and_speed(peer)
+
+    def is_thin(self) -> bool:
+        """Whether bf16 would take more of our uplink than THIN_SHARE while our device is busy: hidden values go on from
+        all stages but the last, their gradients back from all but the first."""
+        setup, up, speed = self.setup(), self.meter.best_up(), self.routes.load.speed
+        first, last = setup.fragments[0].first, setup.fragments[-1].last
+        numbers = setup.config.model.d_model * ((first > 0) + (last < setup.layers))  # for each token
+        through_us = speed / share(setup.cuts, first, last)
+        return up is not None and BF16_BYTES * numbers * through_us > THIN_SHARE * up
 
     # The flow
 

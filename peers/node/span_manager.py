@@ -31,7 +31,7 @@ from decentral.peers.placement.span_move import Drained, HoldSpan, MovePhase, Sp
 from decentral.peers.planning.swarm_plans import SwarmPlans
 
 SPAN_REVIEW_S = 2.0  # between two reviews of the swarm
-WIRE_BYTES = {"bf16": 2.0, "int8": 1.0, "fp32": 4.0}  # bytes of a number between two layers
+WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}  # of a number between layers
 
 
 @dataclass(slots=True)

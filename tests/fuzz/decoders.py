@@ -225,13 +225,13 @@ def pieces(data: bytes) -> None:
 
 
 def activation(data: bytes) -> None:
-    layout = FORMAT.layout(1, 1)
+    (layout,) = FORMAT.forms(1, 1).entering
     FORMAT.unpack(jobs.Forward(1, 1, 2, 1, layout, data))
 
 
 def gradient(data: bytes) -> None:
-    layout = FORMAT.layout(1, 1)[:1]
-    FORMAT.decode(layout, data, torch.Size((1, 16, 32)))
+    (layout,) = FORMAT.forms(1, 1).gradients
+    FORMAT.decode_gradient(layout, data, torch.Size((1, 16, 32)))
 
 
 def token_claim(data: bytes) -> None:
@@ -390,8 +390,8 @@ DECODERS: dict[str, Decoder] = {
     "pieces": Decoder(
         pieces, ("peers.joining.fetch.take", "peers.joining.cross_check.largest", "peers.joining.cross_check._numbers")
     ),
-    "activation": Decoder(activation, ("train.activations.unpack", "train.activations.decode")),
-    "gradient": Decoder(gradient, ("train.activations.decode",)),
+    "activation": Decoder(activation, ("train.activations.unpack", "train.activations._decode")),
+    "gradient": Decoder(gradient, ("train.activations.decode_gradient",)),
     "token_claim": Decoder(token_claim, ("comm.gossip.token_claims.believed",)),
     "journal_file": Decoder(
         journal_file,

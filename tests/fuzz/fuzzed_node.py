@@ -28,6 +28,7 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Found
 from decentral.core import jobs, rng
 from decentral.core.config import Config, GossipConfig, TrainConfig
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect, Woke
@@ -374,7 +375,18 @@ def setup_of(kind: Kind) -> NodeSetup:
     ones = tuple(1 for _ in cuts)
     needs = MemoryNeeds(cuts, tuple(10 for _ in cuts), ones, ones)
     sizes = tuple(10 for _ in cuts)
-    place = (run, own.peer, held[0].first, held[-1].last, cuts, 4, 8, 2, lambda layer, sequences: HIDDEN, sizes)
+    place = (
+        run,
+        own.peer,
+        held[0].first,
+        held[-1].last,
+        cuts,
+        4,
+        8,
+        2,
+        lambda layer, sequences: ActivationForms.of(HIDDEN),
+        sizes,
+    )
     stage = StageConfig(*place, slots=2, overlap=True)
     setup = NodeSetup(
         config=config,

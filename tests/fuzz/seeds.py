@@ -144,7 +144,8 @@ def _numbers(name: str) -> Iterator[bytes]:
         case "donated_state":
             yield compress.encode("int8", values)
         case "activation" | "gradient":
-            hidden = compress.encode(FORMAT.wire, torch.linspace(-1, 1, FORMAT.layout(1, 1)[0].elements))
+            ((section,),) = FORMAT.forms(1, 1).gradients
+            hidden = compress.encode(section.codec, torch.linspace(-1, 1, section.elements))
             yield hidden if name == "gradient" else hidden + bytes(32)
         case "pieces":
             blob = compress.encode("int8", values)

@@ -151,7 +151,7 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
 def surrogate(first: int, last: int) -> SurrogateWorkload:
     settings = settings_for(2)
     chance = rng.arrays(1, "surrogate")
-    model = SurrogateModel(settings.config, settings.fragments, compress, 64, settings.model.layout)
+    model = SurrogateModel(settings.config, settings.fragments, compress, 64, settings.model.forms)
     return SurrogateWorkload(model, PeerId("P"), (first, last), chance, SurrogateDisk())
 
 

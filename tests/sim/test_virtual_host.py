@@ -24,7 +24,7 @@ class Thread:
 
     def __init__(self) -> None:
         settings = SwarmSettings.of(config.load(None, sweep.SETTINGS), Pace(STEP_S), (1.0,), 64)
-        model = SurrogateModel(settings.config, settings.fragments, compress, 64, settings.model.layout)
+        model = SurrogateModel(settings.config, settings.fragments, compress, 64, settings.model.forms)
         span = 0, settings.fragments[-1].last
         training = SurrogateWorkload(model, PeerId("A"), span, rng.arrays(0, "noise"), SurrogateDisk())
         self.agenda, self.outcomes = Agenda(), list[tuple[Seconds, str]]()

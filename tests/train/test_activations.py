@@ -21,7 +21,7 @@ def test_a_micro_batch_is_read_back_as_it_was_packed(vocabulary: int) -> None:
     hidden_BTD = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
     targets_BT = torch.randint(vocabulary, (2, 16), generator=torch.Generator().manual_seed(0))
     layout, blob = activations.pack(1, hidden_BTD, targets_BT)
-    assert layout == activations.layout(1, 2)
+    assert (layout,) == activations.forms(1, 2).entering
     read_BTD, read_BT = activations.unpack(jobs.Forward(0, 1, 3, 2, layout, blob))
     assert torch.equal(read_BTD, hidden_BTD)
     assert torch.equal(read_BT, targets_BT)
@@ -29,6 +29,6 @@ def test_a_micro_batch_is_read_back_as_it_was_packed(vocabulary: int) -> None:
 
 def test_a_gradient_of_another_micro_batch_s_shape_is_refused() -> None:
     activations = format_of()
-    section, blob = activations.encode(torch.zeros(2, 16, 32))
+    layout, blob = activations.encode_gradient(torch.zeros(2, 16, 32))
     with pytest.raises(ProtocolError, match="shape"):
-        activations.decode((section,), blob, torch.Size((1, 16, 32)))
+        activations.decode_gradient(layout, blob, torch.Size((1, 16, 32)))

@@ -46,7 +46,7 @@ def world_of(computes: dict[str, Compute], per_step: int) -> World:
     for name, compute in computes.items():
         held = compute.fragments
         span = held[0].first, held[-1].last
-        world.add(name, *span, seconds=0.1, device=compute, layouts=compute.span.layout, per_step=per_step)
+        world.add(name, *span, seconds=0.1, device=compute, forms=compute.span.forms, per_step=per_step)
         speed[held[0].index, held[-1].index + 1] = 1.0
     for name, peer in world.peers.items():
         held = computes[name].fragments
@@ -181,7 +181,7 @@ def test_uneven_micro_batches_give_the_exact_mean_over_tokens(setup_of: MakeSetu
 
 
 def _entering(compute: Compute, sequences: int) -> tuple[jobs.Layout, bytes, int]:
-    layout = compute.span.layout(2, sequences)
+    (layout,) = compute.span.forms(2, sequences).entering
     hidden = torch.randn(sequences * 16 * 32, generator=torch.Generator().manual_seed(sequences))
     targets = torch.arange(sequences * 16, dtype=torch.int64).to(torch.uint16).view(torch.uint8).numpy().tobytes()
     return layout, compress.encode("fp32", hidden) + targets, sequences
@@ -267,11 +267,35 @@ def test_a_whole_model_peer_serves_routes_and_goes_on_training_by_itself(setup_o
 
 def test_layouts_name_what_travels() -> None:
     run = config.Config(model=config.ModelConfig(depth=1, width=32, context=16))
-    sections = ActivationFormat(run, compress, gpt.widths(run.model)).layout(1, 2)
-    assert [(one.name, one.codec, one.elements, one.size) for one in sections] == [
-        ("hidden", "bf16", 1024, 2048),
-        ("targets", "u16", 32, 64),
-    ]
+    forms = ActivationFormat(run, compress, gpt.widths(run.model)).forms(1, 2)
+    hidden, targets = ("hidden", "bf16", 1024, 2048), ("targets", "u16", 32, 64)
+    assert [tuple(map(_named, layout)) for layout in forms.entering] == [(hidden, targets)]
+    assert [tuple(map(_named, layout)) for layout in forms.gradients] == [(hidden,)]
+
+
+def test_over_a_thin_link_hidden_values_have_half_the_bytes_and_gradients_a_quarter() -> None:
+    model, routes = config.ModelConfig(depth=1, width=32, context=16), config.RoutesConfig(wire="auto")
+    forms = ActivationFormat(config.Config(model=model, routes=routes), compress, gpt.widths(model)).forms(1, 2)
+    assert [_named(layout[0])[1:] for layout in forms.entering] == [("bf16", 1024, 2048), ("int8", 1024, 1032)]
+    assert [_named(layout[0])[1:] for layout in forms.gradients] == [("bf16", 1024, 2048), ("q4", 1024, 528)]
+
+
+def _named(section: jobs.Section) -> tuple[str, str, int, int]:
+    return section.name, section.codec, section.elements, section.size
+
+
+@pytest.mark.parametrize("thin", [False, True])
+def test_either_form_is_read_by_all(setup_of: MakeSetup, thin: bool) -> None:
+    """Which one comes is the sender's affair: its link is thin or not."""
+    setups = [with_span(setup_of(name), span, "auto") for name, span in (("A", (0, 2)), ("B", (2, 5)))]
+    before, after = map(Compute, setups)
+    drawn = before.do(jobs.Draw(1, 2, thin))
+    assert isinstance(drawn, jobs.ForwardDone)
+    assert drawn.layout[0].codec == ("int8" if thin else "bf16")
+    back = after.do(jobs.Forward(1, 2, 5, drawn.sequences, drawn.layout, drawn.blob, thin))
+    assert isinstance(back, jobs.BackwardDone)
+    assert back.layout[0].codec == ("q4" if thin else "bf16")
+    assert isinstance(before.do(jobs.Backward(1, back.layout, back.blob, thin)), jobs.BackwardDone)
 
 
 def test_a_micro_batch_of_our_own_through_the_whole_model_goes_back_at_once(setup_of: MakeSetup) -> None:
@@ -378,8 +402,8 @@ def _went_back(compute: Compute, token: int, gradient: float) -> jobs.Outcome:
     done = compute.do(jobs.Forward(token, 2, 4, sequences, layout, blob))
     assert isinstance(done, jobs.ForwardDone)
     elements = done.layout[0].elements
-    section, encoded = compute.span.stages.activations.encode(torch.full((elements,), gradient))
-    return compute.do(jobs.Backward(token, (section,), encoded))
+    packed = compute.span.stages.activations.encode_gradient(torch.full((elements,), gradient))
+    return compute.do(jobs.Backward(token, *packed))
 
 
 def test_a_gradient_that_is_finite_and_absurd_is_refused_before_anything_changes(computes: dict[str, Compute]) -> None:
@@ -437,14 +461,15 @@ def test_gradients_are_compared_by_direction_and_length(
 ) -> None:
     stages = computes["C"].span.stages
     gradient_BTD = torch.randn(2, stages.activations.context, stages.activations.widths[2])
-    (section, blob), (_, other) = map(stages.activations.encode, (gradient_BTD, changed(gradient_BTD)))
-    compared = stages.compare(jobs.Compare(1, (section,), 2, 2, (blob, other)))
+    encode = stages.activations.encode_gradient
+    compared = stages.compare(jobs.Compare(1, 2, 2, (encode(gradient_BTD), encode(changed(gradient_BTD)))))
     (found,) = compared.likeness
     assert (found.cosine, found.ratio) == pytest.approx((cosine, ratio), abs=1e-5)
 
 
 def test_what_is_no_gradient_is_like_none(computes: dict[str, Compute]) -> None:
     stages = computes["C"].span.stages
-    section, blob = stages.activations.encode(torch.randn(2, stages.activations.context, stages.activations.widths[2]))
-    broken = b"\xff" * len(blob)
-    assert stages.compare(jobs.Compare(1, (section,), 2, 2, (blob, broken))).likeness == (UNLIKE,)
+    gradient_BTD = torch.randn(2, stages.activations.context, stages.activations.widths[2])
+    layout, blob = stages.activations.encode_gradient(gradient_BTD)
+    broken = layout, b"\xff" * len(blob)
+    assert stages.compare(jobs.Compare(1, 2, 2, ((layout, blob), broken))).likeness == (UNLIKE,)

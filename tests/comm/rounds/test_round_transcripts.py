@@ -42,6 +42,7 @@ from decentral.comm.wire.messages import (
     Snapshot,
 )
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Advance, CloseRound, Fragment, RoundClosed, Section, SetClock, Stepped, WindowClosed
 from decentral.core.machine import Effect, Log, Woke
@@ -280,7 +281,7 @@ def world_of(line: str) -> World:
     found = re.fullmatch(r"M holds (\d)-(\d), knows (\S*)", line)
     assert found, line
     place = (RunId("run"), PeerId("M"), int(found[1]), int(found[2]), CUTS, 8, 8, 2)
-    stage = StageConfig(*place, layout=lambda layer, sequences: (), synchronous=True)
+    stage = StageConfig(*place, forms=lambda layer, sequences: ActivationForms.of(()), synchronous=True)
     return World(stage, [PeerId(name) for name in found[3].split(",") if name != "nobody"])
 
 

@@ -16,6 +16,7 @@ from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import CommitDecision
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core import jobs
+from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout, Section
 from decentral.core.machine import Effect, Log, Woke
@@ -29,6 +30,10 @@ DETECT_S = 1.0  # until the others know that a peer is dead
 
 def layout(layer: int, sequences: int) -> Layout:
     return Section("hidden", "fp32", 4, 16), Section("targets", "u16", 2, 4)
+
+
+def forms(layer: int, sequences: int) -> ActivationForms:
+    return ActivationForms.of(layout(layer, sequences))
 
 
 class Computing(Protocol):
@@ -115,7 +120,7 @@ class World:
         last: int,
         seconds: float = 0.1,
         device: Computing | None = None,
-        layouts: Callable[[int, int], Layout] = layout,
+        forms: Callable[[int, int], ActivationForms] = forms,
         capacity: int = 16,
         per_step: int = 1,
         overlap: bool = True,
@@ -125,7 +130,7 @@ class World:
     ) -> Peer:
         peer = PeerId(name)
         of_swarm = RUN, peer, first, last, self.cuts, 64
-        stage = StageConfig(*of_swarm, capacity, per_step, layouts, activations, slots if overlap else 1, overlap)
+        stage = StageConfig(*of_swarm, capacity, per_step, forms, activations, slots if overlap else 1, overlap)
         routes = Router(stage, View(self, peer), GradientLedger(per_step, stage.slots), chance)
         device = device or Device(end=self.cuts[-1].last)
         self.peers[peer] = Peer(peer, routes, device, seconds)
@@ -260,6 +265,9 @@ class View:
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         stage = self.world.peers[peer].routes.stage
         return stage.first, stage.last, 1.0
+
+    def is_thin(self) -> bool:
+        return False
 
 
 def cuts_of(parameters: Sequence[int]) -> list[Fragment]:

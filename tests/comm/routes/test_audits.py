@@ -49,7 +49,7 @@ class AuditedDevice(Device):
 class Comparing(AuditedDevice):
     def do(self, job: Any) -> Any:
         if isinstance(job, jobs.Compare):
-            *others, newest = job.blobs
+            *others, newest = (blob for _, blob in job.gradients)
             return jobs.Compared(job.token, tuple(SAME if newest == one else UNLIKE for one in others))
         return super().do(job)
 

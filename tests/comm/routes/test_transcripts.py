@@ -45,7 +45,7 @@ from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import NO_TIME
-from tests.comm.routes.route_world import RUN, cuts_of, layout
+from tests.comm.routes.route_world import RUN, cuts_of, forms, layout
 
 SECONDS = 1.0  # between a question and its answer
 
@@ -67,6 +67,9 @@ class Peers:
 
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         return *self.spans[peer], 1.0
+
+    def is_thin(self) -> bool:
+        return False
 
 
 def scenarios() -> Iterator[tuple[str, list[str]]]:
@@ -104,7 +107,7 @@ def router_of(setting: str) -> Router:
     )
     rounds = "rounds" in said
     overlap = said.get("overlap") == "on"
-    stage = StageConfig(*own, capacity, step, layout, (), slots, overlap=overlap, synchronous=rounds)
+    stage = StageConfig(*own, capacity, step, forms, (), slots, overlap=overlap, synchronous=rounds)
     ledger = ContributionRecord() if rounds else GradientLedger(step, slots)
     routes = Router(stage, Peers(spans), ledger)
     routes.active, routes.own.quota = not rounds, int(said["quota"]) if "quota" in said else None

@@ -81,7 +81,7 @@ class Swarm:
 
     def routes(self, peer: PeerId, compute: Compute) -> stage.StageConfig:
         held, span = compute.fragments, compute.span
-        return stage.StageConfig(RUN, peer, held[0].first, held[-1].last, span.cuts, 4, 8, 1, span.layout)
+        return stage.StageConfig(RUN, peer, held[0].first, held[-1].last, span.cuts, 4, 8, 1, span.forms)
 
     def memory_budget(self, compute: Compute) -> MemoryBudget:
         """Enough for two of the three fragments."""

@@ -88,7 +88,7 @@ class World(SimulatedSwarm):
             addresses=(),
             contacts=contacts,
             restored_step=compute.lr_step if training.restored else None,
-            routes=stage.StageConfig(*place, compute.span.layout, synchronous=True),
+            routes=stage.StageConfig(*place, compute.span.forms, synchronous=True),
             versions=compute.counters.versions,
         )
 

@@ -33,6 +33,7 @@ from decentral.comm.wire.messages import (
 from decentral.comm.wire.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Lookup, Reply, Tag
 from decentral.core import jobs
 from decentral.core.config import Config, GossipConfig
+from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Section
 from decentral.core.machine import Effect, Log, Woke
@@ -71,7 +72,9 @@ class Played:
     def __init__(self, algorithm: Algorithm, phase: str, window_s: float = 1.0) -> None:
         config = Config(gossip=GossipConfig(algorithm=algorithm, window_s=window_s, start_window_s=window_s))
         self.known = identity("known")
-        stage = StageConfig(RUN, identity("own").peer, 0, 3, FRAGMENTS, 9, 4, 1, lambda layer, sequences: LAYOUT)
+        stage = StageConfig(
+            RUN, identity("own").peer, 0, 3, FRAGMENTS, 9, 4, 1, lambda layer, sequences: ActivationForms.of(LAYOUT)
+        )
         self.node = Node(
             NodeSetup(
                 config,

@@ -7,8 +7,10 @@ import pytest
 
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.meter import Meter
 from decentral.core import jobs
 from decentral.core.config import Config
+from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Section
 from decentral.core.machine import log
@@ -35,11 +37,11 @@ SAID = (
 def planner(tmp_path: Path) -> RoutePlanner:
     """Of a peer with the first of two fragments, which knows nobody."""
     own = Identity.load_or_create(tmp_path / "own")
-    stage = StageConfig(RUN, own.peer, 0, 1, CUTS, 9, 4, 1, lambda layer, sequences: LAYOUT)
+    stage = StageConfig(RUN, own.peer, 0, 1, CUTS, 9, 4, 1, lambda layer, sequences: ActivationForms.of(LAYOUT))
     budget = MemoryBudget(NEEDS, 30, (LAYOUT, LAYOUT))
     named = Config(), RUN, own, CUTS[:1], [LAYOUT], 3, PROFILE, ("/ip4/127.0.0.1/tcp/1",)
     setup = NodeSetup(*named, routes=stage, memory_budget=budget)
-    return RoutePlanner(lambda: setup, Node(setup).roster, Random(0))
+    return RoutePlanner(lambda: setup, Node(setup).roster, Meter(), Random(0))
 
 
 def test_layers_without_a_holder_are_said_after_a_while_and_once(planner: RoutePlanner) -> None:
