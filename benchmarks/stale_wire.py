@@ -76,6 +76,8 @@ WIRES = {
     **{name: Wire(coded(name), coded(name)) for name in ("bf16", "int8", "h4", "h3", "q4")},
     **{f"{name}, forward alone": Wire(coded(name), lambda values: values) for name in ("h4", "h3")},
     **{f"{name}, gradients alone": Wire(lambda values: values, coded(name)) for name in ("h4", "h3")},
+    "int8, gradients q4": Wire(coded("int8"), coded("q4")),
+    "q4, gradients int8": Wire(coded("q4"), coded("int8")),
     "h4, gradients int8": Wire(coded("h4"), coded("int8")),
     "h3, gradients int8": Wire(coded("h3"), coded("int8")),
     "h4, gradients dithered": Wire(coded("h4"), dithered(4)),

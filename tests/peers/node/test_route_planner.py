@@ -65,3 +65,14 @@ def test_a_holder_that_is_away_for_a_short_time_is_no_trouble(planner: RoutePlan
     for second in range(0, 60, 2):
         (holders.drop if second % 8 else lambda peer: holders.put(peer, OTHER))(PeerId("QmOther"))
         assert planner.refresh(float(second)) == []
+
+
+@pytest.mark.parametrize(("tokens_per_s", "thin"), [(100.0, False), (1e6, True)])
+def test_a_link_is_thin_where_a_busy_device_would_fill_it(
+    planner: RoutePlanner, tokens_per_s: float, thin: bool
+) -> None:
+    assert not planner.is_thin(), "nothing was measured"
+    planner.routes.load.speed = tokens_per_s
+    assert not planner.is_thin(), "the link was not"
+    planner.meter.saw(PeerId("QmOther"), 1.0, 0.01, 1_000_000, 100)
+    assert planner.is_thin() == thin
