@@ -1,7 +1,7 @@
-"""Recovered gain: how much of the gain from four peers' data asynchronous gossip keeps.
+"""Recovered gain: how much of the gain from four peers' data, or more, asynchronous gossip keeps.
 
     python -m benchmarks.convergence [--methods gossip,average] [--seeds 0,1,2] [--horizons 500] [--window 5]
-        [--latency 0.2] [--slow 10] [--rates 4e-3] [--optimizer adamw] [--quick] [--json FILE] [--from FILE]
+        [--latency 0.2] [--slow 10] [--rates 4e-3] [--optimizer adamw] [--peers 4] [--quick] [--json FILE] [--from FILE]
 
 Time is virtual, in one process, and deterministic from the seed: a fast peer takes one step per unit, a slow one needs
 `--slow` units. Gradients are real (a byte-level GPT on the standard library's text), and so are the project's
@@ -20,14 +20,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 
 from benchmarks.convergence_model import Optimizer, held_out_loss
-from benchmarks.convergence_swarm import PEERS, SEQUENCES, Method, Setting, Swarm
+from benchmarks.convergence_swarm import NEVER, PEERS, SEQUENCES, Method, Setting, Swarm
 from decentral.core import config
 from decentral.train import data, outer
 
@@ -66,6 +66,9 @@ METHODS: dict[str, Method] = {
     "noloco": Method(partners=1, phi_every=1, aligned=False, rho=1.0, constants=NOLOCO),
     "three": Method(dense=100, peers=PEERS - 1),
     "slow": Method(dense=100, slow=True),
+    "thin": Method(code="q1", phi_every=NEVER),
+    "thin-q4": Method(phi_every=NEVER),
+    "parts": Method(code="q1", phi_every=NEVER, parts=True),
 }
 DEFAULT = "alone,sync,average-dense,gossip-dense,three,slow"
 
@@ -89,14 +92,15 @@ class Result:
     step_bytes: float
     seconds: float
     optimizer: Optimizer = "adamw"
+    peers: int = PEERS
 
     def setting(self) -> tuple[object, ...]:
         """What must agree, beside the method, for two results to be seeds of one entry of the table."""
-        return self.width, self.horizon, self.window, self.latency, self.slow, self.optimizer
+        return self.width, self.horizon, self.window, self.latency, self.slow, self.optimizer, self.peers
 
     def trained(self) -> tuple[object, ...]:
         """What `alone` and `sync` must have in common with a method to be the ends of its gain."""
-        return self.width, self.horizon, self.optimizer
+        return self.width, self.horizon, self.optimizer, self.peers
 
 
 def main() -> None:
@@ -113,17 +117,24 @@ def main() -> None:
     print("\n".join(table(results)))
 
 
-def run(name: str, setting: Setting, corpus: data.Corpus) -> Result:
+def method(name: str, peers: int) -> Method:
+    """The named method in a swarm of so many peers."""
+    found = METHODS[name]
+    if name == "sync":
+        return replace(found, sequences=SEQUENCES * peers)
+    return replace(found, peers=peers + found.peers - PEERS) if found.talks else found
+
+
+def run(name: str, setting: Setting, corpus: data.Corpus, peers: int = PEERS) -> Result:
     """Trains one swarm from its initial weights to the horizon."""
     began = time.perf_counter()
-    swarm = Swarm(METHODS[name], setting, corpus)
+    swarm = Swarm(method(name, peers), setting, corpus)
     for now in range(setting.horizon):
         swarm.step(now)
     inputs, targets = corpus.evaluation(HELD_OUT_SEQUENCES)
     shape, rows_PN = swarm.replicas.shape, swarm.replicas.theta_PN
     average_N = rows_PN.mean(dim=0)
     apart = (rows_PN - average_N).square().mean().sqrt() / average_N.square().mean().sqrt()
-    peers = len(rows_PN)
     return Result(
         method=name,
         width=setting.model.d_model,
@@ -137,9 +148,10 @@ def run(name: str, setting: Setting, corpus: data.Corpus) -> Result:
         fast=round(held_out_loss(shape, rows_PN[0], inputs, targets), 4),
         spread=round(float(apart), 5),
         window_bytes=round(swarm.received / max(1, sum(swarm.closed)), 3),
-        step_bytes=round(swarm.received / peers / setting.horizon, 3),
+        step_bytes=round(swarm.received / len(rows_PN) / setting.horizon, 3),
         seconds=round(time.perf_counter() - began, 1),
         optimizer=setting.optimizer,
+        peers=peers,
     )
 
 
@@ -149,17 +161,20 @@ def table(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         entries[(result.method, *result.setting())][result.rate].append(result)
     best = [_best(list(rates.values())) for rates in entries.values()]
-    yield "method          optim  window latency horizon  seeds  rate    loss           fast    gain   spread  B/window"
+    yield (
+        "method          optim  peers window latency horizon seeds  rate   loss            fast   gain   spread "
+        "B/window B/step"
+    )
     for seeds in best:
         one = seeds[0]
         losses = [seed.loss for seed in seeds]
         gain = _gain(seeds, best)
         yield (
-            f"{one.method:15s} {one.optimizer:6s} {one.window:6d} {one.latency:7.2f} {one.horizon:7d} {len(seeds):6d}  "
-            f"{one.rate:.0e}  "
+            f"{one.method:15s} {one.optimizer:6s} {one.peers:5d} {one.window:6d} {one.latency:7.2f} {one.horizon:7d} "
+            f"{len(seeds):5d}  {one.rate:5g}  "
             f"{mean(losses):.3f} +- {stdev(losses) if len(losses) > 1 else 0.0:.3f} {mean(s.fast for s in seeds):.3f}  "
             f"{'' if gain is None else format(gain, '5.2f'):5s}  {mean(s.spread for s in seeds):.4f}  "
-            f"{mean(s.window_bytes for s in seeds):7.2f}"
+            f"{mean(s.window_bytes for s in seeds):8.2f} {mean(s.step_bytes for s in seeds):6.3f}"
         )
 
 
@@ -196,7 +211,7 @@ def _run_all(args: argparse.Namespace) -> Iterator[Result]:
             for name in args.methods:
                 for rate in args.rates:
                     times = args.window, args.latency, args.slow, horizon
-                    yield run(name, Setting(*times, seed, rate, model, args.optimizer), corpus)
+                    yield run(name, Setting(*times, seed, rate, model, args.optimizer), corpus, args.peers)
 
 
 def _read(path: Path) -> Iterator[Result]:
@@ -211,6 +226,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--horizons", type=_numbers, default=[500])
     parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default=[4e-3])
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--peers", type=int, default=PEERS, help="of a swarm")
     parser.add_argument("--window", type=int, default=5, help="steps of a fast peer")
     parser.add_argument("--latency", type=float, default=0.2, help="from a close to its merge, in windows")
     parser.add_argument("--slow", type=int, default=10, help="units that a slow peer needs for a step")

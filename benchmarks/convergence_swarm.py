@@ -4,9 +4,14 @@ A unit of time is one step of a fast peer; a slow peer needs several. Correction
 as in train/compute.py. No peer waits: it pulls what its partners have published by the end of its own window,
 and merges it `latency` later. The numerics are train/outer.py's and train/compress.py's. The whole model is one
 fragment. Synchronous averaging is the same thing with aligned windows, all partners, no latency, and fp32.
+
+With `parts` each peer owns one part of the vector: it gets that part of everybody's pseudo-gradient, and sends the
+mean, quantised anew with an error feedback of its own, to all. So everybody merges everybody's progress, for twice one
+pseudo-gradient's bytes however many peers there are. No peer has this algorithm yet: it is an experiment.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -20,6 +25,7 @@ from decentral.train import compress, data, outer
 SEQUENCES = 8  # a peer's micro-batch
 PEERS = 4
 BEHIND = 1.5  # as in comm/gossip/pull.py
+NEVER = 1 << 30  # windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class Method:
     constants: outer.Constants = field(default_factory=outer.Constants)
     beside: bool = False  # a merge goes on during the next step, and its correction is added at that step's end
     kappa: float = 0.0  # how far AdamW's first moment follows the merged step
+    parts: bool = False  # owners of parts send means, in the place of partners' own pseudo-gradients
     missed: float = 0.0  # the chance that a window's end passes, because the last one's pulls are still under way
 
 
@@ -97,6 +104,7 @@ class Swarm:
         self.seen = [[-1] * method.peers for _ in range(method.peers)]
         self.wire: list[Pull] = []
         self.received = 0.0  # bytes per parameter, by all peers
+        self.owed = torch.zeros_like(self.replicas.theta_PN[0])  # what quantising the means of parts has kept back
 
     def step(self, now: int) -> None:
         """From `now` to `now + 1`: train, then merge what has arrived, then close windows and pull."""
@@ -142,12 +150,15 @@ class Swarm:
             self.next_close[peer] = now + self._window(now)
         ending = [peer for peer in due if peer not in missed]
         closed = {peer: self._close(peer) for peer in ending}
+        if self.method.parts and ending:
+            closed = dict.fromkeys(ending, self._mean_of_parts([closed[peer] for peer in ending]))
         for peer in ending:
             window = self._window(now)
             latency = self.method.latency if self.method.latency >= 0 else self.setting.latency
             arrives = now + math.ceil(latency * window)
             behind = now - self.closed_at[peer] > BEHIND * window
-            self.wire.append(Pull(peer, self.replicas.steps[peer], arrives, closed[peer], self._pull(peer, behind)))
+            partners = [] if self.method.parts else self._pull(peer, behind)
+            self.wire.append(Pull(peer, self.replicas.steps[peer], arrives, closed[peer], partners))
             self.closed_at[peer] = now
             self.next_close[peer] = now + window
 
@@ -163,6 +174,19 @@ class Swarm:
         self.closed[peer] += 1
         self.tokens[peer], self.lr_sums[peer] = 0, 0.0
         return own
+
+    def _mean_of_parts(self, windows: Sequence[outer.WindowUpdate]) -> outer.WindowUpdate:
+        """What all merge: each owner's mean of its part of these windows, as everybody reads it."""
+        mean = self.owed.clone()
+        weights = outer.token_weights([window.tokens for window in windows])
+        for weight, window in zip(weights, windows, strict=True):
+            mean += weight * window.pseudo_gradient
+        sent = self._coded(self.method.code, mean)
+        self.owed = mean - sent
+        others = (len(windows) - 1) / len(windows)  # what is in other peers' hands: of the parts, and of the means
+        self.received += len(windows) * 2 * others * self._bytes(self.method.code)
+        lr_sum = sum(weight * window.lr_sum for weight, window in zip(weights, windows, strict=True))
+        return outer.WindowUpdate(sent, sum(window.tokens for window in windows), lr_sum)
 
     def _pull(self, peer: int, behind: bool) -> list[outer.WindowUpdate]:
         """Pseudo-gradients from all partners; slow weights from one now and then, from all when windows were missed."""

@@ -1,23 +1,25 @@
 """What thin links and overlapping steps cost in learning: one model in three stages, in one process, at equal tokens.
 
     python -m benchmarks.stale_wire wire [--steps 600] [--seeds 0,1,2] [--json FILE]
-    python -m benchmarks.stale_wire overlap [--under-way 4] [--steps 600] [--seeds 0,1,2]
+    python -m benchmarks.stale_wire overlap [--under-way 1,4] [--rates 4e-3] [--steps 600] [--seeds 0,1,2] [--stale]
 
 `wire`: hidden values and their gradients go through a codec at both cuts, as they do between two peers, and every
 gradient is exact for what was received. `overlap`: so many micro-batches are between the first stage's forward pass and
 its backward pass, and a step follows each backward pass, as with `routes.overlap`: gradients are stale by up to
-`--under-way` - 1 steps in the first stage, by none in the last. Weights change under a pass that waits, as they do at a
-peer (decentral/train/stage_runner.py).
+`--under-way` - 1 steps in the first stage, by none in the last. Both passes run at the weights that the backward pass
+is likely to find (decentral/train/look_ahead.py); with `--stale` each runs at those of its own time.
 
-Every run begins with the same weights and sees the same micro-batches, at the default optimizer and learning rate; the
-loss is of 128 held-out sequences. Printed is each seed's loss, and the mean of the quotients with the first line's.
+Every run begins with the same weights and sees the same micro-batches, with the default optimizer; the loss is of 128
+held-out sequences. Printed is each seed's loss, and the mean of the quotients with the first line's.
 """
 
 import argparse
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,14 +30,14 @@ from torch import Tensor, nn
 from decentral.core import config, rng
 from decentral.train import compress, data, gpt
 from decentral.train.inner import Inner, Live, fragments, rate_at
+from decentral.train.look_ahead import LookAhead, WeightsAhead
 from decentral.train.rotated_codes import transform
 from decentral.train.rotation_kernels import HALF_STEP, SIGNS, TILE
 from decentral.train.step import Chain, Device, held_out_loss
 
 HELD_OUT = 128  # sequences
-RUN = config.load(
-    None, ["model.depth=4", "model.width=128", "model.context=64", "train.micro_batch=8", "train.warmup_steps=50"]
-)
+SETTINGS = ["model.depth=4", "model.width=128", "model.context=64", "train.micro_batch=8", "train.warmup_steps=50"]
+RUN = config.load(None, SETTINGS)
 CUTS = (0, 2, 4, 6)  # stages hold layers [CUTS[i], CUTS[i + 1])
 
 Code = Callable[[Tensor], Tensor]
@@ -85,25 +87,73 @@ WIRES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A micro-batch between its passes through a stage."""
+
+    leaving_BTD: Tensor
+    input_BTD: Tensor  # what the next stage has received, which gets its gradient there
+    ahead: WeightsAhead | None  # what it is computed with, with look-ahead
+
+
+class Stage:
+    """Layers whose steps do not wait for backward passes."""
+
+    def __init__(self, layers: Sequence[nn.Module], lives: Sequence[Live], wire: Wire, look_ahead: bool) -> None:
+        self.layers, self.wire, self.lives = layers, wire, lives
+        self.ahead = LookAhead(lives) if look_ahead else None
+
+    def forward(self, entering: Tensor) -> Passed:
+        """Of tokens_BT or hidden_BTD."""
+        lives = self.lives
+        ahead = self.ahead.weights(lives[0].fragment.first, lives[-1].fragment.last) if self.ahead else None
+        leaving_BTD = entering
+        with self._at(ahead):
+            for layer in self.layers:
+                leaving_BTD = layer(leaving_BTD)
+        received_BTD = self.wire.forward(leaving_BTD.detach()).requires_grad_()
+        return Passed(leaving_BTD, received_BTD, ahead)
+
+    def backward(self, passed: Passed) -> None:
+        assert passed.input_BTD.grad is not None
+        with self._at(passed.ahead):
+            torch.autograd.backward([passed.leaving_BTD], [self.wire.backward(passed.input_BTD.grad)])
+        if self.ahead and passed.ahead:
+            self.ahead.came_back(passed.ahead)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within it all fragments of the stage take their step."""
+        if self.ahead is None:
+            yield
+            return
+        with ExitStack() as stack:
+            for index in range(len(self.lives)):
+                stack.enter_context(self.ahead.step(index))
+            yield
+
+    def _at(self, ahead: WeightsAhead | None) -> AbstractContextManager[None]:
+        return self.ahead.at(ahead) if self.ahead and ahead else nullcontext()
+
+
 class Pipeline:
     """The model in stages, each with its fragments' optimizers."""
 
-    def __init__(self, run: config.Config, seed: int, wire: Wire) -> None:
-        self.run, self.wire = run, wire
+    def __init__(self, run: config.Config, seed: int, wire: Wire, look_ahead: bool) -> None:
+        self.run = run
         self.layers: list[nn.Module] = list(gpt.build(run.model, seed))
         cuts = fragments(gpt.parameters(run.model), run.gossip.fragment_parameters)
-        self.lives = [Live(cut, self.layers, torch.device("cpu"), run.train, range(len(self.layers))) for cut in cuts]
-        self.inner = Inner(self.lives, run.train)
-
-    def through(self, stage: int, entering: Tensor) -> Tensor:
-        """hidden_BTD that leaves a stage which is not the last."""
-        for layer in self.layers[CUTS[stage] : CUTS[stage + 1]]:
-            entering = layer(entering)
-        return entering
-
-    def received(self, leaving_BTD: Tensor) -> Tensor:
-        """What the next stage takes for its input."""
-        return self.wire.forward(leaving_BTD.detach()).requires_grad_()
+        lives = [Live(cut, self.layers, torch.device("cpu"), run.train, range(len(self.layers))) for cut in cuts]
+        self.inner = Inner(lives, run.train)
+        self.stages = [
+            Stage(
+                self.layers[first:last],
+                [live for live in lives if first <= live.fragment.first < last],
+                wire,
+                look_ahead,
+            )
+            for first, last in pairwise(CUTS[:-1])
+        ]
 
     def loss(self, entering_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         hidden_BTD = entering_BTD
@@ -111,38 +161,47 @@ class Pipeline:
             hidden_BTD = layer(hidden_BTD)
         return gpt.last_loss(self.run, self.layers[-1], hidden_BTD, targets_BT)
 
-    def back(self, leaving_BTD: Tensor, input_BTD: Tensor) -> None:
-        """The backward pass of the stage whose output went on as `input_BTD`, which has its gradient."""
-        assert input_BTD.grad is not None
-        torch.autograd.backward([leaving_BTD], [self.wire.backward(input_BTD.grad)])
-
     def step(self) -> None:
-        self.inner.clip()
-        self.inner.step(rate_at(self.run.train, self.inner.steps, self.inner.steps), 1)
+        with ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(stage.stepping())
+            self.inner.clip()
+            self.inner.step(rate_at(self.run.train, self.inner.steps, self.inner.steps), 1)
         self.inner.zero_grad()
 
 
-def trained(run: config.Config, seed: int, wire: Wire, under_way: int, steps: int) -> float:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table."""
+
+    name: str
+    wire: str = "fp32"
+    under_way: int = 1
+    look_ahead: bool = False
+    rate: float | None = None  # None: the default
+
+
+def trained(case: Case, seed: int, steps: int) -> float:
     """The held-out loss after so many steps of one micro-batch each."""
+    run = RUN if case.rate is None else config.load(None, [*SETTINGS, f"train.learning_rate={case.rate}"])
     corpus, sequences = data.corpus(run.data, run.model), run.train.micro_batch
     assert isinstance(sequences, int)
-    pipeline, chance = Pipeline(run, seed, wire), rng.arrays(seed, "stale wire")
-    first: deque[tuple[Tensor, Tensor, Tensor]] = deque()  # leaving stage 0, entering stage 1, targets
-    second: deque[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]] = deque()  # both stages, targets
-    later = under_way // 2  # micro-batches that wait between the first and the second stage
-    for _ in range(steps + under_way - 1):
+    pipeline, chance = Pipeline(run, seed, WIRES[case.wire], case.look_ahead), rng.arrays(seed, "stale wire")
+    zero, one = pipeline.stages
+    first: deque[tuple[Passed, Tensor]] = deque()  # between the first and the second stage, with the targets
+    second: deque[tuple[Passed, Passed, Tensor]] = deque()  # between the second and the last one
+    later = case.under_way // 2  # micro-batches that wait between the first and the second stage
+    for _ in range(steps + case.under_way - 1):
         inputs_BT, targets_BT = corpus.micro_batch(chance, sequences)
-        leaving_BTD = pipeline.through(0, inputs_BT)
-        first.append((leaving_BTD, pipeline.received(leaving_BTD), targets_BT))
+        first.append((zero.forward(inputs_BT), targets_BT))
         if len(first) > later:
-            leaving_BTD, input_BTD, targets_BT = first.popleft()
-            onwards_BTD = pipeline.through(1, input_BTD)
-            second.append(((leaving_BTD, input_BTD), (onwards_BTD, pipeline.received(onwards_BTD)), targets_BT))
-        if len(first) + len(second) == under_way:
-            zero, one, targets_BT = second.popleft()
-            torch.autograd.backward([pipeline.loss(one[1], targets_BT)])
-            pipeline.back(*one)
-            pipeline.back(*zero)
+            passed, targets_BT = first.popleft()
+            second.append((passed, one.forward(passed.input_BTD), targets_BT))
+        if len(first) + len(second) == case.under_way:
+            passed, onwards, targets_BT = second.popleft()
+            torch.autograd.backward([pipeline.loss(onwards.input_BTD, targets_BT)])
+            one.backward(onwards)
+            zero.backward(passed)
             pipeline.step()
     whole = Chain(pipeline.layers, run=run)
     return held_out_loss(whole, corpus.evaluation(HELD_OUT), Device(torch.device("cpu"), torch.float32), 32)
@@ -162,19 +221,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--under-way", default="1,2,4")
+    parser.add_argument("--rates", help="learning rates, for each of --under-way; the default one without it")
+    parser.add_argument("--stale", action="store_true", help="forward passes at the present weights")
     parser.add_argument("--only", help="the wires with these names, separated by semicolons")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     seeds, rows = [int(seed) for seed in args.seeds.split(",")], []
+    rates = [float(rate) for rate in args.rates.split(",")] if args.rates else [None]
     exact: list[float] = []
-    wires = args.only.split(";") if args.only else list(WIRES)
-    cases = (
-        [(name, 1) for name in wires] if args.what == "wire" else [("fp32", int(k)) for k in args.under_way.split(",")]
-    )
-    for name, under_way in cases:
-        losses = [trained(RUN, seed, WIRES[name], under_way, args.steps) for seed in seeds]
+    if args.what == "wire":
+        cases = [Case(name, name) for name in (args.only.split(";") if args.only else WIRES)]
+    else:
+        numbers = [int(number) for number in args.under_way.split(",")]
+        ahead = not args.stale
+        cases = [
+            Case(f"{n} under way, rate {rate or 'default'}", under_way=n, look_ahead=ahead and n > 1, rate=rate)
+            for n in numbers
+            for rate in rates
+        ]
+    for case in cases:
+        losses = [trained(case, seed, args.steps) for seed in seeds]
         exact = exact or losses
-        rows.append(report(name if args.what == "wire" else f"{under_way} under way", losses, exact))
+        rows.append(report(case.name, losses, exact))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -10,7 +10,7 @@ Who would keep its time, because most of those that it knows have that, is not t
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
@@ -18,7 +18,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.peers.hosts.clock import agreed_s, difference
 from decentral.peers.hosts.host import Host
-from decentral.reach_swarm import connect
+from decentral.reach_swarm import connect_all
 
 ALONE_LOOK_S = 10.0  # a peer that is alone looks this often
 LOST_LOOK_S = 60.0  # any other one
@@ -44,28 +44,28 @@ async def look_for_the_lost(host: Host, join: Sequence[str]) -> None:
         found = await meet(transport, directory, places)
         if not live:  # those that know us may have found us
             found += directory.some_connected()
-        if ahead_s := await time_to_take(transport, directory, found, lost, list(live)):
+        if ahead_s := await time_to_take(transport, directory, found, host.book.known):
             again = "start this peer again" if host.book.known else "start this peer again with --join"
             apart = f"this peer's clock is {difference(-ahead_s)} the others'"
             host.watch.note("clock", f"{apart}; {again}, and it goes by theirs")
 
 
 async def time_to_take(
-    transport: Libp2p, directory: HivemindDirectory, found: Sequence[PeerId], lost: Places, live: Sequence[PeerId]
+    transport: Libp2p, directory: HivemindDirectory, found: Sequence[PeerId], known: Mapping[PeerId, Sequence[str]]
 ) -> Seconds:
     """How far those are ahead of our clock that this peer would go by if it started again; 0 if that changes nothing.
 
-    Where one of those `found` has another time, all that are `lost` are looked for and count, and the `live` ones, too.
+    A start asks all that are `known`, each once (decentral/reach_swarm.py). So where one of those `found` has another
+    time, they are asked here.
     """
-    ahead_s = await directory.clocks_ahead_s(found)
-    if live and any(agreed_s([one]) for one in ahead_s):
-        ahead_s = await directory.clocks_ahead_s([*await meet(transport, directory, lost), *live])
-    return agreed_s(ahead_s)
+    if not any(agreed_s([one]) for one in await directory.clocks_ahead_s(found)):
+        return 0.0
+    everyone = dict.fromkeys([*found, *await connect_all(transport, known.values())])
+    return agreed_s(await directory.clocks_ahead_s(everyone))
 
 
 async def meet(transport: Libp2p, directory: HivemindDirectory, places: Places) -> list[PeerId]:
     """Puts those that answer at these places into our node's routing table."""
-    found = [peer for addresses in places if (peer := await connect(transport, addresses))]
-    for peer in found:
-        await directory.meet(peer)
+    found = await connect_all(transport, places)
+    await asyncio.gather(*map(directory.meet, found))
     return found

@@ -4,9 +4,10 @@ import argparse
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from decentral import invitation_files, state
@@ -31,8 +32,10 @@ from decentral.peers.planning import swarm_plans
 from decentral.train import run_inputs
 from decentral.visit import NobodyAnswers, refused_member, say_hello
 
-JOIN_AGAIN_S = 3.0  # between two tries of --join, within --join-wait
-CLOCKS_ASKED = 9  # peers whose clocks are compared with ours
+JOIN_AGAIN_S = 0.5  # between the first two tries of --join, within --join-wait; then ever longer
+JOIN_LONGER = 1.3  # times, from one try to the next
+MOST_JOIN_AGAIN_S = 3.0
+REACH_S = 30.0  # for all addresses of a peer: a start waits for the slowest of those that it knows
 MOST_NAME_CHARS = 37  # of a private run, whose name also has the hash of the founder's key
 
 Run = tuple[RunId, config.Config]
@@ -89,7 +92,7 @@ async def reach_swarm(
     ]
     directory = await transport.directory(keys, contacts)
     contacts = list(dict.fromkeys(contacts))
-    if set_s := clock.agree(await directory.clocks_ahead_s(contacts[:CLOCKS_ASKED])):
+    if set_s := clock.agree(await directory.clocks_ahead_s(contacts)):
         theirs = "the other peers'" if len(contacts) > 1 else f"that of {contacts[0]}"
         flags.warnings.append(f"this machine's clock is {difference(-set_s)} {theirs}; this peer goes by theirs")
     if private and (over := private.over()):
@@ -109,7 +112,7 @@ async def _greet(
 
     A peer that comes back goes on where they are not there.
     """
-    end = time.monotonic() + flags.join_wait
+    end, again_s = time.monotonic() + flags.join_wait, JOIN_AGAIN_S
     while True:
         try:
             return await say_hello(flags.join, transport, run or RunId(""))
@@ -120,7 +123,8 @@ async def _greet(
                 return [], None
             if time.monotonic() >= end:
                 raise
-            await asyncio.sleep(JOIN_AGAIN_S)
+            await asyncio.sleep(again_s)
+            again_s = min(JOIN_LONGER * again_s, MOST_JOIN_AGAIN_S)
 
 
 def _check_flags(flags: argparse.Namespace, kept: Run | None, folder: Path) -> None:
@@ -181,9 +185,7 @@ async def _reconnect(folder: state.StateFolder, transport: Libp2p, private: Priv
 
     In a private swarm each has to take us for a member. Raises UserError if the founder has revoked our invitation.
     """
-    known = AddressBook.load(folder.path / "peers.json").known
-    reached = await asyncio.gather(*(connect(transport, addresses) for addresses in known.values()))
-    peers = [peer for peer in reached if peer is not None]
+    peers = await connect_all(transport, AddressBook.load(folder.path / "peers.json").known.values())
     if private is None:
         return peers
     refusals = await asyncio.gather(*(refused_member(transport, peer, private.run) for peer in peers))
@@ -195,9 +197,21 @@ async def _reconnect(folder: state.StateFolder, transport: Libp2p, private: Priv
     return [peer for peer, said in zip(peers, refusals, strict=True) if not said]
 
 
+async def connect_all(transport: Libp2p, places: Iterable[Sequence[str]]) -> list[PeerId]:
+    """The peers at these places that answer. All are asked at once, but one peer's addresses one after another:
+    dials of one peer fail together."""
+    by_peer: dict[str, list[str]] = {}
+    for address in chain.from_iterable(places):
+        by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    reached = await asyncio.gather(*(connect(transport, addresses) for addresses in by_peer.values()))
+    return [peer for peer in reached if peer is not None]
+
+
 async def connect(transport: Libp2p, addresses: Sequence[str]) -> PeerId | None:
     """The peer at the first of these addresses that answers."""
-    for address in addresses:
-        with suppress(AskError, UserError):
-            return await transport.connect(address)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(REACH_S):
+            for address in addresses:
+                with suppress(AskError, UserError):
+                    return await transport.connect(address)
     return None

@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
+    names = flags.only
     if flags.report:
-        report.write(read_runs(flags.runs), flags.docs)
+        report.write(asked_for(list(tasks(flags, names)), read_runs(flags.runs)), flags.docs)
         return
     namespaces.require_root()
-    names = flags.only
     if flags.tune:
         tuning.tune(contestants.chosen(names, flags.full), flags.seconds, flags.runs.with_name("tuning.jsonl"))
         return
@@ -46,7 +46,7 @@ def _main(flags: argparse.Namespace) -> None:
         result = runner.run(task, keep)
         append(flags.runs, result)
         print(f"{number + 1}/{len(wanted)}  {said(result)}", flush=True)
-    report.write(read_runs(flags.runs), flags.docs)
+    report.write(asked_for(wanted, read_runs(flags.runs)), flags.docs)
 
 
 def tasks(flags: argparse.Namespace, names: Sequence[str]) -> Iterator[Task]:
@@ -60,9 +60,16 @@ def tasks(flags: argparse.Namespace, names: Sequence[str]) -> Iterator[Task]:
 
 
 def finished(task: Task, runs: Sequence[Line]) -> bool:
-    """Whether this run is there, of the same length."""
-    own = (task.contestant.name, task.scenario.name, task.repetition, task.seconds)
-    return any((run["contestant"], run["scenario"], run["repetition"], run["seconds"]) == own for run in runs)
+    """Whether this run is there: of the same length, with the rate and the options that it has now."""
+    overrides, options = task.settings()
+    own = (task.contestant.name, task.scenario.name, task.repetition, task.seconds, overrides, options)
+    names = ("contestant", "scenario", "repetition", "seconds", "overrides", "options")
+    return any(tuple(run[name] for name in names) == own for run in runs)
+
+
+def asked_for(wanted: Sequence[Task], runs: Sequence[Line]) -> list[Line]:
+    """The runs of these tasks: others in the file are of other lengths, rates or options."""
+    return [run for run in runs if any(finished(task, [run]) for task in wanted)]
 
 
 def read_runs(path: Path) -> list[Line]:

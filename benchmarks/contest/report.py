@@ -42,7 +42,8 @@ class Row:
     bytes_per_token: float
     all_train: Spread  # seconds until all peers of the beginning had reported a step
     survival: str
-    errors: tuple[str, ...]
+    errors: tuple[str, ...]  # what it could not begin for
+    broken: tuple[str, ...]  # peers that ended by themselves, with their last lines
 
 
 def write(runs: Sequence[Line], docs: Path) -> None:
@@ -80,7 +81,8 @@ def curve_of(run: Line) -> list[Point]:
 def target_of(runs: Sequence[Line], name: str) -> float | None:
     """The loss of the fastest peer alone at its end, in the same world with equal devices. None: it has not run."""
     equal = f"{name.partition('/')[0]}/equal"
-    ends = [curve_of(run)[-1].loss for run in runs if (run["contestant"], run["scenario"]) == (ALONE, equal)]
+    alone = [curve_of(run) for run in runs if (run["contestant"], run["scenario"]) == (ALONE, equal)]
+    ends = [curve[-1].loss for curve in alone if curve]
     return median(ends) if ends else None
 
 
@@ -119,6 +121,7 @@ def _row(name: str, runs: Sequence[Line], target: float | None, tokens: float) -
         all_train=spread([run.get("all_train_s") for run in runs]),
         survival=_survival([run["survival"] for run in began]),
         errors=tuple(dict.fromkeys(run["error"] for run in runs if "error" in run)),
+        broken=tuple(f"{peer} ({last})" for run in runs for peer, last in run.get("ended", {}).items()),
     )
 
 
@@ -162,6 +165,7 @@ def table(rows: Sequence[Row]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [f"\n{row.name} could not begin: {error}" for row in rows for error in row.errors]
+    lines += [f"\nA peer of {row.name} ended by itself: {one}" for row in rows for one in row.broken]
     return "\n".join(lines)
 
 
@@ -186,13 +190,15 @@ def verdicts(rows: Sequence[Row], name: str) -> list[str]:
     wins = [w for row in others for w in _wins(ours, row)]
     return [
         verdict,
-        "Better than ours: " + ("; ".join(wins) + "." if wins else "nobody, in none of the columns below."),
+        "Better than ours: " + ("; ".join(wins) + "." if wins else "nobody, in time, loss or bytes."),
     ]
 
 
 def _wins(ours: Row, row: Row) -> list[str]:
     pairs = (
         ("time to the target", ours.reach.middle, row.reach.middle, 1),
+        ("time from the command", ours.from_command.middle, row.from_command.middle, 1),
+        ("time until all train", ours.all_train.middle, row.all_train.middle, 1),
         ("loss at the end", ours.loss.middle, row.loss.middle, 3),
         ("smoothed loss", ours.smoothed.middle, row.smoothed.middle, 3),
         ("loss at equal tokens", ours.at_tokens.middle, row.at_tokens.middle, 3),

@@ -23,6 +23,7 @@ from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed
+from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import (
     CloseWindow,
@@ -164,7 +165,7 @@ class PullExchange(Exchange):
         return self._sizes.dense > 0 and self.context.view.is_thin(self.context.fragment, self._sizes.dense)
 
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
-        window, on_request = self._window, sum(section.size for section in closed.on_request)
+        window, on_request = self._window, layout_bytes(closed.on_request)
         more = _more_when_dense(closed)
         self.size = len(closed.blob) + on_request // (window.whole_every * max(1, len(window.partners)))
         dense = self.size + more if closed.codings else 0
@@ -236,7 +237,7 @@ class PullExchange(Exchange):
         own = snapshots.coded_as(window.layout, snapshot.layout, window.codings)
         whole = (*own, *window.on_request)
         came = whole if snapshot.layout == whole else own
-        refused = snapshots.check(self.context, snapshot, blob, pick(came, names), after, now)
+        refused = snapshots.check(self.context, snapshot, blob, pick(came, names), after, now, self.size)
         if refused:
             if refused == Reason.REPLAY:  # it was told what we have
                 self._doubted[event.peer] = DOUBTED_WINDOWS

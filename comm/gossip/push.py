@@ -107,7 +107,7 @@ class PushExchange(Exchange):
             return [Reply(request, Envelope(Done()))]
         if self._closed is None:
             return [Reply(request, Envelope(Refused(Reason.NOT_READY)))]
-        refused = snapshots.check(self.context, push.offered, blob, self._closed.layout, 0, now)
+        refused = snapshots.check(self.context, push.offered, blob, self._closed.layout, 0, now, self.size)
         if refused:
             return [Reply(request, Envelope(Refused(refused)))]
         keep_latest(self._arrived, name, None, PUSHES_REMEMBERED)

@@ -12,6 +12,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Reply
 from decentral.core.algorithms import FragmentContext
+from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import (
     CloseWindow,
@@ -32,6 +33,8 @@ SNAPSHOTS_KEPT = 2  # the last one, and the one before for a partner that is a r
 MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
 MOST_PARTS = 3  # answers of a snapshot that are kept: those with all its sections, with only the added ones, with none
 MAX_WAITING_PULLS = 256  # questions that wait for a snapshot which is not there yet
+ASKED_LATE_WINDOWS = 32  # in which more sections are made at once, after somebody has asked for them late
+LATE = 0.5  # of a window: who asks later after its end has windows that do not end when ours do
 
 
 class ExchangePhase(Enum):
@@ -85,17 +88,22 @@ def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Sn
     return Snapshot(context.run, context.fragment, closed.seq, closed.tokens, closed.lr_sum, now, closed.layout, digest)
 
 
-def check(context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds) -> str:
-    """Why it is refused; "": it is of this run and fragment, newer than `after`, fresh, shaped as `layout`, whole."""
+def check(
+    context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds, own_bytes: int
+) -> str:
+    """Why it is refused; "": it is of this run and fragment, newer than `after`, fresh, shaped as `layout`, whole.
+
+    `own_bytes`: of our snapshots. What a partner sends says nothing about how long our own windows have to be.
+    """
     if snapshot.run != context.run:
         return Reason.RUN
     if snapshot.fragment != context.fragment:
         return Reason.FRAGMENT
     if snapshot.seq <= after:
         return Reason.REPLAY
-    if not -CLOCK_SKEW_S <= now - snapshot.time <= context.max_age_s(len(blob)) or snapshot.time < context.restored_at:
+    if not -CLOCK_SKEW_S <= now - snapshot.time <= context.max_age_s(own_bytes) or snapshot.time < context.restored_at:
         return Reason.STALE
-    if snapshot.layout != layout or len(blob) != sum(section.size for section in layout):
+    if snapshot.layout != layout or len(blob) != layout_bytes(layout):
         return Reason.SHAPE
     return "" if blobs.digest(blob) == snapshot.digest else Reason.DIGEST
 
@@ -121,14 +129,11 @@ class PublishedSnapshot:
 
     snapshot: Snapshot
     blob: bytes
-    on_request: Layout  # none, once they can be made no more or are added
+    on_request: Layout
+    settled: bool = False  # the window is being merged, or has been: no sections can be begun any more
     added: Layout = ()
     added_blob: bytes = b""
     parts: dict[Layout, Envelope] = field(default_factory=dict)  # answers with other sections than the snapshot's own
-
-    def lacks(self, names: Sequence[str]) -> bool:
-        """Whether sections with these names are still to be made; no name stands for all sections."""
-        return bool(pick(self.on_request, names))
 
     def reply(self, request: int, names: Sequence[str]) -> Reply:
         """The sections with these names, as far as they are there. All answers that are alike share their bytes."""
@@ -141,7 +146,7 @@ class PublishedSnapshot:
 
     def add(self, layout: Layout, blob: bytes) -> None:
         """The sections that were asked for are there."""
-        self.on_request, self.added, self.added_blob = (), layout, blob
+        self.added, self.added_blob = layout, blob
         self.parts.clear()
 
     def _part(self, layout: Layout) -> Envelope:
@@ -154,11 +159,18 @@ class PublishedSnapshot:
 
 @dataclass(slots=True)
 class SnapshotStore:
-    """The latest snapshots of a fragment, and the questions that wait for the next one or for more of its sections."""
+    """The latest snapshots of a fragment, and the questions that wait for the next one or for more of its sections.
+
+    A partner that is much slower than we are asks at any moment, mostly after the window's merge, when slow weights can
+    be made no more. It misses most of our windows, and only slow weights tell it of those. So once somebody has asked
+    late they are made at once, before the merge, for as long as anybody goes on to ask late.
+    """
 
     latest: deque[PublishedSnapshot] = field(default_factory=lambda: deque(maxlen=SNAPSHOTS_KEPT))
     waiting: list[tuple[int, Pull, Seconds]] = field(default_factory=list)  # requests, and when their patience is over
     encoding: list[tuple[int, Pull]] = field(default_factory=list)  # requests for sections that are being made
+    making: bool = False  # sections of the newest snapshot
+    asked_late: int = 0  # for so many more windows sections are made at once
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -167,8 +179,10 @@ class SnapshotStore:
     def put(self, snapshot: Snapshot, closed: WindowClosed, now: Seconds) -> list[Effect]:
         """Publishes it, and answers those who waited for it."""
         self.latest.append(PublishedSnapshot(snapshot, closed.blob, closed.on_request))
+        begun = self._make(self.latest[-1]) if self.asked_late and closed.on_request else []
+        self.asked_late = max(0, self.asked_late - 1)
         waited, self.waiting = self.waiting, []
-        return [effect for one in waited for effect in self._answer(*one, now)]
+        return [*begun, *(effect for one in waited for effect in self._answer(*one, now))]
 
     def answer(self, request: int, pull: Pull, now: Seconds) -> list[Effect]:
         return self._answer(request, pull, now + pull.patience_s, now)
@@ -181,6 +195,7 @@ class SnapshotStore:
 
     def encoded(self, done: SectionsEncoded) -> list[Effect]:
         """More sections of the newest snapshot are there: answers those who asked for them."""
+        self.making = False
         if not self.latest:
             return []  # they are of a window from before this fragment was given up and taken up again
         newest = self.latest[-1]
@@ -191,27 +206,42 @@ class SnapshotStore:
 
     def settle(self) -> None:
         """The window is being merged: what was not asked for until now cannot be made any more."""
-        if self.latest and not self.encoding:
-            self.latest[-1].on_request = ()
+        if self.latest:
+            self.latest[-1].settled = True
 
     def _answer(self, request: int, pull: Pull, until: Seconds, now: Seconds) -> list[Effect]:
         found = [kept for kept in self.latest if kept.snapshot.seq > pull.after]
         if pull.exact:
             found = [kept for kept in found if kept.snapshot.seq == pull.after + 1]
         if found and (pull.exact or found[-1].snapshot.time >= pull.since):
-            return self._send(request, pull, found[-1])
+            return self._send(request, pull, found[-1], now)
         newest = self.latest[-1].snapshot.seq if self.latest else 0
         may_come = not pull.exact or newest <= pull.after
         if may_come and now < until and len(self.waiting) < MAX_WAITING_PULLS:
             self.waiting.append((request, pull, until))
             return []
         if found:
-            return self._send(request, pull, found[-1])
+            return self._send(request, pull, found[-1], now)
         return [Reply(request, Envelope(Refused(Reason.NOTHING_NEWER, str(newest))))]
 
-    def _send(self, request: int, pull: Pull, found: PublishedSnapshot) -> list[Effect]:
-        if not found.lacks(pull.sections) or found is not self.latest[-1]:
+    def _send(self, request: int, pull: Pull, found: PublishedSnapshot, now: Seconds) -> list[Effect]:
+        if found is not self.latest[-1] or not pick(found.on_request, pull.sections):
+            return [found.reply(request, pull.sections)]
+        if self._is_late(now):
+            self.asked_late = ASKED_LATE_WINDOWS
+        if found.added or (found.settled and not self.making):
             return [found.reply(request, pull.sections)]
         self.encoding.append((request, pull))
-        begin = EncodeSections(found.snapshot.fragment, found.snapshot.seq)
-        return [begin] if len(self.encoding) == 1 else []
+        return self._make(found)
+
+    def _is_late(self, now: Seconds) -> bool:
+        """Whether the newest window ended so long ago that who asks now does not end its windows when we do."""
+        times = [one.snapshot.time for one in self.latest]
+        return len(times) > 1 and now - times[-1] > LATE * (times[-1] - times[-2])
+
+    def _make(self, newest: PublishedSnapshot) -> list[Effect]:
+        """Begins to make the sections on request, if nobody has begun."""
+        if self.making:
+            return []
+        self.making = True
+        return [EncodeSections(newest.snapshot.fragment, newest.snapshot.seq)]

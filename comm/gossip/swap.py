@@ -130,7 +130,7 @@ class SwapExchange(Exchange):
     def _refused_before(self, sender: PeerId, offered: Snapshot, blob: bytes, now: Seconds) -> str:
         """Why a swap is refused without closing a window for it. Before our first one its shape is not known."""
         layout = self._closed.layout if self._closed else offered.layout
-        return snapshots.check(self.context, offered, blob, layout, self._seen.get(sender, 0), now)
+        return snapshots.check(self.context, offered, blob, layout, self._seen.get(sender, 0), now, self.size)
 
     def _offer(self, now: Seconds) -> list[Effect]:
         """Answers the Swap of a partner with the window that we have closed."""
@@ -182,7 +182,8 @@ class SwapExchange(Exchange):
     def _take(self, peer: PeerId, snapshot: Snapshot, blob: bytes, now: Seconds) -> str:
         """Takes the partner's snapshot, or returns why it is refused."""
         assert self._closed is not None
-        refused = snapshots.check(self.context, snapshot, blob, self._closed.layout, self._seen.get(peer, 0), now)
+        layout, after = self._closed.layout, self._seen.get(peer, 0)
+        refused = snapshots.check(self.context, snapshot, blob, layout, after, now, self.size)
         if not refused:
             keep_latest(self._seen, peer, snapshot.seq, snapshots.MOST_SEEN)
             self._theirs = contribution(peer, snapshot, blob)

@@ -24,6 +24,7 @@ from decentral.comm.wire.messages import (
     Snapshot,
 )
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect
@@ -137,7 +138,7 @@ def check_sum(snapshot: Snapshot, size: int, tokens: int, expected: Snapshot) ->
     if not same or snapshot.tokens > tokens:
         raise ProtocolError(Reason.UNEXPECTED, "the sum of something else")
     layout = expected.layout if snapshot.tokens else ()
-    if snapshot.layout != layout or size != sum(section.size for section in layout):
+    if snapshot.layout != layout or size != layout_bytes(layout):
         raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
 
 

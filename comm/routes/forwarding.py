@@ -29,7 +29,7 @@ from decentral.comm.wire.messages import (
     Offer,
 )
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import fits_one
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
@@ -195,8 +195,7 @@ class Forwarding:
         return (
             response.run == self.stage.run
             and response.tokens == hop.tokens
-            and response.layout in hop.gradients
-            and len(blob) == layout_bytes(response.layout)
+            and fits_one(hop.gradients, response.layout, len(blob))
             and 0 < len(hops) < MAX_HOPS
             and hops[0].peer == peer
             and reaches_the_end(hops, first, self.stage.layers)

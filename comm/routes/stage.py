@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from decentral.comm.routes.execution import BACKWARD, FORWARD, StageExecution
 from decentral.comm.routes.pacing import NEWEST_WEIGHT
 from decentral.comm.wire.messages import ForwardRequest
-from decentral.core.fragments import FORWARD_PART, ActivationForms, Fragment, forward_part, layout_bytes, share
+from decentral.core.fragments import (
+    FORWARD_PART,
+    ActivationForms,
+    Fragment,
+    fits_one,
+    forward_part,
+    layout_bytes,
+    share,
+)
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.units import Seconds
@@ -74,8 +82,7 @@ class StageConfig:
 
     def fits(self, request: ForwardRequest, blob_bytes: int) -> bool:
         """Whether a request that is for us comes in one of the forms, and with as many bytes."""
-        entering = self.forms(request.first, request.sequences).entering
-        return request.layout in entering and blob_bytes == layout_bytes(request.layout)
+        return fits_one(self.forms(request.first, request.sequences).entering, request.layout, blob_bytes)
 
 
 @dataclass(slots=True)

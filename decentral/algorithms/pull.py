@@ -127,11 +127,11 @@ class PullRule(UpdateRule):
         assert self.closed is not None, "merge without a close"
         own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
-        progress = self.experience.usual_progress((one.peer, one.length) for one in partners)
+        progress = self.experience.usual_progress([(one.peer, one.length) for one in partners])
         trust = self._trust(partners, blob, progress) if own.tokens else [1.0] * len(partners)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
         shares = influence.token_shares(own.tokens, [self._claimed(one, own) for one in partners], trust)
-        near = self.experience.usual_distance((one.peer, one.distance) for one in partners if one.phi is not None)
+        near = self.experience.usual_distance([(one.peer, one.distance) for one in partners if one.phi is not None])
         steps_taken, slow_weights = [Weighted(1.0 - sum(shares), blob)], []
         for share, one in zip(shares, partners, strict=True):
             steps_taken.append(Weighted(share * influence.scale(one.length, progress), one.pseudo_gradient))

@@ -29,11 +29,12 @@ from decentral.core.units import Seconds, readable_bytes
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
-from decentral.reach_swarm import CLOCKS_ASKED, connect
+from decentral.reach_swarm import connect
 from decentral.train import measure, memory
 from decentral.visit import HELLO_S
 
 LOOKS, LOOK_PAUSE_S = 4, 1.0  # into the DHT, until the records of those are there that we have met
+CLOCKS_ASKED = 9  # peers whose clocks are compared with ours
 UPGRADE = "python -m pip install --upgrade decentral"
 NEW_INVITATION = (
     "ask the swarm's founder for a new invitation (python -m decentral.invite), and give it with --invite FILE"

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, Strict
 
+FAST, THIN = 0, -1  # places of the forms for a link; the same one, where a run has one form
 FORWARD_PART = 1 / 3  # of a micro-batch's computing; the rest is its backward pass
 
 
@@ -57,12 +58,18 @@ class ActivationForms:
     entering: tuple[Layout, ...]  # hidden values, and the targets
     gradients: tuple[Layout, ...]
 
-    @classmethod
-    def of(cls, layout: Layout) -> "ActivationForms":
-        """Those of a run that has one form, whose gradients are like the first section."""
-        return cls((layout,), (layout[:1],))
+    def entering_over(self, thin: bool) -> Layout:
+        return self.entering[THIN if thin else FAST]
+
+    def gradient_over(self, thin: bool) -> Layout:
+        return self.gradients[THIN if thin else FAST]
 
 
 def layout_bytes(layout: Layout) -> int:
     """The bytes of the blob."""
     return sum(section.size for section in layout)
+
+
+def fits_one(forms: Sequence[Layout], layout: Layout, blob_bytes: int) -> bool:
+    """Whether a blob comes in one of these forms, and has as many bytes as that."""
+    return layout in forms and blob_bytes == layout_bytes(layout)

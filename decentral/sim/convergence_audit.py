@@ -59,7 +59,8 @@ class ConvergenceAudit:
         """To be called now and then: do honest peers have a majority of honest partners, as promises suppose?"""
         training = [member for member in self.evidence.swarm.living if member.training]
         liars = sum(bool(member.byzantine) for member in training)
-        self.outvoted |= liars > len(training) - liars - 1
+        honest = len(training) - liars
+        self.outvoted |= 0 < honest <= liars
 
     def finish(self) -> None:
         living = [member for member in self.evidence.swarm.living if member.training]

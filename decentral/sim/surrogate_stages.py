@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decentral.core import jobs
-from decentral.core.fragments import ActivationForms, layout_bytes
+from decentral.core.fragments import ActivationForms, fits_one, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.outcomes import UNLIKE
 from decentral.core.reasons import Reason
@@ -71,8 +71,7 @@ class SurrogateStages:
         return self._forwarded(job, number, own)
 
     def forward(self, job: jobs.Forward) -> jobs.ForwardDone | jobs.BackwardDone | jobs.ExecutionFailed:
-        entering = self.model.forms(job.first, job.sequences).entering
-        if job.layout not in entering or len(job.blob) != layout_bytes(job.layout):
+        if not fits_one(self.model.forms(job.first, job.sequences).entering, job.layout, len(job.blob)):
             return jobs.ExecutionFailed(job.token, Reason.SHAPE)
         origin, number, layer = _read(job.blob)
         assert layer == job.first, f"what enters layer {layer} came to layer {job.first}"
@@ -87,8 +86,7 @@ class SurrogateStages:
         execution = self.pending.get(job.token)
         if execution is None:
             return jobs.ExecutionFailed(job.token, Reason.FORGOTTEN)
-        gradients = self._forms(execution, execution.last).gradients
-        if job.layout not in gradients or len(job.blob) != layout_bytes(job.layout):
+        if not fits_one(self._forms(execution, execution.last).gradients, job.layout, len(job.blob)):
             return jobs.ExecutionFailed(job.token, Reason.SHAPE)
         came, ours = _read(job.blob), (execution.origin, execution.number, execution.last)
         assert came == ours, f"the gradient of {came} came to {execution}"
@@ -136,7 +134,7 @@ class SurrogateStages:
         return self.model.forms(layer, execution.tokens // self.model.config.model.context)
 
     def _forwarded(self, job: jobs.Draw | jobs.Forward, number: int, execution: SurrogateGradient) -> jobs.ForwardDone:
-        layout = self._forms(execution, execution.last).entering[-1 if job.thin else 0]
+        layout = self._forms(execution, execution.last).entering_over(job.thin)
         header = msgpack.packb((execution.origin, execution.number, execution.last))
         blob = SyntheticBlob([(layout[0].size, header), (layout[1].size, b"")])
         sequences = execution.tokens // self.model.config.model.context
@@ -153,7 +151,7 @@ class SurrogateStages:
                 self._sums[index] += execution.tokens * self.weights[index]
         if execution.first == 0:
             return jobs.BackwardDone(job.token, execution.tokens, loss, (), b"")
-        layout = self._forms(execution, execution.first).gradients[-1 if job.thin else 0]
+        layout = self._forms(execution, execution.first).gradient_over(job.thin)
         blob = SyntheticBlob(
             [(layout_bytes(layout), msgpack.packb((execution.origin, execution.number, execution.first)))]
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import ActivationForms, layout_bytes
+from decentral.core.fragments import FAST, THIN, ActivationForms, fits_one
 from decentral.core.jobs import Layout, Section
 from decentral.core.outcomes import UNLIKE, Likeness
 from decentral.core.reasons import Reason
@@ -56,8 +56,7 @@ class ActivationFormat:
         return Section("hidden", codec, numbers, self.codecs.size(codec, numbers))
 
     def encode_gradient(self, gradient_BTD: Tensor, thin: bool = False) -> tuple[Layout, bytes]:
-        """Raises ProtocolError for numbers that are not finite."""
-        section, blob = self._encode(self.backward[-1 if thin else 0], gradient_BTD)
+        section, blob = self._encode(self.backward[THIN if thin else FAST], gradient_BTD)
         return (section,), blob
 
     def _encode(self, codec: str, hidden_BTD: Tensor) -> tuple[Section, bytes]:
@@ -79,10 +78,9 @@ class ActivationFormat:
         return values
 
     def pack(self, layer: int, hidden_BTD: Tensor, targets_BT: Tensor, thin: bool = False) -> tuple[Layout, bytes]:
-        """A micro-batch that leaves for this layer. Raises ProtocolError for numbers that are not finite."""
-        form = -1 if thin else 0
-        section, hidden = self._encode(self.forward[form], hidden_BTD)
-        expected = self.forms(layer, len(targets_BT)).entering[form]
+        """A micro-batch that leaves for this layer."""
+        section, hidden = self._encode(self.forward[THIN if thin else FAST], hidden_BTD)
+        expected = self.forms(layer, len(targets_BT)).entering_over(thin)
         assert section == expected[0], f"what enters layer {layer} is {section}, not {expected[0]}"
         tokens_BT = targets_BT.cpu().where(targets_BT.cpu() != MASKED, self.vocabulary)
         integers = tokens_BT.to(_dtype(expected[1])).contiguous()
@@ -91,7 +89,7 @@ class ActivationFormat:
     def unpack(self, job: jobs.Forward) -> tuple[Tensor, Tensor]:
         """hidden_BTD fp32 and targets_BT int64, on the CPU. Raises ProtocolError for what is not both, and whole."""
         B, T, D = job.sequences, self.context, self.widths[job.first]
-        if job.layout not in self.forms(job.first, B).entering or len(job.blob) != layout_bytes(job.layout):
+        if not fits_one(self.forms(job.first, B).entering, job.layout, len(job.blob)):
             raise ProtocolError(Reason.SHAPE, "not what enters this layer")
         hidden, targets = job.layout
         hidden_BTD = self._decode(hidden.codec, job.blob[: hidden.size], torch.Size((B, T, D)))

@@ -17,7 +17,7 @@ al., arXiv 2012.10333).
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
 
@@ -31,6 +31,7 @@ TIMES_USUAL = 1.5  # times what is usual: the length of a pseudo-gradient, and t
 IMPLAUSIBLE = 1000.0  # times the usual length: a lie, or a model that has diverged; no honest device is so much faster
 RECENT_WINDOWS = 16  # of ours, whose lengths are kept
 RECENT_PARTNERS = 16  # whose last lengths and distances are kept, one for each: nobody fills the list alone
+LEAST_PARTNERS = 4  # of whom distances are known, or who count as near: slow weights come from few partners
 
 
 def token_shares(own: int, claims: Sequence[float], trust: Sequence[float] = ()) -> list[float]:
@@ -96,15 +97,22 @@ class Experience:
         """How long a pseudo-gradient of ours usually is: the last one, or the median where that is more."""
         return max(self.lengths[-1], median(self.lengths)) if self.lengths else 0.0
 
-    def usual_progress(self, partners: Iterable[tuple[PeerId, float]]) -> float:
+    def usual_progress(self, partners: Sequence[tuple[PeerId, float]]) -> float:
         """Takes how long these partners' pseudo-gradients are; gives what is usual."""
         return self._usual(self.moved, partners)
 
-    def usual_distance(self, partners: Iterable[tuple[PeerId, float]]) -> float:
-        """Takes how far these partners' weights are from ours; gives what is usual."""
-        return self._usual(self.apart, partners)
+    def usual_distance(self, partners: Sequence[tuple[PeerId, float]]) -> float:
+        """Takes how far these partners' weights are from ours; gives what is usual.
 
-    def _usual(self, last: dict[PeerId, float], partners: Iterable[tuple[PeerId, float]]) -> float:
+        Slow weights are pulled rarely. Where there are more partners than have told, the others count as no further
+        than our own progress is long, or the first two to tell, who may be liars, would say what is usual.
+        """
+        unknown = max(0, min(LEAST_PARTNERS, len(self.moved)) - len(self.apart.keys() | {peer for peer, _ in partners}))
+        return self._usual(self.apart, partners, [self.progress] * unknown)
+
+    def _usual(
+        self, last: dict[PeerId, float], partners: Sequence[tuple[PeerId, float]], besides: Sequence[float] = ()
+    ) -> float:
         for peer, found in partners:
             keep_latest(last, peer, found, RECENT_PARTNERS)
-        return usual(self.progress, list(last.values()))
+        return usual(self.progress, [*last.values(), *besides])

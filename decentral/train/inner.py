@@ -76,7 +76,12 @@ class Live:
         self.lr_sum = 0.0  # sum of the learning rates since the last window's end
         self.steps = 0  # of the optimizer on this fragment: for its bias correction and for a newcomer's own warm-up
         self.touched = set[str]()  # of `tensors`: those that changed otherwise than by Inner.step; train/island.py
-        for parameter, weight in zip(parameters, views(self.theta, shapes), strict=True):
+        self.compute_with(self.theta)
+
+    def compute_with(self, weights: Tensor) -> None:
+        """Makes the layers compute with this vector [n]. All but backward passes and steps goes by theta even so."""
+        shapes = [parameter.shape for parameter in self._parameters]
+        for parameter, weight in zip(self._parameters, views(weights, shapes), strict=True):
             parameter.data = weight
 
     @property

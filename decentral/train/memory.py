@@ -16,6 +16,10 @@
     for each micro-batch between its forward and its backward pass
                             the tensors that autograd keeps (`activation_bytes`), and what travels
 
+With `routes.overlap` and fp32 weights, for each parameter besides (train/look_ahead.py): 4 bytes for what the last step
+moved, 4 of one fragment while its step is taken, and 4 for each micro-batch between its passes, for the weights that it
+was computed with.
+
 The process around it (torch, libp2p, the data) is not counted. tests/train/test_memory.py holds the figures against
 what torch really keeps, and benchmarks/memory.py against what a process takes.
 """
@@ -68,7 +72,8 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
     if gossip_apart:
         gossip, shared = 0, 0
     sums = SUM_BYTES * (run.routes.slots + (run.train.weights == "bfloat16"))
-    always, of_parts = (gossip + sums, 0) if run.synchronous else (gossip, sums)
+    ahead = WEIGHT_BYTES if run.routes.overlap and run.train.weights == "float32" else 0
+    always, of_parts = (gossip + sums, 0) if run.synchronous else (gossip, sums + ahead)
     parameter = sum(layer.state for layer in layers) / sum(gpt.parameters(run.model))
     within = [layers[one.first : one.last] for one in cut]
     state = [sum(layer.state for layer in own) for own in within]
@@ -78,8 +83,11 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
     return MemoryNeeds(
         fragments=cut,
         state=tuple(own + always * one.parameters for own, one in zip(state, cut, strict=True)),
-        scratch=tuple(shared * one.parameters + own for own, one in zip(at_work, cut, strict=True)),
-        activations=tuple(_tokens(run) * sum(layer.token for layer in own) for own in within),
+        scratch=tuple((shared + ahead) * one.parameters + own for own, one in zip(at_work, cut, strict=True)),
+        activations=tuple(
+            _tokens(run) * sum(layer.token for layer in own) + ahead * one.parameters
+            for own, one in zip(within, cut, strict=True)
+        ),
         sums=tuple(of_parts * one.parameters for one in cut),
     )
 

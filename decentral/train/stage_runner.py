@@ -16,6 +16,7 @@ Shapes: B sequences, T positions, D width, V vocabulary.
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,7 @@ from decentral.core.reasons import Reason
 from decentral.train import gpt
 from decentral.train.activations import ActivationFormat, likeness
 from decentral.train.inner import Live, has_finite_norm, step_clipped
+from decentral.train.look_ahead import LookAhead, WeightsAhead
 from decentral.train.step import Device, slow_down
 
 
@@ -40,6 +42,7 @@ class PendingBackward:
     tokens: int  # that are trained
     input_BTD: Tensor | None  # the leaf whose gradient goes to the stage before; None at layer 0, which tokens enter
     output_BTD: Tensor  # at the model's end what enters its last layer
+    ahead: WeightsAhead | None = None  # what it is computed with, where steps do not wait for its backward pass
 
 
 class GradientSums:
@@ -93,6 +96,7 @@ class StageRunner:
         self.alone = alone and run.train.weights == "float32"  # many micro-batches do not add up in bf16
         self.pending: dict[int, PendingBackward] = {}
         self.sums = GradientSums(lives, run.routes.slots, self.alone)
+        self.ahead = LookAhead(lives) if self.alone and run.routes.overlap else None
         self._parameters = max(1, sum(gpt.parameters(run.model)))
 
     def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> jobs.Outcome:
@@ -162,11 +166,12 @@ class StageRunner:
     def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens:
         """The optimizer's step on each fragment, with the mean gradient of what is sealed there."""
         sums = self.sums
-        applied = [
-            (live.fragment.first, live.fragment.last, tokens)
-            for live, gradient, tokens in zip(self.lives, sums.sealed[slot], sums.sealed_tokens[slot], strict=True)
-            if tokens and step_clipped(live, gradient.div_(tokens), lr_step, tokens)
-        ]
+        applied: list[tuple[int, int, int]] = []
+        for index, live in enumerate(self.lives):
+            gradient, tokens = sums.sealed[slot][index], sums.sealed_tokens[slot][index]
+            with self.ahead.step(index) if self.ahead and tokens else nullcontext():
+                if tokens and step_clipped(live, gradient.div_(tokens), lr_step, tokens):
+                    applied.append((live.fragment.first, live.fragment.last, tokens))
         self.drop(slot)
         return tuple(applied)
 
@@ -177,10 +182,19 @@ class StageRunner:
         first, last = layers
         if first > 0:
             entering = entering.to(self.lives[0].theta.dtype)
-        with self.device.autocast():
+        execution = PendingBackward(first, last, tokens, input_BTD, entering)
+        if self.ahead and last < self.end:  # at the model's end the backward pass follows at once
+            execution.ahead = self.ahead.weights(first, last)
+        with self._computing(execution), self.device.autocast():
             for layer in self.layers[first - self.start : min(last, self.end - 1) - self.start]:
-                entering = layer(entering)
-        return PendingBackward(first, last, tokens, input_BTD, entering)
+                execution.output_BTD = layer(execution.output_BTD)
+        return execution
+
+    def _computing(self, execution: PendingBackward) -> AbstractContextManager[None]:
+        """Within it the layers compute with the execution's weights."""
+        if self.ahead is None or execution.ahead is None:
+            return nullcontext()
+        return self.ahead.at(execution.ahead)
 
     def _forwarded(
         self,
@@ -212,7 +226,10 @@ class StageRunner:
         if not self.alone:
             for live in self.lives:
                 live.grad.zero_()
-        torch.autograd.backward([root], None if gradient is None else [gradient])
+        with self._computing(execution):
+            torch.autograd.backward([root], None if gradient is None else [gradient])
+        if self.ahead and execution.ahead is not None:
+            self.ahead.came_back(execution.ahead)
         self.sums.executions.append(token)
         for index, live in enumerate(self.lives):
             if execution.first <= live.fragment.first and live.fragment.last <= execution.last:

@@ -15,6 +15,7 @@ from torch import Tensor
 from decentral.core.algorithms import algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Layout, Section
 from decentral.core.reasons import Reason
@@ -184,7 +185,7 @@ class UpdateRule:
         names = [section.name for section in one.layout]
         if not set(one.layout) <= set(allowed) or not set(self.sections) <= set(names) or len(set(names)) < len(names):
             raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
-        if len(one.blob) != sum(section.size for section in one.layout):
+        if len(one.blob) != layout_bytes(one.layout):
             raise ProtocolError(Reason.SHAPE, "its sections do not add up to its blob")
 
 

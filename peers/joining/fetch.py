@@ -15,6 +15,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, MOST_FOLLOWED, Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Donated, Fragment, Layout
 from decentral.core.machine import Effect, log
@@ -80,7 +81,7 @@ class Incoming:
 
         The last one puts all together, so that their memory serves the next fragment's pieces.
         """
-        if chunk.layout != self.layout or chunk.total != sum(section.size for section in self.layout):
+        if chunk.layout != self.layout or chunk.total != layout_bytes(self.layout):
             raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
         if chunk.step >= MOST_FOLLOWED:
             raise ProtocolError(Reason.NUMBER, f"step {chunk.step}")
@@ -247,7 +248,7 @@ class Fetch:
             self.chance.shuffle(others)
             others.sort(key=lambda peer: peer not in self.donors)  # those have encoded the fragment already, perhaps
             piece = self.chance.choice([offset for offset, source in incoming.sources.items() if source == donor])
-            length = min(PIECE_BYTES, sum(section.size for section in incoming.layout) - piece)
+            length = min(PIECE_BYTES, layout_bytes(incoming.layout) - piece)
             anywhere = piece + self.chance.randrange(0, length, SAMPLE_BYTES)
             for offset in sorted({peak, anywhere}):
                 self.samples[index, offset, donor] = incoming.sample(donor, offset, others[:MOST_WITNESSES])

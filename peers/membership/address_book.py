@@ -1,6 +1,7 @@
 """The last known addresses of other peers, in the state folder, so that a swarm that has stopped finds itself again.
 
-Addresses are hints: a peer that answers at one still has to prove by its key who it is.
+Addresses are hints: a peer that answers at one still has to prove by its key who it is. One that names another peer is
+not kept: each peer that the book leads to has a voice in what the time is, and one record shall not give it to many.
 """
 
 import json
@@ -27,13 +28,14 @@ class AddressBook:
         book = cls(path)
         try:
             entries = strict_json.loads(path.read_text())
-            book.known = {PeerId(peer): tuple(map(str, addresses)) for peer, addresses in entries.items()}
+            book.known = {PeerId(peer): _own(peer, tuple(map(str, addresses))) for peer, addresses in entries.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             pass
         return book
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Remembers them, in the file as well. One that the disk refuses is written with the next that it takes."""
+        addresses = _own(peer, addresses)
         if self._written and self.known.get(peer) == addresses:
             return
         keep_latest(self.known, peer, addresses, ADDRESSES_KEPT)
@@ -43,3 +45,8 @@ class AddressBook:
             temporary.write_text(json.dumps(self.known))
             temporary.replace(self.path)
             self._written = True
+
+
+def _own(peer: str, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that do not end in the id of another peer."""
+    return tuple(one for one in addresses if one.rpartition("/p2p/")[2] in (peer, one))

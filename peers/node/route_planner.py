@@ -68,7 +68,8 @@ class RoutePlanner:
         all stages but the last, their gradients back from all but the first."""
         setup, up, speed = self.setup(), self.meter.best_up(), self.routes.load.speed
         first, last = setup.fragments[0].first, setup.fragments[-1].last
-        numbers = setup.config.model.d_model * ((first > 0) + (last < setup.layers))  # for each token
+        goes_on = self.routes.forwarding.usual_end(first) < setup.layers
+        numbers = setup.config.model.d_model * ((first > 0) + goes_on)  # for each token
         through_us = speed / share(setup.cuts, first, last)
         return up is not None and BF16_BYTES * numbers * through_us > THIN_SHARE * up
 

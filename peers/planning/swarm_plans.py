@@ -6,13 +6,15 @@
 
 There is one figure of merit (scheduler/throughput/replan.py): the tokens that the swarm trains within HORIZON_S, moves
 included, by the measured speeds, memories and links in the records. A plan is adopted only if its figure exceeds that
-of staying by a margin (scheduler/shared/margin.py), and dropped when it does not any more. Of several plans the best is
+of staying by a margin (scheduler/shared/plan.py), and dropped when it does not any more. Of several plans the best is
 adopted, and where several are known they are judged again when peers have moved, as a plan that is better by then than
-staying may be the one that the others follow already, and once more, as the figures are averages that follow late and
-peers that judge at other moments take another plan for the best. Plans that are equal within the margin have an order
-that all peers agree on, whichever they heard of first: first those proposed in the earlier interval of TIES_S, then the
-one with the fewest moves, then the lowest digest. An evaluation takes all known plans, so that a newcomer finds the one
-that others follow. It may take seconds in a large swarm, so a host does it beside its event loop: effect EvaluatePlans,
+staying may be the one that the others follow already, and until the plan that is followed has been carried out: figures
+are averages that follow late, so peers that judge at other moments take another plan for the best, and who has to move
+for one plan may follow another. Each change of mind doubles the time to the next judgement, so that in the end a move
+has the time that it takes, however near two plans are. Plans that are equal within the margin have an order that all
+peers agree on, whichever they heard of first: first those proposed in the earlier interval of TIES_S, then the one with
+the fewest moves, then the lowest digest. An evaluation takes all known plans, so that a newcomer finds the one that
+others follow. It may take seconds in a large swarm, so a host does it beside its event loop: effect EvaluatePlans,
 event PlansEvaluated.
 
 Peers that hold the whole model train without routes, and are in no plan.
@@ -22,7 +24,7 @@ import dataclasses
 import hashlib
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from typing import Annotated
@@ -54,7 +56,9 @@ PLAN_LOOKUP_S = 4.0  # between two lookups of others' plans
 FIRST_MOVE_WAIT_S = 6.0  # before the first move: meanwhile an equal plan may turn up that all adopt instead
 TIES_S = 10.0  # interval of proposal: equal plans of an earlier one go first, as some peers have moved for them
 PLAN_RETRY_S = 3.0  # between two tries to move
-JUDGE_AGAIN_S = 10.0  # between two evaluations of the same plans
+JUDGE_AGAIN_S = 10.0  # between two evaluations of the same plans, at least
+JUDGED_SHARE = 0.1  # of the time goes to evaluations of the same plans, at most
+MOST_JUDGING_S = 6.0  # an evaluation that took longer was held up by something else, such as a suspended machine
 MEASUREMENT_NOISE = 0.03  # relative, on top of the margin of a plan whose figures are exact
 
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
@@ -103,15 +107,17 @@ class Evaluation:
     plans: tuple[SwarmPlan, ...]
     members: dict[PeerId, TrainingPeer]
     change: str
+    searched: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The last evaluation: what each peer held, when it was, and whether it was the first one of this."""
+    """The last evaluation: what each peer held, when it was, whether it was the first one of this, and what it took."""
 
     spans: Mapping[PeerId, range] = field(default_factory=dict)
     at: Seconds = 0.0
     first: bool = False
+    took_s: Seconds = 0.0
 
 
 @dataclass(slots=True)
@@ -131,6 +137,7 @@ class SwarmPlans:
     _known: dict[PeerId, tuple[SwarmPlan, Seconds]] = field(default_factory=dict)  # latest plan and expiry by proposer
     _has_new: bool = False  # whether some known plan has not been evaluated yet
     _judged: Judged = field(default_factory=Judged)
+    _pause_s: Seconds = JUDGE_AGAIN_S  # until the same plans are judged again
     _evaluation: Evaluation | None = None
     _number: int = 0  # number of the last evaluation
 
@@ -155,9 +162,13 @@ class SwarmPlans:
         searches = self.search.is_due(now)
         spans = {peer: one.held for peer, one in members.items()}
         changed = searches or self._has_new or spans != self._judged.spans
-        again = len(self._known) > 1 and (changed or self._judged.first) and now >= self._judged.at + JUDGE_AGAIN_S
+        unsettled = changed or self._judged.first or not self._is_carried_out(spans)
+        if self._has_new or members.keys() != self._judged.spans.keys():
+            self._pause_s = JUDGE_AGAIN_S
+        pause_s = max(self._pause_s, self._judged.took_s / JUDGED_SHARE)
+        again = len(self._known) > 1 and unsettled and now >= self._judged.at + pause_s
         if self._evaluation is None and all_held and (searches or self._has_new or again):
-            self._judged = Judged(spans, now, changed)
+            self._judged = Judged(spans, now, changed, self._judged.took_s)
             effects.append(self._evaluate(members, searches))
         return effects
 
@@ -167,8 +178,15 @@ class SwarmPlans:
                 self._read(values, now)
             case PlansEvaluated(number=number) if self._evaluation is not None and number == self._evaluation.number:
                 evaluation, self._evaluation = self._evaluation, None
+                if not evaluation.searched:
+                    self._judged = replace(self._judged, took_s=min(now - self._judged.at, MOST_JUDGING_S))
                 return self._evaluated(evaluation, event, now)
         return []
+
+    def _is_carried_out(self, held: Mapping[PeerId, range]) -> bool:
+        """Whether nobody has to move any more for the plan that we follow."""
+        spans = self.adopted.spans if self.adopted is not None else ()
+        return all(held.get(PeerId(peer), range(begin, end)) == range(begin, end) for peer, begin, end in spans)
 
     def planned_span(self, held: range) -> range:
         """The span that the adopted plan gives this peer; `held` if there is none."""
@@ -189,7 +207,7 @@ class SwarmPlans:
         has_new, self._has_new = self._has_new, False
         if searches or (has_new and self.search.at is None):
             self.search.led_by = self.search.evaluated(members)
-        self._evaluation = Evaluation(self._number, proposals, dict(members), self.search.led_by)
+        self._evaluation = Evaluation(self._number, proposals, dict(members), self.search.led_by, searches)
         task = PlanTask(self.needs, tuple(sorted(members.items())), self.hidden_bytes, self.holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
@@ -213,6 +231,8 @@ class SwarmPlans:
         tokens, best = min(equal, key=lambda one: _order(one[1]))
         if best == self.adopted:
             return []
+        if follows:
+            self._pause_s = min(2 * self._pause_s, PLAN_S)
         self.adopted, self._move_at = best, now + FIRST_MOVE_WAIT_S
         self.search.adopted(evaluation.members, now)
         line = log("plan", digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason)

@@ -119,6 +119,24 @@ def test_two_liars_that_are_all_partners_of_a_window_do_not_make_their_lengths_u
     assert known.usual_progress([(PeerId("D"), 64.0), (PeerId("E"), 1e38)]) == pytest.approx(1.1)
 
 
+def test_two_liars_that_are_the_first_to_send_slow_weights_do_not_make_their_distances_usual() -> None:
+    """Of five partners two lie, and nobody else's slow weights were pulled yet (seed 35821 of the sweep, again)."""
+    known = influence.Experience()
+    known.closed(1.0)
+    known.usual_progress([(PeerId(name), 1.1) for name in "ABCDE"])
+    assert known.usual_distance([(PeerId("D"), 1e38)]) == 1.0
+    assert known.usual_distance([(PeerId("E"), 131.0)]) == 1.0
+    assert known.usual_distance([(PeerId("A"), 1.2)]) == pytest.approx(1.2)
+
+
+def test_where_two_partners_are_all_there_are_the_nearer_one_says_what_is_usual() -> None:
+    """So a peer that fell behind is pulled along by both."""
+    known = influence.Experience()
+    known.closed(1.0)
+    known.usual_progress([(PeerId(name), 1.1) for name in "AB"])
+    assert known.usual_distance([(PeerId("A"), 5.0), (PeerId("B"), 6.0)]) == 5.0
+
+
 def test_a_claim_of_a_thousand_times_the_tokens_is_not_believed() -> None:
     shares = influence.token_shares(1000, [1000, 1000, 1_000_000])
     assert shares[2] <= influence.MOST_SHARE

@@ -53,6 +53,24 @@ def test_one_that_could_not_begin_is_in_the_table_with_its_error() -> None:
     assert "torchft could not begin: no such device" in text
 
 
+def test_a_peer_that_ended_by_itself_is_named_under_the_table() -> None:
+    broken = run("gloo", [3.0, 2.5, 2.0], ended={"1-0": "Connection reset"})
+    assert "A peer of gloo ended by itself: 1-0 (Connection reset)" in table(rows_of([broken], 2.0))
+
+
+def test_a_lone_peer_that_could_not_begin_sets_no_target() -> None:
+    error = {"contestant": "alone", "scenario": EQUAL, "repetition": 1, "seconds": 30.0, "error": "no"}
+    assert target_of([run("alone", [3.0, 2.0]), error], EQUAL) == 2.0
+    assert target_of([error], EQUAL) is None
+
+
+def test_who_is_sooner_from_the_command_on_is_named() -> None:
+    ours, other = run("ours", [2.0, 1.0], start_s=30.0, all_train_s=3.0), run("gloo", [2.5, 2.0], start_s=1.0)
+    said = verdicts(rows_of([ours, other], 2.0), EQUAL)[1]
+    assert "gloo in time from the command (21.0 against 40.0)" in said
+    assert "gloo in time until all train (2.0 against 3.0)" in said
+
+
 def test_the_goal_with_equal_peers_is_to_be_as_soon_and_twice_as_soon_elsewhere() -> None:
     ours, other = [2.6, 2.0, 1.5, 1.0], [2.7, 2.3, 2.0, 1.2]
     equal = verdicts(rows_of([run("ours", ours), run("gloo", other)], 2.0), EQUAL)

@@ -7,7 +7,7 @@ and finds decoders that are missing here; tests/fuzz/guided.py looks for new byt
 
 import dataclasses
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from decentral.comm.wire import blobs, codec, identity, messages
 from decentral.comm.wire.messages import RoundMember
 from decentral.core import algorithms, config, jobs, journal, own_yaml, strict_json, swarm_config
 from decentral.core.errors import ProtocolError, UserError
-from decentral.core.fragments import Fragment
+from decentral.core.fragments import Fragment, Layout, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Section
 from decentral.core.plain_text import plain_text
@@ -52,7 +52,7 @@ TOOLS = update_rules.RuleTools(compress, TorchKernels(compress))
 CODECS = tuple(compress.CODECS)
 ALGORITHMS = tuple(algorithms.MODULES)
 STATE = (Section("theta", "int8", 300, compress.size("int8", 300)),)
-SMALL = config.Config(model=config.ModelConfig(depth=1, width=32, context=16))
+SMALL = config.Config(model=config.ModelConfig(depth=1, width=32, context=16), routes=config.RoutesConfig(wire="auto"))
 FORMAT = activations.ActivationFormat(SMALL, compress, (32, 32, 32, 32))
 
 
@@ -225,13 +225,18 @@ def pieces(data: bytes) -> None:
 
 
 def activation(data: bytes) -> None:
-    (layout,) = FORMAT.forms(1, 1).entering
+    layout = _fitting(FORMAT.forms(1, 1).entering, data)
     FORMAT.unpack(jobs.Forward(1, 1, 2, 1, layout, data))
 
 
 def gradient(data: bytes) -> None:
-    (layout,) = FORMAT.forms(1, 1).gradients
+    layout = _fitting(FORMAT.forms(1, 1).gradients, data)
     FORMAT.decode_gradient(layout, data, torch.Size((1, 16, 32)))
+
+
+def _fitting(forms: Sequence[Layout], data: bytes) -> Layout:
+    """The form that has as many bytes; the first one for a size that none has."""
+    return next((one for one in forms if layout_bytes(one) == len(data)), forms[0])
 
 
 def token_claim(data: bytes) -> None:

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from decentral.core import jobs
+from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Layout, Section
 from decentral.core.time_spent import TimeSpent
@@ -23,6 +24,8 @@ CODINGS = (*WINDOW, *SPARSE_WINDOW)
 ON_REQUEST = (Section("phi", "int8", 6, 6),)
 STATE = (Section("theta", "int8", 6, 6), Section("moments", "q4", 4, 2))
 HIDDEN = (Section("hidden", "bf16", 4, 8), Section("targets", "u16", 4, 8))
+THIN_HIDDEN = (Section("hidden", "int8", 4, 6), HIDDEN[1])
+FORMS = ActivationForms((HIDDEN, THIN_HIDDEN), (HIDDEN[:1], (Section("hidden", "q4", 4, 4),)))
 BUSY_S = 0.05  # longest that a job takes, but for a few
 FAILS = 0.05  # share of the jobs that may fail which do
 STEP_S = 0.2  # between two steps of a peer that trains by itself
@@ -140,19 +143,21 @@ class Device:
     def _do_stage(self, job: Any) -> Any:
         match job:
             case jobs.Draw(token, last) | jobs.Forward(token, _, last):
+                entering, gradient = FORMS.entering_over(job.thin), FORMS.gradient_over(job.thin)
                 own = isinstance(job, jobs.Draw)
                 self.number += own
                 if not own and self._fails():
                     return jobs.ExecutionFailed(token, "nan")
                 if last < self.layers:
-                    return jobs.ForwardDone(token, self.number, 1, TOKENS, HIDDEN, blob_of(HIDDEN))
+                    return jobs.ForwardDone(token, self.number, 1, TOKENS, entering, blob_of(entering))
                 self.executions.append(token)
-                return jobs.BackwardDone(token, TOKENS, 1.0, HIDDEN[:1], blob_of(HIDDEN[:1]), self.number if own else 0)
+                return jobs.BackwardDone(token, TOKENS, 1.0, gradient, blob_of(gradient), self.number if own else 0)
             case jobs.Backward(token):
                 if self._fails():
                     return jobs.ExecutionFailed(token, "nan")
                 self.executions.append(token)
-                return jobs.BackwardDone(token, TOKENS, 0.0, HIDDEN[:1], blob_of(HIDDEN[:1]))
+                gradient = FORMS.gradient_over(job.thin)
+                return jobs.BackwardDone(token, TOKENS, 0.0, gradient, blob_of(gradient))
             case jobs.Seal(ready, then, slot):
                 sealed, self.executions = tuple(self.executions), []
                 sound = not self._fails()

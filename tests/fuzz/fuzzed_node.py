@@ -28,7 +28,6 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Found
 from decentral.core import jobs, rng
 from decentral.core.config import Config, GossipConfig, TrainConfig
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect, Woke
@@ -47,7 +46,7 @@ from decentral.peers.planning import swarm_plans
 from decentral.peers.planning.plan_evaluation import EvaluatePlans
 from decentral.sim.virtual_signer import VirtualSigner
 from tests.fuzz import grammar
-from tests.fuzz.device import HIDDEN, STATE, Device
+from tests.fuzz.device import FORMS, STATE, Device
 from tests.fuzz.founder import Founder
 from tests.fuzz.private import holding, member, signer
 
@@ -384,7 +383,7 @@ def setup_of(kind: Kind) -> NodeSetup:
         4,
         8,
         2,
-        lambda layer, sequences: ActivationForms.of(HIDDEN),
+        lambda layer, sequences: FORMS,
         sizes,
     )
     stage = StageConfig(*place, slots=2, overlap=True)

@@ -22,7 +22,7 @@ from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.node.node import Node
 from decentral.peers.planning.swarm_plans import SwarmPlan
 from tests.fuzz import values
-from tests.fuzz.device import HIDDEN, ON_REQUEST, SPARSE_WINDOW, STATE, TOKENS, WINDOW, blob_of
+from tests.fuzz.device import FORMS, ON_REQUEST, SPARSE_WINDOW, STATE, TOKENS, WINDOW, blob_of
 
 T = TypeVar("T")
 PHASES: tuple[PeerPhase, ...] = (*("training",) * 8, "joining", "leaving")  # of records
@@ -204,8 +204,9 @@ def question(known: Known, kind: type[Message]) -> Envelope:
         case messages.Offer:
             return Envelope(messages.Offer(run, known.layer(), 1))
         case messages.ForwardRequest:
-            place = (run, known.peer(), chance.randrange(500), known.layer(), 1, late, 2 * late, HIDDEN)
-            return Envelope(messages.ForwardRequest(*place, known.round(), known.now - late), blob_of(HIDDEN))
+            hidden = chance.choice(FORMS.entering)
+            place = (run, known.peer(), chance.randrange(500), known.layer(), 1, late, 2 * late, hidden)
+            return Envelope(messages.ForwardRequest(*place, known.round(), known.now - late), blob_of(hidden))
         case messages.ForwardStatusQuery:
             return Envelope(messages.ForwardStatusQuery(run, known.execution()))
         case messages.CommitDecision:
@@ -245,8 +246,8 @@ def answer(known: Known, ask: Ask) -> Envelope:
             return Envelope(messages.Load(run, chance.random(), chance.random(), min(first + 3, known.cuts[-1].last)))
         case messages.ForwardRequest(first=first):
             hops = (Hop(ask.to, first, known.cuts[-1].last),)
-            back = messages.BackwardResponse(run, 1.0, TOKENS, hops, HIDDEN[:1])
-            return Envelope(back, blob_of(HIDDEN[:1]))
+            gradient = chance.choice(FORMS.gradients)
+            return Envelope(messages.BackwardResponse(run, 1.0, TOKENS, hops, gradient), blob_of(gradient))
         case messages.CommitQuery(executions=asked):
             return Envelope(messages.CommitDecision(run, asked[:2], asked[2:]))
         case messages.RoundQuery():

@@ -144,9 +144,10 @@ def _numbers(name: str) -> Iterator[bytes]:
         case "donated_state":
             yield compress.encode("int8", values)
         case "activation" | "gradient":
-            ((section,),) = FORMAT.forms(1, 1).gradients
-            hidden = compress.encode(section.codec, torch.linspace(-1, 1, section.elements))
-            yield hidden if name == "gradient" else hidden + bytes(32)
+            forms = FORMAT.forms(1, 1)
+            for section, *_ in forms.gradients if name == "gradient" else forms.entering:
+                hidden = compress.encode(section.codec, torch.linspace(-1, 1, section.elements))
+                yield hidden if name == "gradient" else hidden + bytes(32)
         case "pieces":
             blob = compress.encode("int8", values)
             head = codec.encode(messages.StateChunk(RUN, 0, 0, len(blob), 9, STATE), len(blob))

@@ -81,3 +81,21 @@ def test_honest_peers_learn_while_one_of_five_lies(kind: str) -> None:
     honest = [member for member in faulty.swarm.living if member.number != 4]
     assert loss_of_mean(honest) ** 0.5 < 0.15
     assert max(distances(honest).values()) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("spec", "unjudged"),
+    [
+        ("", False),
+        ("crash all at 6 for 3", False),
+        ("lie 0 random at 8 for 4", False),
+        ("lie 0,1 flipped at 8 for 4", True),
+    ],
+)
+def test_whether_replicas_are_together_is_judged_unless_liars_were_most_of_the_possible_partners(
+    spec: str, unjudged: bool
+) -> None:
+    """A moment in which nobody trains is none of those."""
+    faulty = FaultySwarm(spec, peers=4)
+    faulty.play(14.0)
+    assert faulty.audit.convergence.outvoted == unjudged

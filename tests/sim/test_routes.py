@@ -42,7 +42,7 @@ def settings_for(fragments: int, *overrides: str, under_way: int = 8, step_s: fl
     return replace(settings, memory=(sweep.memory_for(settings, fragments, under_way),))
 
 
-def scenario(spec: str = "", seconds: float = 60.0, peers: int = 4, settings: SwarmSettings | None = None) -> Scenario:
+def scenario(spec: str = "", seconds: float = 90.0, peers: int = 4, settings: SwarmSettings | None = None) -> Scenario:
     settings = settings or settings_for(2, "routes.overlap=true")
     return Scenario(settings, peers, seconds, 1, tuple(faults.parse(spec)), TypicalLink(0.01))
 
@@ -53,9 +53,10 @@ def calm() -> RunReport:
 
 
 def test_peers_with_spans_train_together_and_each_layer_counts_each_micro_batch_once(calm: RunReport) -> None:
-    assert calm.throughput.tokens > 60 * 64
+    """In part are those under way at the end, 14 to 17 however long the run is."""
+    assert calm.throughput.tokens > 120 * 64
     assert calm.routes.routed["twice"] == 0
-    assert calm.routes.routed["everywhere"] > 60
+    assert calm.routes.routed["everywhere"] > 120
     assert calm.routes.routed["in_part"] < 0.1 * calm.routes.routed["everywhere"]
 
 
@@ -69,7 +70,7 @@ def test_a_swarm_of_spans_has_one_digest_for_one_seed(calm: RunReport) -> None:
 
 def test_a_micro_batch_costs_the_devices_together_one_pass_through_the_model(calm: RunReport) -> None:
     """Devices are busy for as long as the micro-batches that were counted take, and a little for gossip and retries."""
-    busy_s = sum(one["busy_fraction"] for one in calm.by_peer) * 55
+    busy_s = sum(one["busy_fraction"] for one in calm.by_peer) * 85
     assert calm.routes.routed["everywhere"] * 1.0 < busy_s * 1.1
     assert busy_s < 1.3 * calm.routes.routed["everywhere"] * 1.0
 
@@ -110,7 +111,7 @@ def test_peers_follow_one_plan_and_move_while_they_train() -> None:
     assert planned.routes.plans >= 1
     assert planned.routes.routed["twice"] == stayed.routes.routed["twice"] == stayed.routes.plans == 0
     last_third = [report.throughput.tokens - report.samples[-67].tokens for report in (planned, stayed)]
-    assert last_third[0] > 1.05 * last_third[1]  # 1.08 to 1.13, by what chance audits
+    assert last_third[0] > 1.05 * last_third[1]  # 1.03 to 1.14 of 16 seeds, where moves are done
 
 
 def test_peers_that_do_not_look_at_others_plans_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from decentral.comm.gossip import snapshots
 from decentral.core import config
 from decentral.core.units import Seconds
 from decentral.sim import faults, sweep
@@ -75,6 +76,16 @@ def test_recovery_is_timed_from_the_end_of_each_fault() -> None:
     after = report.recovery_s["restart 1 at 25"]
     assert after is not None
     assert 0 < after < 10
+
+
+def test_a_device_ten_times_slower_stays_near_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of its takes two of the others' windows, so slow weights alone tell it of most of them."""
+    overrides = (*sweep.SETTINGS, "gossip.window_s=1", "gossip.start_window_s=0.5", "gossip.core_share=1")
+    pace, throttles = Pace(0.2, 0.05, report_s=2.0), (1.0, 1.0, 1.0, 10.0)
+    swarm = Scenario(SwarmSettings.of(config.load(None, overrides), pace, throttles, 1024), 4, 60.0, 1)
+    near = run(swarm).replicas
+    monkeypatch.setattr(snapshots, "ASKED_LATE_WINDOWS", 0)
+    assert near.spread < 0.3 * run(swarm).replicas.spread
 
 
 def test_real_gradients_learn_and_are_reproducible(text: Path) -> None:

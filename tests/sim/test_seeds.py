@@ -102,7 +102,7 @@ def no_replay_check(off: Switch) -> None:
     off.setattr(
         snapshots,
         "check",
-        lambda context, sent, blob, layout, _, now: check(context, sent, blob, layout, -1, now),
+        lambda context, sent, blob, layout, _, now, own: check(context, sent, blob, layout, -1, now, own),
     )
 
 

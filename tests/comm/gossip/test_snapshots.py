@@ -1,10 +1,10 @@
 """What others pull from a peer: alike answers share their bytes, however many are under way."""
 
-from decentral.comm.gossip.snapshots import MOST_PARTS, SnapshotStore
+from decentral.comm.gossip.snapshots import ASKED_LATE_WINDOWS, MOST_PARTS, SnapshotStore
 from decentral.comm.wire import blobs
 from decentral.comm.wire.messages import Pull, Snapshot
 from decentral.comm.wire.transport import Reply
-from decentral.core.jobs import Section, SectionsEncoded, WindowClosed
+from decentral.core.jobs import EncodeSections, Section, SectionsEncoded, WindowClosed
 
 LIGHT = (Section("pseudo_gradient", "q4", 1, 8000),)
 MORE = (Section("phi", "int8", 1, 16_000),)
@@ -58,3 +58,35 @@ def test_an_answer_from_before_the_slow_weights_were_added_is_not_kept() -> None
     assert answered(store, "phi").envelope.blob == b""
     store.latest[-1].add(MORE, b"p" * 16_000)
     assert answered(store, "phi").envelope.blob == b"p" * 16_000
+
+
+def closed(store: SnapshotStore, seq: int) -> bool:
+    """A window ends every ten seconds, and is merged at once. Returns whether slow weights are made unasked."""
+    header = Snapshot("run", 0, seq, 1, 0.1, 10.0 * seq, LIGHT, bytes(16))
+    effects = store.put(header, WindowClosed(0, seq, 1, 0.1, LIGHT, bytes(8000), MORE), 10.0 * seq)
+    store.settle()
+    if made := EncodeSections(0, seq) in effects:
+        store.encoded(SectionsEncoded(0, seq, MORE, b"p" * 16_000))
+    return made
+
+
+def test_slow_weights_are_made_unasked_while_somebody_asks_late_and_not_for_long_after() -> None:
+    store = SnapshotStore()
+    assert not any(closed(store, seq) for seq in (1, 2, 3))
+    store.answer(1, pull("phi"), 34.0)  # within half a window
+    assert not closed(store, 4)
+    store.answer(1, pull("pseudo_gradient"), 49.0)
+    assert not closed(store, 5)
+    store.answer(1, pull("phi"), 59.0)
+    assert [closed(store, seq) for seq in range(6, 8 + ASKED_LATE_WINDOWS)] == [True] * ASKED_LATE_WINDOWS + [False] * 2
+
+
+def test_a_late_question_is_answered_with_the_slow_weights_that_were_made_unasked() -> None:
+    store = SnapshotStore()
+    closed(store, 1)
+    closed(store, 2)
+    store.answer(1, pull(), 29.0)
+    closed(store, 3)
+    (reply,) = store.answer(2, pull("phi"), 39.0)
+    assert isinstance(reply, Reply)
+    assert reply.envelope.blob == b"p" * 16_000

@@ -30,7 +30,7 @@ class WithOwnTime(HivemindDirectory):
         self.__dict__.update(vars(inner))
 
     async def clocks_ahead_s(self, peers: Iterable[PeerId]) -> list[float]:
-        first, *live = peers
+        first, *live = dict.fromkeys(peers)
         return [*await super().clocks_ahead_s([first]), *(0.0 for _ in live)]
 
 
@@ -64,15 +64,18 @@ def test_who_finds_another_time_is_told_unless_most_of_those_that_it_knows_have_
         late, right = time.time() - 3600.0, time.time()
         b = await Libp2p.start(tmp_path / "b", LISTEN, (), lambda: late)
         a = await Libp2p.start(tmp_path / "a", LISTEN, (), lambda: right)  # hivemind has one clock for both
+        c = await Libp2p.start(tmp_path / "c", LISTEN, (), lambda: right)
         try:
             await a.directory([KEY], [])
-            own, places = await b.directory([KEY], []), [await a.addresses()]
-            found = await meet(b, own, places)
+            own, lost = await b.directory([KEY], []), {a.peer: await a.addresses()}
+            found = await meet(b, own, list(lost.values()))
             assert found == [a.peer]
-            assert await time_to_take(b, own, found, (), ()) == pytest.approx(3600.0, abs=0.01)
-            assert await time_to_take(b, own, found, places, [a.peer]) == pytest.approx(3600.0, abs=0.01)
-            assert await time_to_take(b, WithOwnTime(own), found, places, [b.peer]) == 0.0
+            assert await time_to_take(b, own, found, {}) == pytest.approx(3600.0, abs=0.01)
+            known = lost | {c.peer: await c.addresses()}
+            assert await time_to_take(b, WithOwnTime(own), found, known) == 0.0
+            twice = [*found, *found]
+            assert await time_to_take(b, WithOwnTime(own), twice, known) == 0.0, "one of two counts once"
         finally:
-            await asyncio.gather(a.close(), b.close())
+            await asyncio.gather(*(one.close() for one in (a, b, c)))
 
     asyncio.run(asyncio.wait_for(story(), LIMIT_S))

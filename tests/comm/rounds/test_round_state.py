@@ -5,13 +5,13 @@ import pytest
 from decentral.comm.rounds.round_state import LEGAL_MOVES, IllegalRoundMove, Round, RoundPhase
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import RoundMember
-from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment
+from tests.comm.routes.one_form import one_form
 
 CUTS = tuple(Fragment(index, index, index + 1, 100) for index in range(2))
 STAGE = StageConfig(
-    RunId("run"), PeerId("M"), 0, 2, CUTS, 8, 8, 2, lambda layer, sequences: ActivationForms.of(()), synchronous=True
+    RunId("run"), PeerId("M"), 0, 2, CUTS, 8, 8, 2, lambda layer, sequences: one_form(()), synchronous=True
 )
 
 

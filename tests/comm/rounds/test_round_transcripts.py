@@ -42,11 +42,11 @@ from decentral.comm.wire.messages import (
     Snapshot,
 )
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
-from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Advance, CloseRound, Fragment, RoundClosed, Section, SetClock, Stepped, WindowClosed
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import NO_TIME
+from tests.comm.routes.one_form import one_form
 
 CUTS = tuple(Fragment(index, index, index + 1, 10) for index in range(4))
 LAYOUT = (Section("gradient", "fp32", 10, 40),)
@@ -281,7 +281,7 @@ def world_of(line: str) -> World:
     found = re.fullmatch(r"M holds (\d)-(\d), knows (\S*)", line)
     assert found, line
     place = (RunId("run"), PeerId("M"), int(found[1]), int(found[2]), CUTS, 8, 8, 2)
-    stage = StageConfig(*place, forms=lambda layer, sequences: ActivationForms.of(()), synchronous=True)
+    stage = StageConfig(*place, forms=lambda layer, sequences: one_form(()), synchronous=True)
     return World(stage, [PeerId(name) for name in found[3].split(",") if name != "nobody"])
 
 

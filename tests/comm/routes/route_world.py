@@ -21,6 +21,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout, Section
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import NO_TIME, TimeSpent
+from tests.comm.routes.one_form import one_form
 
 RUN = RunId("run")
 TOKENS = 8  # of a sequence
@@ -33,7 +34,7 @@ def layout(layer: int, sequences: int) -> Layout:
 
 
 def forms(layer: int, sequences: int) -> ActivationForms:
-    return ActivationForms.of(layout(layer, sequences))
+    return one_form(layout(layer, sequences))
 
 
 class Computing(Protocol):

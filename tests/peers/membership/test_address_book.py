@@ -22,6 +22,15 @@ def test_a_new_address_replaces_the_old_one_and_comes_last(tmp_path: Path) -> No
     assert list(AddressBook.load(book.path).known.items()) == [(B, ("2",)), (A, ("3",))]
 
 
+def test_addresses_of_other_peers_are_none_of_its(tmp_path: Path) -> None:
+    """One record named sixteen daemons, each of which had a voice in a restarted peer's clock."""
+    book, own = AddressBook(tmp_path / "peers.json"), "/ip4/1.2.3.4/tcp/1/p2p/relay/p2p-circuit/p2p/A"
+    book.learn(A, ("/ip4/1.2.3.4/tcp/1/p2p/B", own, "/ip4/1.2.3.4/tcp/2/p2p/AB"))
+    assert book.known == {A: (own,)}
+    book.path.write_text('{"A": ["/ip4/1.2.3.4/tcp/1/p2p/B"]}')
+    assert AddressBook.load(book.path).known == {A: ()}
+
+
 def test_it_keeps_the_latest(tmp_path: Path) -> None:
     book = AddressBook(tmp_path / "peers.json")
     for number in range(ADDRESSES_KEPT + 5):

@@ -33,7 +33,6 @@ from decentral.comm.wire.messages import (
 from decentral.comm.wire.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Lookup, Reply, Tag
 from decentral.core import jobs
 from decentral.core.config import Config, GossipConfig
-from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Section
 from decentral.core.machine import Effect, Log, Woke
@@ -44,6 +43,7 @@ from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.node import Node, NodePhase
 from decentral.peers.node.setup import NodeSetup
+from tests.comm.routes.one_form import one_form
 
 RUN = RunId("gpt-3fa2c1")
 NOW = 1.7e9
@@ -73,7 +73,7 @@ class Played:
         config = Config(gossip=GossipConfig(algorithm=algorithm, window_s=window_s, start_window_s=window_s))
         self.known = identity("known")
         stage = StageConfig(
-            RUN, identity("own").peer, 0, 3, FRAGMENTS, 9, 4, 1, lambda layer, sequences: ActivationForms.of(LAYOUT)
+            RUN, identity("own").peer, 0, 3, FRAGMENTS, 9, 4, 1, lambda layer, sequences: one_form(LAYOUT)
         )
         self.node = Node(
             NodeSetup(

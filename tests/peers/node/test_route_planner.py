@@ -10,7 +10,6 @@ from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.meter import Meter
 from decentral.core import jobs
 from decentral.core.config import Config
-from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Section
 from decentral.core.machine import log
@@ -20,6 +19,7 @@ from decentral.peers.node.node import Node
 from decentral.peers.node.route_planner import UNHELD_S, RoutePlanner
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
+from tests.comm.routes.one_form import one_form
 
 RUN = RunId("gpt-3fa2c1")
 CUTS = (jobs.Fragment(0, 0, 1, 100), jobs.Fragment(1, 1, 3, 200))
@@ -37,7 +37,7 @@ SAID = (
 def planner(tmp_path: Path) -> RoutePlanner:
     """Of a peer with the first of two fragments, which knows nobody."""
     own = Identity.load_or_create(tmp_path / "own")
-    stage = StageConfig(RUN, own.peer, 0, 1, CUTS, 9, 4, 1, lambda layer, sequences: ActivationForms.of(LAYOUT))
+    stage = StageConfig(RUN, own.peer, 0, 1, CUTS, 9, 4, 1, lambda layer, sequences: one_form(LAYOUT))
     budget = MemoryBudget(NEEDS, 30, (LAYOUT, LAYOUT))
     named = Config(), RUN, own, CUTS[:1], [LAYOUT], 3, PROFILE, ("/ip4/127.0.0.1/tcp/1",)
     setup = NodeSetup(*named, routes=stage, memory_budget=budget)

@@ -1,5 +1,6 @@
 """After a change plans are proposed without a leader, judged by every peer, and one of them is followed by all."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -169,9 +170,16 @@ class Judge:
         self.plans.handle(Found(key, values), now)
         return [effect for effect in self.plans.review(members, now) if isinstance(effect, EvaluatePlans)]
 
-    def judges(self, proposals: dict[str, SwarmPlan], figures: dict[str, float], now: float, stay: float = 1.0) -> None:
+    def judges(
+        self,
+        proposals: dict[str, SwarmPlan],
+        figures: dict[str, float],
+        now: float,
+        stay: float = 1.0,
+        members: dict[PeerId, TrainingPeer] = EVEN,
+    ) -> None:
         """`figures`: tokens by the plans' reasons."""
-        (asked,) = self.hears(proposals, now)
+        (asked,) = self.hears(proposals, now, members)
         evaluation = self.plans._evaluation
         assert evaluation is not None
         tokens = tuple(figures[plan.reason] for plan in evaluation.plans)
@@ -216,16 +224,49 @@ def test_plans_are_judged_again_when_peers_have_moved() -> None:
     assert judge.plans.adopted == proposals["B"]
 
 
-def test_plans_are_judged_once_more_as_the_figures_follow_late() -> None:
+def test_plans_are_judged_again_until_the_one_that_is_followed_is_carried_out() -> None:
     """Peers that judged some seconds earlier or later took another plan for the best (seed 32943 of the sweep)."""
     judge = Judge()
-    proposals = {"B": plan(time=99.0, reason="B"), "C": plan(time=115.0, reason="C")}
+    spans = (("A", 1, 2),)
+    proposals = {"B": plan(time=99.0, reason="B", spans=spans), "C": plan(time=115.0, reason="C", spans=spans)}
     judge.judges(proposals, {"B": 104.0, "C": 120.0}, 116.0, stay=100.0)
     assert judge.plans.adopted == proposals["C"]
     assert judge.hears(proposals, 120.0) == []
     judge.judges(proposals, {"B": 119.0, "C": 120.0}, 130.0, stay=100.0)
     assert judge.plans.adopted == proposals["B"]
-    assert judge.hears(proposals, 150.0) == []
+    judge.judges(proposals, {"B": 118.0, "C": 125.0}, 150.0, stay=100.0)
+    assert judge.plans.adopted == proposals["C"]
+    moved = {**EVEN, PeerId("A"): replace(EVEN[PeerId("A")], held=range(1, 2))}
+    for now in (200.0, 250.0):  # where somebody has moved they are judged twice
+        judge.judges(proposals, {"B": 118.0, "C": 125.0}, now, stay=100.0, members=moved)
+    assert judge.hears(proposals, 300.0, moved) == []
+
+
+def test_each_change_of_mind_between_two_plans_leaves_twice_the_time_for_moves() -> None:
+    """With figures that flicker a move was begun anew every ten seconds, until the plans expired."""
+    judge, spans = Judge(), (("A", 1, 2),)
+    proposals = {"B": plan(time=99.0, reason="B", spans=spans), "C": plan(time=115.0, reason="C", spans=spans)}
+    judged, now = list[float](), 116.0
+    judge.judges(proposals, {"B": 104.0, "C": 120.0}, now, stay=100.0)
+    for best in ("B", "C", "B"):
+        while not (asked := judge.hears(proposals, now)):
+            now += 1.0
+        judged.append(now)
+        evaluation = judge.plans._evaluation
+        assert evaluation is not None
+        tokens = tuple(130.0 if one.reason == best else 104.0 for one in evaluation.plans)
+        judge.plans.handle(PlansEvaluated(asked[0].number, bytes(16), 100.0, tokens), now + 1.0)
+        assert judge.plans.adopted == proposals[best]
+    assert [later - one for one, later in itertools.pairwise(judged)] == [20.0, 40.0]
+
+
+def test_evaluations_of_the_same_plans_take_a_tenth_of_the_time() -> None:
+    judge, spans = Judge(), (("A", 1, 2),)
+    proposals = {"B": plan(time=99.0, reason="B", spans=spans), "C": plan(time=115.0, reason="C", spans=spans)}
+    (asked,) = judge.hears(proposals, 116.0)
+    judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 100.0, (104.0, 120.0)), 120.0)
+    assert judge.hears(proposals, 155.0) == []
+    assert len(judge.hears(proposals, 157.0)) == 1
 
 
 def test_peers_that_follow_equal_plans_which_have_become_little_better_than_staying_agree_on_one() -> None:

@@ -1,0 +1,9 @@
+"""What enters and leaves a layer where a run has one form for all links."""
+
+from decentral.core.fragments import ActivationForms
+from decentral.core.jobs import Layout
+
+
+def one_form(layout: Layout) -> ActivationForms:
+    """Gradients are like the first section."""
+    return ActivationForms((layout,), (layout[:1],))
