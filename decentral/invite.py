@@ -93,7 +93,7 @@ async def _announce(founder: FounderFile, addresses: Sequence[str]) -> str:
             with suppress(ProtocolError):
                 founder.catch_up(swarm.own.open(key, PeerId(subkey), found, now)[0])
         value = swarm.own.seal(key, founder.latest().packed, now + COPY_S)
-        if not await swarm.directory.store(key, swarm.own.peer, value, now + COPY_S):
+        if not await swarm.directory.store_at_others(key, swarm.own.peer, value, now + COPY_S):
             raise UserError("revoked here, but no peer of the swarm took the list: try again with --join ADDR")
         return f"{len(swarm.contacts)} peer" + ("s" if len(swarm.contacts) > 1 else "")
 

@@ -9,7 +9,7 @@ from typing import Any
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DHTLocalStorage
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
@@ -27,6 +27,7 @@ from decentral.core.units import Seconds
 
 CONNECT_S = 10.0
 STORE_S = 10.0
+STORE_TRIES = 3  # until a peer other than us has a record: a search that waits for dead peers drops them as it goes
 FETCH_S = 10.0
 DHT_END_S = 1.0
 MAX_SUBKEY_BYTES = 128  # a peer id as the DHT packs it has about 50
@@ -66,10 +67,21 @@ class HivemindDirectory:
         self._dht = await dht_node(p2p, self._valid, known)
 
     async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
+        return await self._store(key, subkey, value, expires)
+
+    async def store_at_others(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
+        """Whether another peer than us has it now: what a visitor leaves behind, whose own node ends with it."""
+        for _ in range(STORE_TRIES):
+            if await self._store(key, subkey, value, expires, exclude_self=True):
+                return True
+        return False
+
+    async def _store(self, key: str, subkey: str, value: bytes, expires: float, exclude_self: bool = False) -> bool:
+        hidden = self._valid.hidden(key)
         try:
             async with asyncio.timeout(STORE_S):
                 await self._meet_again()
-                return bool(await self._dht.store(self._valid.hidden(key), value, expires, subkey=subkey))
+                return bool(await self._dht.store(hidden, value, expires, subkey=subkey, exclude_self=exclude_self))
         except (*NETWORK_ERRORS, TimeoutError):
             return False
 
@@ -167,9 +179,16 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
                 self.store_subkey(key, subkey, value, expires)
 
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
+        if self._has(key, subkey, value, expiration_time):
+            return True  # another node has brought it already: who stores it now is to hear that it is here
         if not self._room.take((key.to_bytes(), subkey), expiration_time, len(value), self._now()):
             return False
         return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+    def _has(self, key: DHTID, subkey: str, value: bytes, expires: float) -> bool:
+        found = self.get(key)
+        records = found.value if found else None
+        return isinstance(records, DictionaryDHTValue) and records.get(subkey) == ValueWithExpiration(value, expires)
 
 
 def _plain(found: Any) -> dict[str, bytes]:

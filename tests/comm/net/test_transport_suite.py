@@ -508,6 +508,38 @@ def test_a_forged_record_is_not_stored(pair: Pair, forgery: str) -> None:
 
 
 @only_libp2p
+def test_a_record_that_another_node_has_already_is_stored_there(pair: Pair) -> None:
+    """Nodes pass on what they store: who brings it last is to hear that it is there."""
+
+    async def twice() -> None:
+        ours, _ = await pair.world.directories()
+        assert isinstance(ours, HivemindDirectory)
+        expires = time.time() + 500
+        record = pair.ours.seal(KEYS[0], b"twice", expires)
+        assert await ours.store_at_others(KEYS[0], pair.ours.peer, record, expires)
+        assert await ours.store_at_others(KEYS[0], pair.ours.peer, record, expires)
+        earlier = pair.ours.seal(KEYS[0], b"earlier", expires - 1)
+        assert not await ours.store_at_others(KEYS[0], pair.ours.peer, earlier, expires - 1)
+
+    pair.do(twice())
+
+
+def test_what_no_other_node_takes_is_stored_here_only(tmp_path: Path, signer: Identity) -> None:
+    async def alone() -> None:
+        transport = await Libp2p.start(tmp_path / "identity.key", LISTEN, [])
+        try:
+            ours = await transport.directory(KEYS, [])
+            expires = time.time() + 100
+            record = signer.seal(KEYS[0], b"alone", expires)
+            assert not await ours.store_at_others(KEYS[0], signer.peer, record, expires)
+            assert await ours.store(KEYS[0], signer.peer, record, expires)
+        finally:
+            await transport.close()
+
+    asyncio.run(alone())
+
+
+@only_libp2p
 def test_a_directory_whose_routing_table_was_emptied_finds_the_others_again(pair: Pair) -> None:
     """One call that is not answered in time empties the table of a swarm of two."""
 
