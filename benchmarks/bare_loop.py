@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from benchmarks.processes import resident_bytes
 from decentral.core import config, rng
 from decentral.train import data, gpt, measure
-from decentral.train.muon import products_in_fp32
+from decentral.train.muon import fastest_products
 
 UNKNOWN_S = 1e9  # from now: while nobody has said when the interval begins
 SYNC_S = 1.0  # between two waits for a GPU's queue of work to run dry, as only then it is known which step has ended
@@ -71,7 +71,7 @@ def train(
             (loss / run.train.accumulate).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), run.train.clip_norm)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            with products_in_fp32(device):
+            with fastest_products(device):
                 optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)

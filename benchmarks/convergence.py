@@ -1,7 +1,8 @@
 """Recovered gain: how much of the gain from four peers' data, or more, asynchronous gossip keeps.
 
     python -m benchmarks.convergence [--methods gossip,average] [--seeds 0,1,2] [--horizons 500] [--window 5]
-        [--latency 0.2] [--slow 10] [--rates 4e-3] [--optimizer adamw] [--peers 4] [--quick] [--json FILE] [--from FILE]
+        [--latency 0.2] [--slow 10] [--rates 4e-3] [--optimizer adamw] [--peers 4] [--quick | --large]
+        [--json FILE] [--from FILE]
 
 Time is virtual, in one process, and deterministic from the seed: a fast peer takes one step per unit, a slow one needs
 `--slow` units. Gradients are real (a byte-level GPT on the standard library's text), and so are the project's
@@ -32,6 +33,8 @@ from decentral.core import config
 from decentral.train import data, outer
 
 HELD_OUT_SEQUENCES = 384
+
+FULL, QUICK, LARGE = (2, 96, 96), (2, 64, 64), (6, 384, 64)  # blocks, width, positions
 
 NOLOCO = outer.Constants(alpha=0.3, beta=0.7, gamma=0.7)
 METHODS: dict[str, Method] = {
@@ -204,7 +207,8 @@ def _loss(seeds: Sequence[Result]) -> float:
 
 
 def _run_all(args: argparse.Namespace) -> Iterator[Result]:
-    model = config.ModelConfig(depth=2, width=64 if args.quick else 96, context=64 if args.quick else 96)
+    depth, width, context = args.size
+    model = config.ModelConfig(depth=depth, width=width, context=context)
     corpus = data.corpus(config.DataConfig(), model)
     for horizon in args.horizons:
         for seed in args.seeds:
@@ -230,7 +234,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=5, help="steps of a fast peer")
     parser.add_argument("--latency", type=float, default=0.2, help="from a close to its merge, in windows")
     parser.add_argument("--slow", type=int, default=10, help="units that a slow peer needs for a step")
-    parser.add_argument("--quick", action="store_true", help="width 64 and 64 positions: a quarter of the work")
+    parser.set_defaults(size=FULL)
+    for name, size, parameters in (("--quick", QUICK, "0.14"), ("--large", LARGE, "10.8")):
+        parser.add_argument(
+            name, action="store_const", const=size, dest="size", help=f"a model of {parameters} M parameters"
+        )
     parser.add_argument("--json", type=Path, help="file to which each result is appended")
     parser.add_argument("--from", dest="earlier", type=Path, help="file of earlier results for the table")
     return parser.parse_args()

@@ -31,7 +31,7 @@ from benchmarks.finetune_base import CPU, PEER_HEADERS
 from decentral.core import config, rng
 from decentral.train import data, gpt
 from decentral.train.lora import AdaptedLinear
-from decentral.train.muon import products_in_fp32
+from decentral.train.muon import fastest_products
 from decentral.train.step import Chain, held_out_loss
 
 METHODS = ("alone", "sync", "both", "B", "alternate", "product", "residual")
@@ -82,7 +82,7 @@ class Replica:
         nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with products_in_fp32(CPU.device):
+        with fastest_products(CPU.device):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

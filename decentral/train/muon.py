@@ -1,4 +1,4 @@
-"""Muon's step on matrices that are views into flat vectors: torch.optim.Muon, with its products in fp32 on the CPU.
+"""Muon's step on matrices that are views into flat vectors: torch.optim.Muon, in fp32 where a CPU is faster so.
 
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by a nearly
 semi-orthogonal matrix, by five Newton-Schulz iterations. Its steps are scaled to the root mean square of AdamW's (Liu
@@ -7,6 +7,7 @@ et al., arXiv 2502.16982, section 2.2), so that one learning rate serves both.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ _MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one iteration, Jordan's and torch's
 _ITERATIONS = 5
 _EPSILON = 1e-7
+_BF16_SIDE = (
+    256  # the shorter side of a matrix from which on products in bf16 take half as long, where the CPU has them
+)
 
 
 def check() -> None:
@@ -37,7 +41,7 @@ def muon_step(
     """
     from torch.optim._muon import muon  # not there before torch 2.9: `check` says so
 
-    with products_in_fp32(matrices[0].device):
+    with fastest_products(matrices[0].device):
         muon(
             list(matrices),
             list(gradients),
@@ -54,16 +58,23 @@ def muon_step(
         )
 
 
-def products_in_fp32(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it torch.optim.Muon multiplies in fp32 where the device is a CPU."""
-    return _Fp32() if device.type == "cpu" else nullcontext()
+def fastest_products(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it torch.optim.Muon multiplies in bf16, as it is written, or on a CPU in fp32 where that is faster."""
+    return _FastestOnCpu() if device.type == "cpu" else nullcontext()
 
 
-class _Fp32(TorchFunctionMode):
-    """Where torch.optim.Muon turns a matrix into bf16, it gets a copy of it in fp32.
+@cache
+def cpu_multiplies_bf16() -> bool:
+    """Whether this processor has instructions for products in bf16."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # not there in earlier versions of torch
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
-    It turns them for the tensor cores of a GPU. On a CPU without such units the products take about twice as long in
-    bf16 (docs/results/convergence.md).
+
+class _FastestOnCpu(TorchFunctionMode):
+    """Where torch.optim.Muon turns a matrix into bf16, it gets a copy of it in fp32 unless bf16 is faster.
+
+    It turns them for the tensor cores of a GPU. A CPU without such units takes about twice as long in bf16; one that
+    has them takes half as long, for matrices that are not small (docs/results/benchmarks.md).
     """
 
     def __torch_function__(
@@ -73,6 +84,6 @@ class _Fp32(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.bfloat16:
+        if func is Tensor.bfloat16 and not (cpu_multiplies_bf16() and min(args[0].shape) >= _BF16_SIDE):
             return args[0].to(torch.float32, copy=True)
         return func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ from decentral.algorithms.synchronous import SynchronousRule
 from decentral.core import config, jobs
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
-from decentral.train import compress, gpt
+from decentral.train import compress, gpt, muon
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.inner import Inner, Live, fragments
 from decentral.train.muon import muon_step
@@ -90,10 +90,21 @@ print("torch._dynamo" in sys.modules)"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
-def test_on_the_cpu_the_products_of_muon_are_in_fp32() -> None:
+@pytest.mark.parametrize(
+    ("side", "has_units", "dtypes"),
+    [
+        (8, True, {torch.float32}),
+        (256, False, {torch.float32}),
+        (256, True, {torch.float32, torch.bfloat16}),
+    ],
+)
+def test_on_the_cpu_the_products_of_muon_are_in_bf16_where_that_is_faster(
+    side: int, has_units: bool, dtypes: set[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon, "cpu_multiplies_bf16", lambda: has_units)
     with Seen() as seen:
-        muon_step([torch.randn(8, 4)], [torch.randn(8, 4)], [torch.zeros(8, 4)], 0.1, 0.1)
-    assert seen.dtypes == {torch.float32}
+        muon_step([torch.randn(side, side)], [torch.randn(side, side)], [torch.zeros(side, side)], 0.1, 0.1)
+    assert seen.dtypes == dtypes
 
 
 def test_muon_trains_the_matrices_of_the_blocks_and_adamw_all_else() -> None:
