@@ -21,14 +21,13 @@ from statistics import mean
 import torch
 
 from benchmarks import hostile_processes
-from benchmarks.trained_swarm import keeping_models, say
+from benchmarks.trained_swarm import keeping_models, loss_of_mean, say
 from decentral.core import config
 from decentral.sim import faults
-from decentral.sim.gradients import Trained, real_gradients
+from decentral.sim.gradients import real_gradients
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
-from decentral.train.step import held_out_loss
 from tests.hostile.liar import LIES
 
 HONEST = 4
@@ -71,14 +70,6 @@ def held_out(lie: str, seed: int, seconds: float, more: Sequence[str] = ()) -> f
     peers = HONEST + (lie != "none")
     run(Scenario(settings, peers, seconds, seed, tuple(lying), audited=False))
     return loss_of_mean([one for peer, one in trained.items() if peer != LIAR])
-
-
-def loss_of_mean(replicas: Sequence[Trained]) -> float:
-    first = replicas[0]
-    for number, live in enumerate(first.span.inner.lives):
-        together = torch.stack([one.span.inner.lives[number].theta for one in replicas])
-        live.theta.copy_(together.mean(dim=0))
-    return held_out_loss(first.span.forward, first.held_out, first.setup.device, at_once=64)
 
 
 def table(losses: dict[str, dict[int, float]]) -> Iterator[str]:

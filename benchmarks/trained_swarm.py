@@ -1,14 +1,19 @@
-"""What the benchmarks of hostile peers share: the models of a simulated swarm's peers, and a line for each result."""
+"""What benchmarks with real gradients in virtual time share: the models of a swarm's peers, the held-out loss of their
+mean, and a line for each result."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from decentral.core.ids import PeerId
 from decentral.sim.gradients import Trained
 from decentral.sim.swarm import SimulatedPeer, SwarmSettings
 from decentral.sim.virtual_host import Training
+from decentral.train.step import held_out_loss
 
 
 def keeping_models(settings: SwarmSettings) -> tuple[SwarmSettings, dict[PeerId, Trained]]:
@@ -24,6 +29,15 @@ def keeping_models(settings: SwarmSettings) -> tuple[SwarmSettings, dict[PeerId,
         return training
 
     return replace(settings, gradients=kept), trained
+
+
+def loss_of_mean(replicas: Sequence[Trained]) -> float:
+    """The held-out loss of the mean of these peers' weights, which the first of them keeps."""
+    first = replicas[0]
+    for number, live in enumerate(first.span.inner.lives):
+        together = torch.stack([one.span.inner.lives[number].theta for one in replicas])
+        live.theta.copy_(together.mean(dim=0))
+    return held_out_loss(first.span.forward, first.held_out, first.setup.device, at_once=64)
 
 
 def say(line: dict[str, Any], file: Path | None) -> None:

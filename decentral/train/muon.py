@@ -66,7 +66,7 @@ def fastest_products(device: torch.device) -> AbstractContextManager[Any]:
 @cache
 def cpu_multiplies_bf16() -> bool:
     """Whether this processor has instructions for products in bf16."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # not there in earlier versions of torch
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # earlier versions have none
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
