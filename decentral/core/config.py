@@ -141,7 +141,7 @@ class GossipConfig(Strict):
     start_window_s: Interval = 0.125  # in the first start_steps of the swarm, when replicas drift apart fastest
     start_steps: Steps = 100
     # Of pull's pseudo-gradients: four bits a number, its sign alone, or signs where a peer's link is thin
-    code: Literal["auto", "q4", "q1"] = "q4"
+    code: Literal["auto", "q4", "q1"] = "auto"
     partners: Annotated[int, Field(gt=0, le=64)] = 3  # pulled from in each window
     consensus_every: Positive = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each
     momentum: Fraction = 0.0  # alpha
