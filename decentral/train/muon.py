@@ -20,9 +20,7 @@ _MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one iteration, Jordan's and torch's
 _ITERATIONS = 5
 _EPSILON = 1e-7
-_BF16_SIDE = (
-    256  # the shorter side of a matrix from which on products in bf16 take half as long, where the CPU has them
-)
+_BF16_SIDE = 256  # a matrix's shorter side, from which on bf16 takes half as long on a CPU with units for it
 
 
 def check() -> None:
