@@ -43,7 +43,7 @@ LEAST_BLAME = 0.25  # of a wrong answer, however many hops its peer names: they 
 # What honest replicas' answers differ by, and a margin: docs/results/security.md has the measurements.
 LEAST_COSINE = 0.5
 MOST_RATIO = 2.0  # of two gradients' lengths
-MOST_LOSS_RATIO = 1.25
+MOST_LOSS_RATIO = 1.5
 
 
 def twin(number: int) -> int:

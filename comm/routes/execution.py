@@ -56,6 +56,7 @@ class NextHop:
     payload: bytes  # kept until the backward pass is done: another peer may have to get the same
     gradients: tuple[Layout, ...]  # the forms of its gradient
     to: PeerId | None = None  # the peer that has the activations
+    sent_at: Seconds = 0.0
     attempts: int = 0
     tried: list[PeerId] = field(default_factory=list)  # peers that took it; all but the last have failed
     busy: list[PeerId] = field(default_factory=list)  # peers that had no memory for it, since the last pause

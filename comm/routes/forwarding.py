@@ -7,7 +7,7 @@ send --few holders-------------------------> ForwardRequest --answered--> (comm/
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from decentral.comm.routes.execution import AWAY, NextHop, StageExecution
@@ -90,21 +90,31 @@ class Forwarding:
             return self.table.give_up(execution, Reason.TRIED)
         trust = {peer: self.trust.weight(peer, now) for peer in self.view.successors(execution.last)}
         holders = [peer for peer, weight in trust.items() if weight]
-        peers = [peer for peer in holders if peer not in hop.tried] or holders
-        peers = [peer for peer in peers if peer not in hop.busy]
+        peers = [peer for peer in holders if peer not in hop.tried]
+        peers = peers or [peer for peer in holders if peer != hop.tried[-1]] or holders
+        peers = self.scheduler.askable([peer for peer in peers if peer not in hop.busy], now)
         if not peers:
             return self._wait(hop, now)
         rates = {peer: self.weights.rate(execution.last, self.view.span_and_speed(peer)) for peer in peers}
         if any(trust[peer] < 1 for peer in peers):
             equal = not any(rates.values())
             rates = {peer: trust[peer] * (equal or rate) for peer, rate in rates.items()}
-        chosen = self.scheduler.choose(execution.last, rates, CANDIDATES if len(peers) > FEW else 1)
-        if len(peers) <= FEW:
+        if any(rates.values()):
+            rates = {peer: rate for peer, rate in rates.items() if rate or not self._trains_alone(peer)}
+        chosen = self.scheduler.choose(execution.last, rates, CANDIDATES if len(rates) > FEW else 1)
+        if len(rates) <= FEW:
             return self._send_to(execution, chosen[0], now)
         hop.offers, hop.attempts = Offers(set(chosen)), hop.attempts + 1
         tag = OfferTag(execution.token, hop.attempts)
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
         return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(chosen)]
+
+    def _trains_alone(self, peer: PeerId) -> bool:
+        """Whether a peer has work of its own all the time: however soon it would be through, what it takes of others
+        is in the place of its own. Only the routing weights know when that is worth it. Where gradients are exact it
+        is, as spans wait for each other."""
+        first, last, _ = self.view.span_and_speed(peer)
+        return self.stage.overlap and (first, last) == (0, self.stage.layers)
 
     def heard(self, execution: StageExecution, event: Answered | AskFailed, now: Seconds) -> list[Effect] | None:
         """An offer of this execution was answered, or failed. None: it waits for other offers."""
@@ -112,6 +122,8 @@ class Forwarding:
         assert hop.offers is not None
         answer = event.envelope.message if isinstance(event, Answered) else None
         load = answer if isinstance(answer, Load) and execution.last < answer.last <= self.stage.layers else None
+        if load is not None:
+            load = replace(load, wait_s=self.scheduler.believable_wait_s(event.peer, load))
         hop.offers.answered(event.peer, load, self.load.share(execution.last, load.last) if load else 0.0)
         if load is None:
             hop.busy.append(event.peer)
@@ -129,9 +141,10 @@ class Forwarding:
             return self.table.give_up(execution, Reason.LATE)
         hop, id = execution.sent, execution.next_id
         execution.events.append(("sent to", to))
-        hop.to, hop.attempts = to, hop.attempts + 1
+        hop.to, hop.sent_at, hop.attempts = to, now, hop.attempts + 1
         hop.look_at, hop.late = now + self._deadline_s(execution, to), False
         hop.tried.append(to)
+        self.scheduler.asked(to, now)
         times = patience_s, min(MAX_ROUTE_S, max(0.0, execution.until - now))
         of_micro_batch = self.stage.run, id.origin, id.number, id.first, execution.sequences
         request = ForwardRequest(*of_micro_batch, *times, hop.layout, execution.round, execution.drawn)
@@ -182,9 +195,15 @@ class Forwarding:
             self.scheduler.missed(peer)
         hop.late, hop.look_at = True, now + self._deadline_s(execution, peer)
 
+    def ran_out(self, hop: NextHop, now: Seconds) -> None:
+        """The micro-batch's time is over. Who has had it for as long as a gradient may take has failed; what came to it
+        late already says nothing of it."""
+        if hop.to is not None and now - hop.sent_at >= self.scheduler.usual_deadline_s():
+            self.scheduler.failed(hop.to, now)
+
     def missed(self, execution: StageExecution, peer: PeerId, now: Seconds) -> list[Effect]:
         """No usable gradient comes from this peer: it gets fewer turns, and another one gets the same activations."""
-        self.scheduler.missed(peer)
+        self.scheduler.failed(peer, now)
         self.table.commits.abort(peer, execution.next_id)
         return self.send(execution, now, f"no gradient from {peer}")
 

@@ -5,6 +5,7 @@ gets the same (comm/routes/forwarding.py). The peers before it see nothing of th
 second time for an execution, because the peer in between is gone, computes it once and sends the same gradient again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from decentral.comm.routes.admission import Admission
@@ -141,6 +142,15 @@ class ExecutionLifecycle:
                     return self.audits.gave_back(execution, event, now)
         return self.forwarding.missed(execution, event.peer, now)
 
+    def lost(self, is_there: Callable[[PeerId], bool], now: Seconds) -> list[Effect]:
+        """What was sent to peers that are not there any more goes to others, whatever their deadlines."""
+        effects: list[Effect] = []
+        for execution in list(self.table.by_token.values()):
+            to = execution.next_hop.to if execution.state is AWAY and execution.next_hop else None
+            if to is not None and not is_there(to):
+                effects += self.forwarding.missed(execution, to, now)
+        return effects
+
     # What the training thread reports
 
     def computed(self, event: ForwardDone | BackwardDone | ExecutionFailed, now: Seconds) -> list[Effect]:
@@ -212,6 +222,8 @@ class ExecutionLifecycle:
             if now >= execution.deadline():
                 if isinstance(execution, ForwardedExecution) and execution.state is HELD:
                     self.table.holds.ran_out(PeerId(execution.id.origin), now - execution.held_at, now)
+                elif execution.state is AWAY and hop is not None:
+                    self.forwarding.ran_out(hop, now)
                 effects += self.table.give_up(execution, Reason.LATE)
             elif hop is None or execution.state is not AWAY:
                 continue

@@ -3,12 +3,12 @@
 import heapq
 import math
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from decentral.comm.wire.messages import MAX_ROUTE_S
+from decentral.comm.wire.messages import MAX_ROUTE_S, Load
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
@@ -29,9 +29,12 @@ NEWEST_WEIGHT = 0.2  # weight of the newest in a running average
 LEAST_WEIGHT = 0.02  # of the best peer's weight, for one that the routing weights leave out
 MOST_TIMES_SLOWER = 16.0  # than the others, a peer can look by missed deadlines alone: it must be asked again some time
 MISSED = 2.0  # a missed deadline makes a peer look so many times slower
+FIRST_SUSPENDED_S = 4.0  # of a peer that has failed; twice as long after the next failure in a row ...
+MOST_SUSPENDED_S = 64.0  # ... up to this
 ROUTE_SLACK = 4.0  # a deadline is this many times the expected time ...
 HOP_DEADLINE_FLOOR_S = 3.0  # ... and at least this
 HOP_DEADLINE_TOP_S = 420.0  # of a single hop; a lost one is found out after so long at most
+LEAST_BUDGET_S = 3 * HOP_DEADLINE_FLOOR_S  # enough to find out that a peer is silent, and to ask another one
 UNKNOWN_S = 15.0  # a deadline at least, where nothing is known
 
 
@@ -151,15 +154,26 @@ class StrideScheduler(Generic[Choice]):
         return [one for _, one in chosen]
 
 
+class Suspension(NamedTuple):
+    """How long a peer that has failed is not asked. `tried`: it was asked once more, and is not until it answers."""
+
+    until: Seconds
+    seconds: Seconds
+    tried: bool = False
+
+
 @dataclass(slots=True)
 class PeerScheduler:
     """Which next peer gets a micro-batch, and how fast each of them is.
 
     Each choice costs a peer the seconds that a micro-batch takes through it, over its routing weight; the peer that has
-    paid least is next (SWARM, arXiv 2301.11913, section 3.2, has the seconds alone).
+    paid least is next (SWARM, arXiv 2301.11913, section 3.2, has the seconds alone). A peer from which nothing usable
+    came is suspended, ever longer until it answers again, where another one can be asked. Its seconds stay as they are:
+    with longer deadlines a silent peer would keep its next micro-batch the longer.
     """
 
     seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from that peer to the end and back
+    suspended: dict[PeerId, Suspension] = field(default_factory=dict)  # that have failed, and not answered since
     _strides: dict[int, StrideScheduler[PeerId]] = field(default_factory=dict)  # by the layer that is next
 
     def choose(self, layer: int, rates: Mapping[PeerId, float], count: int = 1) -> list[PeerId]:
@@ -176,12 +190,42 @@ class PeerScheduler:
         known = self.seconds.get(peer)
         mean = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
         keep_latest(self.seconds, peer, mean, MOST_NEXT_PEERS)
+        before = self.suspended.pop(peer, None)
+        if before and before.seconds > FIRST_SUSPENDED_S:  # one answer does not make up for all failures
+            self.suspended[peer] = Suspension(-math.inf, before.seconds / 2)
+
+    def failed(self, peer: PeerId, now: Seconds) -> None:
+        """Nothing usable came from it, nor will. What was under way there together tells of one failure."""
+        before = self.suspended.get(peer)
+        if before is None or before.tried or now >= before.until:
+            seconds = FIRST_SUSPENDED_S if before is None else min(MOST_SUSPENDED_S, 2 * before.seconds)
+            keep_latest(self.suspended, peer, Suspension(now + seconds, seconds), MOST_NEXT_PEERS)
+
+    def asked(self, peer: PeerId, now: Seconds) -> None:
+        """A micro-batch goes to this peer. One that has failed gets no second one before it has answered."""
+        if before := self.suspended.get(peer):
+            self.suspended[peer] = Suspension(now + before.seconds, before.seconds, tried=True)
+
+    def askable(self, peers: Sequence[PeerId], now: Seconds) -> list[PeerId]:
+        """Those of these peers that are not suspended; all of them where all are."""
+        barred = {peer for peer, one in self.suspended.items() if now < one.until}
+        return [peer for peer in peers if peer not in barred] or list(peers)
+
+    def believable_wait_s(self, peer: PeerId, load: Load) -> Seconds:
+        """How long a micro-batch waits there. What a peer says has to explain how long it has taken so far."""
+        known_s, said_s = self.seconds.get(peer, 0.0), load.wait_s + load.seconds
+        return load.wait_s if known_s <= ROUTE_SLACK * (said_s + self._typical_s()) else max(load.wait_s, known_s)
 
     def missed(self, peer: PeerId) -> None:
+        """It still computes, for longer than was expected."""
         others = [seconds for other, seconds in self.seconds.items() if other != peer]
         most = MOST_TIMES_SLOWER * median(others) if others else HOP_DEADLINE_TOP_S
         expected_s = self.seconds.get(peer) or self._typical_s()
         self.seconds[peer] = min(MISSED * expected_s, max(most, expected_s))
+
+    def usual_deadline_s(self) -> Seconds:
+        """After how long an answer of most peers is late."""
+        return max(HOP_DEADLINE_FLOOR_S, ROUTE_SLACK * self._typical_s())
 
     def deadline_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
         """After how long an answer is late. `guess_s`: what it would take if nothing waited, by the devices' speeds."""
@@ -198,4 +242,4 @@ def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
     """
     if typical_s is None:
         return min(MAX_ROUTE_S, max(UNKNOWN_S, 2 * ROUTE_SLACK * guess_s)) if guess_s > 0 else MAX_ROUTE_S
-    return min(MAX_ROUTE_S, max(1.5 * HOP_DEADLINE_FLOOR_S, 2 * ROUTE_SLACK * typical_s))
+    return min(MAX_ROUTE_S, max(LEAST_BUDGET_S, 2 * ROUTE_SLACK * typical_s))

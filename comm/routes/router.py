@@ -15,6 +15,7 @@ and what is refused, and commits.py what counts. audits.py has some of what came
 """
 
 import math
+from collections.abc import Callable
 from random import Random
 
 from decentral.comm.routes.admission import Admission, OwnMicroBatches
@@ -31,6 +32,7 @@ from decentral.comm.routes.tags import AuditTag, CommitDecisionTag, CommitQueryT
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
+from decentral.core.ids import PeerId
 from decentral.core.jobs import BackwardDone, Compared, ExecutionFailed, ForwardDone, Sealed, Stepped
 from decentral.core.machine import Effect, Woke, earliest, log
 from decentral.core.units import Seconds
@@ -158,6 +160,11 @@ class Router:
                 told = [] if applied is None else [log("applied", of=[list(one) for one in applied])]
                 return told + (self.ledger.stepped(executions) if executions else [])
         return []
+
+    def look_for_lost(self, is_there: Callable[[PeerId], bool], now: Seconds) -> list[Effect]:
+        """Some peers may have left the swarm: what they had under way for this peer goes to others at once."""
+        self._wake = None
+        return [*self.lifecycle.lost(is_there, now), *self.commits.tell()]
 
     # What synchronous rounds (comm/rounds/round.py) ask for
 

@@ -24,6 +24,8 @@ from decentral.core.synthetic import SyntheticBlob
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, Numbers, SurrogateModel, loss_of
 from decentral.train.inner import Live
 
+FLOOR = 1.0  # of a micro-batch's loss, as text has one; the losses of honest replicas that have learned are alike
+
 
 @dataclass(frozen=True, slots=True)
 class SurrogateGradient:
@@ -80,7 +82,7 @@ class SurrogateStages:
         if job.last < self.model.cuts[-1].last:
             self.pending[job.token] = execution
             return self._forwarded(job, 0, execution)
-        return self._backed(job, execution, loss_of(self.weights) * tokens)
+        return self._backed(job, execution, (FLOOR + loss_of(self.weights)) * tokens)
 
     def backward(self, job: jobs.Backward) -> jobs.BackwardDone | jobs.ExecutionFailed:
         execution = self.pending.get(job.token)

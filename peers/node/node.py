@@ -318,11 +318,11 @@ class Node:
         """Every few seconds: where routes should run, and which layers we should hold. Others learn our new speed."""
         if self.phase is not NodePhase.TRAINING:
             return []
-        effects: list[Effect] = []
+        effects = route_planner.look_for_lost(now)
         if route_planner.is_due(now):
             if self.own_record.speed_outdated:
                 self.roster.renew_soon(now)
-            effects = route_planner.refresh(now)
+            effects += route_planner.refresh(now)
         if self.span_manager and now >= self.span_manager.wake_at:
             effects += self.span_manager.review(now)
         return effects

@@ -43,6 +43,8 @@ class RoutePlanner:
     unheld: str = ""  # what the user reads when no peer has held some layer for UNHELD_S; "": all are held
     _unheld_since: dict[int, Seconds] = field(default_factory=dict)  # by fragment
     _check_at: Seconds = 0.0
+    _look_at: Seconds = 0.0  # when to look for peers that are gone
+    _changes: int = 0  # of the roster, at the last look for peers that are gone
     _seen: tuple[int, str] = (0, "")  # the count of the roster's changes and our own speed at the last check
     _solved: dict[routing_weights.Span, float] = field(default_factory=dict)  # the speeds behind the present flow
     _fragments: dict[tuple[int, int], range] = field(default_factory=dict)  # the fragments within layers [first, last)
@@ -77,7 +79,7 @@ class RoutePlanner:
 
     @property
     def wake_at(self) -> Seconds | None:
-        return self._check_at if self.routes.active and self.routed else None
+        return min(self._check_at, self._look_at) if self.routes.active and self.routed else None
 
     def is_due(self, now: Seconds) -> bool:
         """Whether a peer that trains should check the flow now."""
@@ -93,6 +95,17 @@ class RoutePlanner:
         self.solve()
         before, self.unheld = self.unheld, self._look_for_unheld(now)
         return [log("unheld", reason=self.unheld)] if self.unheld not in ("", before) else []
+
+    def look_for_lost(self, now: Seconds) -> list[Effect]:
+        """What was under way at peers that have left the roster goes to others. Where records are spread over several
+        keys a peer also leaves it because we do not read its key any more, and says so itself if it is gone."""
+        if not self.routed or now < self._look_at:
+            return []
+        self._look_at = now + FLOW_CHECK_S
+        if self.rounds is not None or self.roster.changes == self._changes or self.roster.limits.shards > 1:
+            return []
+        self._changes = self.roster.changes
+        return self.routes.look_for_lost(self.roster.live.__contains__, now)
 
     def _look_for_unheld(self, now: Seconds) -> str:
         """What to say of layers that no peer that trains has held for UNHELD_S: of those that take the most memory."""
@@ -117,19 +130,23 @@ class RoutePlanner:
         seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}"
         if seen == self._seen and not always:
             return
-        self._seen, speeds = seen, self._speeds(own)
-        if always or routing_weights.changed(self._solved, speeds):
-            self._solved = speeds
-            self.routes.forwarding.weights = routing_weights.solve(self.routes.stage.cuts, speeds, own)
+        self._seen, speeds, cuts = seen, self._speeds(own), self.routes.stage.cuts
+        whole_alone = self.rounds is None
+        useful = routing_weights.useful_speeds(cuts, speeds) if whole_alone else speeds
+        if always or routing_weights.changed(self._solved, useful):
+            self._solved = useful
+            self.routes.forwarding.weights = routing_weights.solve(cuts, speeds, own, whole_alone)
 
     def _speeds(self, own: routing_weights.Span) -> dict[routing_weights.Span, float]:
-        """Tokens/s of the whole model, summed over all peers with the same fragments, ourselves included."""
-        setup = self.setup()
-        found = {own: self.routes.load.speed or setup.profile.tokens_per_s}
+        """Tokens/s of the whole model, summed over all peers with the same fragments, ourselves included.
+
+        With exact gradients those with the whole model are left out: spans wait for each other there, so each peer more
+        that could answer is worth more than its own work, and they have their turns by the times that were measured.
+        """
+        found = {own: self.routes.load.speed or self.setup().profile.tokens_per_s}
         for (first, last), speed in self.roster.holders.speeds.items():
-            trains_alone = (first, last) == (0, setup.layers) and not self.rounds
-            span = self.whole_fragments(first, last)
-            if span and not trains_alone:
+            left_out = (first, last) == (0, self.setup().layers) and not (self.rounds or self.routes.stage.overlap)
+            if (span := self.whole_fragments(first, last)) and not left_out:
                 found[span[0], span[-1] + 1] = found.get((span[0], span[-1] + 1), 0.0) + speed
         return routing_weights.rounded(found)
 

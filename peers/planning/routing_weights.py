@@ -9,6 +9,10 @@ swarm. It is a linear program (HiGHS) over hops (span i carries from cut a to cu
     sum_ab z_iab share_ab <= speed_i                   no span computes more than its peers can
     maximise sum_ib z_i0b - HOP_COST sum z             a hop must carry more than it costs
 
+Peers with the whole model train by themselves, but carry others' micro-batches to the end when they are asked. They are
+in the program with only the hops that end there. So they take others' micro-batches where spans would be idle without
+them, for what a whole-model peer loses by one stage is less than what the stages before it gain, and no others.
+
 Links are not in it: each hop costs a little for their delay, and what they cannot carry shows in the times that routes
 measure.
 """
@@ -51,33 +55,52 @@ def changed(before: Mapping[Span, float], now: Mapping[Span, float]) -> bool:
     return differing > SPEED_CHANGED * sum(now.values())
 
 
-def _hops(spans: Sequence[Span]) -> tuple[Ints, Ints, Ints]:
+def _hops(spans: Sequence[Span], whole: Span | None) -> tuple[Ints, Ints, Ints]:
     """(number of the span, from cut, to cut) of each hop, between cuts at which some span begins or ends.
 
-    Any other cut could be replaced by taking turns between its two neighbours, so no hop needs it.
+    Any other cut could be replaced by taking turns between its two neighbours, so no hop needs it. The hops of the span
+    `whole` end where it ends.
     """
     cuts = np.unique(np.array(spans))
     inside = [cuts[(begin <= cuts) & (cuts <= end)] for begin, end in spans]
     pairs = [one[np.stack(np.triu_indices(len(one), 1))] for one in inside]
+    pairs = [pair[:, pair[1] == span[1]] if span == whole else pair for pair, span in zip(pairs, spans, strict=True)]
     index = np.repeat(np.arange(len(spans)), [pair.shape[1] for pair in pairs])
     a, b = np.concatenate(pairs, axis=1)
     return index, a, b
 
 
-def solve(cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span) -> RoutingWeights:
+def solve(
+    cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, whole_alone: bool = False
+) -> RoutingWeights:
     """The routing weights of a peer with the span `own`: how far to carry what enters, and which peers come next.
 
-    `speed`: tokens/s of the whole model, by span. The weights are empty if nothing can flow from the first layer to the
-    last, if there are too many different spans, or if the solver fails: speeds are what others publish.
+    `speed`: tokens/s of the whole model, by span. `whole_alone`: peers with the whole model train by themselves. The
+    weights are empty if nothing can flow from the first layer to the last, if there are too many different spans, or if
+    the solver fails: speeds are what others publish.
     """
-    most = _most_through(cuts, speed)
-    usable = tuple((span, min(one, most), one) for span, one in speed.items())
+    useful = useful_speeds(cuts, speed) if whole_alone else speed
+    most = _most_through(cuts, useful)
+    usable = tuple((span, min(one, most), speed[span]) for span, one in useful.items())
     total = sum(one for _, one, _ in usable)
-    flow = _flow(tuple(cuts), usable) if total > 0 else None
+    flow = _flow(tuple(cuts), usable, (0, len(cuts)) if whole_alone else None) if total > 0 else None
     if flow is None:
         return RoutingWeights()
     ends, weights = flow
     return replace(weights, ends=ends.get(own, {}), tokens_per_s=weights.tokens_per_s * total)
+
+
+def useful_speeds(cuts: Sequence[Fragment], speed: Mapping[Span, float]) -> dict[Span, float]:
+    """The speeds, that of peers with the whole model cut down to what the other spans can hand to them.
+
+    However fast such peers are, or say that they are, what the others do stays visible beside it.
+    """
+    whole, model = (0, len(cuts)), sum(cut.parameters for cut in cuts)
+    begun = 0.0  # tokens/s that enter the model at the others, each busy with the whole of its span
+    for (first, last), one in speed.items():
+        if first == 0 and last < len(cuts):
+            begun += one * model / max(1, sum(cut.parameters for cut in cuts[:last]))
+    return {span: min(one, begun) if span == whole else one for span, one in speed.items()}
 
 
 def _most_through(cuts: Sequence[Fragment], speed: Mapping[Span, float]) -> float:
@@ -92,15 +115,15 @@ def _most_through(cuts: Sequence[Fragment], speed: Mapping[Span, float]) -> floa
 
 @lru_cache(maxsize=FLOWS_KEPT)
 def _flow(
-    cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float, float], ...]
+    cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float, float], ...], whole: Span | None
 ) -> tuple[Ends, RoutingWeights] | None:
     """The `ends` of each span, and all other weights, in parts of the sum of all speeds.
 
-    `speeds`: of each span, what it can use and what is published.
+    `speeds`: of each span, what it can use and what is published. `whole`: the span that trains by itself.
     None if there is no hop, if there are too many different spans, or if the solver fails.
     """
     spans = [span for span, _, _ in speeds]
-    index, a, b = hops = _hops(spans)
+    index, a, b = hops = _hops(spans, whole)
     if not 0 < len(index) <= MOST_HOPS:
         return None
     rates = _rates(cuts, [speed for _, speed, _ in speeds], hops)

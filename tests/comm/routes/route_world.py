@@ -98,6 +98,7 @@ class Peer:
     since_step_s: float = 0.0  # computed since the last step was taken
     lines: list[dict[str, Any]] = field(default_factory=list)
     alive: bool = True
+    frozen: bool = False  # it is not alive, and nobody can tell
 
 
 class World:
@@ -152,6 +153,12 @@ class World:
                 self._fail(number, "cut")
         self._at(self.now + DETECT_S, victim.name, "detected")
 
+    def freeze(self, name: str, known_after_s: float) -> None:
+        """The peer does and says nothing any more, and no stream is cut. After a while the others' rosters drop it."""
+        victim = self.peers[PeerId(name)]
+        victim.alive, victim.frozen = False, True
+        self._at(self.now + known_after_s, victim.name, "dropped")
+
     def forget_what_was_for(self, name: str) -> None:
         """The peer was restarted: jobs, answers and questions of its life before are lost."""
         self._events = [event for event in self._events if event[2] != name or isinstance(event[3], _Deadline)]
@@ -184,6 +191,11 @@ class World:
             self._fail(event.number, "deadline")
         elif event == "detected":
             self.gone.append(self.peers.pop(name))
+        elif event == "dropped":
+            self.gone.append(self.peers.pop(name))
+            for other in self.peers.values():
+                for effect in other.routes.look_for_lost(self.peers.__contains__, self.now):
+                    self._perform(other, effect)
         elif peer is not None and peer.alive:
             self._handle(peer, event)
 
@@ -230,7 +242,7 @@ class World:
         self._asked_at[number] = self.now
         self._at(self.now + ask.deadline_s, peer.name, _Deadline(number))
         to = self.peers.get(ask.to)
-        if to is None or not to.alive:
+        if to is None or (not to.alive and not to.frozen):
             self._fail(number, "unreachable")
         elif not self.loses(self.now, ask):
             self._at(self.now + self.delay_s, ask.to, Asked(number, peer.name, ask.envelope))

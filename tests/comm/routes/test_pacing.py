@@ -17,8 +17,8 @@ from decentral.comm.routes.pacing import (
     StrideScheduler,
     budget_s,
 )
-from decentral.comm.wire.messages import MAX_ROUTE_S
-from decentral.core.ids import PeerId
+from decentral.comm.wire.messages import MAX_ROUTE_S, Load
+from decentral.core.ids import PeerId, RunId
 
 A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
 
@@ -52,6 +52,53 @@ def test_missed_deadlines_never_shut_a_peer_out() -> None:
     for _ in range(50):
         scheduler.missed(B)
     assert B in [scheduler.choose(2, {A: 0.0, B: 0.0})[0] for _ in range(40)]
+
+
+def test_a_peer_that_has_failed_is_suspended_ever_longer_and_is_then_tried_with_one_micro_batch() -> None:
+    scheduler, suspended_s = PeerScheduler({A: 10.0, B: 10.0}), list[float]()
+    patience_s, now = scheduler.deadline_s(B, 0.0), 0.0
+    for _ in range(6):
+        scheduler.failed(B, now)
+        scheduler.failed(B, now + 0.1)  # one more micro-batch that it had at the same time
+        suspended_s.append(scheduler.suspended[B].until - now)
+        assert scheduler.askable([A, B], now + 0.1) == [A]
+        now = scheduler.suspended[B].until
+        assert scheduler.askable([A, B], now) == [A, B]
+        scheduler.asked(B, now)
+        assert scheduler.askable([A, B], now) == [A]
+    assert suspended_s == [4.0, 8.0, 16.0, 32.0, 64.0, 64.0]
+    assert scheduler.deadline_s(B, 0.0) == patience_s
+
+
+def test_a_peer_that_answers_after_failures_is_trusted_again_answer_by_answer() -> None:
+    scheduler = PeerScheduler({A: 10.0, B: 10.0})
+    for now in (0.0, 4.0, 12.0):
+        scheduler.failed(B, now)
+    for _ in range(2):
+        scheduler.asked(B, 28.0)
+        assert scheduler.askable([A, B], 28.0) == [A], "one at a time"
+        scheduler.served(B, 10.0)
+        assert scheduler.askable([A, B], 28.0) == [A, B]
+    scheduler.asked(B, 28.0)
+    scheduler.served(B, 10.0)
+    scheduler.asked(B, 28.0)
+    assert scheduler.askable([A, B], 28.0) == [A, B], "as many as any other"
+
+
+def test_where_all_have_failed_all_are_asked() -> None:
+    scheduler = PeerScheduler({A: 10.0, B: 10.0})
+    scheduler.failed(A, 1.0)
+    scheduler.failed(B, 1.0)
+    assert scheduler.askable([A, B], 1.5) == [A, B]
+
+
+def test_what_a_peer_says_of_its_queue_counts_where_it_explains_how_long_it_has_taken() -> None:
+    scheduler = PeerScheduler({A: 1.0, B: 1.0, C: 9.0})
+    run = RunId("gpt-3fa2c1")
+    assert scheduler.believable_wait_s(A, Load(run, 0.0, 0.0, 4)) == 0.0
+    assert scheduler.believable_wait_s(C, Load(run, 0.0, 0.0, 4)) == 9.0
+    assert scheduler.believable_wait_s(C, Load(run, 0.5, 6.0, 4)) == 0.5, "its device is slow, and it says so"
+    assert scheduler.believable_wait_s(C, Load(run, 20.0, 0.0, 4)) == 20.0
 
 
 def test_the_routing_weights_decide_among_equally_fast_peers() -> None:

@@ -1,5 +1,6 @@
 """Routes in virtual time: whatever is lost, late, killed or asked twice, no layer counts a micro-batch twice."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -19,16 +20,21 @@ from decentral.comm.wire.messages import (
     BackwardResponse,
     CommitDecision,
     CommitQuery,
+    Done,
     ExecutionId,
     ForwardRequest,
     ForwardStatusQuery,
     Hop,
+    Load,
+    Offer,
     Refused,
 )
 from decentral.comm.wire.transport import Answered, Ask, Asked, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from tests.comm.routes.route_world import RUN, Device, Peer, World, cuts_of, is_decision, layout
+from decentral.core.machine import Effect
+from decentral.peers.planning import routing_weights
+from tests.comm.routes.route_world import RUN, TOKENS, Device, Peer, World, cuts_of, is_decision, layout
 
 CUTS = cuts_of([100, 100, 100, 100])
 
@@ -110,6 +116,128 @@ def test_a_peer_that_is_killed_costs_no_micro_batch_twice_and_the_others_go_on(v
     assert origin.completed > before + 50
     finish(world)
     assert result(world).sound
+
+
+def test_what_a_frozen_peer_has_goes_to_others_as_soon_as_the_roster_has_dropped_it() -> None:
+    world = World(CUTS)
+    for name, first, last in (("A", 0, 2), ("C", 2, 4), ("D", 2, 4)):
+        world.add(name, first, last)
+    world.start()
+    world.run(10.0)
+    origin, known_after_s = world.peers[PeerId("A")].routes, HOP_DEADLINE_FLOOR_S - 1
+    assert known_after_s < HOP_DEADLINE_FLOOR_S, "no execution is late before"
+
+    def at_the_frozen_one() -> int:
+        sent = (execution.next_hop for execution in origin.executions.values())
+        return sum(hop is not None and hop.to == "C" for hop in sent)
+
+    world.freeze("C", known_after_s)
+    world.run(known_after_s - 0.1)
+    assert at_the_frozen_one() > 0
+    world.run(0.2)
+    assert at_the_frozen_one() == 0
+    before = origin.completed
+    world.run(5.0)
+    assert origin.completed > before + 25
+    finish(world)
+    assert result(world).sound
+
+
+def test_a_silent_peer_gets_no_more_time_for_its_next_micro_batch_than_one_that_answers() -> None:
+    world = World(CUTS)
+    for name, first, last in (("A", 0, 2), ("C", 2, 4), ("D", 2, 4)):
+        world.add(name, first, last)
+    world.start()
+    world.run(10.0)
+    world.freeze("C", known_after_s=1000.0)
+    world.run(30.0)
+    origin = world.peers[PeerId("A")].routes
+    at_c = [one.next_hop for one in origin.executions.values() if one.next_hop is not None and one.next_hop.to == "C"]
+    assert all(hop.look_at is None or hop.look_at <= world.now + HOP_DEADLINE_FLOOR_S for hop in at_c)
+    before = origin.completed
+    world.run(30.0)
+    assert origin.completed > before + 100
+    finish(world)
+    assert result(world).sound
+
+
+@pytest.mark.parametrize("whole", [1, 5])  # few holders are asked at once, of many some are first asked for offers
+def test_peers_that_train_alone_are_asked_where_nobody_else_can_be(whole: int) -> None:
+    world, asked = World(CUTS), Counter[str]()
+    world.add("A", 0, 2)
+    world.add("C", 2, 4)
+    for number in range(whole):
+        world.add(f"W{number}", 0, 4)
+
+    def seen(now: float, ask: Ask) -> bool:
+        asked[ask.to[0]] += isinstance(ask.envelope.message, ForwardRequest | Offer)
+        return False
+
+    world.loses = seen
+    origin = world.peers[PeerId("A")].routes
+    speeds = {(0, 2): 1.0, (2, 4): 1.0, (0, 4): float(whole)}
+    origin.forwarding.weights = routing_weights.solve(CUTS, speeds, (0, 2), whole_alone=True)
+    world.start()
+    world.run(10.0)
+    assert asked["C"] > 50
+    assert asked["W"] == 0
+    world.kill("C")
+    before = origin.completed
+    world.run(10.0)
+    assert origin.completed > before + 50
+    finish(world)
+    assert result(world).sound
+
+
+class Hoarder:
+    """Offers to take every micro-batch at once, says that it is at work when it is asked, and never answers; or, if it
+    is `late`, answers just before it is too late."""
+
+    def __init__(self, routes: Router, late: bool) -> None:
+        self.stage, self.active, self.taken, self.late = routes.stage, True, 0, late
+        self.executions, self.waiting = dict[int, Any](), list[tuple[float, Reply]]()
+
+    @property
+    def wake_at(self) -> float | None:
+        return min((at for at, _ in self.waiting), default=None)
+
+    def handle(self, event: object, now: float) -> list[Effect]:
+        match event:
+            case Asked(request, _, Envelope(Offer() as offer)):
+                return [Reply(request, Envelope(Load(offer.run, 0.0, 0.0, self.stage.last)))]
+            case Asked(request, _, Envelope(ForwardStatusQuery() | CommitDecision())):
+                return [Reply(request, Envelope(Done()))]
+            case Asked(request, _, Envelope(ForwardRequest() as asked)):
+                self.taken += 1
+                hop = Hop(self.stage.peer, asked.first, self.stage.last)
+                answer = Envelope(BackwardResponse(RUN, 1.0, TOKENS, (hop,), layout(0, 1)[:1]), bytes(16))
+                self.waiting += [(now + asked.patience_s - 0.1, Reply(request, answer))] if self.late else []
+        due = [reply for at, reply in self.waiting if at <= now]
+        self.waiting = [(at, reply) for at, reply in self.waiting if at > now]
+        return [*due]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("honest", [2, 5])  # few holders are asked at once, of many some are first asked for offers
+def test_who_takes_micro_batches_and_does_not_answer_in_time_gets_ever_fewer_of_them(honest: int, late: bool) -> None:
+    world = World(CUTS)
+    for name in "AB":
+        world.add(name, 0, 2, seconds=1.0)
+    for number in range(honest):
+        world.add(f"H{number}", 2, 4, seconds=1.0)
+    liar = world.add("L", 2, 4)
+    hoarder = Hoarder(liar.routes, late)
+    liar.routes = hoarder  # type: ignore[assignment]
+    origins = [world.peers[PeerId(name)].routes for name in "AB"]
+    for origin in origins:
+        origin.load.usual_speed = TOKENS / 1.0
+    world.start()
+    world.run(200.0)
+    first, completed = hoarder.taken, sum(origin.completed for origin in origins)
+    assert first < 0.06 * completed
+    world.run(200.0)
+    assert hoarder.taken - first < 0.04 * completed
+    assert sum(origin.completed for origin in origins) > 1.9 * completed
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -1,13 +1,18 @@
-"""Layers that no peer holds: after a while the peers that wait for them say so, and what would help."""
+"""What routes follow from the roster: layers that nobody holds, speeds, and peers that are gone."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from decentral.comm.routes.execution import ExecutionState, NextHop, OwnExecution
+from decentral.comm.routes.forwarding import SUCCESSOR_RETRY_S
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.messages import CommitDecision, ExecutionId
 from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.transport import Ask
 from decentral.core import jobs
 from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
@@ -76,3 +81,53 @@ def test_a_link_is_thin_where_a_busy_device_would_fill_it(
     assert not planner.is_thin(), "the link was not"
     planner.meter.saw(PeerId("QmOther"), 1.0, 0.01, 1_000_000, 100)
     assert planner.is_thin() == thin
+
+
+def away(hop: NextHop) -> OwnExecution:
+    """A micro-batch of ours that another peer has."""
+    id = ExecutionId(PeerId("QmMe"), 7, 0)
+    execution = OwnExecution(token=1, id=id, last=1, memory_share=1.0, started_at=0.0, until=99.0, drawn=0.0, round=0)
+    execution.state, execution.next_hop = ExecutionState.AWAY, hop
+    return execution
+
+
+def test_what_a_peer_has_under_way_goes_to_others_when_the_roster_has_lost_it(planner: RoutePlanner) -> None:
+    hop = NextHop(8, layout=(), payload=b"", gradients=(), to=PeerId("QmOther"))
+    execution = away(hop)
+    planner.routes.table.add(execution)
+    assert planner.look_for_lost(0.0) == []
+    assert hop.to == "QmOther", "the roster has not changed"
+    planner.roster.changes += 1
+    (told,) = planner.look_for_lost(2.0)
+    assert isinstance(told, Ask)
+    assert told.envelope.message == CommitDecision(RUN, (), (execution.next_id,))
+    assert hop.to is None
+    assert hop.retry_at == 2.0 + SUCCESSOR_RETRY_S
+
+
+def test_peers_with_the_whole_model_are_in_the_flow_where_gradients_overlap(planner: RoutePlanner) -> None:
+    planner.routes.stage = replace(planner.routes.stage, overlap=True)
+    planner.routes.load.speed = 100.0
+    planner.roster.holders.put(PeerId("QmWhole"), replace(OTHER, first=0, last=3))
+    planner.refresh(0.0)
+    weights = planner.routes.forwarding.weights
+    assert weights.tokens_per_s == pytest.approx(100.0 + 300.0, rel=0.01), "what we can begin, and carry for us"
+    assert set(weights.nexts[1]) == {(0, 3)}
+
+
+def test_where_gradients_are_exact_they_have_turns_by_measured_times(planner: RoutePlanner) -> None:
+    planner.routes.load.speed = 100.0
+    planner.roster.holders.put(PeerId("QmWhole"), replace(OTHER, first=0, last=3))
+    planner.roster.holders.put(PeerId("QmOther"), replace(OTHER, first=1, last=3))
+    planner.refresh(0.0)
+    weights, (alone, other) = planner.routes.forwarding.weights, ((0, 3, 100.0), (1, 3, 100.0))
+    assert weights.rate(1, alone) == weights.rate(1, other) > 0
+
+
+def test_a_roster_that_reads_some_keys_only_says_nothing_of_who_is_gone(planner: RoutePlanner) -> None:
+    planner.roster.limits = planner.roster.limits.model_copy(update={"shards": 8})
+    hop = NextHop(8, layout=(), payload=b"", gradients=(), to=PeerId("QmOther"))
+    planner.routes.table.add(away(hop))
+    planner.roster.changes += 1
+    assert planner.look_for_lost(2.0) == []
+    assert hop.to == "QmOther"
