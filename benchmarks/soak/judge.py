@@ -4,8 +4,9 @@ Training's share of a peer is what its `step` lines account to training, of all 
 hangs writes no lines, and its share falls. It is taken over the time in which the peer itself had no fault: until one
 begins, and from SETTLES_S after it is over. What counts is this share under faults, of that in the quiet minutes.
 
-The peers that hold the whole model are judged by it, since their work depends on nobody. A peer with a part of the
-model trains what others send it: while they are gone it has less to do, so its share is reported.
+All survivors together have to keep KEPT_SHARE of it, and so do those with the whole model, whose work depends on
+nobody. A peer with a part trains what others send it: while some of them are gone, or a newcomer has chosen other
+layers than the one before it, there is more to do at one place and less at another. So its own share is only reported.
 """
 
 from collections import defaultdict
@@ -99,11 +100,14 @@ def counts(found: Evidence) -> CountAudit:
 
 
 def _share(found: Evidence) -> Iterator[str]:
-    whole = [one for one in shares(found) if one.place in found.whole]
-    if not any(one.says for one in whole):
-        yield f"no peer with the whole model had {LEAST_CLEAR_S:.0f} s without a fault: nothing is known of its share"
-    elif (kept := kept_share(whole)) < KEPT_SHARE:
-        yield f"survivors trained {kept:.3f} of what they trained in quiet; at least {KEPT_SHARE} was to be"
+    survivors = shares(found)
+    whole = [one for one in survivors if one.place in found.whole]
+    for of, what in (whole, " with the whole model"), (survivors, ""):
+        if not any(one.says for one in of):
+            yield f"no peer{what} had {LEAST_CLEAR_S:.0f} s without a fault: nothing is known of its share"
+        elif (kept := kept_share(of)) < KEPT_SHARE:
+            yield f"survivors{what} trained {kept:.3f} of what they trained in quiet; at least {KEPT_SHARE} was to be"
+            break
 
 
 def _counted(found: Evidence) -> Iterator[str]:

@@ -25,7 +25,11 @@ def report(found: Evidence) -> dict[str, Any]:
         "faults": len(found.hits),
         "by_kind": {kind: _of_kind(found, kind) for kind in sorted({hit.kind for hit in found.hits})},
         "latest_fault_s": max((hit.late_s for hit in found.hits), default=0.0),
-        "kept_share": {"whole": round(kept_share(whole), 4), "parts": round(kept_share(parts), 4)},
+        "kept_share": {
+            "all": round(kept_share(of_places), 4),
+            "whole": round(kept_share(whole), 4),
+            "parts": round(kept_share(parts), 4),
+        },
         "places": [_of_place(found, one) for one in of_places],
         "counted": counts(found).figures(),
         "exchanges": {outcome: outcomes[outcome] for outcome in ("done", "solo", "failed")},
@@ -108,7 +112,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
             f"{one['clear_s']:5.0f}  {one['longest_gap_s']:14.1f}  {faults}"
         )
     kept = result["kept_share"]
-    yield f"kept: {kept['whole']:.4f} where the whole model is, {kept['parts']:.4f} elsewhere"
+    yield f"kept: {kept['all']:.4f}; {kept['whole']:.4f} where the whole model is, {kept['parts']:.4f} elsewhere"
     counted, exchanges = result["counted"], result["exchanges"]
     yield (
         f"micro-batches along routes: {counted['everywhere']} counted once in all layers, {counted['in_part']} in a "
