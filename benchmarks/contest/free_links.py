@@ -46,18 +46,19 @@ def trained(throttles: Sequence[float], rate: float, seed: int, seconds: float) 
     """The curve of one run. `throttles`: how many times slower than the fastest each device is, whole numbers."""
     run = config.load(None, [*MODEL, f"seed={seed}", f"train.learning_rate={rate}"])
     layers = gpt.build(run.model, run.seed)
-    parameters = list(nn.Sequential(*layers).parameters())
+    model = nn.Sequential(*layers)
+    parameters = list(model.parameters())
     optimizer = MuonAdamW(groups(layers, run.train), run.train)
     corpus = data.corpus(run.data, run.model)
     drawn = [corpus.micro_batches(Reading(run.seed, f"{place}-0")) for place in range(len(throttles))]
     held_out, cpu = corpus.evaluation(SEQUENCES), Device(torch.device("cpu"), torch.float32)
     assert isinstance(run.train.micro_batch, int), "the contest names its micro-batch"
-    curve, tokens, shown = list[Point](), 0, 0.0
-    for step in range(1, round(seconds / STEP_S) + 1):
+    curve, tokens, last = list[Point](), 0, round(seconds / STEP_S)
+    for step in range(1, last + 1):
         ready = [place for place, slower in enumerate(throttles) if step % round(slower) == 0]
         for place in ready:
             inputs_BT, targets_BT = drawn[place](step // round(throttles[place]) - 1, run.train.micro_batch)
-            torch.autograd.backward(gpt.loss_of(nn.Sequential(*layers)(inputs_BT), targets_BT))
+            torch.autograd.backward(gpt.loss_of(model(inputs_BT), targets_BT))
             tokens += inputs_BT.numel()
         for parameter in parameters:
             assert parameter.grad is not None, "every parameter takes part"
@@ -67,9 +68,8 @@ def trained(throttles: Sequence[float], rate: float, seed: int, seconds: float) 
             group["lr"] = rate_at(run.train, step - 1, step - 1)
         optimizer.step()
         optimizer.zero_grad()
-        if step * STEP_S >= shown + GRID_S:
-            shown = step * STEP_S
-            curve.append(Point(shown, tokens, held_out_loss(Chain(layers), held_out, cpu, AT_ONCE_SEQUENCES)))
+        if step * STEP_S >= (len(curve) + 1) * GRID_S or step == last:
+            curve.append(Point(step * STEP_S, tokens, held_out_loss(Chain(layers), held_out, cpu, AT_ONCE_SEQUENCES)))
     return curve
 
 

@@ -6,7 +6,7 @@ send --few holders-------------------------> ForwardRequest --answered--> (comm/
                                                    --failed----> another peer gets the same activations
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -95,12 +95,7 @@ class Forwarding:
         peers = self.scheduler.askable([peer for peer in peers if peer not in hop.busy], now)
         if not peers:
             return self._wait(hop, now)
-        rates = {peer: self.weights.rate(execution.last, self.view.span_and_speed(peer)) for peer in peers}
-        if any(trust[peer] < 1 for peer in peers):
-            equal = not any(rates.values())
-            rates = {peer: trust[peer] * (equal or rate) for peer, rate in rates.items()}
-        if any(rates.values()):
-            rates = {peer: rate for peer, rate in rates.items() if rate or not self._trains_alone(peer)}
+        rates = self._rates(execution.last, {peer: trust[peer] for peer in peers})
         chosen = self.scheduler.choose(execution.last, rates, CANDIDATES if len(rates) > FEW else 1)
         if len(rates) <= FEW:
             return self._send_to(execution, chosen[0], now)
@@ -108,6 +103,16 @@ class Forwarding:
         tag = OfferTag(execution.token, hop.attempts)
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
         return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(chosen)]
+
+    def _rates(self, layer: int, trust: Mapping[PeerId, float]) -> dict[PeerId, float]:
+        """By which weights these peers take turns at this layer; all zero: by their measured times alone."""
+        rates = {peer: self.weights.rate(layer, self.view.span_and_speed(peer)) for peer in trust}
+        if any(weight < 1 for weight in trust.values()):
+            equal = not any(rates.values())
+            rates = {peer: trust[peer] * (equal or rate) for peer, rate in rates.items()}
+        if any(rates.values()):
+            rates = {peer: rate for peer, rate in rates.items() if rate or not self._trains_alone(peer)}
+        return rates
 
     def _trains_alone(self, peer: PeerId) -> bool:
         """Whether a peer has work of its own all the time: however soon it would be through, what it takes of others

@@ -47,6 +47,14 @@ def two_pipelines(delay_s: float = 0.01) -> World:
     return world
 
 
+def two_ends() -> World:
+    """A starts; C and D hold the same last layers."""
+    world = World(CUTS)
+    for name, first, last in (("A", 0, 2), ("C", 2, 4), ("D", 2, 4)):
+        world.add(name, first, last)
+    return world
+
+
 def result(world: World) -> audit.CountAudit:
     return audit.audit(world.lines(), len(CUTS))
 
@@ -119,9 +127,7 @@ def test_a_peer_that_is_killed_costs_no_micro_batch_twice_and_the_others_go_on(v
 
 
 def test_what_a_frozen_peer_has_goes_to_others_as_soon_as_the_roster_has_dropped_it() -> None:
-    world = World(CUTS)
-    for name, first, last in (("A", 0, 2), ("C", 2, 4), ("D", 2, 4)):
-        world.add(name, first, last)
+    world = two_ends()
     world.start()
     world.run(10.0)
     origin, known_after_s = world.peers[PeerId("A")].routes, HOP_DEADLINE_FLOOR_S - 1
@@ -144,9 +150,7 @@ def test_what_a_frozen_peer_has_goes_to_others_as_soon_as_the_roster_has_dropped
 
 
 def test_a_silent_peer_gets_no_more_time_for_its_next_micro_batch_than_one_that_answers() -> None:
-    world = World(CUTS)
-    for name, first, last in (("A", 0, 2), ("C", 2, 4), ("D", 2, 4)):
-        world.add(name, first, last)
+    world = two_ends()
     world.start()
     world.run(10.0)
     world.freeze("C", known_after_s=1000.0)
@@ -604,9 +608,7 @@ def test_an_execution_that_is_only_late_is_asked_after_and_not_sent_twice() -> N
 
 
 def test_a_peer_that_does_not_know_an_execution_any_more_says_so_and_another_gets_it() -> None:
-    world = World(CUTS)
-    for name, first, last in (("A", 0, 2), ("C", 2, 4), ("D", 2, 4)):
-        world.add(name, first, last)
+    world = two_ends()
     world.start()
     world.run(5.0)
     origin, restarted = world.peers[PeerId("A")].routes, world.peers[PeerId("C")]
