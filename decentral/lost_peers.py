@@ -5,12 +5,13 @@ forgotten each other, or a swarm that was down as a whole, would never see each 
 alone keeps looking where the others were, and any other one looks for one of those that it has lost, now and then.
 
 Who is found may have another time. Neither sees the other's records then, and the lesser part is told to start again.
-Who would keep its time, because most of those that it knows have that, is not told.
+Who would keep its time, because most of those that it knows have that, is not told. A part may know nobody of the
+other; so whoever is connected and in no roster counts as well, as it may have found us, and is known from then on.
 """
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
@@ -22,9 +23,11 @@ from decentral.reach_swarm import connect_all
 
 ALONE_LOOK_S = 10.0  # a peer that is alone looks this often
 LOST_LOOK_S = 60.0  # any other one
+MOST_FINDERS = 3  # peers in no roster that are asked for their time at once
 
 Places = Sequence[tuple[str, ...]]
 """The addresses of one peer each."""
+AddressesByPeer = Mapping[PeerId, tuple[str, ...]]
 
 
 async def look_for_the_lost(host: Host, join: Sequence[str]) -> None:
@@ -36,18 +39,24 @@ async def look_for_the_lost(host: Host, join: Sequence[str]) -> None:
     while True:
         await asyncio.sleep(ALONE_LOOK_S)
         live = host.node.roster.live
-        lost = [addresses for peer, addresses in host.book.known.items() if peer not in live]
-        if live and (not lost or host.now() < looked_at + LOST_LOOK_S):
+        if live and host.now() < looked_at + LOST_LOOK_S:
             continue
         looked_at = host.now()
-        places = [random.choice(lost)] if live else [*((address,) for address in join), *lost]
+        lost = [addresses for peer, addresses in host.book.known.items() if peer not in live]
+        places = random.sample(lost, min(1, len(lost))) if live else [*((address,) for address in join), *lost]
         found = await meet(transport, directory, places)
-        if not live:  # those that know us may have found us
-            found += directory.some_connected()
-        if ahead_s := await time_to_take(transport, directory, found, host.book.known):
-            again = "start this peer again" if host.book.known else "start this peer again with --join"
+        finders = some_finders(await transport.connections(), live)
+        if ahead_s := await time_to_take(transport, directory, [*found, *finders], host.book.known):
+            for peer, addresses in finders.items():
+                host.book.learn(peer, addresses)
             apart = f"this peer's clock is {difference(-ahead_s)} the others'"
-            host.watch.note("clock", f"{apart}; {again}, and it goes by theirs")
+            host.watch.note("clock", f"{apart}; start this peer again, and it goes by theirs")
+
+
+def some_finders(connections: AddressesByPeer, live: Collection[PeerId]) -> AddressesByPeer:
+    """A few of those that are connected and in no roster, by chance: they may have found us."""
+    strangers = [peer for peer in connections if peer not in live]
+    return {peer: connections[peer] for peer in random.sample(strangers, min(MOST_FINDERS, len(strangers)))}
 
 
 async def time_to_take(

@@ -108,6 +108,21 @@ class Libp2p:
         visible = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
         return tuple(sorted(visible, key=lambda address: "/127.0.0.1/" in address or "/::1/" in address))
 
+    async def connections(self) -> dict[PeerId, tuple[str, ...]]:
+        """The peers with a connection to our daemon, whoever began it, and from which addresses; of a private swarm its
+        members only."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                found = await self._p2p.list_peers()
+        except (*NETWORK_ERRORS, TimeoutError):
+            return {}
+        peers = {PeerId(one.peer_id.to_base58()): one.addrs for one in found}
+        return {
+            peer: tuple(f"{place}/p2p/{peer}" for place in places)
+            for peer, places in peers.items()
+            if self._private is None or self._private.admits(peer)
+        }
+
     async def connect(self, address: str) -> PeerId:
         """Connects to `.../p2p/<id>`. Raises UserError if that is no address, AskError if nobody answers there."""
         peer, place = parse_address(address)

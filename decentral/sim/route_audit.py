@@ -21,6 +21,8 @@ from decentral.audit import Span, covered, overlap
 from decentral.comm.routes import commits
 from decentral.comm.routes.admission import MOST_HELD
 from decentral.comm.routes.execution_table import JOBS_AT_ONCE
+from decentral.comm.routes.offers import CANDIDATES
+from decentral.comm.wire.messages import Offer
 from decentral.core.ids import PeerId
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.machine import Log
@@ -160,11 +162,13 @@ class RouteAudit:
         decided = max((len(box.commit) + len(box.abort) for box in routes.commits.boxes.values()), default=0)
         graphs = host.training.span.stages.pending.values() if isinstance(host.training, SurrogateWorkload) else ()
         activations = sum(stage.memory_share(one.first, one.last) for one in graphs)
+        offers = sum(isinstance(one.envelope.message, Offer) for one in host.port.asked)
         sizes: dict[str, tuple[float, float]] = {
             "executions": (len(routes.executions), MOST_HELD * capacity),
             "gradients in sums": (len(routes.ledger.entries), MOST_IN_SUMS * capacity),
             "graphs": (len(graphs), MOST_UNDER_WAY + JOBS_AT_ONCE),
             "spans' activations": (activations, capacity + JOBS_AT_ONCE),
+            "offers": (offers, CANDIDATES * MOST_HELD * capacity),
             "decisions for one peer": (decided, 2 * commits.DECISIONS_KEPT),
             "peers to be told": (len(routes.commits.boxes), MOST_OUTBOXES * max(living, 4)),
         }

@@ -276,11 +276,11 @@ class SimulatedSwarm:
         self.records.ahead_s[member.peer] = member.clock_s
 
     def _compare_clocks(self) -> None:
-        """A peer that finds others with another time tells its user, who starts it again, with --join if it must."""
+        """A peer that finds others with another time knows them from then on, and tells its user to start it again."""
         self.agenda.after(CLOCKS_COMPARED_S, self._compare_clocks)
         for member in self.living:
             if member.training and not member.frozen and member.host and (apart := self._of_another_time(member)):
-                member.address_book = member.address_book or dict.fromkeys(apart)
+                member.address_book |= dict.fromkeys(apart)
                 self.crash(member)
                 self.start(member)
 
@@ -292,8 +292,7 @@ class SimulatedSwarm:
         assert member.host is not None
         live = member.host.node.roster.live
         found = [self.by_peer[peer] for peer in self._contacts(member)]
-        if not live:
-            found += [one for one in self.living if member.peer in self._contacts(one)]
+        found += [one for one in self.living if member.peer in self._contacts(one)]
         ahead_s = {one.peer: one.clock_s - member.clock_s for one in found if one.training}
         lost_apart = any(agreed_s([apart_s]) for peer, apart_s in ahead_s.items() if peer not in live)
         return list(ahead_s) if lost_apart and agreed_s(list(ahead_s.values())) else []

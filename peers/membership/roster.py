@@ -324,7 +324,7 @@ class Roster:
                 self.refused[error.reason] += 1
                 continue
             self._known[peer] = value
-            effects += self._heard(peer, record, expires, now)
+            effects += self._heard(peer, record, min(expires, now + self.limits.record_ttl_s), now)
         return effects
 
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:

@@ -18,7 +18,7 @@ from decentral.core.algorithms import FragmentContext
 from decentral.core.units import Seconds
 from decentral.peers.placement import span_move
 from decentral.peers.planning import swarm_plans
-from decentral.sim import sweep
+from decentral.sim import route_audit, sweep
 from decentral.train import checkpoint
 from tests.sim.broken import no_baseline
 
@@ -72,6 +72,8 @@ FOUND = {
     45175: "a bug of the audit: a peer cannot see one that has another time, and begins from nothing",
     46615: "a move failed for a full disk: the fragments that stayed had forgotten what they had merged",
     48655: "a bug of the audit: peers that all hold the whole model route nothing",
+    204255: "two parts of a swarm with an hour between their clocks, one of which knew nobody of the other",
+    210223: "a bug of the audit: ten micro-batches were offered to seven peers each, and counted as 70 questions",
 }
 
 
@@ -79,6 +81,13 @@ FOUND = {
 def test_a_bug_that_the_sweep_has_found_stays_mended(seed: int) -> None:
     outcome = sweep.play(seed)
     assert not outcome.violated, f"{FOUND[seed]}: {outcome.said}"
+
+
+def test_more_offers_than_executions_explain_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route_audit, "CANDIDATES", 0)
+    outcome = sweep.play(210223)
+    assert outcome.violated == "bounded"
+    assert "offers" in outcome.said
 
 
 def test_a_seed_stands_for_one_scenario_and_one_digest() -> None:

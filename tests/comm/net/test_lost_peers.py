@@ -11,7 +11,7 @@ from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Identity
 from decentral.core.ids import PeerId
-from decentral.lost_peers import meet, time_to_take
+from decentral.lost_peers import MOST_FINDERS, meet, some_finders, time_to_take
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 KEY = "run/peers"
@@ -21,6 +21,27 @@ LIMIT_S = 120.0  # against hanging
 async def announce(directory: HivemindDirectory, own: Identity) -> None:
     expires = time.time() + 60.0
     assert await directory.store(KEY, own.peer, own.seal(KEY, b"here", expires), expires)
+
+
+@pytest.mark.swarm
+def test_who_knows_nobody_of_those_that_have_found_it_asks_them_and_knows_where_they_are(tmp_path: Path) -> None:
+    async def story() -> None:
+        ours = await Libp2p.start(tmp_path / "ours", LISTEN, ())
+        finders = await asyncio.gather(*(Libp2p.start(tmp_path / name, LISTEN, ()) for name in "abcd"))
+        try:
+            own = await ours.directory([KEY], [])
+            for one in finders:
+                assert await meet(one, await one.directory([KEY], []), [await ours.addresses()]) == [ours.peer]
+            live, *strangers = [one.peer for one in finders]
+            some = some_finders(await ours.connections(), {live})
+            assert len(some) == MOST_FINDERS
+            assert set(some) <= set(strangers)
+            assert len(await own.clocks_ahead_s(some)) == MOST_FINDERS
+            assert all([await ours.connect(addresses[0]) == peer for peer, addresses in some.items()])
+        finally:
+            await asyncio.gather(*(one.close() for one in (ours, *finders)))
+
+    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
 
 
 class WithOwnTime(HivemindDirectory):

@@ -238,6 +238,14 @@ def test_a_record_of_ours_that_was_written_by_a_clock_ahead_is_outlived(roster: 
     assert announced.expires < NOW + 3600 + TTL < renewed.expires
 
 
+def test_a_record_that_outlives_one_of_a_clock_ahead_is_believed_as_long_as_any_other(roster: Roster) -> None:
+    """Else who is gone again, to another time or for good, would be in the roster for an hour."""
+    find(roster, sealed(RECORD, NOW + 3600 + TTL))
+    roster.handle(Woke(), NOW + TTL - 0.1)
+    assert other() in roster.live
+    assert left(roster.handle(Woke(), NOW + TTL)) == ["expired"]
+
+
 def test_it_looks_up_others_every_four_seconds_and_less_often_in_a_large_swarm(roster: Roster) -> None:
     def looks_up(now: float) -> bool:
         return Lookup(KEY) in roster.handle(Woke(), now)
