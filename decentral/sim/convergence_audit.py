@@ -1,5 +1,7 @@
-"""The rules that hold in the end: replicas are together, corrections have not moved their mean, rosters are right.
+"""The rules of replicas and rosters: no replica is thrown away; in the end replicas are together, and rosters right.
 
+thrown    at no moment is the replica of an honest peer further from the optimum than training explains; not judged
+          from the moment on at which most partners that an honest peer could have were liars
 together  after the last fault replicas come together again: no further apart than a few windows' noise; not judged
           where at one time most partners that an honest peer could have were liars
 drift     pull: all corrections together have moved the mean of the replicas by a bounded amount
@@ -21,6 +23,7 @@ from decentral.sim.swarm import SimulatedPeer
 from decentral.sim.virtual_host import VirtualHost
 
 MAX_DRIFT = 1.0  # initial distances from the optimum, and as much more as merges with forged snapshots have moved it
+MAX_THROWN = 1000.0  # initial distances from the optimum: of the liars' snapshots some are as far as floats go
 MAX_APART = 30.0  # windows' noise: replicas further apart than this have lost each other
 MAX_BEHIND = 0.5  # of the mean's distance from the optimum: slow peers lag behind where a liar threw all
 
@@ -56,11 +59,20 @@ class ConvergenceAudit:
                 self.drift[fragment] = self.drift.get(fragment, torch.zeros_like(moved)) + moved
 
     def check(self) -> None:
-        """To be called now and then: do honest peers have a majority of honest partners, as promises suppose?"""
+        """To be called now and then: do honest peers have a majority of honest partners, as promises suppose? And has
+        no replica been thrown away?"""
         training = [member for member in self.evidence.swarm.living if member.training]
-        liars = sum(bool(member.byzantine) for member in training)
-        honest = len(training) - liars
-        self.outvoted |= 0 < honest <= liars
+        honest = [member for member in training if not member.byzantine]
+        self.outvoted |= 0 < len(honest) <= len(training) - len(honest)
+        if self.outvoted or self.evidence.swarm.settings.gradients is not None:
+            return
+        for member in honest:
+            assert member.host is not None
+            for held in member.host.training.gossip.fragments:
+                farthest = float(held.live.theta.abs().max())
+                if not farthest <= MAX_THROWN:
+                    detail = f"{member.peer} is {farthest:.2g} initial distances from the optimum"
+                    self.evidence.violated("thrown", detail, member.host)
 
     def finish(self) -> None:
         living = [member for member in self.evidence.swarm.living if member.training]

@@ -58,12 +58,6 @@ def explained_tokens(length: float, own: int, own_length: float) -> float:
     return TIMES_EXPLAINED * own * length / own_length if own_length else float("inf")
 
 
-def believed_tokens(claims: Sequence[int]) -> list[float]:
-    """Everybody's claims, as all who know them believe them: at most TIMES_USUAL_TOKENS times the usual one."""
-    most = max(1.0, TIMES_USUAL_TOKENS * median_low(claims))
-    return [min(float(claim), most) for claim in claims]
-
-
 def usual(own: float, others: Sequence[float]) -> float:
     """The lower median of all, or ours where that is more: one other alone never raises it."""
     return max(own, median_low([own, *others]))

@@ -62,6 +62,41 @@ def test_slow_weights_of_zero_do_not_wipe_the_model_out() -> None:
     assert moved_by("pull", lie, ours) < 0.25 * whole
 
 
+@pytest.mark.parametrize("tokens", [1, 2000, 1 << 40])
+def test_a_newcomer_that_has_made_no_step_is_not_thrown_by_the_only_peer_that_has(tokens: int) -> None:
+    """It had seen no round, so that one liar's weights of 1e38 were all of its mean."""
+    newcomer, other, liar = (Replica("allreduce", name) for name in "ABC")
+    for round_ in range(3):
+        liar.train(seed=100 + round_, tokens=1000)
+        lie = claim(repacked(liar.close(), {"theta": torch.full((SIZE,), 1e38)}), tokens)
+        newcomer.close()
+        before = newcomer.live.theta.clone()
+        newcomer.merge([other.close(), lie])
+        other.merge([])
+        assert distance(newcomer.live.theta, before) == 0.0
+    newcomer.train(seed=3, tokens=1000)
+    other.train(seed=4, tokens=1000)
+    before = newcomer.live.theta.clone()
+    newcomer.close()
+    assert moved_by("allreduce", claim(lie, tokens), newcomer) <= 4 * influence.TIMES_USUAL * PROGRESS
+
+
+def test_a_round_in_which_one_peer_of_three_has_made_a_step_counts_it_and_says_little_of_the_next() -> None:
+    """The median of all tokens was 0: what they had made counted as by one token, and a liar's as by 2000 of those."""
+    ours, second, liar = alike("allreduce", 3)
+    closed = [one.close() for one in (ours, second, liar)]
+    ours.merge(closed[1:])
+    ours.train(seed=7, tokens=1000)
+    trained, shut = ours.live.theta.clone(), ours.close()
+    assert shut.tokens == 1000
+    ours.merge([claim(one, 0) for one in closed[1:]])
+    assert torch.allclose(ours.live.theta, trained, atol=1e-6)
+    ours.train(seed=8, tokens=1000)
+    ours.close()
+    lie = claim(repacked(closed[2], {"theta": torch.full((SIZE,), 1e38)}), 1 << 40)
+    assert moved_by("allreduce", lie, ours) <= 4 * influence.TIMES_USUAL * PROGRESS
+
+
 def test_weights_of_zero_in_a_round_in_which_nobody_trained_change_nothing() -> None:
     ours, liar = (Replica("allreduce", name) for name in "AB")
     ours.close()

@@ -74,6 +74,7 @@ FOUND = {
     48655: "a bug of the audit: peers that all hold the whole model route nothing",
     204255: "two parts of a swarm with an hour between their clocks, one of which knew nobody of the other",
     210223: "a bug of the audit: ten micro-batches were offered to seven peers each, and counted as 70 questions",
+    390262: "allreduce: a newcomer without a step took the weights of the only peer that had one, a liar, for the mean",
 }
 
 
