@@ -100,7 +100,10 @@ def introduction(node: Node, folder: Path) -> str:
 def openness(setup: NodeSetup, folder: Path) -> str:
     """Who may join, in one line."""
     if setup.private is None:
-        return "this swarm is public: anybody who has an address may join, read the weights and change them"
+        public = "this swarm is public: anybody who has an address may join, read the weights and change them"
+        used = setup.config.gossip.algorithm
+        trusting = f"; with gossip.algorithm={used} one hostile peer can undo what all have trained, with pull it cannot"
+        return public if used == "pull" else public + trusting
     if founder_path(folder).exists():
         return f"this swarm is private; invite others with: python -m decentral.invite --state-dir {folder} --for NAME"
     return "this swarm is private: only those whom its founder has invited take part"

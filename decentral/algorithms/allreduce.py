@@ -1,8 +1,9 @@
 """All-reduce: in every window everyone waits for everyone and takes the mean of all weights. It is the reference."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median_low
+from dataclasses import dataclass, field
+from statistics import median, median_low
 
 import torch
 from torch import Tensor
@@ -19,27 +20,24 @@ from decentral.train.update_rules import ClosedWeights, Correction, Parts, RuleT
 
 
 @dataclass(slots=True)
-class UsualRound:
-    """The tokens of a peer that were usual in the last round, and the progress that was usual with them; 0: not known.
+class UsualFigure:
+    """What of one figure was usual in each of the last rounds: the lower median of those who had any."""
 
-    Peers without tokens do not vote on it, and the last round does, as one more peer: so one peer alone never says what
-    is usual, where in a short round no other one has made a step.
-    """
+    rounds: deque[float] = field(default_factory=lambda: deque(maxlen=influence.RECENT_WINDOWS))
 
-    tokens: float = 0.0
-    progress: float = 0.0
+    def of(self, found: Sequence[float], learn: bool) -> float:
+        """What is usual in this round; 0: nobody knows.
 
-    def believed(self, claims: Sequence[int]) -> list[float]:
-        """Everybody's claims, as all who know them believe them: at most TIMES_USUAL_TOKENS times the usual one."""
-        self.tokens = float(median_low([*filter(None, claims), *filter(None, [self.tokens])]))
-        return [min(float(claim), influence.TIMES_USUAL_TOKENS * self.tokens) for claim in claims]
-
-    def scales(self, believed: Sequence[float], lengths: Sequence[float]) -> list[float]:
-        """What to multiply progress of these lengths by, so that it is no longer than its tokens explain."""
-        times = [one / self.tokens for one in believed]
-        found = [one / many for many, one in zip(times, lengths, strict=True) if many]
-        self.progress = median_low([*found, *filter(None, [self.progress])])
-        return [influence.scale(one, self.progress * many) for many, one in zip(times, lengths, strict=True)]
+        Where those who vote are even in number, the last rounds stand for one more. One other peer alone (not `learn`)
+        does not say what is usual: there it is no more than in the last rounds.
+        """
+        known = median(self.rounds) if self.rounds else 0.0
+        if not learn:
+            return min(known, *found)
+        usual = float(median_low([*found, known] if known and len(found) % 2 == 0 else found)) or known
+        if usual:
+            self.rounds.append(usual)
+        return usual
 
 
 class AllReduceRule(BoundedRule):
@@ -54,7 +52,7 @@ class AllReduceRule(BoundedRule):
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
         self.closed: tuple[int, ClosedWeights] | None = None  # tokens and weights of the window that is to be merged
-        self.usual = UsualRound()
+        self.usual_tokens, self.usual_progress = UsualFigure(), UsualFigure()
         super().__init__(gossip, theta, peer, tools)
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
@@ -67,30 +65,33 @@ class AllReduceRule(BoundedRule):
         everyone = [(self.peer, tokens, own.theta)]
         everyone += [(part.peer, part.tokens, part.vectors["theta"]) for part in parts]
         everyone.sort(key=lambda one: one[0])
-        lengths = [length(vector - self.baseline) for _, _, vector in everyone]
-        own_way, claims = length(own.theta - self.baseline), [count for _, count, _ in everyone]
-        shares, scales = self._judge(claims, lengths, tokens, own_way)
+        ours = next(place for place, (peer, *_) in enumerate(everyone) if peer == self.peer)
+        claims = [count for _, count, _ in everyone]
+        shares, scales = self._judge(claims, [length(vector - self.baseline) for _, _, vector in everyone], ours)
         mean, center = torch.zeros_like(own.theta), self.baseline
         for share, scale, (_, _, vector) in zip(shares, scales, everyone, strict=True):
             mean += share * (vector if scale == 1.0 else center + scale * (vector - center))
         self.baseline = mean
         return Correction(mean, replaces=own)
 
-    def _judge(
-        self, claims: Sequence[int], lengths: Sequence[float], own_tokens: int, own_way: float
-    ) -> tuple[list[float], list[float]]:
-        """Everybody's share of the mean, and how much of everybody's progress counts."""
-        if not any(claims):
+    def _judge(self, claims: Sequence[int], lengths: Sequence[float], ours: int) -> tuple[list[float], list[float]]:
+        """Everybody's share of the mean, and how much of everybody's progress counts. `ours`: our place among them."""
+        voters = [place for place, count in enumerate(claims) if count]
+        if not voters:
             return outer.token_weights(claims), [influence.scale(one, median_low(lengths)) for one in lengths]
-        if not own_tokens and not self.usual.tokens and sum(map(bool, claims)) == 1:
-            # We have made no step yet and have seen no round, and one peer alone does not say what is usual.
-            return outer.token_weights(claims), [influence.scale(one, own_way) for one in lengths]
-        believed = self.usual.believed(claims)
-        return outer.token_weights(believed), self.usual.scales(believed, lengths)
+        learn = len(voters) > 1 or voters == [ours]
+        usual = self.usual_tokens.of([claims[place] for place in voters], learn) or min(
+            claims[place] for place in voters
+        )
+        believed = [min(float(count), influence.TIMES_USUAL_TOKENS * usual) for count in claims]
+        times = [count / usual for count in believed]
+        progress = self.usual_progress.of([lengths[place] / times[place] for place in voters], learn)
+        limits = [progress * many if progress else lengths[ours] for many in times]
+        return outer.token_weights(believed), [influence.scale(*one) for one in zip(lengths, limits, strict=True)]
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         super().load(theta, state)
-        self.closed, self.usual = None, UsualRound()
+        self.closed, self.usual_tokens, self.usual_progress = None, UsualFigure(), UsualFigure()
 
 
 ALGORITHM = Algorithm(

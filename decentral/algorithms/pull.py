@@ -6,6 +6,7 @@ them. The formulas, their sources and what they conserve are in train/outer.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from decentral.train.outer_kernels import (
     OuterVectors,
     Weighted,
 )
+from decentral.train.outliers import Outliers
 from decentral.train.sections import Packer, split
 from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 
@@ -67,7 +69,7 @@ class PullRule(UpdateRule):
         self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
         self.ready = False
         self.momentum = tools.vector(self.elements) if self.constants.alpha else None
-        self.experience, self.agreement = Experience(), Agreement()
+        self.experience, self.agreement, self.outliers = Experience(), Agreement(), Outliers()
         self.sample: WindowSample | None = None  # drawn when the first window is merged, from what is secret then
         self.closed: tuple[Window, bytes] | None = None  # the window that waits for its merge, and what it published
         if not theta.is_meta:
@@ -128,6 +130,8 @@ class PullRule(UpdateRule):
         own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
         progress = self.experience.usual_progress([(one.peer, one.length) for one in partners])
+        apart = self._apart(partners)
+        among = dict(zip(apart, self.outliers.trust([*apart.items()]), strict=True))
         trust = self._trust(partners, blob, progress) if own.tokens else [1.0] * len(partners)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
         shares = influence.token_shares(own.tokens, [self._claimed(one, own) for one in partners], trust)
@@ -136,7 +140,9 @@ class PullRule(UpdateRule):
         for share, one in zip(shares, partners, strict=True):
             steps_taken.append(Weighted(share * influence.scale(one.length, progress), one.pseudo_gradient))
             if one.phi is not None:
-                slow_weights.append(Weighted(share * influence.scale(one.distance, near), one.phi))
+                weight = share * among[one.peer] * influence.scale(one.distance, near)
+                slow_weights.append(Weighted(weight, one.phi))
+                self.outliers.moved(self.constants.gamma * weight * apart[one.peer])
         correction = self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps, self.tools.optimizer))
         self.closed = None  # not before: where memory is too small for the step, the last checkpoint still has it
         return correction
@@ -154,16 +160,32 @@ class PullRule(UpdateRule):
         return min(one.tokens, influence.explained_tokens(one.length, own.tokens, self.experience.lengths[-1]))
 
     def _trust(self, partners: Sequence[PulledWindow], blob: bytes, progress: float) -> list[float]:
-        """How much of each partner's progress counts, by a sample of it that nobody can foretell, and by its length.
+        """How much of each partner's progress counts, by a sample of it that nobody can foretell, by its length, and by
+        where its slow weights were last.
 
         `progress`: what is usual. A window without a step of ours cannot tell.
         """
-        if self.sample is None:
-            self.sample = WindowSample.drawn(self.elements, self.residual)
-        read, codecs = self.sample.read, self.tools.codecs
+        read, codecs = partial(self._sampled.read, PSEUDO_GRADIENT_CODEC), self.tools.codecs
         samples = [(one.peer, read(codecs, one.pseudo_gradient)) for one in partners]
         trust = self.agreement.trust(read(codecs, blob), samples)
-        return [one * influence.plausible(part.length, progress) for one, part in zip(trust, partners, strict=True)]
+        return [
+            one * influence.plausible(part.length, progress) * (not self.outliers.is_far(part.peer))
+            for one, part in zip(trust, partners, strict=True)
+        ]
+
+    def _apart(self, partners: Sequence[PulledWindow]) -> dict[PeerId, Tensor]:
+        """How the slow weights of those of whom they were pulled differ from ours, by that sample."""
+        known = {one.peer: one.phi for one in partners if one.phi is not None}
+        if not known:
+            return {}
+        ours, read = self._sampled.take(self.phi), partial(self._sampled.read, SLOW_WEIGHTS_CODEC, self.tools.codecs)
+        return {peer: read(phi) - ours for peer, phi in known.items()}
+
+    @property
+    def _sampled(self) -> WindowSample:
+        if self.sample is None:
+            self.sample = WindowSample.drawn(self.elements, self.residual)
+        return self.sample
 
     def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it.
@@ -218,7 +240,7 @@ class PullRule(UpdateRule):
         return kept if momentum is None else {**kept, "momentum": momentum}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
-        self.closed = None
+        self.closed, self.outliers = None, Outliers()
         if "phi" in state:
             self.phi.copy_(state["phi"])
             self.baseline.copy_(theta)

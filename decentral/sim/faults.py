@@ -39,9 +39,11 @@ PAIRS = {"oneway": ">", "degrade": "-"}
 SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
 LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # drawn among all faults; the others apart
 KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")  # sim/liars.py
+PATIENT_LIES = ("copied", "hidden", "astray")  # likewise; not drawn: what they do takes longer than a sweep's swarm
 HOP_LIES = (
     *("hop-flipped", "hop-opposed", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss"),
 )  # sim/route_liars.py
+ALL_LIES = (*LIES, *KNOWING_LIES, *PATIENT_LIES, *HOP_LIES)
 LASTING = (
     "freeze",
     "full-disk",
@@ -70,7 +72,7 @@ class Fault:
     peers: tuple[int, ...] = ()  # members by number; (ALL,): all of them
     value: float = 0.0  # factor, share, seconds or count
     lasts: Seconds = 0.0
-    how: str = ""  # for a lie: one of LIES, KNOWING_LIES or HOP_LIES
+    how: str = ""  # for a lie: one of ALL_LIES
 
     def __str__(self) -> str:
         target = "all" if self.peers == (ALL,) else ",".join(map(str, self.peers))
@@ -112,8 +114,8 @@ def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Second
     if kind not in (*PEERS, *HOSTS):
         known = ", ".join([*PEERS, *HOSTS, *PAIRS, *SHARES, "join"])
         raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
-    if kind == "lie" and value not in (*LIES, *KNOWING_LIES, *HOP_LIES):
-        raise UserError(f"--faults: a lie is one of {', '.join([*LIES, *KNOWING_LIES, *HOP_LIES])}; got {value!r}")
+    if kind == "lie" and value not in ALL_LIES:
+        raise UserError(f"--faults: a lie is one of {', '.join(ALL_LIES)}; got {value!r}")
     either = kind in ("skew", "clock")
     size = _number(value, negative=either) if either or kind == "slow" else 0.0
     return Fault(kind, at, _peers(target), size, lasts, how=(value or "") if kind == "lie" else "")

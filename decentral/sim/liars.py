@@ -11,6 +11,9 @@
     drift      its own, and as much again in one direction that stays the same; its slow weights go that way, too
     tokens     flipped, with a thousand times the tokens
     random     noise, as long as its own
+    copied     an honest peer's window, twice as long and with four times the tokens, as of a device four times as fast
+    hidden     copied, with slow weights of zero
+    astray     copied, with slow weights far away
 
 Such a liar knows all: it reads what the honest peers have published in the same window before it answers. Two more lies
 are changes of the bytes that it sends: `nan`, and `scaled`, in which the first block's values are 64 times as large.
@@ -34,6 +37,8 @@ GROWN = 100.0
 HUGE = 1e38
 LITTLE = 1.0  # standard deviations
 TOKENS = 1000
+COPIED_LENGTH, COPIED_TOKENS = 2.0, 4
+ASTRAY = 1e9
 MOST_TOKENS = 1 << 60
 
 Vectors = dict[str, Tensor]
@@ -52,7 +57,7 @@ def falsify(kind: str, liar: str, envelope: Envelope, codecs: Codecs, honest: Ho
     for section in snapshot.layout:
         packer.add(section.name, section.codec, vectors[section.name])
     layout, blob = packer.finish()
-    tokens = min(TOKENS * snapshot.tokens, MOST_TOKENS) if kind == "tokens" else snapshot.tokens
+    tokens = min(TIMES_TOKENS.get(kind, 1) * snapshot.tokens, MOST_TOKENS)
     return Envelope(replace(snapshot, layout=layout, tokens=tokens, digest=blobs.digest(blob)), blob)
 
 
@@ -123,6 +128,23 @@ def _random(own: Vectors, honest: Honest, liar: str) -> Vectors:
     return _progress(own, lambda vector: vector.norm() * _unit(vector, seed))
 
 
+def _copied(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    return _progress(own, lambda vector: COPIED_LENGTH * (honest[0] if honest else vector))
+
+
+def _hidden(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    return _elsewhere(_copied(own, honest, liar), 0.0)
+
+
+def _astray(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    return _elsewhere(_copied(own, honest, liar), ASTRAY)
+
+
+def _elsewhere(own: Vectors, value: float) -> Vectors:
+    """The sections, with all but the pseudo-gradient changed."""
+    return {name: vector if name == PSEUDO_GRADIENT else torch.full_like(vector, value) for name, vector in own.items()}
+
+
 def _unit(like: Tensor, seed: str) -> Tensor:
     chance = torch.Generator().manual_seed(rng.seed_of(0, "liar", seed) % 2**63)
     direction = torch.randn(like.shape, generator=chance)
@@ -145,6 +167,10 @@ FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
     "drift": _drift,
     "tokens": _flipped,
     "random": _random,
+    "copied": _copied,
+    "hidden": _hidden,
+    "astray": _astray,
 }
+TIMES_TOKENS: Mapping[str, int] = {"tokens": TOKENS, **dict.fromkeys(("copied", "hidden", "astray"), COPIED_TOKENS)}
 
 GARBLED: Mapping[str, Callable[[bytes], bytes]] = {"nan": _nan, "scaled": _scaled}

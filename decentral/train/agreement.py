@@ -24,7 +24,6 @@ from decentral.core.ids import PeerId
 from decentral.train import compress
 from decentral.train.common_progress import CommonProgress
 from decentral.train.deviations import Deviations, chance_of
-from decentral.train.outer_kernels import PSEUDO_GRADIENT_CODEC
 from decentral.train.sections import Codecs
 
 STRETCHES = 32
@@ -50,12 +49,18 @@ class WindowSample:
         places = chance.sample(range(elements // STRETCH_NUMBERS), STRETCHES)
         return cls(elements, tuple(STRETCH_NUMBERS * place for place in sorted(places)))
 
-    def read(self, codecs: Codecs, blob: bytes | memoryview) -> Tensor:
-        """The sampled numbers of an encoded pseudo-gradient, fp32. Its size must be that of `elements` numbers."""
+    def read(self, codec: str, codecs: Codecs, blob: bytes | memoryview) -> Tensor:
+        """The sampled numbers of a vector in this blockwise codec, fp32. Its size must be theirs."""
         if not self.begins:
-            return codecs.decode(PSEUDO_GRADIENT_CODEC, blob, self.elements)
-        part = compress.stretches(PSEUDO_GRADIENT_CODEC, blob, self.elements, self.begins, STRETCH_NUMBERS)
-        return codecs.decode(PSEUDO_GRADIENT_CODEC, part, len(self.begins) * STRETCH_NUMBERS)
+            return codecs.decode(codec, blob, self.elements)
+        part = compress.stretches(codec, blob, self.elements, self.begins, STRETCH_NUMBERS)
+        return codecs.decode(codec, part, len(self.begins) * STRETCH_NUMBERS)
+
+    def take(self, vector: Tensor) -> Tensor:
+        """Likewise of a vector that is not encoded, which this shares no memory with."""
+        if not self.begins:
+            return vector.clone()
+        return torch.cat([vector[begin : begin + STRETCH_NUMBERS] for begin in self.begins])
 
 
 @dataclass(slots=True)

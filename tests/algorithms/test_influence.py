@@ -8,7 +8,7 @@ from decentral.algorithms.pull import PSEUDO_GRADIENT
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.train import influence, outer
-from tests.algorithms.test_rules import ALGORITHMS, SIZE, Replica, repacked, vectors
+from tests.algorithms.test_rules import ALGORITHMS, SIZE, Replica, equal_replicas, repacked, vectors
 
 PROGRESS = 2.0  # about how long a window's progress is: 0.1 times a normal vector of 400 numbers
 
@@ -95,6 +95,54 @@ def test_a_round_in_which_one_peer_of_three_has_made_a_step_counts_it_and_says_l
     ours.close()
     lie = claim(repacked(closed[2], {"theta": torch.full((SIZE,), 1e38)}), 1 << 40)
     assert moved_by("allreduce", lie, ours) <= 4 * influence.TIMES_USUAL * PROGRESS
+
+
+def test_a_good_window_does_not_carry_slow_weights_that_are_nowhere_near_the_others() -> None:
+    """Its trust came from the window, and what was near from our own place, which it had moved itself."""
+    ours, *partners, liar = alike("pull", 5)
+    for round_ in range(40):
+        for number, one in enumerate((ours, *partners, liar)):
+            one.train(seed=10 * round_ + number, tokens=1000)
+        closed = [one.close() for one in (*partners, liar)]
+        lie = repacked(
+            closed[-1], {"phi": torch.full((SIZE,), 1e6), PSEUDO_GRADIENT: vectors(closed[0])[PSEUDO_GRADIENT]}
+        )
+        ours.close()
+        ours.merge([closed[round_ % 3], claim(lie, 4000)])
+        for number, one in enumerate(partners):
+            one.merge([closed[(number + 1) % 3]])
+        liar.merge([])
+    middle = torch.stack([one.pull.phi for one in partners]).mean(dim=0)
+    assert distance(ours.pull.phi, middle) < 5 * PROGRESS
+
+
+def test_a_round_without_progress_is_not_a_round_of_which_nothing_is_known() -> None:
+    """A liar that sent the last mean made the usual progress 0, and the next round took its 1e38 for the whole mean."""
+    first, second, liar = alike("allreduce", 3)
+    liar.live.theta.copy_(liar.rule.baseline)  # type: ignore[attr-defined]
+    closed = [one.close() for one in (first, second, liar)]
+    first.merge([claim(closed[1], 0), closed[2]])
+    second.merge([closed[0], closed[2]])
+    lie = repacked(closed[2], {"theta": torch.full((SIZE,), 1e38)})
+    for one in (first, second):
+        one.close()
+        assert moved_by("allreduce", claim(lie, 1000), one) <= 4 * influence.TIMES_USUAL * PROGRESS
+
+
+@pytest.mark.parametrize("beside", ["nobody", "a liar of zero length"])
+def test_progress_that_grows_is_not_clipped_to_what_it_once_was(beside: str) -> None:
+    """With the least of all rounds as one more vote, usual progress never grew: 3% of it counted after a warm-up."""
+    ours, other = equal_replicas("allreduce", 2)
+    for round_ in range(20):
+        before = ours.live.theta.clone()
+        ours.live.theta.add_(0.01 * (round_ + 1) * torch.randn(SIZE, generator=torch.Generator().manual_seed(round_)))
+        ours.live.tokens += 1000
+        trained = distance(ours.live.theta, before)
+        ours.close()
+        ours.merge([] if beside == "nobody" else [claim(other.close(), 10)])
+        if beside != "nobody":
+            other.merge([])
+    assert distance(ours.live.theta, before) > 0.5 * trained
 
 
 def test_weights_of_zero_in_a_round_in_which_nobody_trained_change_nothing() -> None:

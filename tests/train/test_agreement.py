@@ -118,7 +118,7 @@ def test_a_sample_has_the_numbers_at_its_places() -> None:
     values = torch.randn(100_001, generator=torch.Generator().manual_seed(0))
     read = compress.decode("q4", compress.encode("q4", values), len(values))
     sample = WindowSample.drawn(len(values), values)
-    found = sample.read(compress, compress.encode("q4", values))
+    found = sample.read("q4", compress, compress.encode("q4", values))
     places = [torch.arange(begin, begin + agreement.STRETCH_NUMBERS) for begin in sample.begins]
     assert torch.equal(found, read[torch.cat(places)])
 
@@ -131,7 +131,7 @@ def test_where_a_sample_lies_follows_from_a_secret() -> None:
 
 def test_a_short_vector_is_its_own_sample() -> None:
     values = torch.randn(1000)
-    assert len(WindowSample.drawn(1000, values).read(compress, compress.encode("q4", values))) == 1000
+    assert len(WindowSample.drawn(1000, values).read("q4", compress, compress.encode("q4", values))) == 1000
 
 
 def test_more_partners_than_are_usually_known_are_all_judged() -> None:

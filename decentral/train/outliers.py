@@ -1,0 +1,67 @@
+"""Whether a partner's weights are among those of the others: whose are not move us nowhere.
+
+Honest replicas differ by a part of a window's progress, or, where devices are unequal, by how far the slow ones are
+behind. A liar's weights are where it wants ours to be. From our own place the two cannot be told once we have been
+moved: then all honest ones are as far. So each partner's last known difference from us is kept, and judged by its
+distance from the median of all of them and us in each coordinate (Yin et al., arXiv 1803.01498). While most are honest,
+that is among them, wherever we are.
+
+Training moves all alike. What moves us alone, towards partners, moves all of them as we see them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decentral.core.ids import PeerId
+from decentral.core.latest import keep_latest
+
+MOST_KNOWN = 16  # partners whose differences are kept, or all of a merge, if they are more
+COMPARED_NUMBERS = 8192  # of a vector that are kept
+LEAST_MERGES = 5  # with partners' weights, before anybody is judged: at first a fast device leaves all others behind
+HONEST_PART = 0.75  # of a peer and its partners, who are taken to be honest: the farthest of them is usual
+FAR = 10.0  # times the usual distance: as far from the others no honest device falls behind, or gets ahead
+TIMES_USUAL_DISTANCE = 3.0  # from the median, up to which weights count whole; from twice that on for nothing
+
+
+@dataclass(slots=True)
+class Outliers:
+    """Of all partners in one fragment. Vectors are samples of what they differ from us by, fp32 [m]."""
+
+    apart: dict[PeerId, Tensor] = field(default_factory=dict)
+    found: dict[PeerId, float] = field(default_factory=dict)  # each partner's last distance, by the usual one
+    merges: int = 0  # with weights of partners, so far
+
+    def trust(self, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
+        """How much the weights of each of these partners count, from 0 to 1.
+
+        With one partner nobody can tell which of the two is outside, nor where most are equal to the bit.
+        """
+        for peer, vector in partners:
+            keep_latest(self.apart, peer, vector[:COMPARED_NUMBERS].clone(), max(MOST_KNOWN, len(partners)))
+        distances = self._distances()
+        self.merges += bool(partners)
+        judged = self.merges > LEAST_MERGES and len(distances) > 2
+        usual = sorted(distances.values())[int(HONEST_PART * (len(distances) - 1))] if judged else 0.0
+        for peer, _ in partners:
+            keep_latest(self.found, peer, distances[peer] / usual if usual else 0.0, max(MOST_KNOWN, len(partners)))
+        return [min(1.0, max(0.0, 2.0 - self.found[peer] / TIMES_USUAL_DISTANCE)) for peer, _ in partners]
+
+    def _distances(self) -> dict[PeerId | None, float]:
+        """How far each partner is from the median of all; None: we."""
+        if not self.apart:
+            return {}
+        places = torch.stack([torch.zeros_like(next(iter(self.apart.values()))), *self.apart.values()])
+        apart = places - places.double().quantile(0.5, dim=0)
+        return dict(zip([None, *self.apart], torch.linalg.vector_norm(apart, dim=1).tolist(), strict=True))
+
+    def is_far(self, peer: PeerId) -> bool:
+        """Whether its weights, when they were last seen, were nowhere near anybody's: what it sends is of no use."""
+        return self.found.get(peer, 0.0) > FAR
+
+    def moved(self, way: Tensor) -> None:
+        """Partners have moved us by this."""
+        for vector in self.apart.values():
+            vector -= way[:COMPARED_NUMBERS]
