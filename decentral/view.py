@@ -102,7 +102,9 @@ def openness(setup: NodeSetup, folder: Path) -> str:
     if setup.private is None:
         public = "this swarm is public: anybody who has an address may join, read the weights and change them"
         used = setup.config.gossip.algorithm
-        trusting = f"; with gossip.algorithm={used} one hostile peer can undo what all have trained, with pull it cannot"
+        trusting = (
+            f"; with gossip.algorithm={used} one hostile peer can undo what all have trained; pull is made against that"
+        )
         return public if used == "pull" else public + trusting
     if founder_path(folder).exists():
         return f"this swarm is private; invite others with: python -m decentral.invite --state-dir {folder} --for NAME"

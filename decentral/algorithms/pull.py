@@ -30,7 +30,7 @@ from decentral.train.outer_kernels import (
     Weighted,
 )
 from decentral.train.outliers import Outliers
-from decentral.train.sections import Packer, split
+from decentral.train.sections import Codecs, Packer, split
 from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 
 PSEUDO_GRADIENT = "pseudo_gradient"  # the section's name on the wire
@@ -130,7 +130,9 @@ class PullRule(UpdateRule):
         own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
         progress = self.experience.usual_progress([(one.peer, one.length) for one in partners])
-        apart = self._apart(partners)
+        if self.sample is None:
+            self.sample = WindowSample.drawn(self.elements, self.residual)
+        apart = _differences(self.sample, self.tools.codecs, self.phi, partners)
         among = dict(zip(apart, self.outliers.trust([*apart.items()]), strict=True))
         trust = self._trust(partners, blob, progress) if own.tokens else [1.0] * len(partners)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
@@ -165,27 +167,14 @@ class PullRule(UpdateRule):
 
         `progress`: what is usual. A window without a step of ours cannot tell.
         """
-        read, codecs = partial(self._sampled.read, PSEUDO_GRADIENT_CODEC), self.tools.codecs
+        assert self.sample is not None, "merge draws it"
+        read, codecs = partial(self.sample.read, PSEUDO_GRADIENT_CODEC), self.tools.codecs
         samples = [(one.peer, read(codecs, one.pseudo_gradient)) for one in partners]
         trust = self.agreement.trust(read(codecs, blob), samples)
         return [
             one * influence.plausible(part.length, progress) * (not self.outliers.is_far(part.peer))
             for one, part in zip(trust, partners, strict=True)
         ]
-
-    def _apart(self, partners: Sequence[PulledWindow]) -> dict[PeerId, Tensor]:
-        """How the slow weights of those of whom they were pulled differ from ours, by that sample."""
-        known = {one.peer: one.phi for one in partners if one.phi is not None}
-        if not known:
-            return {}
-        ours, read = self._sampled.take(self.phi), partial(self._sampled.read, SLOW_WEIGHTS_CODEC, self.tools.codecs)
-        return {peer: read(phi) - ours for peer, phi in known.items()}
-
-    @property
-    def _sampled(self) -> WindowSample:
-        if self.sample is None:
-            self.sample = WindowSample.drawn(self.elements, self.residual)
-        return self.sample
 
     def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it.
@@ -266,6 +255,15 @@ class PullRule(UpdateRule):
             self.load(self.phi, {})
         else:
             self.load(live.theta, {})
+
+
+def _differences(
+    sample: WindowSample, codecs: Codecs, phi: Tensor, partners: Sequence[PulledWindow]
+) -> dict[PeerId, Tensor]:
+    """How the slow weights of those of whom they were pulled differ from phi, by this sample."""
+    known = {one.peer: one.phi for one in partners if one.phi is not None}
+    ours = sample.take(phi) if known else phi
+    return {peer: sample.read(SLOW_WEIGHTS_CODEC, codecs, theirs) - ours for peer, theirs in known.items()}
 
 
 ALGORITHM = Algorithm(
