@@ -133,7 +133,8 @@ class PullRule(UpdateRule):
         if self.sample is None:
             self.sample = WindowSample.drawn(self.elements, self.residual)
         apart = _differences(self.sample, self.tools.codecs, self.phi, partners)
-        among = dict(zip(apart, self.outliers.trust([*apart.items()]), strict=True))
+        lengths = [min(one.length, progress) for one in partners if one.phi is not None]
+        among = dict(zip(apart, self.outliers.trust([*apart.items()], lengths), strict=True))
         trust = self._trust(partners, blob, progress) if own.tokens else [1.0] * len(partners)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
         shares = influence.token_shares(own.tokens, [self._claimed(one, own) for one in partners], trust)

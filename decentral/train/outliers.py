@@ -11,6 +11,7 @@ Training moves all alike. What moves us alone, towards partners, moves all of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,20 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 
 MOST_KNOWN = 16  # partners whose differences are kept, or all of a merge, if they are more
-COMPARED_NUMBERS = 8192  # of a vector that are kept
-LEAST_MERGES = 5  # with partners' weights, before anybody is judged: at first a fast device leaves all others behind
+COMPARED_NUMBERS = 8192  # of a vector that are kept, at most
 HONEST_PART = 0.75  # of a peer and its partners, who are taken to be honest: the farthest of them is usual
-FAR = 10.0  # times the usual distance: as far from the others no honest device falls behind, or gets ahead
-TIMES_USUAL_DISTANCE = 3.0  # from the median, up to which weights count whole; from twice that on for nothing
+EARLY_MERGES = 5  # the first ones with partners' weights: a fast device leaves others behind that have hardly moved
+
+
+class Tolerance(NamedTuple):
+    """Up to how far from the median a partner's weights count whole; from twice that on they count for nothing."""
+
+    times: float  # the usual distance, or the steps below where they are more
+    steps: float  # of the partner: its progress in a window
+
+
+EARLY, LATER = Tolerance(3.0, 1.0), Tolerance(2.0, 0.5)
+FAR = 3.3  # times what counts whole: as far from the others no honest device falls behind, or gets ahead
 
 
 @dataclass(slots=True)
@@ -31,23 +41,25 @@ class Outliers:
     """Of all partners in one fragment. Vectors are samples of what they differ from us by, fp32 [m]."""
 
     apart: dict[PeerId, Tensor] = field(default_factory=dict)
-    found: dict[PeerId, float] = field(default_factory=dict)  # each partner's last distance, by the usual one
+    found: dict[PeerId, float] = field(default_factory=dict)  # each partner's last distance, by what counts whole
     merges: int = 0  # with weights of partners, so far
 
-    def trust(self, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
-        """How much the weights of each of these partners count, from 0 to 1.
+    def trust(self, partners: Sequence[tuple[PeerId, Tensor]], steps: Sequence[float]) -> list[float]:
+        """How much the weights of each of these partners count, from 0 to 1. `steps`: how long its windows are.
 
         With one partner nobody can tell which of the two is outside, nor where most are equal to the bit.
         """
+        most = max(MOST_KNOWN, len(partners))
         for peer, vector in partners:
-            keep_latest(self.apart, peer, vector[:COMPARED_NUMBERS].clone(), max(MOST_KNOWN, len(partners)))
-        distances = self._distances()
+            keep_latest(self.apart, peer, _thinned(vector).clone(), most)
         self.merges += bool(partners)
-        judged = self.merges > LEAST_MERGES and len(distances) > 2
-        usual = sorted(distances.values())[int(HONEST_PART * (len(distances) - 1))] if judged else 0.0
-        for peer, _ in partners:
-            keep_latest(self.found, peer, distances[peer] / usual if usual else 0.0, max(MOST_KNOWN, len(partners)))
-        return [min(1.0, max(0.0, 2.0 - self.found[peer] / TIMES_USUAL_DISTANCE)) for peer, _ in partners]
+        tolerance = EARLY if self.merges <= EARLY_MERGES else LATER
+        distances = self._distances()
+        usual = sorted(distances.values())[int(HONEST_PART * (len(distances) - 1))] if len(distances) > 2 else 0.0
+        for (peer, _), step in zip(partners, steps, strict=True):
+            whole = tolerance.times * max(usual, tolerance.steps * step)
+            keep_latest(self.found, peer, distances[peer] / whole if usual else 0.0, most)
+        return [min(1.0, max(0.0, 2.0 - self.found[peer])) for peer, _ in partners]
 
     def _distances(self) -> dict[PeerId | None, float]:
         """How far each partner is from the median of all; None: we."""
@@ -64,4 +76,9 @@ class Outliers:
     def moved(self, way: Tensor) -> None:
         """Partners have moved us by this."""
         for vector in self.apart.values():
-            vector -= way[:COMPARED_NUMBERS]
+            vector -= _thinned(way)
+
+
+def _thinned(vector: Tensor) -> Tensor:
+    """Every so many-th number: the first ones may all be of one layer, whose weights are small beside the others'."""
+    return vector[:: -(-len(vector) // COMPARED_NUMBERS)]

@@ -10,7 +10,7 @@ from decentral import view
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.transport import Found
 from decentral.core import jobs
-from decentral.core.config import Config, DataConfig, ModelConfig
+from decentral.core.config import Config, DataConfig, GossipConfig, ModelConfig
 from decentral.core.ids import RunId
 from decentral.core.jobs import Section
 from decentral.core.machine import Log
@@ -74,3 +74,12 @@ def test_the_line_for_others_names_the_flags_without_which_they_cannot_join(tmp_
     own = Config(model=ModelConfig(layers="mine:layers"), data=DataConfig(kind="text", path="/home/me/text"))
     needed = view.introduction(node(tmp_path, own), tmp_path)
     assert needed.endswith("--join /ip4/127.0.0.1/tcp/1 --trust-model-code mine:layers --data PATH")
+
+
+@pytest.mark.parametrize("algorithm", ["pull", "symmetric", "push_sum", "allreduce"])
+def test_a_public_swarm_says_so_and_whether_its_algorithm_is_made_against_hostile_peers(
+    algorithm: str, tmp_path: Path
+) -> None:
+    said = view.openness(node(tmp_path, Config(gossip=GossipConfig(algorithm=algorithm))).setup, tmp_path)
+    assert said.startswith("this swarm is public")
+    assert ("can undo" in said) == (algorithm != "pull")
