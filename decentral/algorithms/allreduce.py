@@ -80,9 +80,8 @@ class AllReduceRule(BoundedRule):
         if not voters:
             return outer.token_weights(claims), [influence.scale(one, median_low(lengths)) for one in lengths]
         learn = len(voters) > 1 or voters == [ours]
-        usual = self.usual_tokens.of([claims[place] for place in voters], learn) or min(
-            claims[place] for place in voters
-        )
+        claimed = [claims[place] for place in voters]
+        usual = self.usual_tokens.of(claimed, learn) or min(claimed)
         believed = [min(float(count), influence.TIMES_USUAL_TOKENS * usual) for count in claims]
         times = [count / usual for count in believed]
         progress = self.usual_progress.of([lengths[place] / times[place] for place in voters], learn)

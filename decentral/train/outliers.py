@@ -49,10 +49,12 @@ class Outliers:
 
         With one partner nobody can tell which of the two is outside, nor where most are equal to the bit.
         """
+        if not partners:
+            return []
         most = max(MOST_KNOWN, len(partners))
         for peer, vector in partners:
             keep_latest(self.apart, peer, _thinned(vector).clone(), most)
-        self.merges += bool(partners)
+        self.merges += 1
         tolerance = EARLY if self.merges <= EARLY_MERGES else LATER
         distances = self._distances()
         usual = sorted(distances.values())[int(HONEST_PART * (len(distances) - 1))] if len(distances) > 2 else 0.0
@@ -63,8 +65,6 @@ class Outliers:
 
     def _distances(self) -> dict[PeerId | None, float]:
         """How far each partner is from the median of all; None: we."""
-        if not self.apart:
-            return {}
         places = torch.stack([torch.zeros_like(next(iter(self.apart.values()))), *self.apart.values()])
         apart = places - places.double().quantile(0.5, dim=0)
         return dict(zip([None, *self.apart], torch.linalg.vector_norm(apart, dim=1).tolist(), strict=True))
