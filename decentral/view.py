@@ -101,11 +101,9 @@ def openness(setup: NodeSetup, folder: Path) -> str:
     """Who may join, in one line."""
     if setup.private is None:
         public = "this swarm is public: anybody who has an address may join, read the weights and change them"
-        used = setup.config.gossip.algorithm
-        trusting = (
-            f"; with gossip.algorithm={used} one hostile peer can undo what all have trained; pull is made against that"
-        )
-        return public if used == "pull" else public + trusting
+        if (used := setup.config.gossip.algorithm) == "pull":
+            return public
+        return f"{public}; with gossip.algorithm={used} one hostile peer can undo training; pull is made against that"
     if founder_path(folder).exists():
         return f"this swarm is private; invite others with: python -m decentral.invite --state-dir {folder} --for NAME"
     return "this swarm is private: only those whom its founder has invited take part"

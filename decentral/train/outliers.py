@@ -75,8 +75,9 @@ class Outliers:
 
     def moved(self, way: Tensor) -> None:
         """Partners have moved us by this."""
+        way = _thinned(way)
         for vector in self.apart.values():
-            vector -= _thinned(way)
+            vector -= way
 
 
 def _thinned(vector: Tensor) -> Tensor:
