@@ -19,6 +19,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.train import influence, outer
 from decentral.train.agreement import Agreement, WindowSample
+from decentral.train.copies import likeness
 from decentral.train.influence import Experience
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import (
@@ -135,9 +136,9 @@ class PullRule(UpdateRule):
         apart = _differences(self.sample, self.tools.codecs, self.phi, partners)
         lengths = [min(one.length, progress) for one in partners if one.phi is not None]
         among = dict(zip(apart, self.outliers.trust([*apart.items()], lengths), strict=True))
-        trust = self._trust(partners, blob, progress) if own.tokens else [1.0] * len(partners)
+        claims, trust = self._believed(partners, progress, own, blob)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
-        shares = influence.token_shares(own.tokens, [self._claimed(one, own) for one in partners], trust)
+        shares = influence.token_shares(own.tokens, claims, trust)
         near = self.experience.usual_distance([(one.peer, one.distance) for one in partners if one.phi is not None])
         steps_taken, slow_weights = [Weighted(1.0 - sum(shares), blob)], []
         for share, one in zip(shares, partners, strict=True):
@@ -156,26 +157,28 @@ class PullRule(UpdateRule):
         self.tools.kernels.merge(vectors, steps_taken, slow_weights, OuterConstants(alpha, beta, gamma, rho))
         return Correction(self.spare)
 
-    def _claimed(self, one: PulledWindow, own: Window) -> float:
-        """The tokens that a partner claims, as far as its progress explains them beside ours."""
-        if not own.tokens:
-            return one.tokens
-        return min(one.tokens, influence.explained_tokens(one.length, own.tokens, self.experience.lengths[-1]))
+    def _believed(
+        self, partners: Sequence[PulledWindow], progress: float, own: Window, blob: bytes
+    ) -> tuple[list[float], list[float]]:
+        """The tokens that each partner may claim, and how much of its progress counts: by a sample of it that nobody
+        can foretell, by its length, and by where its slow weights were last.
 
-    def _trust(self, partners: Sequence[PulledWindow], blob: bytes, progress: float) -> list[float]:
-        """How much of each partner's progress counts, by a sample of it that nobody can foretell, by its length, and by
-        where its slow weights were last.
-
-        `progress`: what is usual. A window without a step of ours cannot tell.
+        `progress`: what is usual; `blob`: our window. One without a step of ours cannot tell.
         """
         assert self.sample is not None, "merge draws it"
-        read, codecs = partial(self.sample.read, PSEUDO_GRADIENT_CODEC), self.tools.codecs
-        samples = [(one.peer, read(codecs, one.pseudo_gradient)) for one in partners]
-        trust = self.agreement.trust(read(codecs, blob), samples)
-        return [
-            one * influence.plausible(part.length, progress) * (not self.outliers.is_far(part.peer))
-            for one, part in zip(trust, partners, strict=True)
+        claims = [float(one.tokens) for one in partners]
+        if not own.tokens:
+            return claims, [1.0] * len(partners)
+        read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
+        ours, theirs = read(blob), [read(one.pseudo_gradient) for one in partners]
+        agreed = self.agreement.trust(ours, [*zip((one.peer for one in partners), theirs, strict=True)])
+        alike, made = likeness(ours, theirs), self.experience.lengths[-1]
+        explained = [influence.explained_tokens(one.length, own.tokens, made) for one in partners]
+        trust = [
+            agrees * new * influence.plausible(one.length, progress) * (not self.outliers.is_far(one.peer))
+            for agrees, new, one in zip(agreed, alike.new(), partners, strict=True)
         ]
+        return alike.claims([*map(min, claims, explained)], influence.usual(own.tokens, claims)), trust
 
     def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it.

@@ -150,7 +150,7 @@ class InvariantAudit:
             self.evidence.violated("saved", f"{member.peer} has had no checkpoint for {age_s:.0f} s", host)
 
     def _joined(self, host: VirtualHost, from_donors: bool) -> None:
-        self._stepped_at[host.peer] = host.agenda.now
+        self._stepped_at[host.peer] = self._saved_at[host.peer] = host.agenda.now
         self.gossip.joined(host, from_donors)
         restored = host.node.setup.restored_step is not None
         if from_donors or restored or host.agenda.now < self.evidence.network_trouble_at + SETTLED_S:

@@ -178,10 +178,10 @@ class GossipAudit:
     # Now and then
 
     def check_mass(self) -> None:
-        """A weight is wrong if it is so at two checks in a row: between a job and its report the two may differ."""
+        """A weight is wrong if it is so at two checks in a row; between a job and its report it tells nothing."""
         for member in self.evidence.swarm.living:
             assert member.host is not None
-            if not member.training or member.frozen:
+            if not member.training or member.frozen or member.host.engine.doing:
                 continue
             history, wrong = self.histories[member.peer], dict[int, float]()
             for fragment, weight in _weights(member.host).items():

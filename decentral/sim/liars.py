@@ -12,6 +12,7 @@
     tokens     flipped, with a thousand times the tokens
     random     noise, as long as its own
     copied     an honest peer's window, twice as long and with four times the tokens, as of a device four times as fast
+    blurred    copied, under noise that is twice as long
     hidden     copied, with slow weights of zero
     astray     copied, with slow weights far away
 
@@ -38,6 +39,7 @@ HUGE = 1e38
 LITTLE = 1.0  # standard deviations
 TOKENS = 1000
 COPIED_LENGTH, COPIED_TOKENS = 2.0, 4
+BLUR = 2.0  # times the window's length
 ASTRAY = 1e9
 MOST_TOKENS = 1 << 60
 
@@ -132,6 +134,14 @@ def _copied(own: Vectors, honest: Honest, liar: str) -> Vectors:
     return _progress(own, lambda vector: COPIED_LENGTH * (honest[0] if honest else vector))
 
 
+def _blurred(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    def blur(vector: Tensor) -> Tensor:
+        length = float(vector.norm())
+        return vector + BLUR * length * _unit(vector, f"{liar} {length}")
+
+    return _progress(_copied(own, honest, liar), blur)
+
+
 def _hidden(own: Vectors, honest: Honest, liar: str) -> Vectors:
     return _elsewhere(_copied(own, honest, liar), 0.0)
 
@@ -168,9 +178,13 @@ FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
     "tokens": _flipped,
     "random": _random,
     "copied": _copied,
+    "blurred": _blurred,
     "hidden": _hidden,
     "astray": _astray,
 }
-TIMES_TOKENS: Mapping[str, int] = {"tokens": TOKENS, **dict.fromkeys(("copied", "hidden", "astray"), COPIED_TOKENS)}
+TIMES_TOKENS: Mapping[str, int] = {
+    "tokens": TOKENS,
+    **dict.fromkeys(("copied", "blurred", "hidden", "astray"), COPIED_TOKENS),
+}
 
 GARBLED: Mapping[str, Callable[[bytes], bytes]] = {"nan": _nan, "scaled": _scaled}

@@ -122,8 +122,8 @@ class Engine:
     frozen: bool = False
     last_computed: Seconds | None = None  # when it last took a step or computed a part of a micro-batch
     slowest: float = 1.0  # the largest `stretched` so far
+    doing: bool = False  # whether a job is being done: it has changed the state, and nothing has reported it yet
     _step_s: Seconds = 0.0  # how long each of the present steps takes
-    _doing: bool = False  # whether a job is being done
     _beside_until: Seconds = 0.0  # when the worker has done what it has to do
     _timer: Timer | None = None
 
@@ -132,7 +132,7 @@ class Engine:
             self._encode(job)
             return
         self.inbox.append(job)
-        if len(self.inbox) > 1 or self.frozen or self._doing:
+        if len(self.inbox) > 1 or self.frozen or self.doing:
             return
         self._at(self.agenda.now if self.began is None else self._edge(self.began), self._work)
 
@@ -185,7 +185,7 @@ class Engine:
             self.last_computed = self.agenda.now + job_s
         if isinstance(outcome, jobs.Stepped):
             outcome, self.spent = replace(outcome, spent=self.spent), NO_TIME
-        self.began, self._doing = None, True
+        self.began, self.doing = None, True
         self._cancel()
         self.agenda.after(job_s, lambda: self._done(job, outcome))
 
@@ -199,7 +199,7 @@ class Engine:
 
     def _done(self, job: jobs.Job, outcome: jobs.Outcome) -> None:
         self.report(job, outcome)
-        self._doing = False
+        self.doing = False
         self._go_on()
 
     def _drawn_step_s(self) -> Seconds:
@@ -208,7 +208,7 @@ class Engine:
 
     def _go_on(self) -> None:
         """Starts the next steps, unless there is something to wait for or to do."""
-        if self.frozen or self._doing:
+        if self.frozen or self.doing:
             return
         now = self.agenda.now
         if self.inbox:

@@ -116,6 +116,20 @@ def test_a_good_window_does_not_carry_slow_weights_that_are_nowhere_near_the_oth
     assert distance(ours.pull.phi, middle) < 5 * PROGRESS
 
 
+@pytest.mark.parametrize(("copied", "most"), [("another's", 0.2), ("ours", 0.0)])
+def test_progress_that_is_sent_twice_counts_once(copied: str, most: float) -> None:
+    """A copy twice as long, with four times the tokens, had half of the weight in each merge."""
+    moved = []
+    for lies in (False, True):
+        ours, *partners, liar = alike("pull", 4)
+        window, *closed, theirs = [one.close() for one in (ours, *partners, liar)]
+        double = 2 * vectors(window if copied == "ours" else closed[0])[PSEUDO_GRADIENT]
+        lie = claim(repacked(theirs, {**vectors(theirs), PSEUDO_GRADIENT: double}), 4 * theirs.tokens)
+        ours.merge([*closed, lie] if lies else closed)
+        moved.append(ours.live.theta.clone())
+    assert distance(*moved) <= most * PROGRESS
+
+
 def test_a_round_without_progress_is_not_a_round_of_which_nothing_is_known() -> None:
     """A liar that sent the last mean made the usual progress 0, and the next round took its 1e38 for the whole mean."""
     first, second, liar = alike("allreduce", 3)

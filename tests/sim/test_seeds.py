@@ -75,6 +75,8 @@ FOUND = {
     204255: "two parts of a swarm with an hour between their clocks, one of which knew nobody of the other",
     210223: "a bug of the audit: ten micro-batches were offered to seven peers each, and counted as 70 questions",
     390262: "allreduce: a newcomer without a step took the weights of the only peer that had one, a liar, for the mean",
+    407852: "a bug of the audit: a peer that had been away for half a minute had saved nothing while it was",
+    409303: "a bug of the audit: two checks in a row fell between a push that was added and its report",
 }
 
 
