@@ -22,7 +22,7 @@ DIFFERENT = 0.3  # of the way from the usual cosine to 1, up to which two window
 SAME = 0.5  # and from which they count as one
 
 
-class Likeness(NamedTuple):
+class CopiedParts(NamedTuple):
     """How far the windows of partners are copies, each from 0 to 1."""
 
     ours: list[float]  # of our own window
@@ -40,18 +40,18 @@ class Likeness(NamedTuple):
         ]
 
 
-def likeness(window: Tensor, partners: Sequence[Tensor]) -> Likeness:
+def likeness(window: Tensor, partners: Sequence[Tensor]) -> CopiedParts:
     """`window`: ours. All are samples of the same numbers, fp32 [m].
 
     With one partner nobody can tell what is usual.
     """
     count = len(partners)
     if count < 2:
-        return Likeness([0.0] * count, [[1.0]] * count)
+        return CopiedParts([0.0] * count, [[1.0]] * count)
     directions = torch.nn.functional.normalize(torch.stack([window, *partners]), dim=1)
     cosines: list[list[float]] = (directions @ directions.T).tolist()
     usual = median_low([cosines[one][other] for one in range(count + 1) for other in range(one)])
-    return Likeness(
+    return CopiedParts(
         [_copied(row[0], usual) for row in cosines[1:]],
         [
             [1.0 if one == other else _copied(row[other], usual) for other in range(1, count + 1)]
