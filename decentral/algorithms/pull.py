@@ -19,7 +19,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.train import influence, outer
 from decentral.train.agreement import Agreement, WindowSample
-from decentral.train.copies import likeness
+from decentral.train.copies import copied_parts
 from decentral.train.influence import Experience
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import (
@@ -172,7 +172,7 @@ class PullRule(UpdateRule):
         read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
         ours, theirs = read(blob), [read(one.pseudo_gradient) for one in partners]
         agreed = self.agreement.trust(ours, [*zip((one.peer for one in partners), theirs, strict=True)])
-        alike, made = likeness(ours, theirs), self.experience.lengths[-1]
+        alike, made = copied_parts(ours, theirs, self.agreement.common.usual()), self.experience.lengths[-1]
         explained = [influence.explained_tokens(one.length, own.tokens, made) for one in partners]
         trust = [
             agrees * new * influence.plausible(one.length, progress) * (not self.outliers.is_far(one.peer))

@@ -36,8 +36,15 @@ class CommonProgress:
             total, windows = self.sums.get(peer, (0.0, 0.0))
             known = KEPT * total + found, KEPT * windows + 1.0
             keep_latest(self.sums, peer, known, max(MOST_KNOWN, len(cosines)))
-        means = {peer: total / windows for peer, (total, windows) in self.sums.items() if windows >= WINDOWS_NEEDED}
-        usual = median_low(means.values()) if means else 0.0
-        if usual < chance:
+        means, usual = self._means(), self.usual()
+        if usual is None or usual < chance:
             return [1.0] * len(cosines)
         return [min(1.0, max(0.0, means.get(peer, usual) / (WHOLE * usual))) for peer, _ in cosines]
+
+    def usual(self) -> float | None:
+        """The mean cosine with us of the median partner, if any can be judged."""
+        means = self._means()
+        return median_low(means.values()) if means else None
+
+    def _means(self) -> dict[PeerId, float]:
+        return {peer: total / windows for peer, (total, windows) in self.sums.items() if windows >= WINDOWS_NEEDED}

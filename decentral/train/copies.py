@@ -6,9 +6,11 @@ it is from, which then goes the same way again (docs/results/security.md, "Patie
 nobody can tell, so both count half; and neither claims more tokens than the other or, if that is more, than is usual.
 
 How alike honest windows are depends on their length and on how far training is: cosines of 0.05 to 0.7. So what counts
-is how far the cosine of two is above what is usual among us and the partners of this merge, as a part of what is left
-to 1. Of honest pairs 97 in 100 are below 0.05 where devices are equal, and below 0.3 where one is ten times as fast as
-another; only in the first ten windows of all they can be anywhere.
+is how far the cosine of two is above what is usual, as a part of what is left to 1. Usual is what is so among us and
+the partners of a merge, or with us over many windows (train/common_progress.py) if that is more: one partner that sends
+noise must not make copies of all others. Of honest pairs 97 in 100 are below 0.05 where devices are equal, and below
+0.3 where one is ten times as fast as another; only in the first ten windows of all they can be anywhere. In a model of
+few numbers chance alone makes any cosine, so what it makes counts as usual.
 """
 
 from collections.abc import Sequence
@@ -18,8 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decentral.train.deviations import chance_of
+
 DIFFERENT = 0.3  # of the way from the usual cosine to 1, up to which two windows count as two
 SAME = 0.5  # and from which they count as one
+BY_CHANCE = 3.0  # times what chance makes of the cosine of two unrelated windows
 
 
 class CopiedParts(NamedTuple):
@@ -40,17 +45,18 @@ class CopiedParts(NamedTuple):
         ]
 
 
-def likeness(window: Tensor, partners: Sequence[Tensor]) -> CopiedParts:
-    """`window`: ours. All are samples of the same numbers, fp32 [m].
+def copied_parts(window: Tensor, partners: Sequence[Tensor], known: float | None) -> CopiedParts:
+    """`window`: ours. All are samples of the same numbers, fp32 [m]. `known`: partners' usual cosine with us.
 
-    With one partner nobody can tell what is usual.
+    Without that, or with one partner, nobody can tell what is usual here.
     """
     count = len(partners)
-    if count < 2:
-        return CopiedParts([0.0] * count, [[1.0]] * count)
     directions = torch.nn.functional.normalize(torch.stack([window, *partners]), dim=1)
     cosines: list[list[float]] = (directions @ directions.T).tolist()
-    usual = median_low([cosines[one][other] for one in range(count + 1) for other in range(one)])
+    usual = 1.0
+    if known is not None and count > 1:
+        among = median_low([cosines[one][other] for one in range(count + 1) for other in range(one)])
+        usual = max(known, among) + BY_CHANCE * chance_of(window)
     return CopiedParts(
         [_copied(row[0], usual) for row in cosines[1:]],
         [

@@ -121,8 +121,13 @@ def test_progress_that_is_sent_twice_counts_once(copied: str, most: float) -> No
     """A copy twice as long, with four times the tokens, had half of the weight in each merge."""
     moved = []
     for lies in (False, True):
-        ours, *partners, liar = alike("pull", 4)
-        window, *closed, theirs = [one.close() for one in (ours, *partners, liar)]
+        everyone = ours, *_ = alike("pull", 4)
+        for round_ in range(1, 7):  # so many windows tell how alike honest ones are
+            sent = [one.close() for one in everyone]
+            for number, one in enumerate(everyone):
+                one.merge(sent[:number] + sent[number + 1 :])
+                one.train(seed=10 * round_ + number, tokens=1000)
+        window, *closed, theirs = [one.close() for one in everyone]
         double = 2 * vectors(window if copied == "ours" else closed[0])[PSEUDO_GRADIENT]
         lie = claim(repacked(theirs, {**vectors(theirs), PSEUDO_GRADIENT: double}), 4 * theirs.tokens)
         ours.merge([*closed, lie] if lies else closed)
