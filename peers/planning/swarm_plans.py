@@ -12,8 +12,8 @@ staying may be the one that the others follow already, and until the plan that i
 are averages that follow late, so peers that judge at other moments take another plan for the best, and who has to move
 for one plan may follow another. Each change of mind doubles the time to the next judgement, so that in the end a move
 has the time that it takes, however near two plans are. Plans that are equal within the margin have an order that all
-peers agree on, whichever they heard of first: first those proposed in the earlier interval of TIES_S, then the one with
-the fewest moves, then the lowest digest. An evaluation takes all known plans, so that a newcomer finds the one that
+peers agree on, whichever they heard of first: the one for which the fewest have still to move, so that each move for
+one speaks for it, then those proposed in the earlier interval of TIES_S, then the lowest digest. An evaluation takes all known plans, so that a newcomer finds the one that
 others follow. It may take seconds in a large swarm, so a host does it beside its event loop: effect EvaluatePlans,
 event PlansEvaluated.
 
@@ -228,7 +228,7 @@ class SwarmPlans:
         equal = [one for one in better if not adopts(1 / most, 1 / one[0]) and not adopts(1 / one[0], 1 / most)]
         if not equal:
             return []
-        tokens, best = min(equal, key=lambda one: _order(one[1]))
+        tokens, best = min(equal, key=lambda one: _order(one[1], evaluation.members))
         if best == self.adopted:
             return []
         if follows:
@@ -289,9 +289,10 @@ def is_sound(spans: Spans, fragments: int) -> bool:
     return len(set(peers)) == len(peers) and all(begin < end <= fragments for _, begin, end in spans)
 
 
-def _order(plan: SwarmPlan) -> tuple[float, int, str]:
+def _order(plan: SwarmPlan, members: Mapping[PeerId, TrainingPeer]) -> tuple[int, float, str]:
     """The order of equal plans: all peers adopt the first one."""
-    return plan.time // TIES_S, plan.moves, plan.digest()
+    spans = ((members[PeerId(peer)].held, range(begin, end)) for peer, begin, end in plan.spans if peer in members)
+    return sum(held != planned for held, planned in spans), plan.time // TIES_S, plan.digest()
 
 
 def _is_better(stay: float, proposed: float) -> bool:
