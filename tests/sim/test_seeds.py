@@ -77,7 +77,7 @@ FOUND = {
     390262: "allreduce: a newcomer without a step took the weights of the only peer that had one, a liar, for the mean",
     407852: "a bug of the audit: a peer that had been away for half a minute had saved nothing while it was",
     409303: "a bug of the audit: two checks in a row fell between a push that was added and its report",
-    445255: "of two plans that were equally good some followed the one, some the other, and went to and fro for a minute",
+    445255: "of two equally good plans some followed the one, some the other, and moved to and fro",
 }
 
 
