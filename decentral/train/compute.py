@@ -233,8 +233,7 @@ class Compute(JobRunner):
         return jobs.Saved(self.counters.own_steps, size)
 
     def _start(self, newcomer: bool) -> jobs.Started:
-        if self.synchronous:
-            self.span.stages.sums.clear()  # their gradients belong to other weights
+        self.span.clear_sums()
         self.span.draw()
         if BEFORE_START in self.gossip.holding:  # a peer that fell behind and begins again accounts for that, too
             self.counters.time.take(self.threads.take_beside_s())

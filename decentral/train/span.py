@@ -114,6 +114,11 @@ class Span:
             self._stages = self._at_work(alone=False)
         return self._stages
 
+    def clear_sums(self) -> None:
+        """Empties the sums of gradients: they belong to other weights, or are what measuring the device has left."""
+        if self._stages is not None:
+            self._stages.sums.clear()
+
     def forms(self, layer: int, sequences: int) -> ActivationForms:
         """Of a micro-batch that enters this layer."""
         return self.activations.forms(layer, sequences)

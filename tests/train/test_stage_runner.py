@@ -13,7 +13,7 @@ from decentral.core import config, jobs
 from decentral.core.ids import PeerId
 from decentral.core.outcomes import UNLIKE
 from decentral.peers.planning import routing_weights
-from decentral.train import compress, gpt, stage_runner
+from decentral.train import compress, gpt, measure, stage_runner
 from decentral.train.activations import ActivationFormat
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.inner import Live, step_clipped
@@ -227,6 +227,14 @@ def test_a_dropped_sum_moves_nothing_and_an_applied_one_does(computes: dict[str,
     compute.do(jobs.Seal())
     compute.do(jobs.Apply(0, 0, 1.0))
     assert not any(torch.equal(m.live.theta, old) for m, old in zip(compute.gossip.fragments, before, strict=True))
+
+
+def test_what_measuring_the_device_leaves_behind_is_in_no_sum(setup_of: MakeSetup) -> None:
+    """Its backward passes went into the first sum: a newcomer's, without weights then, was not finite."""
+    compute = Compute(with_span(setup_of("A"), SPANS["A"]))
+    measure.measure(compute.span.forward, compute.setup.config.model, compute.setup.device, 2, compute.span.share)
+    compute.do(jobs.Start(newcomer=False))
+    assert not any(bool(filled.any()) for filled in compute.span.stages.sums.filled)
 
 
 def test_numbers_of_micro_batches_are_never_given_out_twice(setup_of: MakeSetup) -> None:
