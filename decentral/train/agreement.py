@@ -7,9 +7,10 @@ one's own update: FLTrust, Cao et al., arXiv 2012.13995). What a liar hides in t
 windows agree with ours says less: what a fast device has contributed by chance the others take back in the windows
 after, so that their sums and its own are at odds though all are honest (docs/results/security.md).
 
-A sample of the numbers is enough. Where it lies follows from what quantisation has kept back of our own progress, which
-nobody else knows. Its stretches are whole blocks of the codec, so it is decoded like any other section. A restart
-forgets all this; the other bounds (train/influence.py) need no history.
+A sample of the numbers is enough. Where it lies, and in which order its stretches follow, comes from what quantisation
+has kept back of our own progress, which nobody else knows: what looks at the first part of a sample looks at no part of
+the model that could be foretold. Stretches are whole blocks of the codec, so they are decoded like any other section. A
+restart forgets all this; the other bounds (train/influence.py) need no history.
 """
 
 from collections.abc import Sequence
@@ -23,11 +24,11 @@ from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.train import compress
 from decentral.train.common_progress import CommonProgress
-from decentral.train.deviations import Deviations, chance_of
+from decentral.train.deviations import COMPARED_NUMBERS, Deviations, chance_of
 from decentral.train.sections import Codecs
 
-STRETCHES = 32
-STRETCH_NUMBERS = 1024
+STRETCHES = 128
+STRETCH_NUMBERS = 256
 SECRET_NUMBERS = 64  # of our residual, from which the sample's places follow
 MOST_TIMES_OURS = 10.0  # a partner's window is no longer than so many of ours: no product of the two is too large
 AGAINST = 3.0  # times what chance makes: further below zero is none, though a model's numbers are not independent
@@ -42,12 +43,12 @@ class WindowSample:
 
     @classmethod
     def drawn(cls, elements: int, secret: Tensor) -> "WindowSample":
-        """`secret`: a vector [elements] that only this peer knows."""
-        if elements <= STRETCHES * STRETCH_NUMBERS:
+        """`secret`: a vector [elements] that only this peer knows. A last stretch that is not whole is left out."""
+        if elements <= COMPARED_NUMBERS:
             return cls(elements)
         chance = rng.stream(0, "sample", secret[:SECRET_NUMBERS].numpy().tobytes().hex())
-        places = chance.sample(range(elements // STRETCH_NUMBERS), STRETCHES)
-        return cls(elements, tuple(STRETCH_NUMBERS * place for place in sorted(places)))
+        places = range(elements // STRETCH_NUMBERS)
+        return cls(elements, tuple(STRETCH_NUMBERS * at for at in chance.sample(places, min(STRETCHES, len(places)))))
 
     def read(self, codec: str, codecs: Codecs, blob: bytes | memoryview) -> Tensor:
         """The sampled numbers of a vector in this blockwise codec, fp32. Its size must be theirs."""

@@ -114,13 +114,30 @@ def test_a_window_without_a_step_of_ours_says_nothing() -> None:
 # The sample
 
 
-def test_a_sample_has_the_numbers_at_its_places() -> None:
-    values = torch.randn(100_001, generator=torch.Generator().manual_seed(0))
-    read = compress.decode("q4", compress.encode("q4", values), len(values))
+@pytest.mark.parametrize("elements", [100_001, 20_001])
+def test_a_sample_has_the_numbers_at_its_places(elements: int) -> None:
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(0))
     sample = WindowSample.drawn(len(values), values)
-    found = sample.read("q4", compress, compress.encode("q4", values))
-    places = [torch.arange(begin, begin + agreement.STRETCH_NUMBERS) for begin in sample.begins]
-    assert torch.equal(found, read[torch.cat(places)])
+    places = torch.cat([torch.arange(begin, begin + agreement.STRETCH_NUMBERS) for begin in sample.begins])
+    for codec in ("q4", "int8"):
+        packed = compress.encode(codec, values)
+        read = compress.decode(codec, packed, len(values))
+        assert torch.equal(sample.read(codec, compress, packed), read[places])
+    assert torch.equal(sample.take(values), values[places])
+
+
+@pytest.mark.parametrize("elements", [10_000, 30_000, 1_000_000])
+def test_the_first_part_of_a_sample_is_from_the_whole_vector(elements: int) -> None:
+    """It was the embedding's part of a small model, and the first quarter of any: a liar had the rest for itself."""
+    places = torch.arange(elements, dtype=torch.float32)
+    found = WindowSample.drawn(elements, unit(1)[:64]).take(places)[: deviations.COMPARED_NUMBERS] / elements
+    quarters = torch.histc(found, bins=4, min=0.0, max=1.0) / len(found)
+    assert quarters.min() > 0.1
+
+
+def test_all_whole_stretches_of_a_vector_that_is_hardly_longer_are_in_its_sample() -> None:
+    found = WindowSample.drawn(20_001, unit(1)[:64]).take(torch.arange(20_001))
+    assert torch.equal(found.sort().values, torch.arange(20_001 - 20_001 % agreement.STRETCH_NUMBERS))
 
 
 def test_where_a_sample_lies_follows_from_a_secret() -> None:
