@@ -16,7 +16,7 @@ from decentral.comm.routes.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Of
 from decentral.comm.routes.pacing import PeerScheduler, RoutingWeights, StrideScheduler
 from decentral.comm.routes.reputation import Reputations
 from decentral.comm.routes.stage import StageConfig, StageLoad
-from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
+from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag, ProbeTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
     MAX_HOPS,
@@ -83,6 +83,15 @@ class Forwarding:
 
     def send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
         """Asks the next peer to take the micro-batch on, or waits until there is one."""
+        return [*self._probe(execution, now), *self._send(execution, now, cause)]
+
+    def _probe(self, execution: StageExecution, now: Seconds) -> list[Effect]:
+        """Asks those that have failed whether they are there again: they get no micro-batch before they say so."""
+        offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
+        due = self.scheduler.to_probe(self.view.successors(execution.last), OFFER_S, now)
+        return [Ask(ProbeTag(), peer, offer, OFFER_S) for peer in due]
+
+    def _send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
         execution.move(AWAY, cause)
         hop = execution.sent
         hop.retry_at, hop.look_at, hop.to = None, None, None

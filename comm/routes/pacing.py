@@ -155,11 +155,12 @@ class StrideScheduler(Generic[Choice]):
 
 
 class Suspension(NamedTuple):
-    """How long a peer that has failed is not asked. `tried`: it was asked once more, and is not until it answers."""
+    """How long a peer that has failed gets nothing."""
 
     until: Seconds
     seconds: Seconds
-    tried: bool = False
+    there: bool = False  # it has answered a probe since; until it does it gets no micro-batch
+    tried: bool = False  # it has got one micro-batch more, and gets none until that one is back
 
 
 @dataclass(slots=True)
@@ -168,8 +169,9 @@ class PeerScheduler:
 
     Each choice costs a peer the seconds that a micro-batch takes through it, over its routing weight; the peer that has
     paid least is next (SWARM, arXiv 2301.11913, section 3.2, has the seconds alone). A peer from which nothing usable
-    came is suspended, ever longer until it answers again, where another one can be asked. Its seconds stay as they are:
-    with longer deadlines a silent peer would keep its next micro-batch the longer.
+    came is suspended, ever longer until it answers again, where another one can be asked: first a probe, then one
+    micro-batch, as a step may wait for each that is sent to a silent peer. Its seconds stay as they are: with longer
+    deadlines it would keep its next micro-batch the longer.
     """
 
     seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from that peer to the end and back
@@ -192,23 +194,43 @@ class PeerScheduler:
         keep_latest(self.seconds, peer, mean, MOST_NEXT_PEERS)
         before = self.suspended.pop(peer, None)
         if before and before.seconds > FIRST_SUSPENDED_S:  # one answer does not make up for all failures
-            self.suspended[peer] = Suspension(-math.inf, before.seconds / 2)
+            self.suspended[peer] = Suspension(-math.inf, before.seconds / 2, there=True)
 
     def failed(self, peer: PeerId, now: Seconds) -> None:
         """Nothing usable came from it, nor will. What was under way there together tells of one failure."""
         before = self.suspended.get(peer)
         if before is None or before.tried or now >= before.until:
-            seconds = FIRST_SUSPENDED_S if before is None else min(MOST_SUSPENDED_S, 2 * before.seconds)
-            keep_latest(self.suspended, peer, Suspension(now + seconds, seconds), MOST_NEXT_PEERS)
+            self._suspend(peer, before, now)
 
     def asked(self, peer: PeerId, now: Seconds) -> None:
         """A micro-batch goes to this peer. One that has failed gets no second one before it has answered."""
         if before := self.suspended.get(peer):
-            self.suspended[peer] = Suspension(now + before.seconds, before.seconds, tried=True)
+            self.suspended[peer] = Suspension(now + before.seconds, before.seconds, before.there, tried=True)
+
+    def to_probe(self, peers: Sequence[PeerId], wait_s: Seconds, now: Seconds) -> list[PeerId]:
+        """Those of these peers that are to be asked whether they are there. None is asked again within `wait_s`."""
+        due = [peer for peer in peers if (one := self.suspended.get(peer)) and not one.there and now >= one.until]
+        for peer in due:
+            self.suspended[peer] = self.suspended[peer]._replace(until=now + wait_s)
+        return due
+
+    def probed(self, peer: PeerId, there: bool, now: Seconds) -> None:
+        """A peer has answered a probe, or not."""
+        before = self.suspended.get(peer)
+        if before is None or before.there:
+            return
+        if there:
+            self.suspended[peer] = before._replace(until=now, there=True)
+        else:
+            self._suspend(peer, before, now)
+
+    def _suspend(self, peer: PeerId, before: Suspension | None, now: Seconds) -> None:
+        seconds = FIRST_SUSPENDED_S if before is None else min(MOST_SUSPENDED_S, 2 * before.seconds)
+        keep_latest(self.suspended, peer, Suspension(now + seconds, seconds), MOST_NEXT_PEERS)
 
     def askable(self, peers: Sequence[PeerId], now: Seconds) -> list[PeerId]:
-        """Those of these peers that are not suspended; all of them where all are."""
-        barred = {peer for peer, one in self.suspended.items() if now < one.until}
+        """Those of these peers that may get a micro-batch; all of them where none may."""
+        barred = {peer for peer, one in self.suspended.items() if now < one.until or not one.there}
         return [peer for peer in peers if peer not in barred] or list(peers)
 
     def believable_wait_s(self, peer: PeerId, load: Load) -> Seconds:

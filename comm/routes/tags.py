@@ -25,6 +25,11 @@ class OfferTag(ExecutionTag):
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeTag(RouteTag):
+    """The question is an Offer to a peer that has failed: whether it is there again."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardTag(ExecutionTag):
     """The question is a ForwardRequest, whose answer takes as long as all computing from that peer on."""
 

@@ -11,6 +11,10 @@ compute,
 (Hall's theorem with capacities). A peer's span is an interval, so the peers that hold nothing of S are those that lie
 within one gap of S, and the best gaps are found by a walk over the fragments (Dinkelbach's iteration for the ratio).
 
+Peers with the whole model train by themselves. What they carry to the end for others is in the place of their own work,
+and they hand nothing on, so they hold nothing here. But beside them even a peer that is alone trains, if it has the
+first layer: where no other peer has it, that comes first.
+
 A peer that has chosen announces its span in the DHT and reads the records once more: of two peers that chose at the
 same time the later one yields.
 """
@@ -47,15 +51,24 @@ def holder_of(fragments: Sequence[Fragment], first: int, last: int, tokens_per_s
 
 
 def choose(
-    fragments: Sequence[Fragment], others: Sequence[Holder], tokens_per_s: float, reach: Callable[[int], int]
+    fragments: Sequence[Fragment],
+    others: Sequence[Holder],
+    tokens_per_s: float,
+    reach: Callable[[int], int],
+    whole_alone: bool = False,
 ) -> Holder:
     """The best of the widest spans that fit. `reach(begin)`: the end of the widest span that begins there.
 
-    Ties go to the earliest span. `others` and `tokens_per_s` have speeds in tokens/s of the whole model.
+    Ties go to the earliest span. `others` and `tokens_per_s` have speeds in tokens/s of the whole model. `whole_alone`:
+    peers with the whole model train by themselves.
     """
     count, share_F = len(fragments), _shares(fragments)
     options = [Holder(begin, reach(begin), tokens_per_s) for begin in range(count) if reach(begin) > begin]
     widest = [one for one in options if not any(o.begin < one.begin and one.end <= o.end for o in options)]
+    parts = [one for one in others if one.end - one.begin < count] if whole_alone else others
+    if len(parts) < len(others) and widest[0].begin == 0 and not any(one.begin == 0 for one in parts):
+        return widest[0]
+    others = parts
     behind_F, uncovered_F = np.zeros(count), np.ones(count, dtype=bool)
     for other in others:  # a peer's speed is taken as spread evenly over its span
         span = slice(other.begin, other.end)

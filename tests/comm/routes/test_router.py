@@ -165,6 +165,24 @@ def test_a_silent_peer_gets_no_more_time_for_its_next_micro_batch_than_one_that_
     assert result(world).sound
 
 
+def test_a_silent_peer_gets_no_micro_batch_before_it_answers_a_probe() -> None:
+    """In a swarm whose steps wait for all that is under way, each micro-batch that it got stopped everybody for 6 s."""
+    world = two_ends()
+    world.start()
+    world.run(10.0)
+    world.freeze("C", known_after_s=1000.0)
+    world.run(10.0)
+    origin, at_c = world.peers[PeerId("A")].routes, set[int]()
+    for _ in range(500):
+        world.run(0.1)
+        at_c |= {
+            token for token, one in origin.executions.items() if one.next_hop is not None and one.next_hop.to == "C"
+        }
+    assert not at_c
+    assert origin.forwarding.scheduler.suspended[PeerId("C")].seconds > 30.0, "it was probed, ever more rarely"
+    finish(world)
+
+
 @pytest.mark.parametrize("whole", [1, 5])  # few holders are asked at once, of many some are first asked for offers
 def test_peers_that_train_alone_are_asked_where_nobody_else_can_be(whole: int) -> None:
     world, asked = World(CUTS), Counter[str]()

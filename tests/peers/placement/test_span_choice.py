@@ -39,6 +39,26 @@ def test_a_newcomer_goes_where_the_swarm_is_slowest() -> None:
     assert (chosen.begin, chosen.end) == (2, 4)
 
 
+WHOLE = [Holder(0, 6, 5.0)] * 3  # peers with the whole model
+
+
+def beside_whole(*parts: Holder, memory: int = 4, whole: list[Holder] = WHOLE) -> tuple[int, int]:
+    chosen = span_choice.choose(SIX, [*whole, *parts], 5.0, reach_of(memory), whole_alone=True)
+    return chosen.begin, chosen.end
+
+
+def test_beside_peers_with_the_whole_model_the_others_cover_it_by_themselves() -> None:
+    """A third peer with the first layers had those hand the end of everything to peers that have work of their own."""
+    first = Holder(0, 4, 5.0)
+    assert beside_whole(first) == beside_whole(first, first) == (2, 6)
+    assert beside_whole(first, Holder(2, 6, 5.0)) == beside_whole(first, Holder(2, 6, 5.0), whole=[])
+
+
+def test_beside_peers_with_the_whole_model_somebody_has_to_begin() -> None:
+    assert beside_whole() == beside_whole(Holder(2, 6, 5.0)) == beside_whole(Holder(1, 6, 5.0)) == (0, 4)
+    assert beside_whole(Holder(4, 6, 5.0), memory=2) == (0, 2)
+
+
 def test_a_peer_whose_memory_takes_nothing_more_takes_what_it_can() -> None:
     chosen = span_choice.choose(SIX, [], 1.0, lambda begin: 4 if begin == 3 else begin)
     assert (chosen.begin, chosen.end) == (3, 4)
