@@ -11,9 +11,9 @@ compute,
 (Hall's theorem with capacities). A peer's span is an interval, so the peers that hold nothing of S are those that lie
 within one gap of S, and the best gaps are found by a walk over the fragments (Dinkelbach's iteration for the ratio).
 
-Peers with the whole model train by themselves. What they carry to the end for others is in the place of their own work,
-and they hand nothing on, so they hold nothing here. But beside them even a peer that is alone trains, if it has the
-first layer: where no other peer has it, that comes first.
+Peers with the whole model train by themselves, and what they carry to the end for others is in the place of their own
+work: a layer that nobody else holds has no holder here. They hand nothing on, so where only they have the first layer
+that comes before anything else: with it a newcomer trains beside them though it is alone.
 
 A peer that has chosen announces its span in the DHT and reads the records once more: of two peers that chose at the
 same time the later one yields.
@@ -31,7 +31,7 @@ from decentral.core.jobs import Fragment
 Floats = NDArray[np.float64]
 
 DINKELBACH_ROUNDS = 50  # at most; a handful is usual
-EQUAL_FLOWS = 1e-6  # relative difference below which two flows count as equal
+EQUAL_FLOWS = 1e-6  # relative difference below which two flows, or speeds, count as equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +68,20 @@ def choose(
     parts = [one for one in others if one.end - one.begin < count] if whole_alone else others
     if len(parts) < len(others) and widest[0].begin == 0 and not any(one.begin == 0 for one in parts):
         return widest[0]
-    others = parts
     behind_F, uncovered_F = np.zeros(count), np.ones(count, dtype=bool)
     for other in others:  # a peer's speed is taken as spread evenly over its span
         span = slice(other.begin, other.end)
         behind_F[span] += other.tokens_per_s / max(1e-300, share_F[span].sum())
-        uncovered_F[span] = False
+    for part in parts:
+        uncovered_F[part.begin : part.end] = False
     flow_O = _flows(share_F, others, widest)
-    top = max(1e-300, float(flow_O.max()))
+    top, most = max(1e-300, float(flow_O.max())), max(1e-300, float(behind_F.max()))
 
-    def worth(index: int) -> tuple[int, int, float, int]:
+    def worth(index: int) -> tuple[int, int, int, int]:
         span = slice(widest[index].begin, widest[index].end)
-        behind = float(share_F[span] @ behind_F[span] / share_F[span].sum())
-        return int(uncovered_F[span].sum()), round(float(flow_O[index]) / top / EQUAL_FLOWS), -behind, -span.start
+        flow, behind = flow_O[index] / top, share_F[span] @ behind_F[span] / share_F[span].sum() / most
+        uncovered = int(uncovered_F[span].sum())
+        return uncovered, round(float(flow) / EQUAL_FLOWS), -round(float(behind) / EQUAL_FLOWS), -span.start
 
     return widest[max(range(len(widest)), key=worth)]
 

@@ -42,8 +42,8 @@ def test_a_newcomer_goes_where_the_swarm_is_slowest() -> None:
 WHOLE = [Holder(0, 6, 5.0)] * 3  # peers with the whole model
 
 
-def beside_whole(*parts: Holder, memory: int = 4, whole: list[Holder] = WHOLE) -> tuple[int, int]:
-    chosen = span_choice.choose(SIX, [*whole, *parts], 5.0, reach_of(memory), whole_alone=True)
+def beside_whole(*parts: Holder, memory: int = 4) -> tuple[int, int]:
+    chosen = span_choice.choose(SIX, [*WHOLE, *parts], 5.0, reach_of(memory), whole_alone=True)
     return chosen.begin, chosen.end
 
 
@@ -51,7 +51,8 @@ def test_beside_peers_with_the_whole_model_the_others_cover_it_by_themselves() -
     """A third peer with the first layers had those hand the end of everything to peers that have work of their own."""
     first = Holder(0, 4, 5.0)
     assert beside_whole(first) == beside_whole(first, first) == (2, 6)
-    assert beside_whole(first, Holder(2, 6, 5.0)) == beside_whole(first, Holder(2, 6, 5.0), whole=[])
+    both = first, Holder(2, 6, 5.0)
+    assert beside_whole(*both) == (0, 4), "one more that begins: others may carry on"
 
 
 def test_beside_peers_with_the_whole_model_somebody_has_to_begin() -> None:
