@@ -37,6 +37,7 @@ from decentral.core.units import Seconds
 
 MAX_TRIES = 6  # ForwardRequests for one execution, to whichever peers
 SUCCESSOR_RETRY_S = 0.25  # where nobody holds the next layer
+STATUS_S = 2.0  # deadline of a status query or a probe: whoever is there answers at once, however much it computes
 MIN_PATIENCE_S = 0.05  # an asker that waits for less gets no answer in time
 
 
@@ -88,8 +89,8 @@ class Forwarding:
     def _probe(self, execution: StageExecution, now: Seconds) -> list[Effect]:
         """Asks those that have failed whether they are there again: they get no micro-batch before they say so."""
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
-        due = self.scheduler.to_probe(self.view.successors(execution.last), OFFER_S, now)
-        return [Ask(ProbeTag(), peer, offer, OFFER_S) for peer in due]
+        due = self.scheduler.to_probe(self.view.successors(execution.last), STATUS_S, now)
+        return [Ask(ProbeTag(), peer, offer, STATUS_S) for peer in due]
 
     def _send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
         execution.move(AWAY, cause)
@@ -199,7 +200,7 @@ class Forwarding:
         assert hop.to is not None
         hop.look_at = None
         tag = ForwardStatusTag(execution.token, hop.attempts)
-        return Ask(tag, hop.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), OFFER_S)
+        return Ask(tag, hop.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), STATUS_S)
 
     def only_late(self, execution: StageExecution, peer: PeerId, now: Seconds) -> None:
         """The next peer still computes."""

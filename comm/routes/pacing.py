@@ -32,9 +32,9 @@ MISSED = 2.0  # a missed deadline makes a peer look so many times slower
 FIRST_SUSPENDED_S = 4.0  # of a peer that has failed; twice as long after the next failure in a row ...
 MOST_SUSPENDED_S = 64.0  # ... up to this
 ROUTE_SLACK = 4.0  # a deadline is this many times the expected time ...
-HOP_DEADLINE_FLOOR_S = 3.0  # ... and at least this
+HOP_DEADLINE_FLOOR_S = 2.0  # ... and at least this: a step may wait as long for a peer that is silent
 HOP_DEADLINE_TOP_S = 420.0  # of a single hop; a lost one is found out after so long at most
-LEAST_BUDGET_S = 3 * HOP_DEADLINE_FLOOR_S  # enough to find out that a peer is silent, and to ask another one
+LEAST_BUDGET_S = 9.0  # enough to find out that a peer is silent, and to ask another one
 UNKNOWN_S = 15.0  # a deadline at least, where nothing is known
 
 
