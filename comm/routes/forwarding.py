@@ -16,7 +16,7 @@ from decentral.comm.routes.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Of
 from decentral.comm.routes.pacing import PeerScheduler, RoutingWeights, StrideScheduler
 from decentral.comm.routes.reputation import Reputations
 from decentral.comm.routes.stage import StageConfig, StageLoad
-from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag, ProbeTag
+from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag, PresenceTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
     MAX_HOPS,
@@ -37,7 +37,7 @@ from decentral.core.units import Seconds
 
 MAX_TRIES = 6  # ForwardRequests for one execution, to whichever peers
 SUCCESSOR_RETRY_S = 0.25  # where nobody holds the next layer
-STATUS_S = 2.0  # deadline of a status query or a probe: whoever is there answers at once, however much it computes
+STATUS_S = 2.0  # deadline of questions about state: whoever is there answers at once, however much it computes
 MIN_PATIENCE_S = 0.05  # an asker that waits for less gets no answer in time
 
 
@@ -84,13 +84,13 @@ class Forwarding:
 
     def send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
         """Asks the next peer to take the micro-batch on, or waits until there is one."""
-        return [*self._probe(execution, now), *self._send(execution, now, cause)]
+        return [*self._ask_presence(execution, now), *self._send(execution, now, cause)]
 
-    def _probe(self, execution: StageExecution, now: Seconds) -> list[Effect]:
+    def _ask_presence(self, execution: StageExecution, now: Seconds) -> list[Effect]:
         """Asks those that have failed whether they are there again: they get no micro-batch before they say so."""
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
-        due = self.scheduler.to_probe(self.view.successors(execution.last), STATUS_S, now)
-        return [Ask(ProbeTag(), peer, offer, STATUS_S) for peer in due]
+        due = self.scheduler.absent(self.view.successors(execution.last), STATUS_S, now)
+        return [Ask(PresenceTag(), peer, offer, STATUS_S) for peer in due]
 
     def _send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
         execution.move(AWAY, cause)

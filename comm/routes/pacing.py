@@ -159,7 +159,7 @@ class Suspension(NamedTuple):
 
     until: Seconds
     seconds: Seconds
-    there: bool = False  # it has answered a probe since; until it does it gets no micro-batch
+    there: bool = False  # it has answered since; until it does it gets no micro-batch
     tried: bool = False  # it has got one micro-batch more, and gets none until that one is back
 
 
@@ -169,8 +169,8 @@ class PeerScheduler:
 
     Each choice costs a peer the seconds that a micro-batch takes through it, over its routing weight; the peer that has
     paid least is next (SWARM, arXiv 2301.11913, section 3.2, has the seconds alone). A peer from which nothing usable
-    came is suspended, ever longer until it answers again, where another one can be asked: first a probe, then one
-    micro-batch, as a step may wait for each that is sent to a silent peer. Its seconds stay as they are: with longer
+    came is suspended, ever longer until it answers again, where another one can be asked: first whether it is
+    there, then with one micro-batch, as a step may wait for each that is sent to a silent peer. Its seconds stay as they are: with longer
     deadlines it would keep its next micro-batch the longer.
     """
 
@@ -207,15 +207,15 @@ class PeerScheduler:
         if before := self.suspended.get(peer):
             self.suspended[peer] = Suspension(now + before.seconds, before.seconds, before.there, tried=True)
 
-    def to_probe(self, peers: Sequence[PeerId], wait_s: Seconds, now: Seconds) -> list[PeerId]:
+    def absent(self, peers: Sequence[PeerId], wait_s: Seconds, now: Seconds) -> list[PeerId]:
         """Those of these peers that are to be asked whether they are there. None is asked again within `wait_s`."""
         due = [peer for peer in peers if (one := self.suspended.get(peer)) and not one.there and now >= one.until]
         for peer in due:
             self.suspended[peer] = self.suspended[peer]._replace(until=now + wait_s)
         return due
 
-    def probed(self, peer: PeerId, there: bool, now: Seconds) -> None:
-        """A peer has answered a probe, or not."""
+    def heard_from(self, peer: PeerId, there: bool, now: Seconds) -> None:
+        """A peer has answered the question whether it is there, or not."""
         before = self.suspended.get(peer)
         if before is None or before.there:
             return

@@ -28,7 +28,7 @@ from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.lifecycle import ExecutionLifecycle
 from decentral.comm.routes.pacing import FULL, LARGE_STEP, LEAN, MicroBatchWindow
 from decentral.comm.routes.stage import StageConfig, StageLoad
-from decentral.comm.routes.tags import AuditTag, CommitDecisionTag, CommitQueryTag, ExecutionTag, OfferTag, ProbeTag
+from decentral.comm.routes.tags import AuditTag, CommitDecisionTag, CommitQueryTag, ExecutionTag, OfferTag, PresenceTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
@@ -141,8 +141,8 @@ class Router:
                 return self.table.decided(event.peer, self.commits.answered(event), now)
             case Answered(tag=CommitDecisionTag()) | AskFailed(tag=CommitDecisionTag()):
                 self.commits.told(event)
-            case Answered(tag=ProbeTag()) | AskFailed(tag=ProbeTag()):
-                self.forwarding.scheduler.probed(event.peer, isinstance(event, Answered), now)
+            case Answered(tag=PresenceTag()) | AskFailed(tag=PresenceTag()):
+                self.forwarding.scheduler.heard_from(event.peer, isinstance(event, Answered), now)
             case Answered(tag=AuditTag()) | AskFailed(tag=AuditTag()):
                 return self.audits.answered(event, now)
             case Compared():

@@ -25,7 +25,7 @@ class OfferTag(ExecutionTag):
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeTag(RouteTag):
+class PresenceTag(RouteTag):
     """The question is an Offer to a peer that has failed: whether it is there again."""
 
 

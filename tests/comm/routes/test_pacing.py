@@ -54,7 +54,7 @@ def test_missed_deadlines_never_shut_a_peer_out() -> None:
     assert B in [scheduler.choose(2, {A: 0.0, B: 0.0})[0] for _ in range(40)]
 
 
-WAIT_S = 3.0  # for the answer to a probe
+WAIT_S = 3.0  # for the answer to the question whether it is there
 
 
 def test_a_peer_that_has_failed_is_suspended_ever_longer_and_is_then_tried_with_one_micro_batch() -> None:
@@ -67,8 +67,8 @@ def test_a_peer_that_has_failed_is_suspended_ever_longer_and_is_then_tried_with_
         assert scheduler.askable([A, B], now + 0.1) == [A]
         now = scheduler.suspended[B].until
         assert scheduler.askable([A, B], now) == [A], "it has to say first that it is there"
-        assert scheduler.to_probe([A, B], WAIT_S, now) == [B]
-        scheduler.probed(B, True, now)
+        assert scheduler.absent([A, B], WAIT_S, now) == [B]
+        scheduler.heard_from(B, True, now)
         assert scheduler.askable([A, B], now) == [A, B]
         scheduler.asked(B, now)
         assert scheduler.askable([A, B], now) == [A]
@@ -80,7 +80,7 @@ def test_a_peer_that_answers_after_failures_is_trusted_again_answer_by_answer() 
     scheduler = PeerScheduler({A: 10.0, B: 10.0})
     for now in (0.0, 4.0, 12.0):
         scheduler.failed(B, now)
-    scheduler.probed(B, True, 28.0)
+    scheduler.heard_from(B, True, 28.0)
     for _ in range(2):
         scheduler.asked(B, 28.0)
         assert scheduler.askable([A, B], 28.0) == [A], "one at a time"
@@ -92,16 +92,16 @@ def test_a_peer_that_answers_after_failures_is_trusted_again_answer_by_answer() 
     assert scheduler.askable([A, B], 28.0) == [A, B], "as many as any other"
 
 
-def test_a_peer_that_stays_silent_is_probed_ever_more_rarely_and_gets_no_micro_batch() -> None:
-    scheduler, probed_at = PeerScheduler({A: 10.0, B: 10.0}), list[float]()
+def test_a_peer_that_stays_silent_is_asked_ever_more_rarely_and_gets_no_micro_batch() -> None:
+    scheduler, asked_at = PeerScheduler({A: 10.0, B: 10.0}), list[float]()
     scheduler.failed(B, 0.0)
     for now in range(1, 100):
         assert scheduler.askable([A, B], float(now)) == [A]
-        if scheduler.to_probe([A, B], WAIT_S, float(now)):
-            probed_at.append(now)
-            assert scheduler.to_probe([A, B], WAIT_S, float(now)) == [], "one probe at a time"
-            scheduler.probed(B, False, now + 0.5)
-    assert probed_at == [4, 13, 30, 63]
+        if scheduler.absent([A, B], WAIT_S, float(now)):
+            asked_at.append(now)
+            assert scheduler.absent([A, B], WAIT_S, float(now)) == [], "one question at a time"
+            scheduler.heard_from(B, False, now + 0.5)
+    assert asked_at == [4, 13, 30, 63]
 
 
 def test_where_all_have_failed_all_are_asked() -> None:

@@ -166,7 +166,7 @@ def test_a_silent_peer_gets_no_more_time_for_its_next_micro_batch_than_one_that_
     assert result(world).sound
 
 
-def test_a_silent_peer_gets_no_micro_batch_before_it_answers_a_probe() -> None:
+def test_a_silent_peer_gets_no_micro_batch_before_it_says_that_it_is_there() -> None:
     """In a swarm whose steps wait for all that is under way, each micro-batch that it got stopped everybody for 6 s."""
     world = two_ends()
     world.start()
@@ -180,7 +180,9 @@ def test_a_silent_peer_gets_no_micro_batch_before_it_answers_a_probe() -> None:
             token for token, one in origin.executions.items() if one.next_hop is not None and one.next_hop.to == "C"
         }
     assert not at_c
-    assert origin.forwarding.scheduler.suspended[PeerId("C")].seconds > 30.0, "it was probed, ever more rarely"
+    assert origin.forwarding.scheduler.suspended[PeerId("C")].seconds > 30.0, (
+        "it was asked whether it is there, ever more rarely"
+    )
     finish(world)
 
 
