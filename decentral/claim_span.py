@@ -86,7 +86,7 @@ async def claim(request: SpanRequest, needs: MemoryNeeds, directory: Directory, 
         found = await records.lookup(directory, request.name, shards, clock.now(), own.open)
         others = _holders(needs, found, own.peer, claimed_at)
         typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
-        choice = span_choice.choose(needs.fragments, others, typical, reach, not request.run.synchronous)
+        choice = span_choice.choose(needs.fragments, others, typical, reach)
         if choice == chosen:
             break
         chosen, claimed_at = choice, clock.now()

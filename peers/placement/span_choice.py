@@ -11,10 +11,6 @@ compute,
 (Hall's theorem with capacities). A peer's span is an interval, so the peers that hold nothing of S are those that lie
 within one gap of S, and the best gaps are found by a walk over the fragments (Dinkelbach's iteration for the ratio).
 
-Peers with the whole model train by themselves, and what they carry to the end for others is in the place of their own
-work: a layer that nobody else holds has no holder here. They hand nothing on, so where only they have the first layer
-that comes before anything else: with it a newcomer trains beside them though it is alone.
-
 A peer that has chosen announces its span in the DHT and reads the records once more: of two peers that chose at the
 same time the later one yields.
 """
@@ -51,29 +47,20 @@ def holder_of(fragments: Sequence[Fragment], first: int, last: int, tokens_per_s
 
 
 def choose(
-    fragments: Sequence[Fragment],
-    others: Sequence[Holder],
-    tokens_per_s: float,
-    reach: Callable[[int], int],
-    whole_alone: bool = False,
+    fragments: Sequence[Fragment], others: Sequence[Holder], tokens_per_s: float, reach: Callable[[int], int]
 ) -> Holder:
     """The best of the widest spans that fit. `reach(begin)`: the end of the widest span that begins there.
 
-    Ties go to the earliest span. `others` and `tokens_per_s` have speeds in tokens/s of the whole model. `whole_alone`:
-    peers with the whole model train by themselves.
+    Ties go to the earliest span. `others` and `tokens_per_s` have speeds in tokens/s of the whole model.
     """
     count, share_F = len(fragments), _shares(fragments)
     options = [Holder(begin, reach(begin), tokens_per_s) for begin in range(count) if reach(begin) > begin]
     widest = [one for one in options if not any(o.begin < one.begin and one.end <= o.end for o in options)]
-    parts = [one for one in others if one.end - one.begin < count] if whole_alone else others
-    if len(parts) < len(others) and widest[0].begin == 0 and not any(one.begin == 0 for one in parts):
-        return widest[0]
     behind_F, uncovered_F = np.zeros(count), np.ones(count, dtype=bool)
     for other in others:  # a peer's speed is taken as spread evenly over its span
         span = slice(other.begin, other.end)
         behind_F[span] += other.tokens_per_s / max(1e-300, share_F[span].sum())
-    for part in parts:
-        uncovered_F[part.begin : part.end] = False
+        uncovered_F[span] = False
     flow_O = _flows(share_F, others, widest)
     top, most = max(1e-300, float(flow_O.max())), max(1e-300, float(behind_F.max()))
 

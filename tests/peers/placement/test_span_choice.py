@@ -39,25 +39,10 @@ def test_a_newcomer_goes_where_the_swarm_is_slowest() -> None:
     assert (chosen.begin, chosen.end) == (2, 4)
 
 
-WHOLE = [Holder(0, 6, 5.0)] * 3  # peers with the whole model
-
-
-def beside_whole(*parts: Holder, memory: int = 4) -> tuple[int, int]:
-    chosen = span_choice.choose(SIX, [*WHOLE, *parts], 5.0, reach_of(memory), whole_alone=True)
-    return chosen.begin, chosen.end
-
-
-def test_beside_peers_with_the_whole_model_the_others_cover_it_by_themselves() -> None:
-    """A third peer with the first layers had those hand the end of everything to peers that have work of their own."""
-    first = Holder(0, 4, 5.0)
-    assert beside_whole(first) == beside_whole(first, first) == (2, 6)
-    both = first, Holder(2, 6, 5.0)
-    assert beside_whole(*both) == (0, 4), "one more that begins: others may carry on"
-
-
-def test_beside_peers_with_the_whole_model_somebody_has_to_begin() -> None:
-    assert beside_whole() == beside_whole(Holder(2, 6, 5.0)) == beside_whole(Holder(1, 6, 5.0)) == (0, 4)
-    assert beside_whole(Holder(4, 6, 5.0), memory=2) == (0, 2)
+def test_of_places_that_are_equally_scarce_the_earliest_is_taken() -> None:
+    """Their figures differed in the last digit."""
+    chosen = span_choice.choose(SIX, [Holder(0, 4, 5.0), Holder(2, 6, 5.0)], 5.0, reach_of(4))
+    assert (chosen.begin, chosen.end) == (0, 4)
 
 
 def test_a_peer_whose_memory_takes_nothing_more_takes_what_it_can() -> None:
