@@ -66,9 +66,9 @@ def choose(
 
     def worth(index: int) -> tuple[int, int, int, int]:
         span = slice(widest[index].begin, widest[index].end)
-        flow, behind = flow_O[index] / top, share_F[span] @ behind_F[span] / share_F[span].sum() / most
+        carried, behind = flow_O[index] / top, share_F[span] @ behind_F[span] / share_F[span].sum() / most
         uncovered = int(uncovered_F[span].sum())
-        return uncovered, round(float(flow) / EQUAL_FLOWS), -round(float(behind) / EQUAL_FLOWS), -span.start
+        return uncovered, round(float(carried) / EQUAL_FLOWS), -round(float(behind) / EQUAL_FLOWS), -span.start
 
     return widest[max(range(len(widest)), key=worth)]
 

@@ -13,9 +13,9 @@ are averages that follow late, so peers that judge at other moments take another
 for one plan may follow another. Each change of mind doubles the time to the next judgement, so that in the end a move
 has the time that it takes, however near two plans are. Plans that are equal within the margin have an order that all
 peers agree on, whichever they heard of first: the one for which the fewest have still to move, so that each move for
-one speaks for it, then those proposed in the earlier interval of TIES_S, then the lowest digest. An evaluation takes all known plans, so that a newcomer finds the one that
-others follow. It may take seconds in a large swarm, so a host does it beside its event loop: effect EvaluatePlans,
-event PlansEvaluated.
+one speaks for it, then those proposed in the earlier interval of TIES_S, then the lowest digest. An evaluation takes
+all known plans, so that a newcomer finds the one that others follow. It may take seconds in a large swarm, so a host
+does it beside its event loop: effect EvaluatePlans, event PlansEvaluated.
 
 Peers that hold the whole model train without routes, and are in no plan.
 """
