@@ -84,21 +84,22 @@ class Forwarding:
 
     def send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
         """Asks the next peer to take the micro-batch on, or waits until there is one."""
-        return [*self._ask_presence(execution, now), *self._send(execution, now, cause)]
+        successors = self.view.successors(execution.last)
+        return [*self._ask_presence(execution, successors, now), *self._send(execution, successors, now, cause)]
 
-    def _ask_presence(self, execution: StageExecution, now: Seconds) -> list[Effect]:
+    def _ask_presence(self, execution: StageExecution, successors: Sequence[PeerId], now: Seconds) -> list[Effect]:
         """Asks those that have failed whether they are there again: they get no micro-batch before they say so."""
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
-        due = self.scheduler.absent(self.view.successors(execution.last), STATUS_S, now)
+        due = self.scheduler.absent(successors, STATUS_S, now)
         return [Ask(PresenceTag(), peer, offer, STATUS_S) for peer in due]
 
-    def _send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
+    def _send(self, execution: StageExecution, successors: Sequence[PeerId], now: Seconds, cause: str) -> list[Effect]:
         execution.move(AWAY, cause)
         hop = execution.sent
         hop.retry_at, hop.look_at, hop.to = None, None, None
         if len(hop.tried) >= MAX_TRIES:
             return self.table.give_up(execution, Reason.TRIED)
-        trust = {peer: self.trust.weight(peer, now) for peer in self.view.successors(execution.last)}
+        trust = {peer: self.trust.weight(peer, now) for peer in successors}
         holders = [peer for peer, weight in trust.items() if weight]
         peers = [peer for peer in holders if peer not in hop.tried]
         peers = peers or [peer for peer in holders if peer != hop.tried[-1]] or holders

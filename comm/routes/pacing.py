@@ -205,7 +205,7 @@ class PeerScheduler:
     def asked(self, peer: PeerId, now: Seconds) -> None:
         """A micro-batch goes to this peer. One that has failed gets no second one before it has answered."""
         if before := self.suspended.get(peer):
-            self.suspended[peer] = Suspension(now + before.seconds, before.seconds, before.there, tried=True)
+            self.suspended[peer] = before._replace(until=now + before.seconds, tried=True)
 
     def absent(self, peers: Sequence[PeerId], wait_s: Seconds, now: Seconds) -> list[PeerId]:
         """Those of these peers that are to be asked whether they are there. None is asked again within `wait_s`."""

@@ -150,11 +150,17 @@ def test_what_a_frozen_peer_has_goes_to_others_as_soon_as_the_roster_has_dropped
     assert result(world).sound
 
 
-def test_a_silent_peer_gets_no_more_time_for_its_next_micro_batch_than_one_that_answers() -> None:
+def with_a_silent_end() -> World:
+    """One of two ends, C, answers no more, and nobody knows it."""
     world = two_ends()
     world.start()
     world.run(10.0)
     world.freeze("C", known_after_s=1000.0)
+    return world
+
+
+def test_a_silent_peer_gets_no_more_time_for_its_next_micro_batch_than_one_that_answers() -> None:
+    world = with_a_silent_end()
     world.run(30.0)
     origin = world.peers[PeerId("A")].routes
     at_c = [one.next_hop for one in origin.executions.values() if one.next_hop is not None and one.next_hop.to == "C"]
@@ -168,10 +174,7 @@ def test_a_silent_peer_gets_no_more_time_for_its_next_micro_batch_than_one_that_
 
 def test_a_silent_peer_gets_no_micro_batch_before_it_says_that_it_is_there() -> None:
     """In a swarm whose steps wait for all that is under way, each micro-batch that it got stopped everybody for 6 s."""
-    world = two_ends()
-    world.start()
-    world.run(10.0)
-    world.freeze("C", known_after_s=1000.0)
+    world = with_a_silent_end()
     world.run(10.0)
     origin, at_c = world.peers[PeerId("A")].routes, set[int]()
     for _ in range(500):
