@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 if __name__ == "__main__":  # while the libraries below load, which takes seconds, there is nothing to save
@@ -76,7 +77,8 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
         if flags.restarted:
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
-        loading = asyncio.create_task(asyncio.to_thread(_load, flags))
+        # On threads of its own: asyncio waits for those of its executor before a user who is refused would hear of it.
+        loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), _load, flags)
         key, clock = folder.path / "identity.key", SwarmClock()
         transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
         try:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -265,6 +266,17 @@ def test_an_address_where_nobody_is(capfd: pytest.CaptureFixture[str], folder: P
     said = refusal(capfd, folder, "--join", address)
     assert said.startswith(f"--join {address}: unreachable")
     assert said.endswith("check the address, that the peer there runs, and its port")
+
+
+@pytest.mark.swarm
+def test_an_error_is_said_before_the_rest_of_the_program_has_loaded(
+    capfd: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, had_ended = threading.Event(), []
+    monkeypatch.setattr(peer, "_load", lambda _: had_ended.append(may_end.wait(20)))
+    assert "cannot listen on" in refusal(capfd, folder, "--listen", "here")
+    assert not had_ended
+    may_end.set()
 
 
 @pytest.mark.swarm
