@@ -2,7 +2,8 @@
 
     OPEN --window over--> CLOSING --WindowClosed--> ASKING --Done--> OPEN
 
-A push has a number, and one that comes twice is added once, so a push whose acknowledgement was lost is sent again.
+A push has a number, and one that comes twice is added once, so a push whose acknowledgement was lost is sent again. It
+keeps the time of its first try: a partner that has started again since knows no numbers, and refuses what is older.
 Mass that was refused, or never left, is taken back. It is not taken back after a try that nobody answered, because it
 may have arrived. So only a partner that dies, or refuses to the end, costs mass; x and w are lost together, which
 leaves every ratio x/w as it was, and the journal says `mass-lost`.
@@ -14,7 +15,7 @@ from decentral.comm.gossip import snapshots
 from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, contribution
 from decentral.comm.gossip.tags import PushTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Done, Push, Refused
+from decentral.comm.wire.messages import Done, Push, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Absorb, Absorbed, WindowClosed
@@ -34,8 +35,13 @@ PushName = tuple[PeerId, int]
 @dataclass(slots=True)
 class PushExchange(Exchange):
     _closed: WindowClosed | None = None
+    _offered: Snapshot | None = None
     _arrived: dict[PushName, None] = field(default_factory=dict)
     _absorbing: dict[PushName, list[int]] = field(default_factory=dict)  # jobs in order: the requests that wait
+
+    @property
+    def undecided(self) -> list[int]:
+        return [request for requests in self._absorbing.values() for request in requests]
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -62,12 +68,14 @@ class PushExchange(Exchange):
         if not partners:  # the last one has just gone
             return [self._take_back(), *self._end(None, "solo", Reason.ALONE, now)]
         self.state = ExchangePhase.ASKING
-        return [self._ask(partners[0], 1, now)]
+        self._offered = snapshots.describe(self.context, closed, now)
+        return [self._ask(partners[0], 1)]
 
-    def _ask(self, partner: PeerId, tries: int, now: Seconds) -> Ask:
+    def _ask(self, partner: PeerId, tries: int) -> Ask:
         assert self._closed is not None
+        assert self._offered is not None
         tag = PushTag(self.context.fragment, self.seq, tries)
-        push = Envelope(Push(snapshots.describe(self.context, self._closed, now)), self._closed.blob)
+        push = Envelope(Push(self._offered), self._closed.blob)
         return Ask(tag, partner, push, self.context.view.deadline_s(partner, self.size))
 
     def _answered(self, event: Answered | AskFailed, tries: int, now: Seconds) -> list[Effect]:
@@ -83,7 +91,7 @@ class PushExchange(Exchange):
         if back is not None and tries == 1:  # a try before this one might have arrived
             return [self._take_back(), *self._end(event.peer, "failed", back, now)]
         if tries < PUSH_TRIES:
-            return [self._ask(event.peer, tries + 1, now)]
+            return [self._ask(event.peer, tries + 1)]
         return self._end(event.peer, "failed", Reason.MASS_LOST, now)
 
     def _take_back(self) -> Absorb:

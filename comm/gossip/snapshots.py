@@ -59,6 +59,10 @@ class Exchange:
     _began: Seconds = 0.0  # when the exchange began
     snapshots_moved: ClassVar[int] = 1  # by an exchange with one partner
 
+    @property
+    def undecided(self) -> list[int]:
+        return []
+
     def replan(self, now: Seconds) -> None:
         size = self.snapshots_moved * self.size
         if self.close_at > now + self.context.period_s(size):

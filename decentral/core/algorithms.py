@@ -112,6 +112,10 @@ class GossipMachine(Machine, Protocol):
     seq: int  # number of the last window that was closed
     size: int  # bytes of the last snapshot
 
+    @property
+    def undecided(self) -> list[int]:
+        """Open requests whose effect on the weights is a job under way: nobody can say yet that they are refused."""
+
     def replan(self, now: Seconds) -> None:
         """Brings the window's end forward, where it lies further ahead than a window is long now."""
 

@@ -62,6 +62,7 @@ class Answers:
     rounds: Rounds | None
     span_move: SpanMove | None = None  # None: this peer never changes its layers
     waiting: dict[int, int] = field(default_factory=dict)  # the fragment of each open request, or NO_FRAGMENT
+    _undecided: list[int] = field(default_factory=list)  # requests about fragments that are being given up
 
     def __post_init__(self) -> None:
         self.handlers.register(self._any_run, messages.Hello, messages.Ping, messages.Probe)
@@ -92,12 +93,26 @@ class Answers:
         return self.donor.exported(event, self._state_step, now, version)
 
     def refuse_about(self, lost: Sequence[int]) -> list[Effect]:
-        """Refuses the open questions about these fragments, which this peer gives up."""
+        """Refuses the open questions about these fragments, which this peer gives up.
+
+        Mass that is being added is in these weights until they are gone, and `given_up` answers for it.
+        """
+        self._undecided = self.gossip.undecided(lost)
         open_requests = [request for request, index in self.waiting.items() if index in lost]
-        return [Reply(request, Envelope(Refused(Reason.FRAGMENT))) for request in open_requests]
+        return [_refuse(request) for request in open_requests if request not in self._undecided]
+
+    def given_up(self, done: bool) -> list[Effect]:
+        """Answers the rest, now that the fragments are given up, or are not after all and keep the mass."""
+        undecided, self._undecided = self._undecided, []
+        return [_refuse(request) if done else Reply(request, Envelope(messages.Done())) for request in undecided]
 
     def leave(self) -> list[Effect]:
-        return [Reply(request, Envelope(Refused(Reason.LEAVING))) for request in sorted(self.waiting)]
+        """What is being added now is in the last checkpoint, so its sender must not take it back."""
+        added = self.gossip.undecided(list(self.gossip.running))
+        answers = {
+            request: messages.Done() if request in added else Refused(Reason.LEAVING) for request in self.waiting
+        }
+        return [Reply(request, Envelope(answers[request])) for request in sorted(answers)]
 
     def blob_bound(self, message: Message) -> int:
         """The largest blob, in bytes, that may come with this question; 0 if it carries none."""
@@ -171,6 +186,10 @@ def _run_of(message: Message) -> str | None:
         return message.offered.run
     about_run = (messages.StateRequest, messages.Pull, messages.SwapCommit, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)
     return message.run if isinstance(message, about_run) else None
+
+
+def _refuse(request: int) -> Reply:
+    return Reply(request, Envelope(Refused(Reason.FRAGMENT)))
 
 
 def _reply(event: Asked, message: Message) -> Reply:

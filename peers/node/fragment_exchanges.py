@@ -68,6 +68,10 @@ class FragmentExchanges:
             if fragment.index not in self.running:
                 self.running[fragment.index] = self._exchange(fragment, now)
 
+    def undecided(self, fragments: Sequence[int]) -> list[int]:
+        """The open requests of these fragments whose effect on the weights is a job under way."""
+        return [request for index in fragments if index in self.running for request in self.running[index].undecided]
+
     def drop(self, lost: Sequence[int]) -> None:
         self._wake = None
         for index in lost:

@@ -83,7 +83,7 @@ class SpanManager:
         """The training thread has changed the layers, or could not."""
         if event.accepted:
             self.donor.retained = event.kept
-        return self.span_move.handle(event, now)
+        return [*self.answers.given_up(event.accepted), *self.span_move.handle(event, now)]
 
     def carry_out(self, effects: list[Effect], now: Seconds) -> list[Effect]:
         """The same effects, with what the move's own effects lead to in their place."""
@@ -92,8 +92,8 @@ class SpanManager:
         for effect in effects:
             if isinstance(effect, ChangeSpan):
                 self.donor.fragments = [cut for cut in self.setup().fragments if cut.index not in move.lost]
-                self.gossip.drop(move.lost)
                 done += self.answers.refuse_about(move.lost)
+                self.gossip.drop(move.lost)
             done += self._hold(effect.fragments, now) if isinstance(effect, HoldSpan) else [effect]
         if move.drains and not routes.draining:
             routes.drain()

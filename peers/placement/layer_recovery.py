@@ -1,4 +1,4 @@
-"""Layers that no peer holds any more: which peer takes them over, and when.
+"""Layers that no peer holds any more, or first ones at which nobody begins: which peer takes them over, and when.
 
 All peers that know the same roster rank the same candidates. A candidate's span fits its memory, has the most of the
 lost layers, and gives up only layers that others hold. After a random back-off the first candidate moves
@@ -7,6 +7,9 @@ lost layers, and gives up only layers that others hold. After a random back-off 
 The state comes from a peer that retains one. Where none does, the layers wait for their holder, which may come back
 with its checkpoint: newly initialised weights, once they train, would be taken for the newer ones. Only after
 INITIALISE_AFTER_S the layers start from initial weights.
+
+Peers with the whole model begin no micro-batches for others. Where they alone hold the first layers, peers with other
+parts have nothing to do, so one of these takes the first layers, though they are not lost.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +22,7 @@ from decentral.core.units import Seconds
 
 RECOVERY_BACKOFF_S = 2.0  # upper bound of the random back-off
 TURN_S = 10.0  # between the turns of two candidates
+FIRST = 0  # the fragment at which micro-batches begin
 INITIALISE_AFTER_S = 60.0  # without a holder, for a layer whose state nobody retains
 
 
@@ -51,10 +55,14 @@ class LayerRecovery:
 
         `joining`: spans of the peers that are joining. `is_retained(fragment)`: whether some peer retains its state.
         """
+        count = len(self.needs.fragments)
         spans = [*(member.held for member in members.values()), *joining]
-        lost = [index for index in range(len(self.needs.fragments)) if not any(index in span for span in spans)]
+        lost = [index for index in range(count) if not any(index in span for span in spans)]
         self._lost_since = {index: self._lost_since.get(index, now) for index in lost}
         ready = [index for index in lost if is_retained(index) or now >= self._lost_since[index] + INITIALISE_AFTER_S]
+        parts = [span for span in spans if len(span) < count]
+        if parts and not lost and not any(FIRST in span for span in parts):
+            ready = [FIRST]
         if not ready:
             self._turns_at = None
             return None
@@ -64,16 +72,18 @@ class LayerRecovery:
             return None
         turns = 1 + int((now - self._turns_at) / TURN_S)
         ours = [span for peer, span in ranked(self.needs, members, ready)[:turns] if peer == self.own]
-        return (ours[0], any(not is_retained(index) for index in ready)) if ours else None
+        return (ours[0], any(index in lost and not is_retained(index) for index in ready)) if ours else None
 
 
 def ranked(
     needs: MemoryNeeds, members: Mapping[PeerId, TrainingPeer], lost: Sequence[int]
 ) -> list[tuple[PeerId, range]]:
-    """The peers that could take lost fragments, each with its best span; the best first, equal ones by id."""
+    """The peers with a part that could take lost fragments, each with its best span; best first, equal ones by id."""
     holders = [sum(index in member.held for member in members.values()) for index in range(len(needs.fragments))]
     found = []
     for peer, member in members.items():
+        if len(member.held) == len(holders):
+            continue
         furthest = widest_span(needs, member.memory_bytes)
         options = []
         for begin in range(max(lost) + 1):

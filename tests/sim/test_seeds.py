@@ -78,6 +78,9 @@ FOUND = {
     407852: "a bug of the audit: a peer that had been away for half a minute had saved nothing while it was",
     409303: "a bug of the audit: two checks in a row fell between a push that was added and its report",
     445255: "of two equally good plans some followed the one, some the other, and moved to and fro",
+    495583: "spans: peers with the whole model alone held the first layers, and those with parts had nothing to do",
+    517775: "push-sum: after a freeze a push came again to a peer that had added it, saved and started again",
+    524223: "push-sum: mass that was being added to a fragment went back before the fragment was given up",
 }
 
 

@@ -90,3 +90,20 @@ def test_a_peer_with_memory_to_spare_comes_first() -> None:
 def test_of_several_lost_layers_as_many_as_fit_are_taken() -> None:
     swarm = members(A=(range(0, 2), 2), B=(range(0, 2), 2))
     assert ranked(NEEDS, swarm, [2, 3]) == [("A", range(2, 4)), ("B", range(2, 4))]
+
+
+def test_where_only_peers_with_the_whole_model_hold_the_first_layers_one_with_a_part_takes_them() -> None:
+    """They begin nothing for others: those with parts had nothing to do for good (seed 495583 of the sweep)."""
+    idle = RecoveringSwarm(members(A=(range(0, 4), 4), B=(range(1, 4), 3), C=(range(2, 4), 2)), retained=False)
+    assert idle.pass_time(RECOVERY_BACKOFF_S + 1) == {"B": (range(0, 3), False)}
+
+
+def test_first_layers_that_a_part_holds_or_joins_with_are_left_to_it() -> None:
+    swarm = members(A=(range(0, 4), 4), B=(range(1, 4), 3))
+    one = LayerRecovery(PeerId("B"), NEEDS, Random(0))
+    for second in range(100):
+        assert one.span_to_take(swarm, [range(0, 2)], float(second), lambda index: True) is None
+        assert one.span_to_take(swarm | members(C=(range(0, 2), 2)), (), float(second), lambda index: True) is None
+        assert one.span_to_take(members(A=(range(0, 4), 4)), (), float(second), lambda index: True) is None
+    assert one.span_to_take(swarm, [range(0, 4)], 100.0, lambda index: True) is None  # the back-off begins
+    assert one.span_to_take(swarm, [range(0, 4)], 103.0, lambda index: True) == (range(0, 3), False)
