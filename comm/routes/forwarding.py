@@ -103,7 +103,7 @@ class Forwarding:
         holders = [peer for peer, weight in trust.items() if weight]
         peers = [peer for peer in holders if peer not in hop.tried]
         peers = peers or [peer for peer in holders if peer != hop.tried[-1]] or holders
-        peers = self.scheduler.askable([peer for peer in peers if peer not in hop.busy], now)
+        peers = [peer for peer in self.scheduler.askable(peers, now) if peer not in hop.busy]
         if not peers:
             return self._wait(hop, now)
         rates = self._rates(execution.last, {peer: trust[peer] for peer in peers})

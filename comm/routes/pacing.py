@@ -31,6 +31,9 @@ MOST_TIMES_SLOWER = 16.0  # than the others, a peer can look by missed deadlines
 MISSED = 2.0  # a missed deadline makes a peer look so many times slower
 FIRST_SUSPENDED_S = 4.0  # of a peer that has failed; twice as long after the next failure in a row ...
 MOST_SUSPENDED_S = 64.0  # ... up to this
+KEPT = 4.0  # times as long is a peer suspended that says that it is there, takes a micro-batch and keeps it ...
+MOST_KEPT_S = 512.0  # ... up to this: where gradients are exact, nobody takes a step while a micro-batch is away
+FORGIVEN_S = 1.0  # a shorter suspension is forgotten; each answer halves it
 ROUTE_SLACK = 4.0  # a deadline is this many times the expected time ...
 HOP_DEADLINE_FLOOR_S = 2.0  # ... and at least this: a step may wait as long for a peer that is silent
 HOP_DEADLINE_TOP_S = 420.0  # of a single hop; a lost one is found out after so long at most
@@ -193,14 +196,15 @@ class PeerScheduler:
         mean = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
         keep_latest(self.seconds, peer, mean, MOST_NEXT_PEERS)
         before = self.suspended.pop(peer, None)
-        if before and before.seconds > FIRST_SUSPENDED_S:  # one answer does not make up for all failures
+        if before and before.seconds > FORGIVEN_S:  # one answer does not make up for a failure
             self.suspended[peer] = Suspension(-math.inf, before.seconds / 2, there=True)
 
     def failed(self, peer: PeerId, now: Seconds) -> None:
         """Nothing usable came from it, nor will. What was under way there together tells of one failure."""
         before = self.suspended.get(peer)
         if before is None or before.tried or now >= before.until:
-            self._suspend(peer, before, now)
+            seconds = FIRST_SUSPENDED_S if before is None else min(MOST_KEPT_S, KEPT * before.seconds)
+            self._suspend(peer, seconds, now)
 
     def asked(self, peer: PeerId, now: Seconds) -> None:
         """A micro-batch goes to this peer. One that has failed gets no second one before it has answered."""
@@ -222,10 +226,9 @@ class PeerScheduler:
         if there:
             self.suspended[peer] = before._replace(until=now, there=True)
         else:
-            self._suspend(peer, before, now)
+            self._suspend(peer, max(before.seconds, min(MOST_SUSPENDED_S, 2 * before.seconds)), now)
 
-    def _suspend(self, peer: PeerId, before: Suspension | None, now: Seconds) -> None:
-        seconds = FIRST_SUSPENDED_S if before is None else min(MOST_SUSPENDED_S, 2 * before.seconds)
+    def _suspend(self, peer: PeerId, seconds: Seconds, now: Seconds) -> None:
         keep_latest(self.suspended, peer, Suspension(now + seconds, seconds), MOST_NEXT_PEERS)
 
     def askable(self, peers: Sequence[PeerId], now: Seconds) -> list[PeerId]:
