@@ -31,7 +31,7 @@ MOST_TIMES_SLOWER = 16.0  # than the others, a peer can look by missed deadlines
 MISSED = 2.0  # a missed deadline makes a peer look so many times slower
 FIRST_SUSPENDED_S = 4.0  # of a peer that has failed; twice as long after the next failure in a row ...
 MOST_SUSPENDED_S = 64.0  # ... up to this
-KEPT = 4.0  # times as long is a peer suspended that says that it is there, takes a micro-batch and keeps it ...
+TIMES_KEPT = 4.0  # times as long is a peer suspended that says that it is there, takes a micro-batch and keeps it ...
 MOST_KEPT_S = 512.0  # ... up to this: where gradients are exact, nobody takes a step while a micro-batch is away
 FORGIVEN_S = 1.0  # a shorter suspension is forgotten; each answer halves it
 ROUTE_SLACK = 4.0  # a deadline is this many times the expected time ...
@@ -203,7 +203,7 @@ class PeerScheduler:
         """Nothing usable came from it, nor will. What was under way there together tells of one failure."""
         before = self.suspended.get(peer)
         if before is None or before.tried or now >= before.until:
-            seconds = FIRST_SUSPENDED_S if before is None else min(MOST_KEPT_S, KEPT * before.seconds)
+            seconds = FIRST_SUSPENDED_S if before is None else min(MOST_KEPT_S, TIMES_KEPT * before.seconds)
             self._suspend(peer, seconds, now)
 
     def asked(self, peer: PeerId, now: Seconds) -> None:
