@@ -14,6 +14,7 @@ config: `config_bytes` is its length. What is in them is read by the tests of st
 
 import argparse
 import asyncio
+import os
 import re
 import socket
 import struct
@@ -99,7 +100,13 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file to which each result is appended")
     args = parser.parse_args()
-    peers = Peers(Path(tempfile.mkdtemp(prefix="refusals-")))
+    if not hasattr(socket, "AF_PACKET") or os.geteuid() != 0:
+        raise SystemExit("packets are captured on Linux, with root")
+    with tempfile.TemporaryDirectory(prefix="refusals-") as folder:
+        measure(Peers(Path(folder)), args)
+
+
+def measure(peers: Peers, args: argparse.Namespace) -> None:
     try:
         peers.start("founder", "--private", *TINY)
         peers.until("the founder trains", lambda: bool(peers.lines("founder", "joined")))

@@ -99,20 +99,17 @@ class Answers:
         """
         self._undecided = self.gossip.undecided(lost)
         open_requests = [request for request, index in self.waiting.items() if index in lost]
-        return [_refuse(request) for request in open_requests if request not in self._undecided]
+        return [_refuse(request, Reason.FRAGMENT) for request in open_requests if request not in self._undecided]
 
     def given_up(self, done: bool) -> list[Effect]:
         """Answers the rest, now that the fragments are given up, or are not after all and keep the mass."""
         undecided, self._undecided = self._undecided, []
-        return [_refuse(request) if done else Reply(request, Envelope(messages.Done())) for request in undecided]
+        return [_refuse(request, Reason.FRAGMENT) if done else _added(request) for request in undecided]
 
     def leave(self) -> list[Effect]:
-        """What is being added now is in the last checkpoint, so its sender must not take it back."""
+        """Refuses all open questions but those whose mass is being added: it is in the last checkpoint, and stays here."""
         added = self.gossip.undecided(list(self.gossip.running))
-        answers = {
-            request: messages.Done() if request in added else Refused(Reason.LEAVING) for request in self.waiting
-        }
-        return [Reply(request, Envelope(answers[request])) for request in sorted(answers)]
+        return [_added(one) if one in added else _refuse(one, Reason.LEAVING) for one in sorted(self.waiting)]
 
     def blob_bound(self, message: Message) -> int:
         """The largest blob, in bytes, that may come with this question; 0 if it carries none."""
@@ -188,8 +185,12 @@ def _run_of(message: Message) -> str | None:
     return message.run if isinstance(message, about_run) else None
 
 
-def _refuse(request: int) -> Reply:
-    return Reply(request, Envelope(Refused(Reason.FRAGMENT)))
+def _refuse(request: int, reason: Reason) -> Reply:
+    return Reply(request, Envelope(Refused(reason)))
+
+
+def _added(request: int) -> Reply:
+    return Reply(request, Envelope(messages.Done()))
 
 
 def _reply(event: Asked, message: Message) -> Reply:
