@@ -107,7 +107,7 @@ class Answers:
         return [_refuse(request, Reason.FRAGMENT) if done else _added(request) for request in undecided]
 
     def leave(self) -> list[Effect]:
-        """Refuses all open questions but those whose mass is being added: it is in the last checkpoint, and stays here."""
+        """Refuses all open questions but those whose mass is being added: the last checkpoint has it, and it stays."""
         added = self.gossip.undecided(list(self.gossip.running))
         return [_added(one) if one in added else _refuse(one, Reason.LEAVING) for one in sorted(self.waiting)]
 
