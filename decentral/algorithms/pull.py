@@ -19,7 +19,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.train import influence, outer
 from decentral.train.agreement import Agreement, WindowSample
-from decentral.train.copies import copied_parts
+from decentral.train.copies import CountedWindows, copied_parts
 from decentral.train.influence import Experience
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import (
@@ -71,6 +71,7 @@ class PullRule(UpdateRule):
         self.ready = False
         self.momentum = tools.vector(self.elements) if self.constants.alpha else None
         self.experience, self.agreement, self.outliers = Experience(), Agreement(), Outliers()
+        self.counted = CountedWindows()
         self.sample: WindowSample | None = None  # drawn when the first window is merged, from what is secret then
         self.closed: tuple[Window, bytes] | None = None  # the window that waits for its merge, and what it published
         if not theta.is_meta:
@@ -171,8 +172,10 @@ class PullRule(UpdateRule):
             return claims, [1.0] * len(partners)
         read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
         ours, theirs = read(blob), [read(one.pseudo_gradient) for one in partners]
-        agreed = self.agreement.trust(ours, [*zip((one.peer for one in partners), theirs, strict=True)])
-        alike, made = copied_parts(ours, theirs, self.agreement.common.usual()), self.experience.lengths[-1]
+        by_peer = [*zip((one.peer for one in partners), theirs, strict=True)]
+        agreed, before = self.agreement.trust(ours, by_peer), self.counted.most_alike(ours, by_peer)
+        alike = copied_parts(ours, theirs, self.agreement.common.usual_at_most(), before)
+        made = self.experience.lengths[-1]
         explained = [influence.explained_tokens(one.length, own.tokens, made) for one in partners]
         trust = [
             agrees * new * influence.plausible(one.length, progress) * (not self.outliers.is_far(one.peer))

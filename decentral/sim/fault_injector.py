@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from decentral.algorithms.pull import PullRule
@@ -31,6 +32,9 @@ class FaultInjector:
     forged: set[tuple[PeerId, bytes]] = field(default_factory=set)  # blobs that were sent with a digest that fits them
     _kept: dict[tuple[str, PeerId, int], Envelope] = field(default_factory=dict)  # earlier answers, to be sent again
     _answers: dict[tuple[PeerId, PeerId], Envelope] = field(default_factory=dict)  # of lying hops, by asker
+    _windows: dict[int, tuple[list[Tensor], list[Tensor]]] = field(
+        default_factory=dict
+    )  # of one peer: before, and last
 
     def plan(self, faults: Sequence[Fault]) -> None:
         """Lets these faults happen, each at its time. The swarm must not have come to the first of them."""
@@ -160,8 +164,20 @@ class FaultInjector:
         assert isinstance(envelope.message, Snapshot)
         tools, fragment = member.host.training.gossip.tools, envelope.message.fragment
         others = [one for one in self.swarm.living if one.training and not one.byzantine and one.host is not None]
+        if member.byzantine == "belated":
+            others = [one for one in others if one.peer == min(other.peer for other in others)]
         honest = [read for one in others if one.host and (read := _last_published(one.host, fragment)) is not None]
+        if member.byzantine == "belated":
+            honest = self._before(fragment, honest)
         return self._forged(member, liars.falsify(member.byzantine, member.peer, envelope, tools.codecs, honest))
+
+    def _before(self, fragment: int, windows: list[Tensor]) -> list[Tensor]:
+        """What these windows of one peer were before they changed last."""
+        before, last = self._windows.get(fragment, ([], []))
+        if windows and not (last and torch.equal(windows[0], last[0])):
+            before, last = last, windows
+            self._windows[fragment] = before, last
+        return before
 
     def _forged(self, member: SimulatedPeer, envelope: Envelope) -> Envelope:
         """Remembers for the audit that this snapshot is a lie."""

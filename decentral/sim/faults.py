@@ -39,7 +39,7 @@ PAIRS = {"oneway": ">", "degrade": "-"}
 SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
 LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # drawn among all faults; the others apart
 KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")  # sim/liars.py
-PATIENT_LIES = ("copied", "blurred", "hidden", "astray")  # likewise; a sweep is too short for them and draws none
+PATIENT_LIES = ("copied", "belated", "blurred", "hidden", "astray")  # likewise; too slow for a sweep, which draws none
 HOP_LIES = (
     *("hop-flipped", "hop-opposed", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss"),
 )  # sim/route_liars.py

@@ -12,6 +12,7 @@
     tokens     flipped, with a thousand times the tokens
     random     noise, as long as its own
     copied     an honest peer's window, twice as long and with four times the tokens, as of a device four times as fast
+    belated    copied, once the peer it is from has its next window
     blurred    copied, under noise that is twice as long
     hidden     copied, with slow weights of zero
     astray     copied, with slow weights far away
@@ -178,13 +179,14 @@ FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
     "tokens": _flipped,
     "random": _random,
     "copied": _copied,
+    "belated": _copied,
     "blurred": _blurred,
     "hidden": _hidden,
     "astray": _astray,
 }
 TIMES_TOKENS: Mapping[str, int] = {
     "tokens": TOKENS,
-    **dict.fromkeys(("copied", "blurred", "hidden", "astray"), COPIED_TOKENS),
+    **dict.fromkeys(("copied", "belated", "blurred", "hidden", "astray"), COPIED_TOKENS),
 }
 
 GARBLED: Mapping[str, Callable[[bytes], bytes]] = {"nan": _nan, "scaled": _scaled}

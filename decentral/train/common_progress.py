@@ -10,7 +10,7 @@ how much is usual among our partners, and who has a fifth of that counts whole.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
+from statistics import median_high, median_low
 
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
@@ -42,9 +42,14 @@ class CommonProgress:
         return [min(1.0, max(0.0, means.get(peer, usual) / (WHOLE * usual))) for peer, _ in cosines]
 
     def usual(self) -> float | None:
-        """The mean cosine with us of the median partner, if any can be judged."""
+        """The mean cosine with us of the median partner, if any can be judged; of two partners, of the lesser one."""
         means = self._means()
         return median_low(means.values()) if means else None
+
+    def usual_at_most(self) -> float | None:
+        """Likewise; of two partners, of the better one, as the other may be useless."""
+        means = self._means()
+        return median_high(means.values()) if means else None
 
     def _means(self) -> dict[PeerId, float]:
         return {peer: total / windows for peer, (total, windows) in self.sums.items() if windows >= WINDOWS_NEEDED}

@@ -4,6 +4,7 @@ Windows of honest peers have a direction in common, and each has the noise of it
 there are several. A copy brings none of its own: it makes that of one peer count twice, and takes it back to the peer
 it is from, which then goes the same way again (docs/results/security.md, "Patient liars"). Which of two is the copy
 nobody can tell, so both count half; and neither claims more tokens than the other or, if that is more, than is usual.
+Of a window that has counted in one of the last merges it is plain: a copy that comes after it counts for nothing.
 
 How alike honest windows are depends on their length and on how far training is: cosines of 0.05 to 0.7. So what counts
 is how far the cosine of two is above what is usual, as a part of what is left to 1. Usual is what is so among us and
@@ -13,29 +14,34 @@ noise must not make copies of all others. Of honest pairs 97 in 100 are below 0.
 few numbers chance alone makes any cosine, so what it makes counts as usual.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from decentral.train.deviations import chance_of
+from decentral.core.ids import PeerId
+from decentral.train.deviations import COMPARED_NUMBERS, chance_of
 
 DIFFERENT = 0.3  # of the way from the usual cosine to 1, up to which two windows count as two
 SAME = 0.5  # and from which they count as one
 BY_CHANCE = 3.0  # times what chance makes of the cosine of two unrelated windows
+MERGES_KEPT = 8  # whose windows are known again; who waits longer sends what has become useless
 
 
 class CopiedParts(NamedTuple):
     """How far the windows of partners are copies, each from 0 to 1."""
 
-    ours: list[float]  # of our own window
+    counted: list[float]  # of our own window, or of one that has counted before
     others: list[list[float]]  # of each other's; 1 of its own
 
     def new(self) -> list[float]:
         """How much of each partner's progress is new to us."""
-        return [(1.0 - copied) / sum(row) for copied, row in zip(self.ours, self.others, strict=True)]
+        return [(1.0 - copied) / sum(row) for copied, row in zip(self.counted, self.others, strict=True)]
 
     def claims(self, tokens: Sequence[float], usual: float) -> list[float]:
         """The tokens that each may claim: what its copies claim, or is usual; the more, the less they are copies."""
@@ -45,20 +51,50 @@ class CopiedParts(NamedTuple):
         ]
 
 
-def copied_parts(window: Tensor, partners: Sequence[Tensor], known: float | None) -> CopiedParts:
-    """`window`: ours. All are samples of the same numbers, fp32 [m]. `known`: partners' usual cosine with us.
+@dataclass(slots=True)
+class CountedWindows:
+    """What one fragment's last merges were made of: directions of samples, fp32 [COMPARED_NUMBERS] or shorter."""
 
-    Without that, or with one partner, nobody can tell what is usual here.
+    merges: deque[list[tuple[PeerId | None, Tensor]]] = field(default_factory=lambda: deque(maxlen=MERGES_KEPT))
+
+    def most_alike(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
+        """The largest cosine of each partner's window with one that has counted before: ours, or another partner's.
+
+        `window`: ours. These count from now on. All are samples of the same numbers, fp32 [m].
+        """
+        earlier = [counted for merge in self.merges for counted in merge]
+        merge = [(peer, normalize(vector[:COMPARED_NUMBERS], dim=0)) for peer, vector in ((None, window), *partners)]
+        self.merges.append(merge)
+        if not earlier:
+            return [-1.0] * len(partners)
+        directions = torch.stack([direction for _, direction in earlier])
+        return [
+            max(
+                cosine
+                for (whose, _), cosine in zip(earlier, (directions @ theirs).tolist(), strict=True)
+                if whose != peer
+            )
+            for peer, theirs in merge[1:]
+        ]
+
+
+def copied_parts(
+    window: Tensor, partners: Sequence[Tensor], known: float | None, before: Sequence[float] | None = None
+) -> CopiedParts:
+    """`window`: ours. All are samples of the same numbers, fp32 [m]. `known`: partners' usual cosine with us; without
+    that, or with one partner, nobody can tell what is usual here. `before`: the most alike of those that have counted.
     """
-    count = len(partners)
-    directions = torch.nn.functional.normalize(torch.stack([window, *partners]), dim=1)
+    count, chance = len(partners), BY_CHANCE * chance_of(window)
+    directions = normalize(torch.stack([window, *partners]), dim=1)
     cosines: list[list[float]] = (directions @ directions.T).tolist()
     usual = 1.0
     if known is not None and count > 1:
         among = median_low([cosines[one][other] for one in range(count + 1) for other in range(one)])
-        usual = max(known, among) + BY_CHANCE * chance_of(window)
+        usual = max(known, among) + chance
+    ours = [row[0] for row in cosines[1:]]
+    counted = ours if before is None else map(max, ours, before)
     return CopiedParts(
-        [_copied(row[0], usual) for row in cosines[1:]],
+        [_copied(cosine, usual) for cosine in counted],
         [
             [1.0 if one == other else _copied(row[other], usual) for other in range(1, count + 1)]
             for one, row in enumerate(cosines[1:], start=1)

@@ -116,7 +116,9 @@ def test_a_good_window_does_not_carry_slow_weights_that_are_nowhere_near_the_oth
     assert distance(ours.pull.phi, middle) < 5 * PROGRESS
 
 
-@pytest.mark.parametrize(("copied", "most"), [("another's", 0.2), ("ours", 0.0)])
+@pytest.mark.parametrize(
+    ("copied", "most"), [("another's", 0.2), ("ours", 0.0), ("another's last", 0.0), ("ours, the last", 0.0)]
+)
 def test_progress_that_is_sent_twice_counts_once(copied: str, most: float) -> None:
     """A copy twice as long, with four times the tokens, had half of the weight in each merge."""
     moved = []
@@ -128,7 +130,10 @@ def test_progress_that_is_sent_twice_counts_once(copied: str, most: float) -> No
                 one.merge(sent[:number] + sent[number + 1 :])
                 one.train(seed=10 * round_ + number, tokens=1000)
         window, *closed, theirs = [one.close() for one in everyone]
-        double = 2 * vectors(window if copied == "ours" else closed[0])[PSEUDO_GRADIENT]
+        original = {"another's": closed[0], "ours": window, "another's last": sent[1], "ours, the last": sent[0]}[
+            copied
+        ]
+        double = 2 * vectors(original)[PSEUDO_GRADIENT]
         lie = claim(repacked(theirs, {**vectors(theirs), PSEUDO_GRADIENT: double}), 4 * theirs.tokens)
         ours.merge([*closed, lie] if lies else closed)
         moved.append(ours.live.theta.clone())

@@ -44,3 +44,11 @@ def test_only_so_many_partners_are_remembered() -> None:
     for number in range(3 * MOST_KNOWN):
         known.useful([(PeerId(str(number)), 0.1)], CHANCE)
     assert len(known.sums) == MOST_KNOWN
+
+
+def test_of_two_partners_a_useless_one_does_not_say_what_is_usual_between_windows() -> None:
+    known = CommonProgress()
+    for _ in range(20):
+        known.useful([(PeerId("A"), 0.5), (PeerId("liar"), 0.0)], CHANCE)
+    assert known.usual() == 0.0
+    assert known.usual_at_most() == pytest.approx(0.5)

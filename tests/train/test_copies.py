@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentral.train.copies import CopiedParts, copied_parts
+from decentral.core.ids import PeerId
+from decentral.train.copies import DIFFERENT, MERGES_KEPT, CopiedParts, CountedWindows, copied_parts
 
 SIZE = 4000
 USUAL = 1000.0
@@ -95,3 +96,34 @@ def test_while_no_partner_is_known_there_are_no_copies() -> None:
 @pytest.mark.parametrize("value", [0.0, 3e38])
 def test_numbers_that_have_no_direction_are_no_copies(value: float) -> None:
     assert found_in(OURS, [A, torch.full((SIZE,), value), torch.full((SIZE,), value)]).new() == [1.0] * 3
+
+
+def test_a_window_that_has_counted_is_nothing_new_later() -> None:
+    counted, a, b = CountedWindows(), PeerId("A"), PeerId("B")
+    counted.most_alike(OURS, [(a, A), (b, B)])
+    before = counted.most_alike(window(4), [(a, B), (b, 2 * OURS), (PeerId("C"), window(5))])
+    assert copied_parts(window(4), [B, OURS, window(5)], KNOWN, before).new() == pytest.approx([0.0, 0.0, 1.0])
+
+
+def test_who_sends_its_own_window_once_more_is_judged_by_others() -> None:
+    """An honest peer's windows may be alike one after the other."""
+    counted, a, b = CountedWindows(), PeerId("A"), PeerId("B")
+    counted.most_alike(OURS, [(a, A), (b, B)])
+    assert max(counted.most_alike(window(4), [(a, A), (b, B)])) < DIFFERENT
+
+
+def test_what_was_merged_long_ago_is_forgotten() -> None:
+    counted, a, b = CountedWindows(), PeerId("A"), PeerId("B")
+    counted.most_alike(OURS, [(a, A)])
+    for number in range(MERGES_KEPT):
+        assert counted.most_alike(window(10 + number), [(b, A)]) == pytest.approx([1.0])
+    assert len(counted.merges) == MERGES_KEPT
+    assert counted.most_alike(window(9), [(b, A)])[0] < DIFFERENT
+
+
+def test_before_the_first_merge_nothing_has_counted() -> None:
+    counted = CountedWindows()
+    assert counted.most_alike(OURS, []) == []
+    assert counted.most_alike(window(4), []) == []
+    before = CountedWindows().most_alike(OURS, [(PeerId("A"), A), (PeerId("B"), B)])
+    assert copied_parts(OURS, [A, B], KNOWN, before).new() == [1.0, 1.0]
