@@ -53,29 +53,28 @@ class CopiedParts(NamedTuple):
 
 @dataclass(slots=True)
 class CountedWindows:
-    """What one fragment's last merges were made of: directions of samples, fp32 [COMPARED_NUMBERS] or shorter."""
+    """What one fragment's last merges were made of: whose windows, ours first, and their directions.
 
-    merges: deque[list[tuple[PeerId | None, Tensor]]] = field(default_factory=lambda: deque(maxlen=MERGES_KEPT))
+    Of samples the first COMPARED_NUMBERS are compared, or all if they are fewer: fp32 [windows, numbers].
+    """
+
+    merges: deque[tuple[list[PeerId | None], Tensor]] = field(default_factory=lambda: deque(maxlen=MERGES_KEPT))
 
     def most_alike(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
         """The largest cosine of each partner's window with one that has counted before: ours, or another partner's.
 
         `window`: ours. These count from now on. All are samples of the same numbers, fp32 [m].
         """
-        earlier = [counted for merge in self.merges for counted in merge]
-        merge = [(peer, normalize(vector[:COMPARED_NUMBERS], dim=0)) for peer, vector in ((None, window), *partners)]
-        self.merges.append(merge)
-        if not earlier:
-            return [-1.0] * len(partners)
-        directions = torch.stack([direction for _, direction in earlier])
-        return [
-            max(
-                cosine
-                for (whose, _), cosine in zip(earlier, (directions @ theirs).tolist(), strict=True)
-                if whose != peer
-            )
-            for peer, theirs in merge[1:]
-        ]
+        peers = [peer for peer, _ in partners]
+        merge = torch.stack([vector[:COMPARED_NUMBERS] for vector in (window, *(vector for _, vector in partners))])
+        merge, most = normalize(merge, dim=1), [-1.0] * len(partners)
+        for whose, directions in self.merges:
+            for other, row in zip(whose, (directions @ merge[1:].T).tolist(), strict=True):
+                most = [
+                    found if other == peer else max(found, it) for peer, found, it in zip(peers, most, row, strict=True)
+                ]
+        self.merges.append(([None, *peers], merge))
+        return most
 
 
 def copied_parts(
