@@ -64,6 +64,7 @@ class NextHop:
     offers: Offers | None = None
     retry_at: Seconds | None = None
     look_at: Seconds | None = None  # when to ask the next peer whether it still computes
+    late_at: Seconds = 0.0  # from when on it has taken too long
     late: bool = False
     response: BackwardResponse | None = None  # from BACKWARD on
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from decentral.comm.routes.execution import AWAY, NextHop, StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Offers, pause_s
-from decentral.comm.routes.pacing import PeerScheduler, RoutingWeights, StrideScheduler
+from decentral.comm.routes.pacing import STATUS_S, PeerScheduler, RoutingWeights, StrideScheduler
 from decentral.comm.routes.reputation import Reputations
 from decentral.comm.routes.stage import StageConfig, StageLoad
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag, PresenceTag
@@ -37,7 +37,6 @@ from decentral.core.units import Seconds
 
 MAX_TRIES = 6  # ForwardRequests for one execution, to whichever peers
 SUCCESSOR_RETRY_S = 0.25  # where nobody holds the next layer
-STATUS_S = 2.0  # deadline of questions about state: whoever is there answers at once, however much it computes
 MIN_PATIENCE_S = 0.05  # an asker that waits for less gets no answer in time
 
 
@@ -158,7 +157,8 @@ class Forwarding:
         hop, id = execution.sent, execution.next_id
         execution.events.append(("sent to", to))
         hop.to, hop.sent_at, hop.attempts = to, now, hop.attempts + 1
-        hop.look_at, hop.late = now + self._deadline_s(execution, to), False
+        hop.late_at, hop.late = now + self._deadline_s(execution, to), False
+        hop.look_at = now + self.scheduler.look_s(to, self._guess_s(execution))
         hop.tried.append(to)
         self.scheduler.asked(to, now)
         times = patience_s, min(MAX_ROUTE_S, max(0.0, execution.until - now))
@@ -168,7 +168,11 @@ class Forwarding:
         return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
 
     def _deadline_s(self, execution: StageExecution, to: PeerId) -> Seconds:
-        return self.scheduler.deadline_s(to, self.load.rest_s(execution.sent.tokens, execution.last))
+        return self.scheduler.deadline_s(to, self._guess_s(execution))
+
+    def _guess_s(self, execution: StageExecution) -> Seconds:
+        """What the rest of its way takes if nothing waits, by the devices' speeds."""
+        return self.load.rest_s(execution.sent.tokens, execution.last)
 
     def refused(self, execution: StageExecution, now: Seconds) -> list[Effect]:
         """The next peer is busy: another one is asked, or, if all have been, there is a pause."""
@@ -195,17 +199,20 @@ class Forwarding:
         return []
 
     def ask_status(self, execution: StageExecution) -> Ask:
-        """Its gradient should be here. A peer that is only slow keeps the execution: if all are slow, sending it again
-        would have everything computed twice."""
+        """Its gradient should be here soon. A peer that is only slow keeps the execution: if all are slow, sending it
+        again would have everything computed twice."""
         hop = execution.sent
         assert hop.to is not None
         hop.look_at = None
-        tag = ForwardStatusTag(execution.token, hop.attempts)
-        return Ask(tag, hop.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), STATUS_S)
+        tag, status_s = ForwardStatusTag(execution.token, hop.attempts), self.scheduler.status_s(hop.to)
+        return Ask(tag, hop.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), status_s)
 
     def only_late(self, execution: StageExecution, peer: PeerId, now: Seconds) -> None:
         """The next peer still computes."""
         hop = execution.sent
+        if now < hop.late_at:
+            hop.look_at = hop.late_at
+            return
         if not hop.late:
             execution.events.append(("late at", peer))
             self.scheduler.missed(peer)
