@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from decentral.comm.routes.pacing import (
     HOP_DEADLINE_FLOOR_S,
     HOP_DEADLINE_TOP_S,
+    LOOK_FLOOR_S,
     MOST_ROUTES,
     ROUTE_SLACK,
+    STATUS_S,
     UNKNOWN_S,
     MicroBatchWindow,
     PeerScheduler,
@@ -225,3 +227,15 @@ def test_a_first_deadline_goes_by_what_the_devices_say_and_later_ones_by_what_ot
     assert scheduler.deadline_s(A, 50.0) == ROUTE_SLACK * 50.0
     scheduler.served(B, 20.0)
     assert scheduler.deadline_s(A, 50.0) == ROUTE_SLACK * 20.0
+
+
+def test_a_peer_is_asked_whether_it_still_computes_before_its_deadline() -> None:
+    scheduler = PeerScheduler()
+    assert scheduler.look_s(A, 0.0) == scheduler.deadline_s(A, 0.0), "its first micro-batch may take long"
+    assert scheduler.status_s(A) == STATUS_S
+    for seconds, look_s, status_s in ((0.1, LOOK_FLOOR_S, LOOK_FLOOR_S), (0.7, 1.4, 1.4), (60.0, 120.0, STATUS_S)):
+        scheduler.seconds[A] = seconds
+        assert (scheduler.look_s(A, 0.0), scheduler.status_s(A)) == (look_s, status_s)
+        assert look_s < scheduler.deadline_s(A, 0.0)
+    scheduler.seconds[A] = HOP_DEADLINE_TOP_S
+    assert scheduler.look_s(A, 0.0) == HOP_DEADLINE_TOP_S

@@ -13,7 +13,7 @@ from decentral.comm.routes.admission import MOST_HELD
 from decentral.comm.routes.commits import COMMIT_QUERY_S, IN_DOUBT_S
 from decentral.comm.routes.execution import ExecutionState
 from decentral.comm.routes.ledger import GradientLedger
-from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S, RoutingWeights
+from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S, LOOK_FLOOR_S, RoutingWeights
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.tags import ForwardTag
 from decentral.comm.wire.codec import Envelope
@@ -131,8 +131,7 @@ def test_what_a_frozen_peer_has_goes_to_others_as_soon_as_the_roster_has_dropped
     world = two_ends()
     world.start()
     world.run(10.0)
-    origin, known_after_s = world.peers[PeerId("A")].routes, HOP_DEADLINE_FLOOR_S - 1
-    assert known_after_s < HOP_DEADLINE_FLOOR_S, "no execution is late before"
+    origin, known_after_s = world.peers[PeerId("A")].routes, LOOK_FLOOR_S  # it has just been asked whether it computes
 
     def at_the_frozen_one() -> int:
         sent = (execution.next_hop for execution in origin.executions.values())
@@ -157,6 +156,37 @@ def with_a_silent_end() -> World:
     world.run(10.0)
     world.freeze("C", known_after_s=1000.0)
     return world
+
+
+def test_a_silent_peer_is_found_out_after_two_seconds_and_then_has_nothing_for_more_than_two() -> None:
+    """Steps wait for it. It was asked after 2 s whether it still computed, and had 2 s more to say so."""
+    world, found_out_s = with_a_silent_end(), 2 * LOOK_FLOOR_S + 0.2
+    origin = world.peers[PeerId("A")].routes
+    world.run(found_out_s)
+    assert PeerId("C") in origin.forwarding.scheduler.suspended
+    world.run(found_out_s)
+    assert not any(hop.to == "C" for one in origin.executions.values() if (hop := one.next_hop) is not None)
+    finish(world)
+
+
+def test_a_peer_that_takes_longer_than_usual_is_asked_and_keeps_its_turns_until_its_deadline() -> None:
+    world, asked_after, slow = World(CUTS), Counter[str](), PeerId("C")
+    for name, first, last in (("A", 0, 2), ("C", 2, 4)):
+        world.add(name, first, last)
+    world.start()
+    world.run(10.0)
+
+    def seen(now: float, ask: Ask) -> bool:
+        asked_after[ask.to] += isinstance(ask.envelope.message, ForwardStatusQuery)
+        return False
+
+    scheduler, world.loses = world.peers[PeerId("A")].routes.forwarding.scheduler, seen
+    expected_s, world.peers[slow].seconds = scheduler.seconds[slow], 4 * HOP_DEADLINE_FLOOR_S
+    world.run(HOP_DEADLINE_FLOOR_S - 0.1)
+    assert asked_after[slow] > 0
+    assert scheduler.seconds[slow] == pytest.approx(expected_s, rel=0.2)
+    world.run(HOP_DEADLINE_FLOOR_S)
+    assert scheduler.seconds[slow] > 1.9 * expected_s, "now it is late"
 
 
 def test_a_silent_peer_gets_no_more_time_for_its_next_micro_batch_than_one_that_answers() -> None:
