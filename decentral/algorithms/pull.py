@@ -19,7 +19,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.train import influence, outer
 from decentral.train.agreement import Agreement, WindowSample
-from decentral.train.copies import CountedWindows, copied_parts
+from decentral.train.copies import CountedWindows
 from decentral.train.influence import Experience
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import (
@@ -173,15 +173,22 @@ class PullRule(UpdateRule):
         read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
         ours, theirs = read(blob), [read(one.pseudo_gradient) for one in partners]
         by_peer = [*zip((one.peer for one in partners), theirs, strict=True)]
-        agreed, before = self.agreement.trust(ours, by_peer), self.counted.most_alike(ours, by_peer)
-        alike = copied_parts(ours, theirs, self.agreement.common.usual_at_most(), before)
-        made = self.experience.lengths[-1]
-        explained = [influence.explained_tokens(one.length, own.tokens, made) for one in partners]
         trust = [
-            agrees * new * influence.plausible(one.length, progress) * (not self.outliers.is_far(one.peer))
-            for agrees, new, one in zip(agreed, alike.new(), partners, strict=True)
+            agrees * influence.plausible(one.length, progress) * (not self.outliers.is_far(one.peer))
+            for agrees, one in zip(self.agreement.trust(ours, by_peer), partners, strict=True)
         ]
-        return alike.claims([*map(min, claims, explained)], influence.usual(own.tokens, claims)), trust
+        usual, made = influence.usual(own.tokens, claims), self.experience.lengths[-1]
+        claims = [
+            min(claim, influence.explained_tokens(one.length, own.tokens, made))
+            for claim, one in zip(claims, partners, strict=True)
+        ]
+        heard = [at for at, counts in enumerate(trust) if counts]  # what does not count makes a copy of nobody
+        common = self.agreement.common.usual_at_most()
+        copies = self.counted.copied_parts(ours, [by_peer[at] for at in heard], common)
+        believed = copies.claims([claims[at] for at in heard], usual)
+        for at, new, claim in zip(heard, copies.new(), believed, strict=True):
+            trust[at], claims[at] = trust[at] * new, claim
+        return claims, trust
 
     def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it.

@@ -60,20 +60,26 @@ class CountedWindows:
 
     merges: deque[tuple[list[PeerId | None], Tensor]] = field(default_factory=lambda: deque(maxlen=MERGES_KEPT))
 
-    def most_alike(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
-        """The largest cosine of each partner's window with one that has counted before: ours, or another partner's.
+    def copied_parts(
+        self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]], known: float | None
+    ) -> CopiedParts:
+        """As the function below, for one merge more: what of it is new has counted from now on."""
+        peers, vectors = [peer for peer, _ in partners], [vector for _, vector in partners]
+        merge = normalize(torch.stack([vector[:COMPARED_NUMBERS] for vector in (window, *vectors)]), dim=1)
+        found = copied_parts(window, vectors, known, self._most_alike(peers, merge[1:]))
+        fresh = [0, *(at for at, new in enumerate(found.new(), start=1) if new)]
+        self.merges.append(([[None, *peers][at] for at in fresh], merge[fresh]))
+        return found
 
-        `window`: ours. These count from now on. All are samples of the same numbers, fp32 [m].
-        """
-        peers = [peer for peer, _ in partners]
-        merge = torch.stack([vector[:COMPARED_NUMBERS] for vector in (window, *(vector for _, vector in partners))])
-        merge, most = normalize(merge, dim=1), [-1.0] * len(partners)
-        for whose, directions in self.merges:
-            for other, row in zip(whose, (directions @ merge[1:].T).tolist(), strict=True):
+    def _most_alike(self, peers: Sequence[PeerId], directions: Tensor) -> list[float]:
+        """The largest cosine of each partner's window with one that has counted: ours, or another partner's."""
+        most = [-1.0] * len(peers)
+        for whose, counted in self.merges:
+            for other, row in zip(whose, (counted @ directions.T).tolist(), strict=True):
                 most = [
-                    found if other == peer else max(found, it) for peer, found, it in zip(peers, most, row, strict=True)
+                    found if other == peer else max(found, cosine)
+                    for peer, found, cosine in zip(peers, most, row, strict=True)
                 ]
-        self.merges.append(([None, *peers], merge))
         return most
 
 

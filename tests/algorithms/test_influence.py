@@ -117,9 +117,16 @@ def test_a_good_window_does_not_carry_slow_weights_that_are_nowhere_near_the_oth
 
 
 @pytest.mark.parametrize(
-    ("copied", "most"), [("another's", 0.2), ("ours", 0.0), ("another's last", 0.0), ("ours, the last", 0.0)]
+    ("copied", "times", "most"),
+    [
+        ("another's", 2.0, 0.2),
+        ("another's", 1e6, 0.0),  # it does not count, and so takes nothing from the other one
+        ("ours", 2.0, 0.0),
+        ("another's last", 2.0, 0.0),
+        ("ours, the last", 2.0, 0.0),
+    ],
 )
-def test_progress_that_is_sent_twice_counts_once(copied: str, most: float) -> None:
+def test_progress_that_is_sent_twice_counts_once(copied: str, times: float, most: float) -> None:
     """A copy twice as long, with four times the tokens, had half of the weight in each merge."""
     moved = []
     for lies in (False, True):
@@ -133,8 +140,8 @@ def test_progress_that_is_sent_twice_counts_once(copied: str, most: float) -> No
         original = {"another's": closed[0], "ours": window, "another's last": sent[1], "ours, the last": sent[0]}[
             copied
         ]
-        double = 2 * vectors(original)[PSEUDO_GRADIENT]
-        lie = claim(repacked(theirs, {**vectors(theirs), PSEUDO_GRADIENT: double}), 4 * theirs.tokens)
+        copy = times * vectors(original)[PSEUDO_GRADIENT]
+        lie = claim(repacked(theirs, {**vectors(theirs), PSEUDO_GRADIENT: copy}), 4 * theirs.tokens)
         ours.merge([*closed, lie] if lies else closed)
         moved.append(ours.live.theta.clone())
     assert distance(*moved) <= most * PROGRESS

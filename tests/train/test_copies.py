@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decentral.core.ids import PeerId
-from decentral.train.copies import DIFFERENT, MERGES_KEPT, CopiedParts, CountedWindows, copied_parts
+from decentral.train.copies import MERGES_KEPT, CopiedParts, CountedWindows, copied_parts
 
 SIZE = 4000
 USUAL = 1000.0
@@ -98,32 +98,42 @@ def test_numbers_that_have_no_direction_are_no_copies(value: float) -> None:
     assert found_in(OURS, [A, torch.full((SIZE,), value), torch.full((SIZE,), value)]).new() == [1.0] * 3
 
 
+def merged(counted: CountedWindows, ours: Tensor, **partners: Tensor) -> list[float]:
+    """How much of each partner's window counts in one merge more."""
+    return counted.copied_parts(ours, [(PeerId(name), one) for name, one in partners.items()], KNOWN).new()
+
+
 def test_a_window_that_has_counted_is_nothing_new_later() -> None:
-    counted, a, b = CountedWindows(), PeerId("A"), PeerId("B")
-    counted.most_alike(OURS, [(a, A), (b, B)])
-    before = counted.most_alike(window(4), [(a, B), (b, 2 * OURS), (PeerId("C"), window(5))])
-    assert copied_parts(window(4), [B, OURS, window(5)], KNOWN, before).new() == pytest.approx([0.0, 0.0, 1.0])
+    counted = CountedWindows()
+    assert merged(counted, OURS, a=A, b=B) == [1.0, 1.0]
+    assert merged(counted, window(4), a=B, b=2 * OURS, c=window(5)) == pytest.approx([0.0, 0.0, 1.0])
 
 
 def test_who_sends_its_own_window_once_more_is_judged_by_others() -> None:
     """An honest peer's windows may be alike one after the other."""
-    counted, a, b = CountedWindows(), PeerId("A"), PeerId("B")
-    counted.most_alike(OURS, [(a, A), (b, B)])
-    assert max(counted.most_alike(window(4), [(a, A), (b, B)])) < DIFFERENT
+    counted = CountedWindows()
+    merged(counted, OURS, a=A, b=B)
+    assert merged(counted, window(4), a=A, b=B) == [1.0, 1.0]
+
+
+def test_a_copy_that_does_not_count_makes_no_copy_of_what_comes_later() -> None:
+    """Else one in whom nobody believes could send what another is about to send, and have that left out."""
+    counted = CountedWindows()
+    assert merged(counted, OURS, a=A, liar=OURS)[1] == 0.0
+    assert [whose for whose, _ in counted.merges] == [[None, "a"]]
 
 
 def test_what_was_merged_long_ago_is_forgotten() -> None:
-    counted, a, b = CountedWindows(), PeerId("A"), PeerId("B")
-    counted.most_alike(OURS, [(a, A)])
-    for number in range(MERGES_KEPT):
-        assert counted.most_alike(window(10 + number), [(b, A)]) == pytest.approx([1.0])
-    assert len(counted.merges) == MERGES_KEPT
-    assert counted.most_alike(window(9), [(b, A)])[0] < DIFFERENT
-
-
-def test_before_the_first_merge_nothing_has_counted() -> None:
     counted = CountedWindows()
-    assert counted.most_alike(OURS, []) == []
-    assert counted.most_alike(window(4), []) == []
-    before = CountedWindows().most_alike(OURS, [(PeerId("A"), A), (PeerId("B"), B)])
-    assert copied_parts(OURS, [A, B], KNOWN, before).new() == [1.0, 1.0]
+    merged(counted, OURS, a=A, c=C)
+    for number in range(MERGES_KEPT):
+        assert merged(counted, window(10 + number), b=A, d=window(30 + number))[0] == 0.0
+    assert len(counted.merges) == MERGES_KEPT
+    assert merged(counted, window(9), b=A, d=window(50))[0] == 1.0
+
+
+@pytest.mark.parametrize("partners", [{}, {"a": A}])
+def test_a_merge_of_few_is_remembered(partners: dict[str, Tensor]) -> None:
+    counted = CountedWindows()
+    assert merged(counted, OURS, **partners) == [1.0] * len(partners)
+    assert merged(counted, window(4), b=OURS, c=C) == [0.0, 1.0]
