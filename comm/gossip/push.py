@@ -4,6 +4,7 @@
 
 A push has a number, and one that comes twice is added once, so a push whose acknowledgement was lost is sent again. It
 keeps the time of its first try: a partner that has started again since knows no numbers, and refuses what is older.
+One that was refused is refused from then on: its sender takes the mass back, while a copy may still be on its way.
 Mass that was refused, or never left, is taken back. It is not taken back after a try that nobody answered, because it
 may have arrived. So only a partner that dies, or refuses to the end, costs mass; x and w are lost together, which
 leaves every ratio x/w as it was, and the journal says `mass-lost`.
@@ -25,7 +26,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 PUSH_TRIES = 3
-PUSHES_REMEMBERED = 1024  # pushes whose numbers we keep, to add none twice
+PUSHES_REMEMBERED = 1024  # pushes whose numbers we keep, to add none twice, and as many that were refused
 
 
 PushName = tuple[PeerId, int]
@@ -37,6 +38,7 @@ class PushExchange(Exchange):
     _closed: WindowClosed | None = None
     _offered: Snapshot | None = None
     _arrived: dict[PushName, None] = field(default_factory=dict)
+    _refused: dict[PushName, str] = field(default_factory=dict)  # and why
     _absorbing: dict[PushName, list[int]] = field(default_factory=dict)  # jobs in order: the requests that wait
 
     @property
@@ -113,19 +115,25 @@ class PushExchange(Exchange):
             return []
         if name in self._arrived:
             return [Reply(request, Envelope(Done()))]
-        if self._closed is None:
-            return [Reply(request, Envelope(Refused(Reason.NOT_READY)))]
-        refused = snapshots.check(self.context, push.offered, blob, self._closed.layout, 0, now, self.size)
+        refused = self._refused.get(name) or self._refusal(push.offered, blob, now)
         if refused:
+            keep_latest(self._refused, name, refused, PUSHES_REMEMBERED)
             return [Reply(request, Envelope(Refused(refused)))]
         keep_latest(self._arrived, name, None, PUSHES_REMEMBERED)
         self._absorbing[name] = [request]
         return [Absorb(self.context.fragment, contribution(sender, push.offered, blob))]
+
+    def _refusal(self, offered: Snapshot, blob: bytes, now: Seconds) -> str:
+        """Why this push is not added; "": it is."""
+        if self._closed is None:
+            return Reason.NOT_READY
+        return snapshots.check(self.context, offered, blob, self._closed.layout, 0, now, self.size)
 
     def _absorbed(self, event: Absorbed) -> list[Effect]:
         """Answers those who wait for the oldest job: jobs are done in order."""
         name = next(iter(self._absorbing))
         if not event.accepted:
             self._arrived.pop(name, None)
+            keep_latest(self._refused, name, event.reason or Reason.UNEXPECTED, PUSHES_REMEMBERED)
         answer = Done() if event.accepted else Refused(event.reason)
         return [Reply(request, Envelope(answer)) for request in self._absorbing.pop(name)]

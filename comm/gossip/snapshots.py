@@ -88,8 +88,8 @@ class Exchange:
 
 def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:
     """The header of what we publish at a window's end."""
-    digest = blobs.digest(closed.blob)
-    return Snapshot(context.run, context.fragment, closed.seq, closed.tokens, closed.lr_sum, now, closed.layout, digest)
+    counted, at, digest = (closed.tokens, closed.lr_sum), now - closed.ago_s, blobs.digest(closed.blob)
+    return Snapshot(context.run, context.fragment, closed.seq, *counted, at, closed.layout, digest)
 
 
 def check(

@@ -3,7 +3,7 @@
 All are plain values. Modules take them from core/jobs.py, beside the jobs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field, Strict
@@ -45,6 +45,10 @@ class WindowClosed:
     on_request: Layout = ()  # sections that EncodeSections makes, until the window is merged
     codings: Layout = ()  # all forms of the sections that come in several codes, ours included
     cost_s: Seconds = 0.0  # of the training thread and of the worker beside it
+    ago_s: Seconds = 0.0  # how long the host took to say so: it is minutes where the process was stopped
+
+    def reported(self, ago_s: Seconds) -> "WindowClosed":
+        return replace(self, ago_s=ago_s)
 
 
 @dataclass(frozen=True, slots=True)

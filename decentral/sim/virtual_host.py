@@ -260,7 +260,7 @@ class VirtualHost:
         self._last_request = 0
         self._timer: Timer | None = None
         self._wake_at: Seconds = 0.0  # when the timer wakes the node
-        self._frozen: deque[object] | None = None  # events that came while the process was stopped
+        self._frozen: deque[tuple[Seconds, object]] | None = None  # what came while the process was stopped, and when
 
     def start(self) -> None:
         self.port.serve, self.port.bound = self._serve, self.node.answers.blob_bound
@@ -293,8 +293,9 @@ class VirtualHost:
     def thaw(self) -> None:
         events, self._frozen = self._frozen or deque(), None
         self.engine.thaw()
-        for event in events:
-            self.deliver(event)
+        for at, event in events:
+            late_s = self.agenda.now - at
+            self.deliver(event.reported(late_s) if isinstance(event, jobs.WindowClosed) else event)
         self._arm()
 
     # Events
@@ -305,7 +306,7 @@ class VirtualHost:
         if self._frozen is None:
             self._carry_all(event, self.node.handle(event, self.clock()))
         else:
-            self._frozen.append(event)
+            self._frozen.append((self.agenda.now, event))
 
     def _serve(self, sender: PeerId, envelope: Envelope, respond: Respond) -> None:
         self._last_request += 1

@@ -155,13 +155,17 @@ class Host:
 
     def _compute(self, loop: asyncio.AbstractEventLoop) -> None:
         def report(outcome: jobs.Outcome) -> None:
-            loop.call_soon_threadsafe(self._deliver, outcome)
+            loop.call_soon_threadsafe(self._report, outcome, self.now())
 
         try:
             self.compute.run(report)
         except Exception as error:  # a bug, or a device that is gone: the peer stops with this reason
             with suppress(RuntimeError):  # the loop is closed, so there is nobody to report to
                 report(jobs.JobFailed("training", f"{type(error).__name__}: {error}"))
+
+    def _report(self, outcome: jobs.Outcome, at: Seconds) -> None:
+        """`at`: when the training thread was done. A window may be old, though nobody has heard of it yet."""
+        self._deliver(outcome.reported(self.now() - at) if isinstance(outcome, jobs.WindowClosed) else outcome)
 
     # Effects
 

@@ -81,6 +81,8 @@ FOUND = {
     495583: "spans: peers with the whole model alone held the first layers, and those with parts had nothing to do",
     517775: "push-sum: after a freeze a push came again to a peer that had added it, saved and started again",
     524223: "push-sum: mass that was being added to a fragment went back before the fragment was given up",
+    550262: "a peer was stopped while it closed a window, and published that as new when it went on",
+    551055: "push-sum: a push was refused and its copy added, while its sender took the mass back",
 }
 
 

@@ -8,11 +8,11 @@ import pytest
 from decentral.comm.gossip import snapshots
 from decentral.comm.gossip.push import PushExchange
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Done, Push, Refused
+from decentral.comm.wire.messages import Done, Push, Refused, Snapshot
 from decentral.comm.wire.transport import Ask, Asked, AskFailed, Reply
 from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
-from decentral.core.jobs import Absorbed
+from decentral.core.jobs import Absorb, Absorbed
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.peers.node.answers import Answers
@@ -75,3 +75,20 @@ def test_mass_that_is_in_the_last_checkpoint_does_not_go_back(receiver: PushExch
     assert said(answers_of(receiver).leave()) == {7: Done(), 8: leaving, 9: leaving}
     receiver.handle(Absorbed(0, False, "not finite"), 10.2)
     assert said(answers_of(receiver).leave()) == {7: leaving, 8: leaving, 9: leaving}
+
+
+def test_a_push_that_was_refused_is_refused_when_it_comes_again() -> None:
+    """Its sender takes the mass back, and a copy on its way came after the first window (seed 551055 of the sweep)."""
+    machine = PushExchange(context(OWN), 10.0)
+    first, other = (snapshots.describe(context(PARTNER), closed(seq), 10.0) for seq in (10_000, 10_001))
+
+    def hears(request: int, offered: Snapshot) -> list[Effect]:
+        return machine.handle(Asked(request, PARTNER, Envelope(Push(offered), BLOB)), 10.0)
+
+    assert said(hears(1, first)) == {1: Refused(Reason.NOT_READY)}
+    question(machine, 10.0)
+    assert said(hears(2, first)) == {2: Refused(Reason.NOT_READY)}
+    (job,) = hears(3, other)
+    assert isinstance(job, Absorb)
+    assert said(machine.handle(Absorbed(0, False, "not finite"), 10.2)) == {3: Refused("not finite")}
+    assert said(hears(4, other)) == {4: Refused("not finite")}

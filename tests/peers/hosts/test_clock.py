@@ -1,13 +1,16 @@
 """A peer's clock: unix time that never jumps, goes on while the machine is suspended, and is the swarm's."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from decentral.core import jobs
 from decentral.peers.hosts import clock
 from decentral.peers.hosts.clock import SwarmClock
+from decentral.peers.node.node import Node
 from tests.peers.hosts.host_swarm import Swarm
 
 HOUR_S = 3600.0
@@ -120,3 +123,38 @@ def test_peers_that_were_suspended_for_ten_minutes_find_each_other_and_exchange(
 
     swarm.play(suspended())
     assert all(len(host.node.roster.live) == 1 for host in swarm.hosts.values())
+
+
+def test_a_window_that_was_closed_before_the_machine_was_suspended_is_as_old_as_that(
+    swarm_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was published as new, and partners merged what was ten minutes old (seed 550262 of the sweep)."""
+    swarm, ages = swarm_of("pull"), list[float]()
+    host, handle = swarm.add("A"), Node.handle
+
+    class Suspended:
+        """It closes a window; the loop hears of it ten minutes later."""
+
+        def submit(self, job: jobs.Job) -> None:
+            """It does nothing more."""
+
+        def training_s(self) -> float:
+            return 0.0
+
+        def run(self, report: Callable[[jobs.Outcome], None]) -> None:
+            report(jobs.WindowClosed(0, 1, 5, 0.1, (), b""))
+            raise RuntimeError("it was all that it had to do")
+
+    def heard(node: Node, event: object, now: float) -> list[Any]:
+        ages.extend([event.ago_s] if isinstance(event, jobs.WindowClosed) else [])
+        return handle(node, event, now)
+
+    async def suspended() -> None:
+        went_on, now = threading.get_ident(), host.now
+        host.now = lambda: now() + (600.0 if threading.get_ident() == went_on else 0.0)
+        await host.run()
+
+    host.compute = Suspended()
+    monkeypatch.setattr(Node, "handle", heard)
+    swarm.play(suspended())
+    assert ages == pytest.approx([600.0], abs=5.0)
