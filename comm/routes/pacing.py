@@ -265,13 +265,16 @@ class PeerScheduler:
     def look_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
         """After how long it is asked whether it still computes. That it does says nothing against it before the
         deadline. Of one that nothing is known of, its first micro-batch may take long: it is asked at the deadline."""
-        known_s, deadline_s = self.seconds.get(peer), self.deadline_s(peer, guess_s)
-        return deadline_s if known_s is None else min(deadline_s, max(LOOK_FLOOR_S, LOOK_SLACK * known_s))
+        return self._twice_usual_s(peer, self.deadline_s(peer, guess_s))
 
     def status_s(self, peer: PeerId) -> Seconds:
         """How long it may take to say that. In the time in which it brings micro-batches back it can answer this."""
+        return self._twice_usual_s(peer, STATUS_S)
+
+    def _twice_usual_s(self, peer: PeerId, most_s: Seconds) -> Seconds:
+        """LOOK_SLACK times what a micro-batch takes through it; `most_s` at most, and where nothing is known."""
         known_s = self.seconds.get(peer)
-        return STATUS_S if known_s is None else min(STATUS_S, max(LOOK_FLOOR_S, LOOK_SLACK * known_s))
+        return most_s if known_s is None else min(most_s, max(LOOK_FLOOR_S, LOOK_SLACK * known_s))
 
 
 def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
