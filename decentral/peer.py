@@ -37,6 +37,7 @@ from decentral.reach_swarm import reach_swarm
 from decentral.train.island import Island
 
 MAX_JOIN_WAIT_S = 7 * 86400.0
+LOADING = "loading"  # how the names of the thread begin that loads the rest of the program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +79,7 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
         # On threads of its own: asyncio waits for those of its executor before a user who is refused would hear of it.
-        loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), _load, flags)
+        loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), _load, flags)
         key, clock = folder.path / "identity.key", SwarmClock()
         transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
         try:

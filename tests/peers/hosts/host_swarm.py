@@ -20,7 +20,7 @@ from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.span_move import MemoryBudget
-from decentral.train import memory, replicas
+from decentral.train import memory
 from decentral.train.compute import Compute, ComputeSetup
 from tests.comm.net.loopback import Loopback, LoopbackDirectory
 
@@ -126,7 +126,3 @@ class Swarm:
         finally:
             for host in self.hosts.values():
                 host.compute.submit(jobs.Finish())
-
-    def spread(self) -> float:
-        weights = [replicas.read(self.folder(name)) for name in self.hosts]
-        return replicas.spread([found for found in weights if found is not None])
