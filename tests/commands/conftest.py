@@ -8,7 +8,7 @@ from decentral.peer import LOADING
 
 @pytest.fixture(autouse=True)
 def _loaded() -> Iterator[None]:
-    """Waits for what a refused peer still loads: torch's compiler restores the stderr that it found when it began."""
+    """Waits for what a refused peer still loads and compiles, so that no test runs beside that of another."""
     yield
     for thread in threading.enumerate():
         if thread.name.startswith(LOADING):

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from decentral import generate, invitation_files, invite, peer, plan
+from decentral import generate, invitation_files, invite, plan
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, MOST_REVOKED, Permission
@@ -26,8 +26,7 @@ from decentral.peers.hosts.clock import SwarmClock
 from decentral.visit import say_hello
 from tests.comm.wire.invited import founder
 from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
-
-LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
+from tests.commands.refusals import refusal
 
 
 def run(*arguments: str) -> int:
@@ -245,13 +244,6 @@ def test_a_member_leads_no_newcomer_into_another_run() -> None:
 # Peers
 
 
-def refusal(capfd: pytest.CaptureFixture[str], folder: Path, *flags: str) -> str:
-    """What a peer says before it exits 2."""
-    assert peer.main([*LOOPBACK, "--plain", "--state-dir", str(folder), *flags]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    return line
-
-
 @pytest.mark.swarm
 @pytest.mark.parametrize(
     ("flags", "said"),
@@ -261,10 +253,8 @@ def refusal(capfd: pytest.CaptureFixture[str], folder: Path, *flags: str) -> str
         (["--private", "--set", "name=" + "n" * 38], "at most 37 characters"),
     ],
 )
-def test_a_peer_s_wrong_flags_are_one_line(
-    tmp_path: Path, flags: list[str], said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refusal(capfd, tmp_path / "peer", *flags)
+def test_a_peer_s_wrong_flags_are_one_line(tmp_path: Path, flags: list[str], said: str) -> None:
+    assert said in refusal(tmp_path / "peer", *flags)
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from decentral.core.own_inputs import OwnInputs
 from decentral.invitation_files import FounderFile
 from decentral.state import StateFolder
 from tests.commands.played_swarm import PlayedSwarm
+from tests.commands.refusals import LOOPBACK, refusal
 
 ROOT = Path(__file__).parent.parent.parent
-LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 
 
 @pytest.fixture
@@ -29,154 +29,139 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "peer"
 
 
-def refusal(capfd: pytest.CaptureFixture[str], folder: Path, *flags: str) -> str:
-    """What the command says before it exits 2."""
-    assert peer.main([*LOOPBACK, "--plain", "--state-dir", str(folder), *flags]) == 2
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("error: ")
-    return lines[0].removeprefix("error: ")
-
-
 # Flags
 
 
 @pytest.mark.parametrize("factor", ["0", "0.5", "-3", "nan", "1e9"])
-def test_a_throttle_out_of_bounds(capfd: pytest.CaptureFixture[str], folder: Path, factor: str) -> None:
-    assert "--throttle expects a factor of 1 to 10000" in refusal(capfd, folder, "--throttle", factor)
+def test_a_throttle_out_of_bounds(folder: Path, factor: str) -> None:
+    assert "--throttle expects a factor of 1 to 10000" in refusal(folder, "--throttle", factor)
 
 
-def test_a_throttle_that_is_no_number(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert "--throttle" in refusal(capfd, folder, "--throttle", "fast")
+def test_a_throttle_that_is_no_number(folder: Path) -> None:
+    assert "--throttle" in refusal(folder, "--throttle", "fast")
 
 
 @pytest.mark.parametrize("amount", ["soon", "10", "-5s", "0steps", "5 hours"])
-def test_a_stop_after_that_is_no_amount(capfd: pytest.CaptureFixture[str], folder: Path, amount: str) -> None:
-    said = refusal(capfd, folder, f"--stop-after={amount}")
+def test_a_stop_after_that_is_no_amount(folder: Path, amount: str) -> None:
+    said = refusal(folder, f"--stop-after={amount}")
     assert said == f"expected 90s, 500steps or 2e6tokens; got {amount!r}"
 
 
-def test_an_unknown_flag(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert "--speed" in refusal(capfd, folder, "--speed")
+def test_an_unknown_flag(folder: Path) -> None:
+    assert "--speed" in refusal(folder, "--speed")
 
 
-def test_wrong_flags_leave_no_folder_behind(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
-    refusal(capfd, folder, "--throttle", "0")
+def test_wrong_flags_leave_no_folder_behind(folder: Path) -> None:
+    refusal(folder, "--throttle", "0")
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("region", ["r" * 129, "two\nlines", "\x1b[2J", "[red]"])
-def test_a_region_that_would_make_this_peer_invisible(
-    capfd: pytest.CaptureFixture[str], folder: Path, region: str
-) -> None:
-    said = refusal(capfd, folder, "--region", region)
+def test_a_region_that_would_make_this_peer_invisible(folder: Path, region: str) -> None:
+    said = refusal(folder, "--region", region)
     assert said.startswith("--region expects at most 128 printable characters")
     assert said.isprintable()
 
 
 @pytest.mark.parametrize("flag", ["--announce", "--listen"])
 @pytest.mark.parametrize("addresses", [["/ip4/203.0.113.7/tcp/4001"] * 17, ["/dns4/" + "a" * 300]])
-def test_addresses_that_would_make_this_peer_invisible(
-    capfd: pytest.CaptureFixture[str], folder: Path, flag: str, addresses: list[str]
-) -> None:
-    said = refusal(capfd, folder, *(part for address in addresses for part in (flag, address)))
+def test_addresses_that_would_make_this_peer_invisible(folder: Path, flag: str, addresses: list[str]) -> None:
+    said = refusal(folder, *(part for address in addresses for part in (flag, address)))
     assert said.startswith(f"{flag} expects 16 addresses of at most 256 characters")
 
 
 # The state folder
 
 
-def test_a_state_folder_that_another_process_uses(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_state_folder_that_another_process_uses(folder: Path) -> None:
     folder.mkdir()
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "is in use by another peer; choose another folder" in refusal(capfd, folder)
+        assert "is in use by another peer; choose another folder" in refusal(folder)
 
 
-def test_a_state_folder_that_is_a_file(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_state_folder_that_is_a_file(folder: Path) -> None:
     folder.write_text("not a folder")
-    assert "choose a folder that can be written" in refusal(capfd, folder)
+    assert "choose a folder that can be written" in refusal(folder)
 
 
-def test_a_damaged_identity(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_damaged_identity(folder: Path) -> None:
     folder.mkdir()
     (folder / "identity.key").write_bytes(b"garbage")
-    assert "move it away to get a new one" in refusal(capfd, folder)
+    assert "move it away to get a new one" in refusal(folder)
 
 
 @pytest.mark.swarm
 @pytest.mark.parametrize("flags", [["small"], ["--set", "seed=2"]])
-def test_a_state_folder_whose_run_is_settled(capfd: pytest.CaptureFixture[str], folder: Path, flags: list[str]) -> None:
+def test_a_state_folder_whose_run_is_settled(folder: Path, flags: list[str]) -> None:
     folder.mkdir()
     StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
-    said = refusal(capfd, folder, *flags)
+    said = refusal(folder, *flags)
     assert "belongs to run gpt-3fa2c1" in said
     assert "leave CONFIG and --set out" in said
 
 
 @pytest.mark.swarm
-def test_the_line_that_began_a_run_may_be_given_again(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_the_line_that_began_a_run_may_be_given_again(folder: Path) -> None:
     """It gets as far as the memory, which is too little."""
     folder.mkdir()
     line = ["small", "--set", "seed=2", "--private"]
     FounderFile.create(folder, "gpt")
     StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.load("small", ["seed=2"]))
-    assert "smallest part of this model" in refusal(capfd, folder, *line, "--memory", "1KB")
+    assert "smallest part of this model" in refusal(folder, *line, "--memory", "1KB")
 
 
 @pytest.mark.swarm
-def test_a_peer_that_was_in_the_swarm_starts_where_join_does_not_answer(
-    capfd: pytest.CaptureFixture[str], folder: Path
-) -> None:
+def test_a_peer_that_was_in_the_swarm_starts_where_join_does_not_answer(folder: Path) -> None:
     join = ["--join", f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.load_or_create(folder / 'other').peer}"]
-    assert "check the address" in refusal(capfd, folder, *join)
+    assert "check the address" in refusal(folder, *join)
     StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
-    assert "smallest part of this model" in refusal(capfd, folder, *join, "--memory", "1KB")
+    assert "smallest part of this model" in refusal(folder, *join, "--memory", "1KB")
 
 
 @pytest.mark.swarm
-def test_a_damaged_run_file(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_damaged_run_file(folder: Path) -> None:
     folder.mkdir()
     (folder / "run.json").write_text("{")
-    assert "run.json is damaged" in refusal(capfd, folder)
+    assert "run.json is damaged" in refusal(folder)
 
 
 @pytest.mark.swarm
 @pytest.mark.parametrize("content", ["[]", "{}", '{"run": 1, "config": 2}', "null"])
-def test_a_run_file_that_holds_something_else(capfd: pytest.CaptureFixture[str], folder: Path, content: str) -> None:
+def test_a_run_file_that_holds_something_else(folder: Path, content: str) -> None:
     folder.mkdir()
     (folder / "run.json").write_text(content)
-    assert "run.json" in refusal(capfd, folder, "--memory", "1")
+    assert "run.json" in refusal(folder, "--memory", "1")
 
 
 # The config
 
 
 @pytest.mark.swarm
-def test_an_unknown_key_names_the_nearest_one(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
-    said = refusal(capfd, folder, "--set", "gossip.windows_s=2")
+def test_an_unknown_key_names_the_nearest_one(folder: Path) -> None:
+    said = refusal(folder, "--set", "gossip.windows_s=2")
     assert said == "config: unknown key gossip.windows_s; did you mean gossip.window_s?"
 
 
 @pytest.mark.swarm
-def test_a_wrong_type_says_what_was_expected(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
-    said = refusal(capfd, folder, "--set", "model.depth=deep")
+def test_a_wrong_type_says_what_was_expected(folder: Path) -> None:
+    said = refusal(folder, "--set", "model.depth=deep")
     assert "model.depth" in said
     assert "integer" in said
     assert "deep" in said
 
 
 @pytest.mark.swarm
-def test_a_config_that_is_not_there(capfd: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
-    said = refusal(capfd, folder, str(tmp_path / "none.yaml"))
+def test_a_config_that_is_not_there(folder: Path, tmp_path: Path) -> None:
+    said = refusal(folder, str(tmp_path / "none.yaml"))
     assert "cannot read" in said
     assert "default" in said
 
 
 @pytest.mark.swarm
-def test_data_that_is_not_there(capfd: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+def test_data_that_is_not_there(folder: Path, tmp_path: Path) -> None:
     missing = tmp_path / "none.txt"
-    assert str(missing) in refusal(capfd, folder, "--set", "data.kind=text", "--set", f"data.path={missing}")
+    assert str(missing) in refusal(folder, "--set", "data.kind=text", "--set", f"data.path={missing}")
 
 
 # What a swarm asks for
@@ -202,7 +187,6 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedSwarm]:
     ],
 )
 def test_a_joiner_runs_and_reads_only_what_its_own_flags_name(
-    capfd: pytest.CaptureFixture[str],
     folder: Path,
     swarm: PlayedSwarm,
     sections: dict[str, dict[str, object]],
@@ -210,7 +194,7 @@ def test_a_joiner_runs_and_reads_only_what_its_own_flags_name(
     said: str,
 ) -> None:
     swarm.config = json.dumps(sections)
-    assert said in refusal(capfd, folder, "--join", swarm.address, *flags)
+    assert said in refusal(folder, "--join", swarm.address, *flags)
     assert not (folder / "run.json").exists()
 
 
@@ -237,8 +221,8 @@ def test_a_folder_remembers_files_by_their_whole_path_and_a_name_of_the_hub_as_i
 
 @pytest.mark.swarm
 @pytest.mark.parametrize("device", ["tpu", "cuda:99", "gpu0", "meta"])
-def test_a_device_that_is_not_there(capfd: pytest.CaptureFixture[str], folder: Path, device: str) -> None:
-    assert "--device" in refusal(capfd, folder, "--device", device)
+def test_a_device_that_is_not_there(folder: Path, device: str) -> None:
+    assert "--device" in refusal(folder, "--device", device)
 
 
 # Joining
@@ -246,44 +230,44 @@ def test_a_device_that_is_not_there(capfd: pytest.CaptureFixture[str], folder: P
 
 @pytest.mark.swarm
 @pytest.mark.parametrize("flags", [["default"], ["--set", "seed=2"]])
-def test_a_config_together_with_join(capfd: pytest.CaptureFixture[str], folder: Path, flags: list[str]) -> None:
-    said = refusal(capfd, folder, "--join", "/ip4/127.0.0.1/tcp/1/p2p/Qm", *flags)
+def test_a_config_together_with_join(folder: Path, flags: list[str]) -> None:
+    said = refusal(folder, "--join", "/ip4/127.0.0.1/tcp/1/p2p/Qm", *flags)
     assert said == "with --join the config comes from the swarm; leave CONFIG and --set out"
 
 
 @pytest.mark.swarm
 @pytest.mark.parametrize("address", ["127.0.0.1:4001", "/ip4/1.2.3.4/tcp/4001", "/ip4/300.0.0.1/tcp/1/p2p/Qm", "x"])
-def test_an_address_that_is_none(capfd: pytest.CaptureFixture[str], folder: Path, address: str) -> None:
-    said = refusal(capfd, folder, "--join", address)
+def test_an_address_that_is_none(folder: Path, address: str) -> None:
+    said = refusal(folder, "--join", address)
     assert "--join expects an address such as" in said
     assert repr(address) in said
 
 
 @pytest.mark.swarm
-def test_an_address_where_nobody_is(capfd: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+def test_an_address_where_nobody_is(folder: Path, tmp_path: Path) -> None:
     nobody = Identity.load_or_create(tmp_path / "nobody.key").peer
     address = f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}"
-    said = refusal(capfd, folder, "--join", address)
+    said = refusal(folder, "--join", address)
     assert said.startswith(f"--join {address}: unreachable")
     assert said.endswith("check the address, that the peer there runs, and its port")
 
 
 @pytest.mark.swarm
 def test_an_error_is_said_before_the_rest_of_the_program_has_loaded(
-    capfd: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end, had_ended = threading.Event(), []
     monkeypatch.setattr(peer, "_load", lambda _: had_ended.append(may_end.wait(20)))
-    assert "cannot listen on" in refusal(capfd, folder, "--listen", "here")
+    assert "cannot listen on" in refusal(folder, "--listen", "here")
     assert not had_ended
     may_end.set()
 
 
 @pytest.mark.swarm
-def test_a_place_where_it_cannot_listen(capfd: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert peer.main(["--plain", "--state-dir", str(folder), "--listen", "here"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "cannot listen on here" in line
+def test_a_place_where_it_cannot_listen(folder: Path) -> None:
+    said = refusal(folder, "--listen", "here")
+    assert said.startswith("cannot listen on ")
+    assert "here" in said
 
 
 # As a process
