@@ -131,7 +131,8 @@ class PullRule(UpdateRule):
         assert self.closed is not None, "merge without a close"
         own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
-        progress = self.experience.usual_progress([(one.peer, one.length) for one in partners])
+        possible = [one for one in partners if self.experience.possible(one.length)]
+        progress = self.experience.usual_progress([(one.peer, one.length) for one in possible])
         if self.sample is None:
             self.sample = WindowSample.drawn(self.elements, self.residual)
         apart = _differences(self.sample, self.tools.codecs, self.phi, partners)
@@ -140,7 +141,7 @@ class PullRule(UpdateRule):
         claims, trust = self._believed(partners, progress, own, blob)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
         shares = influence.token_shares(own.tokens, claims, trust)
-        near = self.experience.usual_distance([(one.peer, one.distance) for one in partners if one.phi is not None])
+        near = self.experience.usual_distance([(one.peer, one.distance) for one in possible if one.phi is not None])
         steps_taken, slow_weights = [Weighted(1.0 - sum(shares), blob)], []
         for share, one in zip(shares, partners, strict=True):
             steps_taken.append(Weighted(share * influence.scale(one.length, progress), one.pseudo_gradient))

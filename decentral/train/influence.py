@@ -4,6 +4,7 @@
                  pseudo-gradient explains; a partner has at most MOST_SHARE of a merge
     direction    what points against ours counts for nothing, and less what pulls one way for long (train/agreement.py)
     length       a pseudo-gradient is at most TIMES_USUAL as long as is usual; IMPLAUSIBLE times that counts for nothing
+                 (and IMPLAUSIBLE times ours says nothing of what is usual)
     slow weights pull us by at most TIMES_USUAL the usual distance, and by the partner's share of that
 
 What is usual is the median of the partners and us, or ours where that is more: less than half of the partners cannot
@@ -90,6 +91,11 @@ class Experience:
     def progress(self) -> float:
         """How long a pseudo-gradient of ours usually is: the last one, or the median where that is more."""
         return max(self.lengths[-1], median(self.lengths)) if self.lengths else 0.0
+
+    def possible(self, length: float) -> bool:
+        """Whether a device could have made a pseudo-gradient of this length, measured by ours. Of whoever sends another
+        one nothing is remembered, or, of two partners that have lied, the later one would say what is usual."""
+        return plausible(length, self.progress) > 0.0
 
     def usual_progress(self, partners: Sequence[tuple[PeerId, float]]) -> float:
         """Takes how long these partners' pseudo-gradients are; gives what is usual."""

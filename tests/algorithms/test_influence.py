@@ -225,6 +225,20 @@ def test_progress_that_no_device_could_make_takes_the_place_of_nobody(times: flo
     assert ours.gossiped.rule.left_out == (() if counts else (liar.peer,))
 
 
+def test_a_lie_that_no_device_could_have_sent_does_not_help_the_next_liar() -> None:
+    """Of the two partners that we know one has sent numbers as large as there are, and lies no more; what is usual was
+    then up to the other (seed 602863 of the sweep)."""
+    ours, first, second = alike("pull", 3)
+    ours.close()
+    theirs = first.close()
+    ours.merge([repacked(theirs, {name: torch.full((SIZE,), 1e38) for name in vectors(theirs)})])
+    ours.train(seed=7, tokens=1000)
+    own = float(torch.linalg.vector_norm(vectors(ours.close())[PSEUDO_GRADIENT]))
+    theirs = second.close()
+    lie = repacked(theirs, {name: 100 * one for name, one in vectors(theirs).items()})
+    assert moved_by("pull", lie, ours) <= 2 * influence.TIMES_USUAL * own
+
+
 def test_two_liars_that_are_all_partners_of_a_window_do_not_make_their_lengths_usual() -> None:
     """Of five partners two lie, and a window has just those two (seed 35821 of the sweep)."""
     known = influence.Experience()

@@ -83,6 +83,7 @@ FOUND = {
     524223: "push-sum: mass that was being added to a fragment went back before the fragment was given up",
     550262: "a peer was stopped while it closed a window, and published that as new when it went on",
     551055: "push-sum: a push was refused and its copy added, while its sender took the mass back",
+    602863: "a lie that no device could have sent was remembered, and the next liar said what was usual",
 }
 
 
