@@ -68,7 +68,9 @@ def held_out(lie: str, seed: int, seconds: float, more: Sequence[str] = ()) -> f
     settings, trained = keeping_models(real_gradients(SwarmSettings.of(run_config, pace, (1.0,), 512)))
     lying = [] if lie in ("none", "honest") else faults.parse(f"lie {HONEST} {lie} at 0 for {seconds + 1:g}")
     peers = HONEST + (lie != "none")
-    run(Scenario(settings, peers, seconds, seed, tuple(lying), audited=False))
+    report = run(Scenario(settings, peers, seconds, seed, tuple(lying), audited=False))
+    if ended := [one["peer"] for one in report.by_peer if one["peer"] != LIAR and not one["alive"]]:
+        raise SystemExit(f"honest peers {ended} have ended")
     return loss_of_mean([one for peer, one in trained.items() if peer != LIAR])
 
 
