@@ -25,6 +25,7 @@ from decentral.core import jobs
 from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId
 from decentral.core.machine import Effect, Log
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.hosts.clock import CLOCKS_AGREE_S
 from decentral.sim.convergence_audit import ConvergenceAudit
@@ -67,6 +68,8 @@ class InvariantAudit:
             match effect:
                 case Log("joined"):
                     self._joined(host, bool(effect.fields["donors"]))
+                case Log("peer_left") if effect.fields["reason"] == Reason.SILENT:
+                    self.convergence.unanswered(host, effect.fields["peer"])
                 case Log("counted" | "uncounted"):
                     self.routes.logged(host, effect)
                 case jobs.Merge(fragment, _, contributions):

@@ -5,18 +5,21 @@ thrown    at no moment is the replica of an honest peer further from the optimum
 together  after the last fault replicas come together again: no further apart than a few windows' noise; not judged
           where at one time most partners that an honest peer could have were liars
 drift     pull: all corrections together have moved the mean of the replicas by a bounded amount
-roster    some time after the last fault every peer knows exactly which peers live, where the roster is not sharded
+roster    some time after the last fault every peer knows exactly which peers live, where the roster is not sharded; of
+          those that have left its questions unanswered it hears with their next record
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import Tensor
 
 from decentral.algorithms.pull import PullRule
 from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
 from decentral.sim.evidence import Evidence
 from decentral.sim.surrogate_model import STEP_NOISE
 from decentral.sim.swarm import SimulatedPeer
@@ -37,6 +40,7 @@ class ConvergenceAudit:
     drift: dict[int, Tensor] = field(default_factory=dict)  # the sum of all honest corrections, by fragment
     forged: dict[int, float] = field(default_factory=dict)  # how far those with forged snapshots moved replicas
     outvoted: bool = False  # for a moment most partners that an honest peer could have were liars
+    _dropped_at: dict[tuple[PeerId, PeerId], Seconds] = field(default_factory=dict)  # as the latter did not answer
     _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)  # baselines at the last close
 
     def closed(self, host: VirtualHost, fragment: int) -> None:
@@ -57,6 +61,10 @@ class ConvergenceAudit:
                 self.forged[fragment] = self.forged.get(fragment, 0.0) + _length(moved)
             else:
                 self.drift[fragment] = self.drift.get(fragment, torch.zeros_like(moved)) + moved
+
+    def unanswered(self, host: VirtualHost, peer: PeerId) -> None:
+        """The peer here has dropped one that did not answer it, until that one's next record."""
+        self._dropped_at[host.peer, peer] = host.agenda.now
 
     def check(self) -> None:
         """To be called now and then: do honest peers have a majority of honest partners, as promises suppose? And has
@@ -100,10 +108,18 @@ class ConvergenceAudit:
             assert member.host is not None
             roster = member.host.node.roster
             wrong = set(roster.live) ^ (there - {member.peer})
-            if not member.training:  # who takes the state leaves aside a donor that is late, until its next record
-                wrong -= {peer for peer in there if roster.knows(peer)}
+            wrong -= {peer for peer in there if roster.knows(peer) and self._record_is_due(member, peer)}
             if wrong:
                 self.evidence.violated("roster", f"{member.peer} is wrong about {sorted(wrong)}", member.host)
+
+    def _record_is_due(self, member: SimulatedPeer, peer: PeerId) -> bool:
+        """Whether a peer that this one has dropped may come back with its next record: who takes the state leaves aside
+        a donor that is late, and who waits for large answers over slow links one of which two were cut."""
+        swarm = self.evidence.swarm
+        since = swarm.agenda.now - self._dropped_at.get((member.peer, peer), -inf)
+        return (
+            not member.training or since <= swarm.settings.config.swarm.renew_s + swarm.settings.config.swarm.refresh_s
+        )
 
     def _check_together(self, living: Sequence[SimulatedPeer]) -> None:
         swarm = self.evidence.swarm
