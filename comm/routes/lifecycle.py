@@ -212,6 +212,13 @@ class ExecutionLifecycle:
 
     # Time
 
+    def was_stopped(self, seconds: Seconds) -> None:
+        """No origin peer of what is held here could decide for so long. To be called before `overdue`, which would let
+        them rest, and with them all that have not committed anything here yet."""
+        for execution in self.table.by_token.values():
+            if isinstance(execution, ForwardedExecution) and execution.state is HELD:
+                execution.until, execution.held_at = execution.until + seconds, execution.held_at + seconds
+
     def overdue(self, now: Seconds) -> list[Effect]:
         """Gives up executions whose time is over, sends on those that had to wait, and asks for those that are late."""
         effects: list[Effect] = []

@@ -97,6 +97,11 @@ class Router:
         """Whether no execution is here, and no gradient waits for a step."""
         return not self.table.by_token and not self.ledger.entries and not self.ledger.sealing
 
+    def was_stopped(self, seconds: Seconds) -> None:
+        """This process was stopped for so long: no origin peer could tell it a decision meanwhile."""
+        self.lifecycle.was_stopped(seconds)
+        self._wake = None
+
     def drain(self) -> None:
         """Takes no more executions; gradients need not wait for more of them before a step."""
         self.admission.draining, self.ledger.micro_batches_per_step = True, 1

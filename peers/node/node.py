@@ -51,6 +51,7 @@ from decentral.peers.placement.span_move import MoveTag
 from decentral.peers.planning.plan_evaluation import PlansEvaluated
 from decentral.peers.planning.swarm_plans import key_of as plan_key
 
+STOPPED_S = 5.0  # a Woke that comes so late tells that this process was stopped
 PROBE_AFTER_S = 2.0  # from the start of training to the first probe
 ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Sealed, jobs.Compared)
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged | jobs.Absorbed
@@ -203,6 +204,10 @@ class Node:
     # Events that concern several machines
 
     def _woke(self, event: Woke, now: Seconds) -> list[Effect]:
+        if self.routes and self._is_training():
+            late_s = now - (self.wake_at or now)
+            if late_s > STOPPED_S:
+                self.routes.was_stopped(late_s)
         effects = self.roster.handle(event, now)
         if _is_due(self.join.wake_at, now):
             effects += self._to_join(event, now)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from decentral.comm.routes.router import Router
 from decentral.core import config, jobs, rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import (
@@ -19,6 +20,7 @@ from decentral.core.jobs import (
     Seal,
     Sealed,
 )
+from decentral.core.units import Seconds
 from decentral.peers.planning.swarm_plans import SwarmPlans
 from decentral.sim import faults, sweep
 from decentral.sim.evidence import Violation
@@ -89,6 +91,15 @@ def test_a_killed_peer_comes_back_to_its_layers_and_its_numbers_go_on() -> None:
     assert report.by_peer[0]["tokens"] > 0
     late = [one.tokens for one in report.samples]
     assert late[-1] > late[len(late) // 2] > 0
+
+
+def test_only_a_peer_that_was_frozen_knows_that_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its held executions could not be decided meanwhile (tests/comm/routes/test_hold_limits.py)."""
+    told: dict[PeerId, Seconds] = {}
+    monkeypatch.setattr(Router, "was_stopped", lambda routes, seconds: told.update({routes.stage.peer: seconds}))
+    run(scenario("freeze 1 at 15 for 25", seconds=45.0))
+    assert told.keys() == {"sim00001"}
+    assert told[PeerId("sim00001")] == pytest.approx(25.0, abs=5.0)
 
 
 def test_a_layer_whose_holders_all_die_is_taken_over_by_another_peer() -> None:

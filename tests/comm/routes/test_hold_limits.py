@@ -1,5 +1,7 @@
 """An origin peer that does not decide holds up a peer's steps for a short time, and not again and again."""
 
+import pytest
+
 from decentral.comm.routes.hold_limits import LEAST_LIMIT_S, MOST_REST_S, ORIGINS_KEPT, UNDECIDED_REST_TIMES, HoldLimits
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.tags import CommitQueryTag
@@ -69,6 +71,19 @@ def test_an_origin_peer_that_asks_for_an_hour_holds_up_our_steps_for_a_minute() 
     assert last.steps_in(100.0) == 10
     assert last.take(LIAR)
     assert last.steps_in(LEAST_LIMIT_S + 100.0) >= 9
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_whoever_was_stopped_itself_blames_no_origin_peer_that_has_not_decided(known: bool) -> None:
+    """In an hour of faults the only peer with the last layers was frozen for a minute, and then rested for nine."""
+    last, stopped_s = LastStage(), LEAST_LIMIT_S + 5.0
+    last.steps_in(100.0)
+    assert last.take(LIAR)
+    last.now += stopped_s
+    if known:
+        last.routes.was_stopped(stopped_s)
+    last.handle(Woke())
+    assert last.take(PeerId("newcomer")) == known
 
 
 def test_one_that_does_it_again_and_again_under_ever_new_names_costs_a_part_of_the_time() -> None:
