@@ -68,7 +68,7 @@ class Evidence:
     exits: list[Exit] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     disk_bytes: dict[int, int] = field(default_factory=dict)  # the most at each place, what filled it aside
-    tracebacks: list[str] = field(default_factory=list)
+    tracebacks: list[str] = field(default_factory=list)  # whose, and its text
     stalls: list[Span] = field(default_factory=list)  # this process itself did not run: nothing can be said of then
 
     def lines(self, place: int, event: str) -> Iterator[Line]:

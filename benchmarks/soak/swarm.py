@@ -30,6 +30,7 @@ EMULATED_S = 0.4
 LAYERS = 6
 WHOLE_MEMORY, PART_MEMORY = "1GB", "34MB"  # of the three fragments, two fit into the second
 LATENCY_MS, RATE_GBPS = 2, 0.1
+TRACEBACK, TRACEBACK_CHARS = "Traceback", 4000
 SETTINGS = (
     "model.depth=4 model.width=64 model.context=64 train.micro_batch=4 "
     f"train.emulated_micro_batch_s={EMULATED_S} train.learning_rate=4e-3 "
@@ -134,8 +135,13 @@ class SoakSwarm(LocalSwarm):
         return lines[-1] if lines else ""
 
     def tracebacks(self) -> list[str]:
-        outputs = {member.number: member.folder / "output.txt" for member in self.members}
-        return [f"peer {one}" for one, path in outputs.items() if "Traceback" in path.read_text(errors="replace")]
+        """The last one of each peer that has printed any."""
+        outputs = {member.number: (member.folder / "output.txt").read_text(errors="replace") for member in self.members}
+        return [
+            f"peer {number}: {text[text.rindex(TRACEBACK) :][:TRACEBACK_CHARS]}"
+            for number, text in outputs.items()
+            if TRACEBACK in text
+        ]
 
 
 def daemons(pid: int) -> list[int]:
