@@ -1,6 +1,6 @@
 # Two commands set up a fresh machine that has Python 3.11, pip and make:
 #   make swarm   a virtual environment, the package, and a local swarm of four peers for 90 s, with a live page
-#   make test    the same, and all tests, types and style, and 300 small simulated swarms with faults by chance
+#   make test    the same, and all tests, types and style, and 200 small simulated swarms with faults by chance
 # The head-to-head with others, over an emulated WAN (root on Linux; FULL=1 for everything, which takes about a day):
 #   make benchmark            writes docs/BENCHMARKS.md; goes on where it was interrupted
 # The documentation as a site, in site/index.html:
@@ -27,7 +27,7 @@ test: check sweep
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses 2 --dist loadfile
 
 sweep: install
-	OMP_NUM_THREADS=1 $(RUN) -m decentral.simulate --sweep 300
+	OMP_NUM_THREADS=1 $(RUN) -m decentral.simulate --sweep 200
 
 soak: install
 	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.soak --seconds $(SECONDS) --json soak-report.json
