@@ -115,11 +115,9 @@ class ConvergenceAudit:
     def _record_is_due(self, member: SimulatedPeer, peer: PeerId) -> bool:
         """Whether a peer that this one has dropped may come back with its next record: who takes the state leaves aside
         a donor that is late, and who waits for large answers over slow links one of which two were cut."""
-        swarm = self.evidence.swarm
+        swarm, directory = self.evidence.swarm, self.evidence.swarm.settings.config.swarm
         since = swarm.agenda.now - self._dropped_at.get((member.peer, peer), -inf)
-        return (
-            not member.training or since <= swarm.settings.config.swarm.renew_s + swarm.settings.config.swarm.refresh_s
-        )
+        return not member.training or since <= directory.renew_s + directory.refresh_s
 
     def _check_together(self, living: Sequence[SimulatedPeer]) -> None:
         swarm = self.evidence.swarm

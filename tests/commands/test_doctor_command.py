@@ -31,8 +31,8 @@ from decentral.scheduler.shared import topology
 from decentral.state import StateFolder
 from decentral.train import checkpoint
 from tests.commands.peer_processes import LIMIT_S, TINY, Peers
+from tests.commands.refusals import LOOPBACK
 
-LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 HOUR_AHEAD = "import sys, time; wall = time.time; time.time = lambda: wall() + 3600.0; "
 HOUR_AHEAD += "from decentral import doctor; sys.exit(doctor.main(sys.argv[1:]))"
 
