@@ -48,6 +48,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 PROTOCOL = "/decentral/ask"  # the version is in each header, so that a wrong one gets a clear answer
+DAEMON_END_S = 5.0  # from the end of its connection to us to its own, where it has died
 LIBP2P_START_S = 60.0  # the daemon's start on a loaded machine; hivemind's default of 15 s is too short
 MOST_CONNECTED = 256  # peers that are remembered as connected; those that we connect to go before those that ask us
 MOST_LEARNED = 4096  # peers whose addresses are remembered; beyond them, those learned longest ago are forgotten
@@ -85,8 +86,17 @@ class Libp2p:
         return cls(await place.start(), place, now)
 
     async def ended(self) -> str:
-        """Waits until the daemon has ended, and says how."""
-        code = await self._p2p._child.wait()
+        """Waits until the daemon has ended, and says how. It is ended where hivemind reads its answers no more."""
+        reading, child = self._p2p._client.control._read_task, self._p2p._child
+        await asyncio.wait([reading])
+        try:
+            async with asyncio.timeout(DAEMON_END_S):
+                code = await child.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+            return f"hivemind reads it no more: {reading.exception() or 'end of file'!r}"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     async def revive(self) -> None:
@@ -271,7 +281,7 @@ class DaemonPlace:
     async def start(self) -> P2P:
         """Raises UserError if it cannot listen there."""
         try:
-            return await P2P.create(
+            daemon = await P2P.create(
                 host_maddrs=[Multiaddr(address) for address in self.listen],
                 announce_maddrs=[Multiaddr(address) for address in self.announce] or None,
                 identity_path=str(self.key),
@@ -282,12 +292,21 @@ class DaemonPlace:
             )
         except (P2PDaemonError, ValueError) as error:
             raise UserError(f"cannot listen on {', '.join(self.listen)}: {_last_line(error)}") from None
+        for task in (daemon._client.control._read_task, daemon._client.control._write_task):
+            task.add_done_callback(_without_traceback)
+        return daemon
 
     def at_ports_of(self, daemon: P2P) -> "DaemonPlace":
         """The same place, with the port that `tcp/0` became: others know that one."""
         ports = {address["tcp"] for address in daemon._visible_maddrs or () if "tcp" in address}
         port = ports.pop() if len(ports) == 1 else "0"
         return replace(self, listen=tuple(re.sub("/tcp/0$", f"/tcp/{port}", address) for address in self.listen))
+
+
+def _without_traceback(task: "asyncio.Task[None]") -> None:
+    """Asks what a task at a daemon's connection has failed with: asyncio prints what nobody has asked for."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _not_yet(_sender: PeerId, _question: Envelope) -> Envelope:

@@ -2,14 +2,20 @@
 
 import asyncio
 import errno
+import gc
 import os
+import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
+from hivemind.proto import p2pd_pb2
 from hivemind.utils import MSGPackSerializer
 
 from decentral.comm.net import libp2p, libp2p_directory
@@ -73,6 +79,62 @@ def test_after_its_daemon_was_killed_a_peer_asks_and_answers_again(tmp_path: Pat
                 await asyncio.sleep(0.05)
         finally:
             await asyncio.gather(a.close(), b.close())
+
+    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+
+
+@asynccontextmanager
+async def started(key: Path) -> AsyncIterator[tuple[Libp2p, list[str]]]:
+    """A transport, and what asyncio would have printed of tasks that failed."""
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+    transport = await Libp2p.start(key, LISTEN, ())
+    try:
+        yield transport, said
+    finally:
+        await transport.close()
+
+
+@pytest.mark.swarm
+def test_a_daemon_that_dies_with_calls_unread_is_no_traceback(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with started(tmp_path / "a") as (a, said):
+            a._p2p._child.send_signal(signal.SIGSTOP)
+            calls = a._p2p._client.control
+            unread = asyncio.create_task(a._p2p._client.call_unary_handler(a._p2p.peer_id, "any", b""))
+            await asyncio.sleep(0)
+            while not calls._pending_messages.empty():
+                await asyncio.sleep(0)
+            a._p2p._child.kill()
+            assert await a.ended() == "signal 9"
+            assert isinstance(calls._read_task.exception(), ConnectionResetError)
+            unread.cancel()
+            while not calls._write_task.done():  # the call is taken back, over a connection that is lost
+                await asyncio.sleep(0)
+            await a.revive()
+            assert await a.addresses()
+            del calls, unread
+            gc.collect()
+            assert said == []
+
+    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+
+
+@pytest.mark.swarm
+def test_a_daemon_whose_answers_nobody_reads_any_more_is_started_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with started(tmp_path / "a") as (a, said):
+            control, call = a._p2p._client.control, uuid4()
+            control._pending_calls[call] = given_up = asyncio.get_running_loop().create_future()
+            given_up.cancel()  # as a call is that ends in the very moment in which its answer is read
+            unary = p2pd_pb2.CallUnaryRequest(peer=a._p2p.peer_id.to_bytes(), proto="any", data=b"")
+            await control._pending_messages.put(
+                p2pd_pb2.PersistentConnectionRequest(callId=call.bytes, callUnary=unary)
+            )
+            assert await a.ended() == "hivemind reads it no more: InvalidStateError('invalid state')"
+            await a.revive()
+            assert await a.addresses()
+            assert said == []
 
     asyncio.run(asyncio.wait_for(story(), LIMIT_S))
 
