@@ -29,7 +29,7 @@ from decentral.sim.geography import SwarmGeography
 from decentral.sim.network_faults import NetworkFaults
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, SyntheticCodecs
-from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, play
+from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, play, wait
 from decentral.sim.virtual_host import Connection, Observer, Pace, Respond, Training, VirtualHost
 from decentral.sim.virtual_signer import VirtualSigner
 from decentral.train import compress, gpt, memory, update_rules
@@ -200,7 +200,13 @@ class SimulatedSwarm:
                 member.claiming = False
                 self._begin_life(member, contacts, found)
 
-        play(self.agenda, claim_span.claim(request, self._needs, directory, clock), claimed)
+        silent = partial(self._silent, member)
+        play(self.agenda, claim_span.claim(request, self._needs, directory, silent, clock), claimed)
+
+    async def _silent(self, member: SimulatedPeer, found: claim_span.Records) -> list[PeerId]:
+        gone = [peer for peer in found if not self._reaches(member, self.by_peer[peer])]
+        await wait(claim_span.ASKED_S if gone else self.lookup_s)
+        return gone
 
     def _span_request(self, member: SimulatedPeer) -> claim_span.SpanRequest:
         memory_bytes = self.settings.memory[member.number % len(self.settings.memory)]
@@ -316,14 +322,14 @@ class SimulatedSwarm:
 
     def _contacts(self, member: SimulatedPeer) -> tuple[PeerId, ...]:
         """The peers that it can connect to now: those in its address book; for a newcomer any one that trains."""
-        cut_off_at, book = self.network_faults.cut_off_at, member.address_book
+        book = member.address_book
         known = [self.by_peer[peer] for peer in book] if member.has_run else self._training_contact()
-        return tuple(
-            other.peer
-            for other in known
-            if other.alive and not other.frozen
-            if cut_off_at(member.peer, other.peer) is None and cut_off_at(other.peer, member.peer) is None
-        )
+        return tuple(other.peer for other in known if self._reaches(member, other))
+
+    def _reaches(self, member: SimulatedPeer, other: SimulatedPeer) -> bool:
+        cut_off_at = self.network_faults.cut_off_at
+        there = other.alive and not other.frozen
+        return there and cut_off_at(member.peer, other.peer) is None and cut_off_at(other.peer, member.peer) is None
 
     def _training_contact(self) -> list[SimulatedPeer]:
         """Any one peer that trains. Guesses come first, because a look at all takes long in a large swarm."""
