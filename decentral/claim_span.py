@@ -148,7 +148,7 @@ async def _gone(found: Records, own: PeerId, silent: Silent) -> Collection[PeerI
     """The peers that train by their records, and are not there any more. Who hears nobody at all cannot tell."""
     training = [peer for peer, record in found.items() if record.phase == "training" and peer != own]
     asked = sorted(training, key=lambda peer: (found[peer].time, peer))[:MOST_ASKED]
-    gone = await silent({peer: found[peer] for peer in asked})
+    gone = await silent({peer: found[peer] for peer in asked}) if asked else ()
     return gone if len(gone) < len(asked) else ()
 
 
