@@ -204,8 +204,8 @@ class SimulatedSwarm:
         play(self.agenda, claim_span.claim(request, self._needs, directory, silent, clock), claimed)
 
     async def _silent(self, member: SimulatedPeer, found: claim_span.Records) -> list[PeerId]:
-        gone = [peer for peer in found if not self._reaches(member, self.by_peer[peer])]
-        await wait(claim_span.ASKED_S if gone else self.lookup_s)
+        gone = [peer for peer in found if not _answers(member, self.by_peer[peer], self.network_faults)]
+        await wait(claim_span.PINGED_S if gone else self.lookup_s)
         return gone
 
     def _span_request(self, member: SimulatedPeer) -> claim_span.SpanRequest:
@@ -324,12 +324,7 @@ class SimulatedSwarm:
         """The peers that it can connect to now: those in its address book; for a newcomer any one that trains."""
         book = member.address_book
         known = [self.by_peer[peer] for peer in book] if member.has_run else self._training_contact()
-        return tuple(other.peer for other in known if self._reaches(member, other))
-
-    def _reaches(self, member: SimulatedPeer, other: SimulatedPeer) -> bool:
-        cut_off_at = self.network_faults.cut_off_at
-        there = other.alive and not other.frozen
-        return there and cut_off_at(member.peer, other.peer) is None and cut_off_at(other.peer, member.peer) is None
+        return tuple(other.peer for other in known if _answers(member, other, self.network_faults))
 
     def _training_contact(self) -> list[SimulatedPeer]:
         """Any one peer that trains. Guesses come first, because a look at all takes long in a large swarm."""
@@ -396,6 +391,12 @@ class SimulatedSwarm:
             member.revocations = NOTHING_REVOKED
             member.disk, member.has_run = SurrogateDisk(), False
             member.address_book = {}
+
+
+def _answers(asker: SimulatedPeer, other: SimulatedPeer, network: NetworkFaults) -> bool:
+    """Whether a peer that is asked now is there."""
+    ways = (asker.peer, other.peer), (other.peer, asker.peer)
+    return other.alive and not other.frozen and all(network.cut_off_at(*way) is None for way in ways)
 
 
 def _private(member: SimulatedPeer, clock: Callable[[], Seconds]) -> PrivateSwarm | None:
