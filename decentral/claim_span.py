@@ -33,8 +33,8 @@ from decentral.train import memory
 
 CLAIM_S = 1.0  # how long a peer waits to see others' claims
 CLAIM_ROUNDS = 6  # after so many rounds of claiming the last choice stands
-PINGED_S = 3.0  # how long those that are asked whether they are there may take
-MOST_PINGED = 64  # those with the oldest records; among more peers a few that have died decide nothing
+TRIED_S = 3.0  # how long a peer that is asked whether it is there may take
+MOST_TRIED = 64  # those with the oldest records; among more peers a few that have died decide nothing
 
 Records = Mapping[PeerId, PeerRecord]
 
@@ -80,7 +80,7 @@ class RealClock:
 
 
 Silent = Callable[[Records], Awaitable[Collection[PeerId]]]
-"""Asks peers whether they are there: gives those of which none is heard within PINGED_S."""
+"""Asks these peers whether they are there, and gives those that do not answer within TRIED_S."""
 
 
 async def claim(
@@ -135,7 +135,7 @@ async def silent_peers(transport: Transport, found: Records) -> set[PeerId]:
     async def is_silent(peer: PeerId) -> bool:
         transport.learn(peer, found[peer].addresses)
         try:
-            await transport.ask(peer, Envelope(Ping(0)), PINGED_S, 0)
+            await transport.ask(peer, Envelope(Ping(0)), TRIED_S, 0)
         except AskError as error:
             return error.reason in (Reason.DEADLINE, Reason.UNREACHABLE)
         return False
@@ -147,7 +147,7 @@ async def silent_peers(transport: Transport, found: Records) -> set[PeerId]:
 async def _gone(found: Records, own: PeerId, silent: Silent) -> Collection[PeerId]:
     """The peers that train by their records, and are not there any more. Who hears nobody at all cannot tell."""
     training = [peer for peer, record in found.items() if record.phase == "training" and peer != own]
-    asked = sorted(training, key=lambda peer: (found[peer].time, peer))[:MOST_PINGED]
+    asked = sorted(training, key=lambda peer: (found[peer].time, peer))[:MOST_TRIED]
     gone = await silent({peer: found[peer] for peer in asked}) if asked else ()
     return gone if len(gone) < len(asked) else ()
 

@@ -200,13 +200,12 @@ class SimulatedSwarm:
                 member.claiming = False
                 self._begin_life(member, contacts, found)
 
-        silent = partial(self._silent, member)
-        play(self.agenda, claim_span.claim(request, self._needs, directory, silent, clock), claimed)
+        async def silent(found: claim_span.Records) -> list[PeerId]:
+            gone = [peer for peer in found if not _answers(member, self.by_peer[peer], self.network_faults)]
+            await wait(claim_span.TRIED_S if gone else self.lookup_s)
+            return gone
 
-    async def _silent(self, member: SimulatedPeer, found: claim_span.Records) -> list[PeerId]:
-        gone = [peer for peer in found if not _answers(member, self.by_peer[peer], self.network_faults)]
-        await wait(claim_span.PINGED_S if gone else self.lookup_s)
-        return gone
+        play(self.agenda, claim_span.claim(request, self._needs, directory, silent, clock), claimed)
 
     def _span_request(self, member: SimulatedPeer) -> claim_span.SpanRequest:
         memory_bytes = self.settings.memory[member.number % len(self.settings.memory)]

@@ -114,7 +114,7 @@ def test_a_newcomer_takes_the_place_of_a_peer_that_has_died(
 def test_only_peers_with_the_oldest_records_are_asked_whether_they_are_there(
     identities: list[Identity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim_span, "MOST_PINGED", 2)
+    monkeypatch.setattr(claim_span, "MOST_TRIED", 2)
     asked = list[PeerId]()
 
     async def note(found: claim_span.Records) -> list[PeerId]:
