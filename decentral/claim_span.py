@@ -1,29 +1,24 @@
 """Which layers a peer holds: all of them if they fit into its memory, else those that help the swarm most.
 
-    look into the DHT, and ask who of those is still there
-    -> choose (peers/placement/span_choice.py) -> claim, by a record -> wait, and look again
+    look into the DHT -> choose (peers/placement/span_choice.py) -> claim, by a record -> wait, and look again
 
-Of two peers that choose at the same time the later claim yields. A peer that comes back keeps its layers. A record
-outlives its peer: who comes just after one has died would take that one for a holder, and leave the gap open.
+Of two peers that choose at the same time the later claim yields. A peer that comes back keeps its layers.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from decentral.comm.routes.stage import StageConfig
-from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
-from decentral.comm.wire.messages import Ping
-from decentral.comm.wire.transport import AskError, Directory, Transport
+from decentral.comm.wire.transport import Directory
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds, widest_span
-from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
@@ -33,10 +28,6 @@ from decentral.train import memory
 
 CLAIM_S = 1.0  # how long a peer waits to see others' claims
 CLAIM_ROUNDS = 6  # after so many rounds of claiming the last choice stands
-TRIED_S = 3.0  # how long a peer that is asked whether it is there may take
-MOST_TRIED = 64  # those with the oldest records; among more peers a few that have died decide nothing
-
-Records = Mapping[PeerId, PeerRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +70,7 @@ class RealClock:
         await asyncio.sleep(seconds)
 
 
-Silent = Callable[[Records], Awaitable[Collection[PeerId]]]
-"""Asks these peers whether they are there, and gives those that do not answer within TRIED_S."""
-
-
-async def claim(
-    request: SpanRequest, needs: MemoryNeeds, directory: Directory, silent: Silent, clock: Clock
-) -> ClaimedSpan:
+async def claim(request: SpanRequest, needs: MemoryNeeds, directory: Directory, clock: Clock) -> ClaimedSpan:
     """Chooses layers and claims them in the DHT. Raises UserError if not even the smallest part of the model fits."""
     memory_bytes, count = request.memory_bytes, len(needs.fragments)
     if request.kept is not None:
@@ -95,14 +80,11 @@ async def claim(
     memory.check(needs, memory_bytes)
     own, shards = request.own, request.run.swarm.shards
     reach = widest_span(needs, memory_bytes)
-    chosen, claimed_at, gone = None, float("inf"), None
+    chosen, claimed_at = None, float("inf")
     key = records.key_of(request.name, own.peer, shards)
     for _ in range(CLAIM_ROUNDS):
         found = await records.lookup(directory, request.name, shards, clock.now(), own.open)
-        if gone is None:
-            gone = await _gone(found, own.peer, silent)
-        here = {peer: record for peer, record in found.items() if peer not in gone}
-        others = _holders(needs, here, own.peer, claimed_at)
+        others = _holders(needs, found, own.peer, claimed_at)
         typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
         choice = span_choice.choose(needs.fragments, others, typical, reach)
         if choice == chosen:
@@ -129,30 +111,7 @@ def _keep(needs: MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> Claim
     return ClaimedSpan(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)
 
 
-async def silent_peers(transport: Transport, found: Records) -> set[PeerId]:
-    """Silent, of a real peer."""
-
-    async def is_silent(peer: PeerId) -> bool:
-        transport.learn(peer, found[peer].addresses)
-        try:
-            await transport.ask(peer, Envelope(Ping(0)), TRIED_S, 0)
-        except AskError as error:
-            return error.reason in (Reason.DEADLINE, Reason.UNREACHABLE)
-        return False
-
-    are_silent = await asyncio.gather(*map(is_silent, found))
-    return {peer for peer, is_so in zip(found, are_silent, strict=True) if is_so}
-
-
-async def _gone(found: Records, own: PeerId, silent: Silent) -> Collection[PeerId]:
-    """The peers that train by their records, and are not there any more. Who hears nobody at all cannot tell."""
-    training = [peer for peer, record in found.items() if record.phase == "training" and peer != own]
-    asked = sorted(training, key=lambda peer: (found[peer].time, peer))[:MOST_TRIED]
-    gone = await silent({peer: found[peer] for peer in asked}) if asked else ()
-    return gone if len(gone) < len(asked) else ()
-
-
-def _holders(needs: MemoryNeeds, found: Records, own: PeerId, claimed_at: float) -> list[Holder]:
+def _holders(needs: MemoryNeeds, found: dict[PeerId, PeerRecord], own: PeerId, claimed_at: float) -> list[Holder]:
     """The peers that train, and those that claimed before us. One that was not measured yet counts as typical."""
     earlier = {
         peer: record

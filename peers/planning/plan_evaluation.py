@@ -35,7 +35,7 @@ class PlanTask:
     needs: MemoryNeeds
     members: tuple[tuple[PeerId, TrainingPeer], ...]  # in the order of their ids
     hidden_bytes: float  # size of a token's hidden state between two layers
-    holders: int  # number of other holders among these that a fragment should keep when a peer gives it up
+    holders: int  # number of holders that each fragment should have
 
     def digest(self) -> bytes:
         """Names the topology that a plan is made for: all measurements, rounded to two digits."""
@@ -119,7 +119,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),
         link_NN=links,
         hidden_bytes=task.hidden_bytes,
-        holders=max(1, min(task.holders, *held)),  # a plan need not raise the number of holders
+        holders=min(task.holders, max(1, min(held))),  # a plan need not raise the number of holders
         needs=needs,
     )
 

@@ -169,7 +169,7 @@ class SwarmPlans:
         again = len(self._known) > 1 and unsettled and now >= self._judged.at + pause_s
         if self._evaluation is None and all_held and (searches or self._has_new or again):
             self._judged = Judged(spans, now, changed, self._judged.took_s)
-            effects.append(self._evaluate(members, searches, len(swarm) - len(members)))
+            effects.append(self._evaluate(members, searches))
         return effects
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
@@ -201,16 +201,14 @@ class SwarmPlans:
         self._move_at = now + PLAN_RETRY_S * (1 + self.chance.random())
         return span
 
-    def _evaluate(self, members: Mapping[PeerId, TrainingPeer], searches: bool, whole: int = 0) -> EvaluatePlans:
-        """`whole`: peers that hold the whole model. They are in no plan, and hold what a peer that moves gives up."""
+    def _evaluate(self, members: Mapping[PeerId, TrainingPeer], searches: bool) -> EvaluatePlans:
         self._number += 1
         proposals = tuple(plan for plan, _ in self._known.values())
         has_new, self._has_new = self._has_new, False
         if searches or (has_new and self.search.at is None):
             self.search.led_by = self.search.evaluated(members)
         self._evaluation = Evaluation(self._number, proposals, dict(members), self.search.led_by, searches)
-        holders = max(0, self.holders - whole)
-        task = PlanTask(self.needs, tuple(sorted(members.items())), self.hidden_bytes, holders)
+        task = PlanTask(self.needs, tuple(sorted(members.items())), self.hidden_bytes, self.holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
 

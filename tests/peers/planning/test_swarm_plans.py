@@ -24,7 +24,7 @@ from decentral.peers.planning.plan_evaluation import (
     reachable,
     work_of,
 )
-from decentral.peers.planning.search_schedule import NEWCOMER_PAUSE_S, PLAN_BACKOFF_S, PLAN_PAUSE_S, REPLAN_REST_S
+from decentral.peers.planning.search_schedule import PLAN_BACKOFF_S, PLAN_PAUSE_S, REPLAN_REST_S
 from decentral.peers.planning.swarm_plans import (
     FIRST_MOVE_WAIT_S,
     MOST_PLANS,
@@ -66,11 +66,11 @@ def test_a_pool_too_small_for_the_wished_holders_is_planned_with_those_that_it_h
 class Together:
     """The plans of every peer, a directory that all read, and moves that succeed at once."""
 
-    def __init__(self, members: dict[PeerId, TrainingPeer], holders: int = 1) -> None:
+    def __init__(self, members: dict[PeerId, TrainingPeer]) -> None:
         self.members, self.now = dict(members), 100.0
         self.records: dict[str, bytes] = {}
         self.plans = {
-            name: SwarmPlans(RUN, VirtualSigner(name), NEEDS, 256.0, holders, 0, rng.stream(0, "plans", name))
+            name: SwarmPlans(RUN, VirtualSigner(name), NEEDS, 256.0, 1, 0, rng.stream(0, "plans", name))
             for name in members
         }
         self.lines: list[Log] = []
@@ -110,19 +110,6 @@ class Together:
         found = task(self.members)
         spans = np.array([(one.held.start, one.held.stop) for _, one in found.members])
         return max_flow.maximum(work_of(found), spans).tokens_per_s
-
-
-@pytest.mark.parametrize("whole", [0, 1])
-def test_a_peer_may_move_away_from_layers_that_peers_with_the_whole_model_hold(whole: int) -> None:
-    """A newcomer took the last layers while their holder was away. Two others have to hold what a mover gives up."""
-    beside = dict.fromkeys([PeerId("W")][:whole], TrainingPeer(range(4), 100, 100.0, 1e8))
-    together = Together(swarm(A=(0, 2, 100.0), B=(2, 4, 100.0)), holders=2)
-    together.members |= beside
-    together.pass_time(10.0)
-    together.members |= swarm(C=(2, 4, 100.0))
-    together.pass_time(NEWCOMER_PAUSE_S + PLAN_BACKOFF_S + FIRST_MOVE_WAIT_S + 5.0)
-    assert together.searches >= 1
-    assert together.moved == whole
 
 
 def test_a_peer_that_became_slower_leads_to_one_plan_that_all_follow() -> None:
