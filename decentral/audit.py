@@ -152,6 +152,9 @@ class LifeClaims:
         elif event == "counted":
             self.counted.update(_by_layer(fields))
             self._last.append(fields)
+        elif event == "lost":  # lines that a full disk took, of either kind: what is compared begins anew
+            for kept in (self.counted, self.applied, self._last):
+                kept.clear()
 
     @property
     def unapplied(self) -> int:

@@ -112,8 +112,10 @@ def _share(found: Evidence) -> Iterator[str]:
 
 def _counted(found: Evidence) -> Iterator[str]:
     result = counts(found)
-    if not result.sound:
+    if result.twice:
         yield f"{len(result.twice)} micro-batches counted twice, the first {result.twice[0]}"
+    if result.unapplied:
+        yield f"{result.unapplied} tokens counted that no step took"
     if len(found.whole) < found.places and not result.everywhere:
         yield "no micro-batch was counted in all layers: that none counted twice says nothing"
 

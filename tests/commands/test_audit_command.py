@@ -57,6 +57,12 @@ def test_who_counts_more_than_its_steps_took_is_found_out() -> None:
     assert found.unapplied == (40 - audit.NOT_TAKEN_YET) * 10
 
 
+def test_a_full_disk_that_took_the_lines_of_steps_is_no_false_count() -> None:
+    lost = {"t": 1.0, "event": "lost", "lines": 60}
+    assert audit.audit([[*a_life(100, 60), lost, *a_life(100, 100)[1:]]], 3).unapplied == 0
+    assert audit.audit([[*a_life(100, 60), lost, *a_life(100, 60)[1:]]], 3).unapplied > 0
+
+
 def test_a_layer_whose_steps_were_skipped_is_found_out() -> None:
     """The optimizer's step was taken in two of three layers."""
     lines = [one | {"of": [[0, 2, 10]]} if one["event"] == "applied" else one for one in a_life(100, 100)]

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.soak import judge
 from benchmarks.soak.evidence import Evidence, Exit, Hit, Line, Sample, without
 from benchmarks.soak.report import report, table
+from decentral.audit import NOT_TAKEN_YET
 
 QUIET, FAULTY, TAIL = (0.0, 100.0), (100.0, 700.0), (700.0, 730.0)
 LAYERS = 3
@@ -77,6 +78,11 @@ def counting_twice(found: Evidence) -> None:
     found.journals[1].append([counted(1, first=2)])
 
 
+def counting_what_no_step_took(found: Evidence) -> None:
+    claims = [counted(number) for number in range(1000, 1000 + 2 * NOT_TAKEN_YET)]
+    found.journals[0].append([{"t": 50.0, "event": "applied", "of": [[0, LAYERS, 0]]}, *claims])
+
+
 def counting_nothing(found: Evidence) -> None:
     found.journals[2] = [whole_peer()]
 
@@ -119,6 +125,7 @@ CHANGES: list[tuple[Callable[[Evidence], None], str]] = [
     (starving, "survivors trained 0.9"),
     (hanging, "survivors with the whole model trained 0.9"),
     (counting_twice, "1 micro-batches counted twice"),
+    (counting_what_no_step_took, "800 tokens counted that no step took"),
     (counting_nothing, "no micro-batch was counted"),
     (lambda found: found.tracebacks.append("peer 3"), "a traceback in the output of peer 3"),
     (failing, "place 1, without a fault of its own: no checkpoint"),
