@@ -1,9 +1,9 @@
 """Which layers a peer holds and should hold, if it holds a part of the model and may move to another one.
 
-Lost layers come first (peers/placement/layer_recovery.py), then the span that the adopted plan gives this peer
-(peers/planning/swarm_plans.py). Either way it is one move (peers/placement/span_move.py), and no other begins before
-that one is over and its pause has passed. The three machines see the same swarm: whole fragments, by the records of the
-peers that train.
+Lost layers come first, then those that are left to peers with the whole model (peers/placement/layer_recovery.py), then
+the span that the adopted plan gives this peer (peers/planning/swarm_plans.py). Any of these is one move
+(peers/placement/span_move.py), and no other begins before that one is over and its pause has passed. The three machines
+see the same swarm: whole fragments, by the records of the peers that train.
 
 A move is carried out in the node's other machines as well. While it drains, routes take no new executions. Just before
 the training thread changes the layers, exchanges and questions about those that are given up end; after it, routes,
@@ -74,6 +74,9 @@ class SpanManager:
         lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained)
         if lost is not None:
             return effects + move.begin(lost[0], "lost", now, may_initialise=lost[1])
+        relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
+        if relief is not None:
+            return effects + move.begin(relief, "relief", now)
         target = plans.due_move(move.held, now)
         return effects if target is None else effects + move.begin(target, "plan", now)
 

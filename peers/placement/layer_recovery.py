@@ -9,11 +9,13 @@ with its checkpoint: newly initialised weights, once they train, would be taken 
 INITIALISE_AFTER_S the layers start from initial weights.
 
 Peers with the whole model begin no micro-batches for others. Where they alone hold the first layers, peers with other
-parts have nothing to do, so one of these takes the first layers, though they are not lost.
+parts have nothing to do, so one of these takes the first layers, though they are not lost. Where they alone hold later
+layers, micro-batches wait there for work that these peers have anyway: a peer with a part takes such layers from them,
+if enough other parts hold what it gives up, and only after the minute in which a holder mostly comes back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from decentral.core.ids import PeerId
@@ -22,8 +24,10 @@ from decentral.core.units import Seconds
 
 RECOVERY_BACKOFF_S = 2.0  # upper bound of the random back-off
 TURN_S = 10.0  # between the turns of two candidates
+RELIEF_TURN_S = 60.0  # likewise for layers that are not lost: two peers that move are worse than none
 FIRST = 0  # the fragment at which micro-batches begin
-INITIALISE_AFTER_S = 60.0  # without a holder, for a layer whose state nobody retains
+RETURN_S = 60.0  # in which a holder that was killed, frozen or cut off mostly comes back
+INITIALISE_AFTER_S = RETURN_S  # without a holder, for a layer whose state nobody retains
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class LayerRecovery:
     chance: Random
     _lost_since: dict[int, Seconds] = field(default_factory=dict)  # by lost fragment
     _turns_at: Seconds | None = None  # when the first candidate's turn begins
+    _left_since: dict[int, Seconds] = field(default_factory=dict)  # by fragment that is left to whole-model peers
 
     def span_to_take(
         self,
@@ -74,11 +79,36 @@ class LayerRecovery:
         ours = [span for peer, span in ranked(self.needs, members, ready)[:turns] if peer == self.own]
         return (ours[0], any(index in lost and not is_retained(index) for index in ready)) if ours else None
 
+    def span_to_relieve(
+        self, members: Mapping[PeerId, TrainingPeer], joining: Sequence[range], now: Seconds, keep: int
+    ) -> range | None:
+        """The span that this peer should move to now, if any, as whole-model peers alone have held some of it for long.
+
+        `keep`: other peers with parts that have to hold what it gives up.
+        """
+        count = len(self.needs.fragments)
+        parts = {peer: member for peer, member in members.items() if len(member.held) < count}
+        spans = [*(member.held for member in parts.values()), *joining]
+        left = [index for index in range(count) if parts and not any(index in span for span in spans)]
+        lost = any(not any(index in member.held for member in members.values()) for index in left)
+        self._left_since = {} if lost else {index: self._left_since.get(index, now) for index in left}
+        waited = {index: now - since - RETURN_S for index, since in self._left_since.items()}
+        ready = [index for index, seconds in waited.items() if seconds >= 0]
+        if not ready or FIRST in left:  # the first layers are not waited for: span_to_take
+            return None
+        # Equal speeds differ by how they were measured. All have to name the same peer, so they do not count here.
+        alike = {peer: replace(member, tokens_per_s=0.0) for peer, member in parts.items()}
+        turns = 1 + int(max(waited.values()) / RELIEF_TURN_S)
+        return next((span for peer, span in ranked(self.needs, alike, ready, keep)[:turns] if peer == self.own), None)
+
 
 def ranked(
-    needs: MemoryNeeds, members: Mapping[PeerId, TrainingPeer], lost: Sequence[int]
+    needs: MemoryNeeds, members: Mapping[PeerId, TrainingPeer], lost: Sequence[int], keep: int = 1
 ) -> list[tuple[PeerId, range]]:
-    """The peers with a part that could take lost fragments, each with its best span; best first, equal ones by id."""
+    """The peers with a part that could take lost fragments, each with its best span; best first, equal ones by id.
+
+    `keep`: other holders among these that each fragment has to have which such a peer gives up.
+    """
     holders = [sum(index in member.held for member in members.values()) for index in range(len(needs.fragments))]
     found = []
     for peer, member in members.items():
@@ -91,7 +121,7 @@ def ranked(
             span = range(begin, end if end - begin < len(holders) else end - 1)  # never the whole model
             taken = sum(index in span for index in lost)
             given_up = [index for index in member.held if index not in span]
-            if taken and all(holders[index] > 1 for index in given_up):
+            if taken and all(holders[index] > keep for index in given_up):
                 options.append((-taken, len(given_up), begin, span))
         if options:
             taken, given_up_count, _, span = min(options, key=lambda one: one[:3])
