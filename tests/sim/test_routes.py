@@ -113,6 +113,25 @@ def test_a_layer_whose_holders_all_die_is_taken_over_by_another_peer() -> None:
     assert counted[130] > counted[100] + 64 * 8
 
 
+def beside_whole_models(spec: str) -> RunReport:
+    """Two peers with the whole model, three with the first half of it and three with the last, 5 to 7."""
+    settings = settings_for(2)
+    mixed = replace(settings, memory=(1 << 40, 1 << 40, *6 * settings.memory))
+    return run(replace(scenario(spec, seconds=170.0, settings=mixed), peers=8))
+
+
+def test_layers_that_only_whole_models_hold_are_taken_from_them_and_all_train_more() -> None:
+    report = beside_whole_models("crash 5-7 at 30")
+    assert report.routes.moves == {"relief done": 1}
+    assert report.routes.routed["twice"] == 0
+    tokens = {round(one.at): one.tokens for one in report.samples}
+    assert tokens[170] - tokens[119] > 1.15 * (tokens[85] - tokens[34])  # 1.25
+
+
+def test_holders_that_come_back_within_a_minute_are_not_replaced() -> None:
+    assert beside_whole_models("freeze 5-7 at 30 for 55").routes.moves == {}
+
+
 SLOW = replace(scenario("slow 3 x5 at 30 for 300", seconds=180.0), peers=6, seed=8)
 
 

@@ -8,6 +8,8 @@ from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.placement.layer_recovery import (
     INITIALISE_AFTER_S,
     RECOVERY_BACKOFF_S,
+    RELIEF_TURN_S,
+    RETURN_S,
     TURN_S,
     LayerRecovery,
     TrainingPeer,
@@ -107,3 +109,63 @@ def test_first_layers_that_a_part_holds_or_joins_with_are_left_to_it() -> None:
         assert one.span_to_take(members(A=(range(0, 4), 4)), (), float(second), lambda index: True) is None
     assert one.span_to_take(swarm, [range(0, 4)], 100.0, lambda index: True) is None  # the back-off begins
     assert one.span_to_take(swarm, [range(0, 4)], 103.0, lambda index: True) == (range(0, 3), False)
+
+
+class RelievingSwarm:
+    """Who would take layers from peers with the whole model, of every peer of a swarm."""
+
+    def __init__(self, swarm: dict[PeerId, TrainingPeer]) -> None:
+        self.swarm, self.now = swarm, 0.0
+        self.recoveries = {name: LayerRecovery(name, NEEDS, Random(name)) for name in swarm}
+
+    def pass_time(self, seconds: float, joining: tuple[range, ...] = ()) -> dict[PeerId, range]:
+        end, found = self.now + seconds, {}
+        while self.now < end:
+            self.now += 0.5
+            spans = {
+                name: one.span_to_relieve(self.swarm, joining, self.now, 2) for name, one in self.recoveries.items()
+            }
+            found = {name: span for name, span in spans.items() if span is not None}
+        return found
+
+
+CROWDED = members(A=(range(0, 2), 2), B=(range(0, 2), 2), C=(range(0, 2), 2), W=(range(0, 4), 4))
+
+
+def test_what_only_whole_models_hold_for_a_minute_one_part_takes_whatever_speeds_are_measured() -> None:
+    swarm = RelievingSwarm(CROWDED)
+    assert swarm.pass_time(RETURN_S) == {}
+    assert swarm.pass_time(1.0) == {"A": range(2, 4)}
+    swarm.swarm = CROWDED | {PeerId("B"): TrainingPeer(range(0, 2), 20, 1.1)}
+    assert swarm.pass_time(1.0) == {"A": range(2, 4)}
+
+
+def test_the_next_part_has_its_turn_a_minute_later() -> None:
+    swarm = RelievingSwarm(CROWDED)
+    assert set(swarm.pass_time(RETURN_S + RELIEF_TURN_S - 1)) == {"A"}
+    assert set(swarm.pass_time(2.0)) == {"A", "B"}
+
+
+def test_a_holder_that_is_back_or_joins_within_the_minute_is_waited_for() -> None:
+    swarm = RelievingSwarm(CROWDED)
+    swarm.pass_time(RETURN_S - 1)
+    swarm.pass_time(1.0, joining=(range(2, 4),))
+    assert swarm.pass_time(RETURN_S) == {}
+    swarm.swarm = CROWDED | members(D=(range(2, 4), 2))
+    assert swarm.pass_time(2 * RETURN_S) == {}
+
+
+def test_no_part_takes_them_whose_own_layers_two_other_parts_do_not_hold() -> None:
+    two = RelievingSwarm(members(A=(range(0, 2), 2), B=(range(0, 2), 2), W=(range(0, 4), 4), V=(range(0, 4), 4)))
+    assert two.pass_time(3 * RETURN_S) == {}
+
+
+def test_lost_layers_and_first_ones_are_not_waited_for_here() -> None:
+    lost = RelievingSwarm(members(A=(range(0, 2), 2), B=(range(0, 2), 2), C=(range(0, 2), 2)))
+    assert lost.pass_time(2 * RETURN_S) == {}
+    first = RelievingSwarm(members(A=(range(2, 4), 2), B=(range(2, 4), 2), C=(range(2, 4), 2), W=(range(0, 4), 4)))
+    assert first.pass_time(2 * RETURN_S) == {}
+
+
+def test_a_swarm_of_whole_models_has_nobody_to_relieve_them() -> None:
+    assert RelievingSwarm(members(V=(range(0, 4), 4), W=(range(0, 4), 4))).pass_time(2 * RETURN_S) == {}
