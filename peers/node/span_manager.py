@@ -76,6 +76,7 @@ class SpanManager:
             return effects + move.begin(lost[0], "lost", now, may_initialise=lost[1])
         relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
         if relief is not None:
+            plans.adopted = None  # it was made while somebody else held those layers, and may lead back
             return effects + move.begin(relief, "relief", now)
         target = plans.due_move(move.held, now)
         return effects if target is None else effects + move.begin(target, "plan", now)

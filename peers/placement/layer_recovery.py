@@ -11,7 +11,7 @@ INITIALISE_AFTER_S the layers start from initial weights.
 Peers with the whole model begin no micro-batches for others. Where they alone hold the first layers, peers with other
 parts have nothing to do, so one of these takes the first layers, though they are not lost. Where they alone hold later
 layers, micro-batches wait there for work that these peers have anyway: a peer with a part takes such layers from them,
-if enough other parts hold what it gives up, and only after the minute in which a holder mostly comes back.
+if enough other parts hold what it gives up, and only after the time in which a holder starts again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,8 @@ RECOVERY_BACKOFF_S = 2.0  # upper bound of the random back-off
 TURN_S = 10.0  # between the turns of two candidates
 RELIEF_TURN_S = 60.0  # likewise for layers that are not lost: two peers that move are worse than none
 FIRST = 0  # the fragment at which micro-batches begin
-RETURN_S = 60.0  # in which a holder that was killed, frozen or cut off mostly comes back
-INITIALISE_AFTER_S = RETURN_S  # without a holder, for a layer whose state nobody retains
+RELIEVE_AFTER_S = 30.0  # a peer that starts again is back by then
+INITIALISE_AFTER_S = 60.0  # without a holder, for a layer whose state nobody retains
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class LayerRecovery:
         left = [index for index in range(count) if parts and not any(index in span for span in spans)]
         lost = any(not any(index in member.held for member in members.values()) for index in left)
         self._left_since = {} if lost else {index: self._left_since.get(index, now) for index in left}
-        waited = {index: now - since - RETURN_S for index, since in self._left_since.items()}
+        waited = {index: now - since - RELIEVE_AFTER_S for index, since in self._left_since.items()}
         ready = [index for index, seconds in waited.items() if seconds >= 0]
         if not ready or FIRST in left:  # the first layers are not waited for: span_to_take
             return None

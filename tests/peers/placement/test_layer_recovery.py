@@ -9,7 +9,7 @@ from decentral.peers.placement.layer_recovery import (
     INITIALISE_AFTER_S,
     RECOVERY_BACKOFF_S,
     RELIEF_TURN_S,
-    RETURN_S,
+    RELIEVE_AFTER_S,
     TURN_S,
     LayerRecovery,
     TrainingPeer,
@@ -132,9 +132,9 @@ class RelievingSwarm:
 CROWDED = members(A=(range(0, 2), 2), B=(range(0, 2), 2), C=(range(0, 2), 2), W=(range(0, 4), 4))
 
 
-def test_what_only_whole_models_hold_for_a_minute_one_part_takes_whatever_speeds_are_measured() -> None:
+def test_what_only_whole_models_hold_for_long_one_part_takes_whatever_speeds_are_measured() -> None:
     swarm = RelievingSwarm(CROWDED)
-    assert swarm.pass_time(RETURN_S) == {}
+    assert swarm.pass_time(RELIEVE_AFTER_S) == {}
     assert swarm.pass_time(1.0) == {"A": range(2, 4)}
     swarm.swarm = CROWDED | {PeerId("B"): TrainingPeer(range(0, 2), 20, 1.1)}
     assert swarm.pass_time(1.0) == {"A": range(2, 4)}
@@ -142,30 +142,30 @@ def test_what_only_whole_models_hold_for_a_minute_one_part_takes_whatever_speeds
 
 def test_the_next_part_has_its_turn_a_minute_later() -> None:
     swarm = RelievingSwarm(CROWDED)
-    assert set(swarm.pass_time(RETURN_S + RELIEF_TURN_S - 1)) == {"A"}
+    assert set(swarm.pass_time(RELIEVE_AFTER_S + RELIEF_TURN_S - 1)) == {"A"}
     assert set(swarm.pass_time(2.0)) == {"A", "B"}
 
 
-def test_a_holder_that_is_back_or_joins_within_the_minute_is_waited_for() -> None:
+def test_a_holder_that_is_back_or_joins_in_time_is_waited_for() -> None:
     swarm = RelievingSwarm(CROWDED)
-    swarm.pass_time(RETURN_S - 1)
+    swarm.pass_time(RELIEVE_AFTER_S - 1)
     swarm.pass_time(1.0, joining=(range(2, 4),))
-    assert swarm.pass_time(RETURN_S) == {}
+    assert swarm.pass_time(RELIEVE_AFTER_S) == {}
     swarm.swarm = CROWDED | members(D=(range(2, 4), 2))
-    assert swarm.pass_time(2 * RETURN_S) == {}
+    assert swarm.pass_time(2 * RELIEVE_AFTER_S) == {}
 
 
 def test_no_part_takes_them_whose_own_layers_two_other_parts_do_not_hold() -> None:
     two = RelievingSwarm(members(A=(range(0, 2), 2), B=(range(0, 2), 2), W=(range(0, 4), 4), V=(range(0, 4), 4)))
-    assert two.pass_time(3 * RETURN_S) == {}
+    assert two.pass_time(3 * RELIEVE_AFTER_S) == {}
 
 
 def test_lost_layers_and_first_ones_are_not_waited_for_here() -> None:
     lost = RelievingSwarm(members(A=(range(0, 2), 2), B=(range(0, 2), 2), C=(range(0, 2), 2)))
-    assert lost.pass_time(2 * RETURN_S) == {}
+    assert lost.pass_time(2 * RELIEVE_AFTER_S) == {}
     first = RelievingSwarm(members(A=(range(2, 4), 2), B=(range(2, 4), 2), C=(range(2, 4), 2), W=(range(0, 4), 4)))
-    assert first.pass_time(2 * RETURN_S) == {}
+    assert first.pass_time(2 * RELIEVE_AFTER_S) == {}
 
 
 def test_a_swarm_of_whole_models_has_nobody_to_relieve_them() -> None:
-    assert RelievingSwarm(members(V=(range(0, 4), 4), W=(range(0, 4), 4))).pass_time(2 * RETURN_S) == {}
+    assert RelievingSwarm(members(V=(range(0, 4), 4), W=(range(0, 4), 4))).pass_time(2 * RELIEVE_AFTER_S) == {}
