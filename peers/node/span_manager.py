@@ -26,7 +26,7 @@ from decentral.peers.node.own_record import OwnRecord
 from decentral.peers.node.peer_selection import NEVER, PeerSelection
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
-from decentral.peers.placement.layer_recovery import LayerRecovery, TrainingPeer
+from decentral.peers.placement.layer_recovery import FIRST, LayerRecovery, TrainingPeer
 from decentral.peers.placement.span_move import Drained, HoldSpan, MovePhase, SpanMove
 from decentral.peers.planning.swarm_plans import SwarmPlans
 
@@ -67,19 +67,32 @@ class SpanManager:
         move, plans = self.span_move, self.swarm_plans
         members, joining = self._members(now)
         effects = plans.review(members, now)
+        relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
         if move.why == "plan" and plans.adopted is not None:
             effects += move.redirect(plans.planned_span(move.held), now)
+        elif move.why == "relief" and not self.layer_recovery.is_left(move.target):
+            effects += move.redirect(move.held, now)  # somebody else was there first
         if move.phase is not MovePhase.IDLE or now < move.rest_until:
             return effects
         lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained)
         if lost is not None:
             return effects + move.begin(lost[0], "lost", now, may_initialise=lost[1])
-        relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
-        if relief is not None:
-            plans.adopted = None  # it was made while somebody else held those layers, and may lead back
-            return effects + move.begin(relief, "relief", now)
+        if relief is not None and not self._may_have_to_begin(relief):
+            return effects + self._relieve(relief, now)
         target = plans.due_move(move.held, now)
         return effects if target is None else effects + move.begin(target, "plan", now)
+
+    def _may_have_to_begin(self, target: range) -> bool:
+        """Whether nobody may be left at the first layers who begins micro-batches, if this peer moves: in a private
+        swarm some may only donate, and no record says who."""
+        return self.setup().private is not None and FIRST in self.span_move.held and FIRST not in target
+
+    def _relieve(self, target: range, now: Seconds) -> list[Effect]:
+        self.layer_recovery.relief_tried(now)
+        effects = self.span_move.begin(target, "relief", now)
+        if self.span_move.phase is not MovePhase.IDLE:
+            self.swarm_plans.adopted = None  # it was made while somebody else held those layers, and may lead back
+        return effects
 
     # Moves in the other machines
 
@@ -122,6 +135,12 @@ class SpanManager:
 
     def holders(self, fragment: int) -> list[PeerId]:
         return self.selection.holders(fragment)
+
+    def part_holders(self, fragment: int) -> list[PeerId]:
+        live, whole = self.selection.roster.live, len(self.setup().cuts)
+        records = {peer: live[peer].record for peer in self.holders(fragment) if peer in live}
+        spans = {peer: self.route_planner.whole_fragments(one.first, one.last) for peer, one in records.items()}
+        return [peer for peer, span in spans.items() if len(span) < whole]
 
     def retainers(self, fragment: int) -> list[PeerId]:
         step, peers = self.selection.newest_retained(fragment)

@@ -24,7 +24,8 @@ from decentral.core.units import Seconds
 
 RECOVERY_BACKOFF_S = 2.0  # upper bound of the random back-off
 TURN_S = 10.0  # between the turns of two candidates
-RELIEF_TURN_S = 60.0  # likewise for layers that are not lost: two peers that move are worse than none
+RELIEF_TURN_S = 600.0  # likewise for layers that are not lost: two peers that move are worse than none
+RELIEF_PAUSE_S = 60.0  # from one try of a peer to the next, and twice as long each time; RELIEF_TURN_S at most
 FIRST = 0  # the fragment at which micro-batches begin
 RELIEVE_AFTER_S = 30.0  # a peer that starts again is back by then
 INITIALISE_AFTER_S = 60.0  # without a holder, for a layer whose state nobody retains
@@ -48,6 +49,8 @@ class LayerRecovery:
     _lost_since: dict[int, Seconds] = field(default_factory=dict)  # by lost fragment
     _turns_at: Seconds | None = None  # when the first candidate's turn begins
     _left_since: dict[int, Seconds] = field(default_factory=dict)  # by fragment that is left to whole-model peers
+    _relief_at: Seconds = 0.0  # when this peer may try to take some of these
+    _relief_pause_s: Seconds = RELIEF_PAUSE_S
 
     def span_to_take(
         self,
@@ -84,22 +87,34 @@ class LayerRecovery:
     ) -> range | None:
         """The span that this peer should move to now, if any, as whole-model peers alone have held some of it for long.
 
-        `keep`: other peers with parts that have to hold what it gives up.
+        `keep`: other peers with parts that have to hold what it gives up. To be called at each review, for the times.
         """
         count = len(self.needs.fragments)
         parts = {peer: member for peer, member in members.items() if len(member.held) < count}
-        spans = [*(member.held for member in parts.values()), *joining]
+        spans = [*(member.held for member in parts.values()), *(span for span in joining if len(span) < count)]
         left = [index for index in range(count) if parts and not any(index in span for span in spans)]
-        lost = any(not any(index in member.held for member in members.values()) for index in left)
-        self._left_since = {} if lost else {index: self._left_since.get(index, now) for index in left}
+        if any(not any(index in member.held for member in members.values()) for index in left):
+            left = []  # some are lost: these come first
+        self._left_since = {index: self._left_since.get(index, now) for index in left}
+        if not left:
+            self._relief_at, self._relief_pause_s = 0.0, RELIEF_PAUSE_S
         waited = {index: now - since - RELIEVE_AFTER_S for index, since in self._left_since.items()}
         ready = [index for index, seconds in waited.items() if seconds >= 0]
-        if not ready or FIRST in left:  # the first layers are not waited for: span_to_take
+        if not ready or FIRST in left or now < self._relief_at:  # the first layers are not waited for: span_to_take
             return None
         # Equal speeds differ by how they were measured. All have to name the same peer, so they do not count here.
         alike = {peer: replace(member, tokens_per_s=0.0) for peer, member in parts.items()}
         turns = 1 + int(max(waited.values()) / RELIEF_TURN_S)
         return next((span for peer, span in ranked(self.needs, alike, ready, keep)[:turns] if peer == self.own), None)
+
+    def relief_tried(self, now: Seconds) -> None:
+        """This peer has begun to move there. Should that fail, it waits before it tries again, ever longer."""
+        self._relief_at = now + self._relief_pause_s
+        self._relief_pause_s = min(RELIEF_TURN_S, 2 * self._relief_pause_s)
+
+    def is_left(self, span: range) -> bool:
+        """Whether whole-model peers alone hold something of this span."""
+        return any(index in span for index in self._left_since)
 
 
 def ranked(

@@ -74,11 +74,12 @@ class Drained:
 class SpanView(Protocol):
     """What a move needs to know of the swarm; peers/node/span_manager.py has it from the roster.
 
-    The other peers that hold a fragment and train, those that retain its newest state if that is newer than the one
-    that we retain, and whether we retain one ourselves.
+    The other peers that hold a fragment and train, those of them with a part of the model, those that retain its newest
+    state if that is newer than the one that we retain, and whether we retain one ourselves.
     """
 
     def holders(self, fragment: int) -> Sequence[PeerId]: ...
+    def part_holders(self, fragment: int) -> Sequence[PeerId]: ...
     def retainers(self, fragment: int) -> Sequence[PeerId]: ...
     def retains(self, fragment: int) -> bool: ...
 
@@ -139,7 +140,7 @@ class SpanMove:
             return self._fail(Reason.MEMORY, now)
         if any(self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost):
             return self._fail(Reason.PROMISED, now)
-        if any(len(self.view.holders(index)) < self.needed for index in self.lost):
+        if any(len(self._keepers(index)) < self.needed for index in self.lost):
             return self._fail(Reason.NEEDED, now)  # before anything is fetched in vain
         self.fetch = self._new_fetch()
         incoming = {index: self._incoming(index) for index in target if index not in self.held}
@@ -215,7 +216,7 @@ class SpanMove:
         self.requests.begin(self.lost)
         asks: list[Effect] = []
         for index in self.lost:
-            holders = list(self.view.holders(index))
+            holders = list(self._keepers(index))
             tag, question = LeaseTag(index, self.requests.number), Envelope(LeaseRequest(self.run, index))
             asked = self.chance.sample(holders, min(SPARE_REQUESTS + self.needed, len(holders)))
             asks += [Ask(tag, peer, question, LEASE_REQUEST_S) for peer in asked]
@@ -234,9 +235,13 @@ class SpanMove:
         self.wake_at = now + MOVE_RETRY_S
         return []
 
+    def _keepers(self, index: int) -> Sequence[PeerId]:
+        """The other holders whose leases count. Who takes layers from whole-model peers must not leave them others."""
+        return self.view.part_holders(index) if self.why == "relief" else self.view.holders(index)
+
     def _lessors_are_gone(self) -> bool:
         """Whether too few of the peers that granted a lease still hold what we give up."""
-        held = {index: set(self.view.holders(index)) for index in self.lost}
+        held = {index: set(self._keepers(index)) for index in self.lost}
         return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.lost)
 
     def _fail(self, reason: str, now: Seconds) -> list[Effect]:

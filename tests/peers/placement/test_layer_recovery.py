@@ -8,6 +8,7 @@ from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.placement.layer_recovery import (
     INITIALISE_AFTER_S,
     RECOVERY_BACKOFF_S,
+    RELIEF_PAUSE_S,
     RELIEF_TURN_S,
     RELIEVE_AFTER_S,
     TURN_S,
@@ -140,7 +141,24 @@ def test_what_only_whole_models_hold_for_long_one_part_takes_whatever_speeds_are
     assert swarm.pass_time(1.0) == {"A": range(2, 4)}
 
 
-def test_the_next_part_has_its_turn_a_minute_later() -> None:
+def test_a_part_that_has_tried_waits_ever_longer_until_nothing_is_left() -> None:
+    swarm = RelievingSwarm(CROWDED)
+    one, tried = swarm.recoveries[PeerId("A")], list[float]()
+    for half_seconds in range(600):
+        now = half_seconds / 2
+        if one.span_to_relieve(CROWDED, (), now, 2) is not None:
+            one.relief_tried(now)
+            tried.append(now)
+    assert tried == [RELIEVE_AFTER_S, RELIEVE_AFTER_S + RELIEF_PAUSE_S, RELIEVE_AFTER_S + 3 * RELIEF_PAUSE_S]
+    full = CROWDED | members(D=(range(2, 4), 2))
+    assert one.span_to_relieve(full, (), 300.0, 2) is None
+    assert not one.is_left(range(2, 4))
+    assert one.span_to_relieve(CROWDED, (), 301.0, 2) is None
+    assert one.is_left(range(1, 3))
+    assert one.span_to_relieve(CROWDED, (), 301.0 + RELIEVE_AFTER_S, 2) == range(2, 4)
+
+
+def test_the_next_part_has_its_turn_much_later() -> None:
     swarm = RelievingSwarm(CROWDED)
     assert set(swarm.pass_time(RELIEVE_AFTER_S + RELIEF_TURN_S - 1)) == {"A"}
     assert set(swarm.pass_time(2.0)) == {"A", "B"}
@@ -151,6 +169,7 @@ def test_a_holder_that_is_back_or_joins_in_time_is_waited_for() -> None:
     swarm.pass_time(RELIEVE_AFTER_S - 1)
     swarm.pass_time(1.0, joining=(range(2, 4),))
     assert swarm.pass_time(RELIEVE_AFTER_S) == {}
+    assert swarm.pass_time(1.0, joining=(range(0, 4),)) == {"A": range(2, 4)}, "one with the whole model is no part"
     swarm.swarm = CROWDED | members(D=(range(2, 4), 2))
     assert swarm.pass_time(2 * RELIEVE_AFTER_S) == {}
 

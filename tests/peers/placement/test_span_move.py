@@ -106,6 +106,9 @@ class Seen:
     def holders(self, fragment: int) -> list[PeerId]:
         return [name for name, span in self.swarm.spans.items() if name != self.own and fragment in span]
 
+    def part_holders(self, fragment: int) -> list[PeerId]:
+        return [name for name in self.holders(fragment) if len(self.swarm.spans[name]) < len(CUTS)]
+
     def retainers(self, fragment: int) -> list[PeerId]:
         return [name for name in self.swarm.retained.get(fragment, []) if not self.retains(fragment)]
 
@@ -167,6 +170,32 @@ def test_every_layer_keeps_a_holder_whatever_moves_begin_in_whatever_order(seed:
         for index in range(4):
             assert any(index in span for span in swarm.spans.values())
     assert moved > 0
+
+
+def relief(**held: range) -> Swarm:
+    """A moves to layers that whole-model peers alone hold, and has fetched them."""
+    swarm = Swarm(2, W=range(0, 4), V=range(0, 4), A=range(0, 2), **held)
+    swarm.carry(PeerId("A"), swarm["A"].begin(range(2, 4), "relief", swarm.now))
+    for fetched in [ask for ask in swarm.asks if isinstance(ask[1].envelope.message, StateRequest)]:
+        swarm.asks.remove(fetched)
+        swarm.deliver(*fetched)
+    return swarm
+
+
+def test_who_takes_layers_from_whole_model_peers_does_not_leave_them_others() -> None:
+    assert relief(B=range(0, 2)).said("A") == [("failed", "needed")]
+    swarm = relief(B=range(0, 2), C=range(0, 2))
+    assert {ask.to for _, ask in swarm.asks} == {"B", "C"}
+    swarm.deliver_all()
+    assert swarm["A"].drains
+
+
+def test_parts_that_are_gone_by_then_keep_it_from_moving() -> None:
+    swarm = relief(B=range(0, 2), C=range(0, 2))
+    swarm.deliver_all()
+    del swarm.spans[PeerId("C")]
+    swarm.tell("A", Drained())
+    assert swarm.said("A") == [("failed", "needed")]
 
 
 def test_the_last_holder_stays() -> None:
