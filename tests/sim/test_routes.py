@@ -22,8 +22,10 @@ from decentral.core.jobs import (
     Seal,
     Sealed,
 )
-from decentral.core.machine import Log
+from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
+from decentral.peers.placement import layer_recovery
+from decentral.peers.placement.span_move import MovePhase, SpanMove
 from decentral.peers.planning.swarm_plans import SwarmPlan, SwarmPlans
 from decentral.sim import faults, sweep
 from decentral.sim.evidence import Violation
@@ -116,11 +118,11 @@ def test_a_layer_whose_holders_all_die_is_taken_over_by_another_peer() -> None:
     assert counted[130] > counted[100] + 64 * 8
 
 
-def beside_whole_models(spec: str, watches: Sequence[Watch] = ()) -> RunReport:
+def beside_whole_models(spec: str, watches: Sequence[Watch] = (), seconds: Seconds = 170.0) -> RunReport:
     """Two peers with the whole model, three with the first half of it and three with the last, 5 to 7."""
     settings = settings_for(2)
     mixed = replace(settings, memory=(1 << 40, 1 << 40, *6 * settings.memory))
-    return run(replace(scenario(spec, seconds=170.0, settings=mixed), peers=8), watches=watches)
+    return run(replace(scenario(spec, seconds=seconds, settings=mixed), peers=8), watches=watches)
 
 
 def test_layers_that_only_whole_models_hold_are_taken_from_them_and_all_train_more() -> None:
@@ -133,6 +135,25 @@ def test_layers_that_only_whole_models_hold_are_taken_from_them_and_all_train_mo
 
 def test_holders_that_come_back_in_time_are_not_replaced() -> None:
     assert beside_whole_models("freeze 5-7 at 30 for 25").routes.moves == {}
+
+
+def test_one_part_takes_them_however_long_fetching_takes_and_whoever_else_begins_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All three did, and nobody was left with the first layers: what whole-model peers lease does not count."""
+    review = SpanMove._review
+
+    def fetching(move: SpanMove, now: Seconds) -> list[Effect]:
+        if move.phase is not MovePhase.FETCHING or now >= move._began_at + 60.0:
+            return review(move, now)
+        move.wake_at = move.fetch.last_piece_at = now + 2.0
+        return []
+
+    monkeypatch.setattr(SpanMove, "_review", fetching)
+    monkeypatch.setattr(layer_recovery, "RELIEF_TURN_S", 10.0)
+    moves = beside_whole_models("crash 5-7 at 30", seconds=240.0).routes.moves
+    assert moves["relief done"] == 1
+    assert moves["relief failed"] >= 2
 
 
 @dataclass
