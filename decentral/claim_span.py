@@ -1,24 +1,33 @@
 """Which layers a peer holds: all of them if they fit into its memory, else those that help the swarm most.
 
-    look into the DHT -> choose (peers/placement/span_choice.py) -> claim, by a record -> wait, and look again
+    look into the DHT, and ask who of those is still there
+    -> choose (peers/placement/span_choice.py) -> claim, by a record -> wait, and look again
 
 Of two peers that choose at the same time the later claim yields. A peer that comes back keeps its layers.
+
+A record outlives its peer, and who does not answer may be dead, or back in a moment. So a newcomer chooses twice: among
+all whose records it finds, and among those that answer. Where these hold all layers it takes the earlier of the two
+spans: a peer too many there begins micro-batches, while one too many at later layers has nothing to do, and what is
+left to whole-model peers alone is taken from them later (peers/placement/layer_recovery.py). Else it fills the gap.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from decentral.comm.routes.stage import StageConfig
+from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
-from decentral.comm.wire.transport import Directory
+from decentral.comm.wire.messages import Ping
+from decentral.comm.wire.transport import AskError, Directory, Transport
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.fragments import ActivationForms
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds, widest_span
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
@@ -28,6 +37,10 @@ from decentral.train import memory
 
 CLAIM_S = 1.0  # how long a peer waits to see others' claims
 CLAIM_ROUNDS = 6  # after so many rounds of claiming the last choice stands
+TRIED_S = 3.0  # how long a peer that is asked whether it is there may take
+MOST_TRIED = 64  # those with the oldest records; among more peers a few that have died decide nothing
+
+Records = Mapping[PeerId, PeerRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,13 @@ class RealClock:
         await asyncio.sleep(seconds)
 
 
-async def claim(request: SpanRequest, needs: MemoryNeeds, directory: Directory, clock: Clock) -> ClaimedSpan:
+Silent = Callable[[Records], Awaitable[Collection[PeerId]]]
+"""Asks these peers whether they are there, and gives those that do not answer within TRIED_S."""
+
+
+async def claim(
+    request: SpanRequest, needs: MemoryNeeds, directory: Directory, silent: Silent, clock: Clock
+) -> ClaimedSpan:
     """Chooses layers and claims them in the DHT. Raises UserError if not even the smallest part of the model fits."""
     memory_bytes, count = request.memory_bytes, len(needs.fragments)
     if request.kept is not None:
@@ -80,13 +99,17 @@ async def claim(request: SpanRequest, needs: MemoryNeeds, directory: Directory, 
     memory.check(needs, memory_bytes)
     own, shards = request.own, request.run.swarm.shards
     reach = widest_span(needs, memory_bytes)
-    chosen, claimed_at = None, float("inf")
+    chosen, claimed_at, gone = None, float("inf"), None
     key = records.key_of(request.name, own.peer, shards)
     for _ in range(CLAIM_ROUNDS):
         found = await records.lookup(directory, request.name, shards, clock.now(), own.open)
-        others = _holders(needs, found, own.peer, claimed_at)
-        typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
-        choice = span_choice.choose(needs.fragments, others, typical, reach)
+        if gone is None:
+            gone = await _gone(found, own.peer, silent)
+        here = {peer: record for peer, record in found.items() if peer not in gone}
+        among_all, among_these = (_holders(needs, one, own.peer, claimed_at) for one in (found, here))
+        choice = _choose(needs, among_these, reach)
+        if _hold_all(needs, among_these):
+            choice = min(choice, _choose(needs, among_all, reach), key=lambda one: one.begin)
         if choice == chosen:
             break
         chosen, claimed_at = choice, clock.now()
@@ -97,6 +120,16 @@ async def claim(request: SpanRequest, needs: MemoryNeeds, directory: Directory, 
     assert chosen is not None
     span = needs.span(chosen.begin, chosen.end)
     return ClaimedSpan(span, needs.capacity(chosen.begin, chosen.end, memory_bytes), memory_bytes)
+
+
+def _choose(needs: MemoryNeeds, others: Sequence[Holder], reach: Callable[[int], int]) -> Holder:
+    typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
+    return span_choice.choose(needs.fragments, others, typical, reach)
+
+
+def _hold_all(needs: MemoryNeeds, holders: Sequence[Holder]) -> bool:
+    held = {index for one in holders for index in range(one.begin, one.end)}
+    return len(held) == len(needs.fragments)
 
 
 def _keep(needs: MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> ClaimedSpan:
@@ -111,7 +144,30 @@ def _keep(needs: MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> Claim
     return ClaimedSpan(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)
 
 
-def _holders(needs: MemoryNeeds, found: dict[PeerId, PeerRecord], own: PeerId, claimed_at: float) -> list[Holder]:
+async def silent_peers(transport: Transport, found: Records) -> set[PeerId]:
+    """Silent, of a real peer."""
+
+    async def is_silent(peer: PeerId) -> bool:
+        transport.learn(peer, found[peer].addresses)
+        try:
+            await transport.ask(peer, Envelope(Ping(0)), TRIED_S, 0)
+        except AskError as error:
+            return error.reason in (Reason.DEADLINE, Reason.UNREACHABLE)
+        return False
+
+    are_silent = await asyncio.gather(*map(is_silent, found))
+    return {peer for peer, is_so in zip(found, are_silent, strict=True) if is_so}
+
+
+async def _gone(found: Records, own: PeerId, silent: Silent) -> Collection[PeerId]:
+    """The peers that train by their records, and are not there any more. Who hears nobody at all cannot tell."""
+    training = [peer for peer, record in found.items() if record.phase == "training" and peer != own]
+    asked = sorted(training, key=lambda peer: (found[peer].time, peer))[:MOST_TRIED]
+    gone = await silent({peer: found[peer] for peer in asked}) if asked else ()
+    return gone if len(gone) < len(asked) else ()
+
+
+def _holders(needs: MemoryNeeds, found: Records, own: PeerId, claimed_at: float) -> list[Holder]:
     """The peers that train, and those that claimed before us. One that was not measured yet counts as typical."""
     earlier = {
         peer: record

@@ -87,7 +87,7 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
             await loading
             from decentral import prepare
 
-            request, claimed = await prepare.claim_layers(flags, folder, access.signer(own), access)
+            request, claimed = await prepare.claim_layers(flags, folder, access.signer(own), transport, access)
             host = await prepare.prepare(flags, folder, transport, access, request, claimed)
             await prepare.train(flags, folder, host)
         finally:

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from decentral import __version__, invitation_files, launch, state, view
-from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, stage_config
+from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, silent_peers, stage_config
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import Permission
@@ -56,7 +56,7 @@ def prove_kernels(device: str) -> tuple[OuterKernels, str]:
 
 
 async def claim_layers(
-    flags: argparse.Namespace, folder: state.StateFolder, own: Signer, access: SwarmAccess
+    flags: argparse.Namespace, folder: state.StateFolder, own: Signer, transport: Libp2p, access: SwarmAccess
 ) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
@@ -72,7 +72,8 @@ async def claim_layers(
     originates = access.private is None or access.private.may(Permission.TRAIN)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept, originates)
     needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
-    claimed = await claim(request, needs, access.directory, RealClock(access.clock))
+    silent = partial(silent_peers, transport)
+    claimed = await claim(request, needs, access.directory, silent, RealClock(access.clock))
     if not originates and (claimed.span is None or access.config.synchronous):
         limits = "a part of the model (give less --memory), in a run that is not synchronous"
         raise UserError(f"this peer's invitation is to donate: it may hold {limits}; ask for one to train")

@@ -29,7 +29,7 @@ from decentral.sim.geography import SwarmGeography
 from decentral.sim.network_faults import NetworkFaults
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, SyntheticCodecs
-from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, play
+from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, play, wait
 from decentral.sim.virtual_host import Connection, Observer, Pace, Respond, Training, VirtualHost
 from decentral.sim.virtual_signer import VirtualSigner
 from decentral.train import compress, gpt, memory, update_rules
@@ -200,7 +200,12 @@ class SimulatedSwarm:
                 member.claiming = False
                 self._begin_life(member, contacts, found)
 
-        play(self.agenda, claim_span.claim(request, self._needs, directory, clock), claimed)
+        async def silent(found: claim_span.Records) -> list[PeerId]:
+            gone = [peer for peer in found if not _answers(member, self.by_peer[peer], self.network_faults)]
+            await wait(claim_span.TRIED_S if gone else self.lookup_s)
+            return gone
+
+        play(self.agenda, claim_span.claim(request, self._needs, directory, silent, clock), claimed)
 
     def _span_request(self, member: SimulatedPeer) -> claim_span.SpanRequest:
         memory_bytes = self.settings.memory[member.number % len(self.settings.memory)]
@@ -316,14 +321,9 @@ class SimulatedSwarm:
 
     def _contacts(self, member: SimulatedPeer) -> tuple[PeerId, ...]:
         """The peers that it can connect to now: those in its address book; for a newcomer any one that trains."""
-        cut_off_at, book = self.network_faults.cut_off_at, member.address_book
+        book = member.address_book
         known = [self.by_peer[peer] for peer in book] if member.has_run else self._training_contact()
-        return tuple(
-            other.peer
-            for other in known
-            if other.alive and not other.frozen
-            if cut_off_at(member.peer, other.peer) is None and cut_off_at(other.peer, member.peer) is None
-        )
+        return tuple(other.peer for other in known if _answers(member, other, self.network_faults))
 
     def _training_contact(self) -> list[SimulatedPeer]:
         """Any one peer that trains. Guesses come first, because a look at all takes long in a large swarm."""
@@ -390,6 +390,12 @@ class SimulatedSwarm:
             member.revocations = NOTHING_REVOKED
             member.disk, member.has_run = SurrogateDisk(), False
             member.address_book = {}
+
+
+def _answers(asker: SimulatedPeer, other: SimulatedPeer, network: NetworkFaults) -> bool:
+    """Whether a peer that is asked now is there."""
+    ways = (asker.peer, other.peer), (other.peer, asker.peer)
+    return other.alive and not other.frozen and all(network.cut_off_at(*way) is None for way in ways)
 
 
 def _private(member: SimulatedPeer, clock: Callable[[], Seconds]) -> PrivateSwarm | None:

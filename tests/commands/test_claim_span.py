@@ -2,20 +2,27 @@
 
 import asyncio
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from decentral import claim_span, command
+from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.messages import Refused
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.core.ids import RunId
+from decentral.core.ids import PeerId, RunId
+from decentral.core.reasons import Reason
+from decentral.peers.membership.records import Profile, first_record, key_of, pack
 from decentral.train import memory
 from tests.comm.net.loopback import Loopback, LoopbackDirectory
 
 RUN = RunId("gpt-3fa2c1")
 CONFIG = config.Config(model=config.ModelConfig(depth=4, width=128))
+KEY = key_of(RUN, PeerId("any"), 1)
 NEEDS = memory.needs(CONFIG)
 HALF = max(NEEDS.span_bytes(0, 2), NEEDS.span_bytes(1, 3), NEEDS.span_bytes(2, 4))
 
@@ -23,7 +30,7 @@ HALF = max(NEEDS.span_bytes(0, 2), NEEDS.span_bytes(1, 3), NEEDS.span_bytes(2, 4
 @pytest.fixture(scope="module")
 def identities(tmp_path_factory: pytest.TempPathFactory) -> list[Identity]:
     folder = tmp_path_factory.mktemp("identities")
-    return [Identity.load_or_create(folder / str(number)) for number in range(4)]
+    return [Identity.load_or_create(folder / str(number)) for number in range(6)]
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +39,29 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def claimed(network: Loopback, own: Identity, memory_bytes: int) -> claim_span.ClaimedSpan:
-    return await chosen(own, LoopbackDirectory(network), memory_bytes, None)
+    return await chosen(own, network, memory_bytes, None)
 
 
 async def chosen(
-    own: Identity, directory: LoopbackDirectory, memory_bytes: int, kept: tuple[int, int] | None
+    own: Identity, network: Loopback, memory_bytes: int, kept: tuple[int, int] | None
 ) -> claim_span.ClaimedSpan:
     request = claim_span.SpanRequest(CONFIG, RUN, own, (), memory_bytes, kept)
-    return await claim_span.claim(request, NEEDS, directory, claim_span.RealClock(time.time))
+    silent = partial(claim_span.silent_peers, network.transport(own.peer))
+    clock = claim_span.RealClock(time.time)
+    return await claim_span.claim(request, NEEDS, LoopbackDirectory(network), silent, clock)
+
+
+async def trains(network: Loopback, own: Identity, first: int, last: int, speed: float = 1000.0) -> None:
+    """Stores the record of a peer that trains these layers."""
+    expires = time.time() + 60.0
+    profile = Profile("cpu", 1 << 30, 0.0, speed)
+    record = replace(first_record(RUN, (), profile), first=first, last=last, time=time.time(), phase="training")
+    await LoopbackDirectory(network).store(KEY, own.peer, own.seal(KEY, pack(record), expires), expires)
+
+
+async def answer(sender: PeerId, question: Envelope) -> Envelope:
+    """As a peer does for which we are a stranger: it is there all the same."""
+    return Envelope(Refused(Reason.STRANGER))
 
 
 def test_a_model_that_fits_is_held_whole_and_nobody_is_asked(identities: list[Identity]) -> None:
@@ -58,7 +80,7 @@ def test_peers_that_come_at_once_do_not_all_take_the_same(identities: list[Ident
     network = Loopback()
 
     async def together() -> list[claim_span.ClaimedSpan]:
-        return list(await asyncio.gather(*(claimed(network, own, HALF) for own in identities)))
+        return list(await asyncio.gather(*(claimed(network, own, HALF) for own in identities[:4])))
 
     spans = [one.span for one in asyncio.run(together())]
     covered = {layer for span in spans if span for layer in range(*span)}
@@ -66,16 +88,89 @@ def test_peers_that_come_at_once_do_not_all_take_the_same(identities: list[Ident
     assert max(spans.count(span) for span in spans) < 4
 
 
+@pytest.mark.parametrize(
+    ("there", "span"),
+    [
+        ((0, 1), (2, 4)),
+        ((0,), (3, 6)),  # whoever held these has died, and its record is still there
+        ((1,), (0, 3)),
+        ((), (2, 4)),  # who hears nobody cannot tell who is gone
+    ],
+)
+def test_a_newcomer_takes_the_place_of_a_peer_that_has_died(
+    identities: list[Identity], there: tuple[int, ...], span: tuple[int, int]
+) -> None:
+    async def story() -> tuple[int, int] | None:
+        network = Loopback()
+        for number, layers in enumerate(((0, 3), (3, 6))):
+            await trains(network, identities[number], *layers)
+            if number in there:
+                await network.transport(identities[number].peer).serve(answer, lambda _: 0)
+        return (await claimed(network, identities[2], HALF)).span
+
+    assert asyncio.run(story()) == span
+
+
+FIRST, LAST = (0, 3), (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("there", "silent", "span"),
+    [
+        ([(*FIRST, 400), (*LAST, 1000)], [(*FIRST, 1000), (*FIRST, 1000)], FIRST),  # by records the last are scarce
+        ([(*FIRST, 400)], [(*LAST, 1000)], FIRST),  # the silent one may have died, or be back in a moment
+        ([(*FIRST, 1000), (*LAST, 400)], [], LAST),
+        ([(*FIRST, 1000), (*LAST, 400)], [(*FIRST, 1000)], LAST),
+    ],
+)
+def test_where_those_that_answer_hold_all_the_earlier_of_both_choices_is_taken(
+    identities: list[Identity],
+    there: list[tuple[int, int, int]],
+    silent: list[tuple[int, int, int]],
+    span: tuple[int, int],
+) -> None:
+    async def story() -> tuple[int, int] | None:
+        network = Loopback()
+        answering = [(0, 6, 1000), *there]
+        for number, (own, one) in enumerate(zip(identities[1:], [*answering, *silent], strict=False)):
+            await trains(network, own, *one)
+            if number < len(answering):
+                await network.transport(own.peer).serve(answer, lambda _: 0)
+        return (await claimed(network, identities[0], HALF)).span
+
+    assert asyncio.run(story()) == span
+
+
+def test_only_peers_with_the_oldest_records_are_asked_whether_they_are_there(
+    identities: list[Identity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_span, "MOST_TRIED", 2)
+    asked = list[PeerId]()
+
+    async def note(found: claim_span.Records) -> list[PeerId]:
+        asked.extend(found)
+        return []
+
+    async def story() -> None:
+        network = Loopback()
+        for own in identities[:3]:
+            await trains(network, own, 0, 3)
+        request = claim_span.SpanRequest(CONFIG, RUN, identities[3], (), HALF, None)
+        clock = claim_span.RealClock(time.time)
+        await claim_span.claim(request, NEEDS, LoopbackDirectory(network), note, clock)
+
+    asyncio.run(story())
+    assert asked == [own.peer for own in identities[:2]]
+
+
 def test_a_peer_that_comes_back_keeps_its_layers(identities: list[Identity]) -> None:
-    own, directory = identities[0], LoopbackDirectory(Loopback())
-    kept = asyncio.run(chosen(own, directory, HALF, (2, 4)))
+    kept = asyncio.run(chosen(identities[0], Loopback(), HALF, (2, 4)))
     assert kept.span == (2, 4)
 
 
 def test_a_checkpoint_that_does_not_fit_any_more_is_the_users_to_mend(identities: list[Identity]) -> None:
-    own, directory = identities[0], LoopbackDirectory(Loopback())
     with pytest.raises(UserError, match="holds layers 0 to 5, which take"):
-        asyncio.run(chosen(own, directory, HALF, (0, 6)))
+        asyncio.run(chosen(identities[0], Loopback(), HALF, (0, 6)))
 
 
 def test_claims_of_others_that_are_no_records_are_left_out(identities: list[Identity]) -> None:

@@ -1,8 +1,6 @@
 """Swarms that hold the model in spans, in virtual time: real nodes, jobs and placement with surrogate weights."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -32,10 +30,10 @@ from decentral.sim.evidence import Violation
 from decentral.sim.geography import TypicalLink
 from decentral.sim.gradients import real_gradients
 from decentral.sim.report import RunReport
-from decentral.sim.run import Scenario, Watch, run
+from decentral.sim.run import Scenario, run
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import DESCENT_RATE, STEP_NOISE, SurrogateModel
-from decentral.sim.swarm import EPOCH, RUN, SimulatedSwarm, SwarmSettings
+from decentral.sim.swarm import EPOCH, RUN, SimulatedPeer, SimulatedSwarm, SwarmSettings
 from decentral.sim.virtual_host import Pace
 from decentral.train import compress, memory
 from decentral.train.micro_batch_names import MicroBatchNames
@@ -118,23 +116,61 @@ def test_a_layer_whose_holders_all_die_is_taken_over_by_another_peer() -> None:
     assert counted[130] > counted[100] + 64 * 8
 
 
-def beside_whole_models(spec: str, watches: Sequence[Watch] = (), seconds: Seconds = 170.0) -> RunReport:
-    """Two peers with the whole model, three with the first half of it and three with the last, 5 to 7."""
+@dataclass
+class Parts:
+    """A Watch: who holds a part of the model. From 60 s on those with the first layers follow a plan by which they stay
+    there, if they are to."""
+
+    planned: bool = False
+    members: list[SimulatedPeer] = field(default_factory=list)
+
+    def begin(self, swarm: SimulatedSwarm) -> None:
+        self.members = swarm.members
+        if self.planned:
+            swarm.agenda.at(60.0, self.adopt)
+
+    def with_layers(self, fragments: range) -> list[SimulatedPeer]:
+        return [one for one in self.members if one.host is not None and one.host.node.setup.held == fragments]
+
+    def adopt(self) -> None:
+        first = self.with_layers(range(2))
+        plan = SwarmPlan(RUN, EPOCH + 50.0, bytes(16), 1.0, 0, "", tuple((one.peer, 0, 2) for one in first))
+        for one in first:
+            assert one.host is not None
+            assert one.host.node.span_manager is not None
+            plans = one.host.node.span_manager.swarm_plans
+            plans.adopted, plans._known[plans.own.peer] = plan, (plan, EPOCH + 1e3)
+
+    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def beside_whole_models(fault: str, planned: bool = False, seconds: Seconds = 170.0) -> RunReport:
+    """Two peers with the whole model, and six with a half of it; the fault is of those with the last half."""
     settings = settings_for(2)
     mixed = replace(settings, memory=(1 << 40, 1 << 40, *6 * settings.memory))
-    return run(replace(scenario(spec, seconds=seconds, settings=mixed), peers=8), watches=watches)
+    calm = replace(scenario(seconds=20.0, settings=mixed), peers=8, seed=6)
+    parts = Parts()
+    run(calm, watches=[parts])
+    last = parts.with_layers(range(2, 4))
+    assert (len(last), len(parts.with_layers(range(2)))) == (3, 3)
+    spec = fault.format(",".join(str(one.number) for one in last))
+    return run(replace(calm, seconds=seconds, faults=tuple(faults.parse(spec))), watches=[Parts(planned)])
 
 
 def test_layers_that_only_whole_models_hold_are_taken_from_them_and_all_train_more() -> None:
-    report = beside_whole_models("crash 5-7 at 30")
+    report = beside_whole_models("crash {} at 30")
     assert report.routes.moves == {"relief done": 1}
     assert report.routes.routed["twice"] == 0
     tokens = {round(one.at): one.tokens for one in report.samples}
-    assert tokens[170] - tokens[145] > 1.15 * (tokens[60] - tokens[35])  # 1.25
+    assert tokens[170] - tokens[145] > 1.15 * (tokens[60] - tokens[35])  # 1.31; seeds 3 and 5: 1.21 and 1.18
 
 
 def test_holders_that_come_back_in_time_are_not_replaced() -> None:
-    assert beside_whole_models("freeze 5-7 at 30 for 25").routes.moves == {}
+    assert beside_whole_models("freeze {} at 30 for 25").routes.moves == {}
 
 
 def test_one_part_takes_them_however_long_fetching_takes_and_whoever_else_begins_to(
@@ -151,39 +187,16 @@ def test_one_part_takes_them_however_long_fetching_takes_and_whoever_else_begins
 
     monkeypatch.setattr(SpanMove, "_review", fetching)
     monkeypatch.setattr(layer_recovery, "RELIEF_TURN_S", 10.0)
-    moves = beside_whole_models("crash 5-7 at 30", seconds=240.0).routes.moves
+    moves = beside_whole_models("crash {} at 30", seconds=240.0).routes.moves
     assert moves["relief done"] == 1
     assert moves["relief failed"] >= 2
 
 
-@dataclass
-class FollowedPlan:
-    """A Watch: from 60 s on those with the first layers follow a plan by which they stay where they are."""
-
-    def begin(self, swarm: SimulatedSwarm) -> None:
-        swarm.agenda.at(60.0, partial(self.adopt, swarm))
-
-    def adopt(self, swarm: SimulatedSwarm) -> None:
-        plan = SwarmPlan(RUN, EPOCH + 50.0, bytes(16), 1.0, 0, "", tuple((f"sim0000{n}", 0, 2) for n in (2, 3, 4)))
-        for number in (2, 3, 4):
-            host = swarm.members[number].life
-            assert host is not None
-            assert host.node.span_manager is not None
-            plans = host.node.span_manager.swarm_plans
-            plans.adopted, plans._known[plans.own.peer] = plan, (plan, EPOCH + 1e3)
-
-    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
 def test_a_plan_of_the_time_before_does_not_lead_back() -> None:
-    assert beside_whole_models("crash 5-7 at 30", [FollowedPlan()]).routes.moves == {"relief done": 1}
+    assert beside_whole_models("crash {} at 30", planned=True).routes.moves == {"relief done": 1}
 
 
-SLOW = replace(scenario("slow 3 x5 at 30 for 300", seconds=180.0), peers=6, seed=8)
+SLOW = replace(scenario("slow 3 x5 at 30 for 300", seconds=180.0), peers=6, seed=0)
 
 
 def test_peers_follow_one_plan_and_move_while_they_train() -> None:
