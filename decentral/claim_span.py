@@ -106,10 +106,11 @@ async def claim(
         if gone is None:
             gone = await _gone(found, own.peer, silent)
         here = {peer: record for peer, record in found.items() if peer not in gone}
-        among_all, among_these = (_holders(needs, one, own.peer, claimed_at) for one in (found, here))
-        choice = _choose(needs, among_these, reach)
-        if _hold_all(needs, among_these):
-            choice = min(choice, _choose(needs, among_all, reach), key=lambda one: one.begin)
+        others = _holders(needs, here, own.peer, claimed_at)
+        choice = _choose(needs, others, reach)
+        if gone and _hold_all(needs, others):
+            among_all = _choose(needs, _holders(needs, found, own.peer, claimed_at), reach)
+            choice = min(choice, among_all, key=lambda one: one.begin)
         if choice == chosen:
             break
         chosen, claimed_at = choice, clock.now()

@@ -205,7 +205,7 @@ def test_peers_follow_one_plan_and_move_while_they_train() -> None:
     assert planned.routes.plans >= 1
     assert planned.routes.routed["twice"] == stayed.routes.routed["twice"] == stayed.routes.plans == 0
     last_third = [report.throughput.tokens - report.samples[-67].tokens for report in (planned, stayed)]
-    assert last_third[0] > 1.05 * last_third[1]  # 1.03 to 1.14 of 16 seeds, where moves are done
+    assert last_third[0] > 1.05 * last_third[1]
 
 
 def test_peers_that_do_not_look_at_others_plans_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
