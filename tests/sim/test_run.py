@@ -44,6 +44,14 @@ def test_the_report_counts_what_was_done() -> None:
     assert report.audit.checks > 100
 
 
+def test_rounding_near_zero_is_no_progress_that_a_fold_forgot() -> None:
+    """A peer trains alone for so long that its weights cross zero, and folds all of it when the second one joins."""
+    windows = config.load(None, ["gossip.window_s=3", "gossip.start_window_s=1"])
+    settings = SwarmSettings.of(windows, Pace(1.0, 0.05, report_s=5.0), (1.0,), 64)
+    alone = Scenario(settings, 1, 430.0, 0, tuple(faults.parse("join 1 at 400")))
+    assert run(alone).audit.checks
+
+
 def test_json_is_flat_and_its_keys_have_one_order() -> None:
     keys = list(run(scenario(seconds=5.0)).to_json())
     assert keys == [
