@@ -9,6 +9,7 @@ A record outlives its peer, and who does not answer may be dead, or back in a mo
 all whose records it finds, and among those that answer. Where these hold all layers it takes the earlier of the two
 spans: a peer too many there begins micro-batches, while one too many at later layers has nothing to do, and what is
 left to whole-model peers alone is taken from them later (peers/placement/layer_recovery.py). Else it fills the gap.
+The speeds of those that are silent do not count.
 """
 
 import asyncio
@@ -32,13 +33,14 @@ from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.placement import span_choice
+from decentral.peers.placement.layer_recovery import FIRST
 from decentral.peers.placement.span_choice import Holder
 from decentral.train import memory
 
 CLAIM_S = 1.0  # how long a peer waits to see others' claims
 CLAIM_ROUNDS = 6  # after so many rounds of claiming the last choice stands
 TRIED_S = 3.0  # how long a peer that is asked whether it is there may take
-MOST_TRIED = 64  # those with the oldest records; among more peers a few that have died decide nothing
+MOST_TRIED = 64  # half of them with the oldest records, and half with the latest
 
 Records = Mapping[PeerId, PeerRecord]
 
@@ -98,18 +100,18 @@ async def claim(
         return ClaimedSpan(None, needs.capacity(0, count, memory_bytes), memory_bytes)
     memory.check(needs, memory_bytes)
     own, shards = request.own, request.run.swarm.shards
-    reach = widest_span(needs, memory_bytes)
+    reach = _reach(request, needs)
     chosen, claimed_at, gone = None, float("inf"), None
     key = records.key_of(request.name, own.peer, shards)
     for _ in range(CLAIM_ROUNDS):
         found = await records.lookup(directory, request.name, shards, clock.now(), own.open)
         if gone is None:
             gone = await _gone(found, own.peer, silent)
-        here = {peer: record for peer, record in found.items() if peer not in gone}
+        here = {peer: record for peer, record in found.items() if peer not in (gone or ())}
         others = _holders(needs, here, own.peer, claimed_at)
         choice = _choose(needs, others, reach)
         if gone and _hold_all(needs, others):
-            among_all = _choose(needs, _holders(needs, found, own.peer, claimed_at), reach)
+            among_all = _choose(needs, _holders(needs, found, own.peer, claimed_at, gone), reach)
             choice = min(choice, among_all, key=lambda one: one.begin)
         if choice == chosen:
             break
@@ -121,6 +123,15 @@ async def claim(
     assert chosen is not None
     span = needs.span(chosen.begin, chosen.end)
     return ClaimedSpan(span, needs.capacity(chosen.begin, chosen.end, memory_bytes), memory_bytes)
+
+
+def _reach(request: SpanRequest, needs: MemoryNeeds) -> Callable[[int], int]:
+    """The end of the widest span that fits, by its begin. Who only donates begins no micro-batches, and has nothing to
+    do at the first layers: it takes them only where its memory is too small for all others."""
+    widest = widest_span(needs, request.memory_bytes)
+    if request.originates or all(widest(begin) == begin for begin in range(FIRST + 1, len(needs.fragments))):
+        return widest
+    return lambda begin: widest(begin) if begin > FIRST else begin
 
 
 def _choose(needs: MemoryNeeds, others: Sequence[Holder], reach: Callable[[int], int]) -> Holder:
@@ -160,25 +171,36 @@ async def silent_peers(transport: Transport, found: Records) -> set[PeerId]:
     return {peer for peer, is_so in zip(found, are_silent, strict=True) if is_so}
 
 
-async def _gone(found: Records, own: PeerId, silent: Silent) -> Collection[PeerId]:
-    """The peers that train by their records, and are not there any more. Who hears nobody at all cannot tell."""
+async def _gone(found: Records, own: PeerId, silent: Silent) -> Collection[PeerId] | None:
+    """The peers that train by their records, and are not there any more; None: nobody could be asked.
+
+    Who hears nobody at all cannot tell.
+    """
     training = [peer for peer, record in found.items() if record.phase == "training" and peer != own]
-    asked = sorted(training, key=lambda peer: (found[peer].time, peer))[:MOST_TRIED]
-    gone = await silent({peer: found[peer] for peer in asked}) if asked else ()
+    by_age = sorted(training, key=lambda peer: (found[peer].time, peer))
+    half = MOST_TRIED // 2
+    asked = by_age if len(by_age) <= MOST_TRIED else [*by_age[:half], *by_age[-half:]]
+    if not asked:
+        return None
+    gone = await silent({peer: found[peer] for peer in asked})
     return gone if len(gone) < len(asked) else ()
 
 
-def _holders(needs: MemoryNeeds, found: Records, own: PeerId, claimed_at: float) -> list[Holder]:
-    """The peers that train, and those that claimed before us. One that was not measured yet counts as typical."""
+def _holders(
+    needs: MemoryNeeds, found: Records, own: PeerId, claimed_at: float, silent: Collection[PeerId] = ()
+) -> list[Holder]:
+    """The peers that train, and those that claimed before us. One that was not measured yet counts as typical, and so
+    does a silent one."""
     earlier = {
         peer: record
         for peer, record in found.items()
         if peer != own and (record.phase == "training" or (record.time, peer) < (claimed_at, own))
     }
-    typical = _mean(record.profile.tokens_per_s for record in earlier.values()) or 1.0
+    speeds = {peer: 0.0 if peer in silent else record.profile.tokens_per_s for peer, record in earlier.items()}
+    typical = _mean(speeds.values()) or 1.0
     return [
-        span_choice.holder_of(needs.fragments, one.first, one.last, one.profile.tokens_per_s or typical)
-        for _, one in sorted(earlier.items())
+        span_choice.holder_of(needs.fragments, one.first, one.last, speeds[peer] or typical)
+        for peer, one in sorted(earlier.items())
     ]
 
 

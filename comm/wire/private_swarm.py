@@ -100,6 +100,11 @@ class PrivateSwarm:
     def admits(self, peer: PeerId) -> bool:
         return self.refusal(peer) is None
 
+    def trains(self, peer: PeerId) -> bool:
+        """Whether the peer may train on data of its own, as far as we know its invitation."""
+        member = self.members.get(peer)
+        return member is None or member.invitation.may.allows(Permission.TRAIN)
+
     def holder_of(self, peer: PeerId) -> PeerId:
         """A name for the invitation that the peer is a member by: all that have the same one share what it may take."""
         member = self.members.get(peer)

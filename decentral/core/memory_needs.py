@@ -77,7 +77,7 @@ class MemoryNeeds:
         return self.fragments[begin].first, self.fragments[end - 1].last
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)  # each peer of a large swarm may have memory of its own
 def widest_span(needs: MemoryNeeds, memory_bytes: int) -> Callable[[int], int]:
     """Maps the first fragment of a span to the end of the widest one that fits; to itself, where nothing fits.
 

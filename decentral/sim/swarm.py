@@ -59,6 +59,7 @@ class SwarmSettings:
     unquantised: bool = False  # blobs hold numbers as they are, which is faster for thousands of peers
     gradients: Callable[["SimulatedPeer"], Training] | None = None  # real training instead of a surrogate workload
     founder: FounderKeys | None = None  # whose invitations the peers need; None: the swarm is public
+    donors: tuple[int, ...] = ()  # the numbers of those whose invitations are to donate
     donated: tuple[jobs.Layout, ...] | None = None  # fragments' states as newcomers get them, where they are real
 
     @classmethod
@@ -166,7 +167,8 @@ class SimulatedSwarm:
         member = SimulatedPeer(number, PeerId(f"sim{number:05d}"))
         if self.settings.founder:
             chance = rng.stream(self.seed, "invitation", number)
-            member.holding = self.settings.founder.invite(member.peer, FOR_EVER, Permission.TRAIN, chance.randbytes)
+            may = Permission.DONATE if number in self.settings.donors else Permission.TRAIN
+            member.holding = self.settings.founder.invite(member.peer, FOR_EVER, may, chance.randbytes)
         self.members.append(member)
         self.by_peer[member.peer] = member
         self.geography.add(member.peer, number)
@@ -212,8 +214,10 @@ class SimulatedSwarm:
         spans = self.settings.spans
         saved = member.disk.checkpoint
         kept = saved.span if saved is not None else spans[member.number % len(spans)] if spans else None
-        signer = _signer(member, _private(member, self.clock(member)))
-        return claim_span.SpanRequest(self.settings.config, self.settings.run, signer, (), memory_bytes, kept)
+        private = _private(member, self.clock(member))
+        trains = private is None or private.may(Permission.TRAIN)
+        own, run = _signer(member, private), self.settings.run
+        return claim_span.SpanRequest(self.settings.config, run, own, (), memory_bytes, kept, trains)
 
     def _begin_life(
         self, member: SimulatedPeer, contacts: tuple[PeerId, ...], claimed: claim_span.ClaimedSpan | None = None

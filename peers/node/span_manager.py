@@ -26,7 +26,7 @@ from decentral.peers.node.own_record import OwnRecord
 from decentral.peers.node.peer_selection import NEVER, PeerSelection
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
-from decentral.peers.placement.layer_recovery import FIRST, LayerRecovery, TrainingPeer
+from decentral.peers.placement.layer_recovery import LayerRecovery, TrainingPeer
 from decentral.peers.placement.span_move import Drained, HoldSpan, MovePhase, SpanMove
 from decentral.peers.planning.swarm_plans import SwarmPlans
 
@@ -77,15 +77,10 @@ class SpanManager:
         lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained)
         if lost is not None:
             return effects + move.begin(lost[0], "lost", now, may_initialise=lost[1])
-        if relief is not None and not self._may_have_to_begin(relief):
+        if relief is not None:
             return effects + self._relieve(relief, now)
         target = plans.due_move(move.held, now)
         return effects if target is None else effects + move.begin(target, "plan", now)
-
-    def _may_have_to_begin(self, target: range) -> bool:
-        """Whether nobody may be left at the first layers who begins micro-batches, if this peer moves: in a private
-        swarm some may only donate, and no record says who."""
-        return self.setup().private is not None and FIRST in self.span_move.held and FIRST not in target
 
     def _relieve(self, target: range, now: Seconds) -> list[Effect]:
         self.layer_recovery.relief_tried(now)
@@ -163,16 +158,18 @@ class SpanManager:
         follow the same plan.
         """
         setup, live = self.setup(), self.selection.roster.live
+        private, stage = setup.private, setup.routes
         fragments = self.route_planner.whole_fragments
         spans = {peer: fragments(entry.record.first, entry.record.last) for peer, entry in live.items()}
         members = {
-            peer: _member(spans[peer], entry.record.profile)
+            peer: _member(spans[peer], entry.record.profile, private is None or private.trains(peer))
             for peer, entry in live.items()
             if entry.record.phase == "training"
         }
-        members[setup.own.peer] = _member(setup.held, self.own_record.published or self.own_record.profile(now))
+        profile = self.own_record.published or self.own_record.profile(now)
+        members[setup.own.peer] = _member(setup.held, profile, stage is None or stage.originates)
         return members, [span for peer, span in spans.items() if peer not in members]
 
 
-def _member(held: range, profile: Profile) -> TrainingPeer:
-    return TrainingPeer(held, profile.memory_bytes, profile.tokens_per_s, min(profile.down, profile.up))
+def _member(held: range, profile: Profile, originates: bool) -> TrainingPeer:
+    return TrainingPeer(held, profile.memory_bytes, profile.tokens_per_s, min(profile.down, profile.up), originates)

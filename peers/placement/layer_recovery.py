@@ -1,7 +1,8 @@
 """Layers that no peer holds any more, or first ones at which nobody begins: which peer takes them over, and when.
 
 All peers that know the same roster rank the same candidates. A candidate's span fits its memory, has the most of the
-lost layers, and gives up only layers that others hold. After a random back-off the first candidate moves
+lost layers, and gives up only layers that others hold: the first ones count as held by those only that may begin
+micro-batches there, and who only donates does not take them. After a random back-off the first candidate moves
 (peers/placement/span_move.py); every TURN_S later one more may, in case those before it could not.
 
 The state comes from a peer that retains one. Where none does, the layers wait for their holder, which may come back
@@ -26,6 +27,7 @@ RECOVERY_BACKOFF_S = 2.0  # upper bound of the random back-off
 TURN_S = 10.0  # between the turns of two candidates
 RELIEF_TURN_S = 600.0  # likewise for layers that are not lost: two peers that move are worse than none
 RELIEF_PAUSE_S = 60.0  # from one try of a peer to the next, and twice as long each time; RELIEF_TURN_S at most
+JOINING_S = 120.0  # a peer that is joining keeps others from its layers for so long, if it comes or not
 FIRST = 0  # the fragment at which micro-batches begin
 RELIEVE_AFTER_S = 30.0  # a peer that starts again is back by then
 INITIALISE_AFTER_S = 60.0  # without a holder, for a layer whose state nobody retains
@@ -39,6 +41,27 @@ class TrainingPeer:
     memory_bytes: int  # memory for the model
     tokens_per_s: float  # speed, if it computed the whole model
     rate: float = 0.0  # bytes/s, the lesser of up and down; 0: not measured yet
+    originates: bool = True  # whether it may train on data of its own, and so begin micro-batches
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Fragments that no peer holds which trains, and since when.
+
+    One with which a peer is joining is waited for, but not without end: strangers could say so of all fragments, and
+    never come. The time is the gap's, so that it does not help to change names.
+    """
+
+    _since: dict[int, Seconds] = field(default_factory=dict)
+
+    def not_waited_for(self, gaps: Sequence[int], joining: Sequence[range], now: Seconds) -> list[int]:
+        """Those of these fragments with which no peer is joining, or which have been waited for."""
+        self._since = {index: self._since.get(index, now) for index in gaps}
+        return [
+            index
+            for index in gaps
+            if now >= self._since[index] + JOINING_S or not any(index in span for span in joining)
+        ]
 
 
 @dataclass(slots=True)
@@ -46,6 +69,9 @@ class LayerRecovery:
     own: PeerId
     needs: MemoryNeeds
     chance: Random
+    _unheld: Gaps = field(default_factory=Gaps)
+    _unbegun: Gaps = field(default_factory=Gaps)  # the first fragment, where no part begins micro-batches there
+    _unshared: Gaps = field(default_factory=Gaps)  # those that no part holds
     _lost_since: dict[int, Seconds] = field(default_factory=dict)  # by lost fragment
     _turns_at: Seconds | None = None  # when the first candidate's turn begins
     _left_since: dict[int, Seconds] = field(default_factory=dict)  # by fragment that is left to whole-model peers
@@ -64,12 +90,13 @@ class LayerRecovery:
         `joining`: spans of the peers that are joining. `is_retained(fragment)`: whether some peer retains its state.
         """
         count = len(self.needs.fragments)
-        spans = [*(member.held for member in members.values()), *joining]
-        lost = [index for index in range(count) if not any(index in span for span in spans)]
+        lost = self._unheld.not_waited_for(_missing(count, members), joining, now)
         self._lost_since = {index: self._lost_since.get(index, now) for index in lost}
         ready = [index for index in lost if is_retained(index) or now >= self._lost_since[index] + INITIALISE_AFTER_S]
-        parts = [span for span in spans if len(span) < count]
-        if parts and not lost and not any(FIRST in span for span in parts):
+        beginning = [member.held for member in members.values() if member.originates and len(member.held) < count]
+        idle = beginning and not lost and not any(FIRST in span for span in beginning)
+        parts_joining = [span for span in joining if len(span) < count]
+        if self._unbegun.not_waited_for([FIRST] if idle else [], parts_joining, now):
             ready = [FIRST]
         if not ready:
             self._turns_at = None
@@ -91,10 +118,8 @@ class LayerRecovery:
         """
         count = len(self.needs.fragments)
         parts = {peer: member for peer, member in members.items() if len(member.held) < count}
-        spans = [*(member.held for member in parts.values()), *(span for span in joining if len(span) < count)]
-        left = [index for index in range(count) if parts and not any(index in span for span in spans)]
-        if any(not any(index in member.held for member in members.values()) for index in left):
-            left = []  # some are lost: these come first
+        unshared = _missing(count, parts) if parts and not _missing(count, members) else []  # lost ones come first
+        left = self._unshared.not_waited_for(unshared, [span for span in joining if len(span) < count], now)
         self._left_since = {index: self._left_since.get(index, now) for index in left}
         if not left:
             self._relief_at, self._relief_pause_s = 0.0, RELIEF_PAUSE_S
@@ -117,6 +142,11 @@ class LayerRecovery:
         return any(index in span for index in self._left_since)
 
 
+def _missing(count: int, members: Mapping[PeerId, TrainingPeer]) -> list[int]:
+    """The fragments, of so many, that none of these peers holds."""
+    return [index for index in range(count) if not any(index in member.held for member in members.values())]
+
+
 def ranked(
     needs: MemoryNeeds, members: Mapping[PeerId, TrainingPeer], lost: Sequence[int], keep: int = 1
 ) -> list[tuple[PeerId, range]]:
@@ -125,13 +155,14 @@ def ranked(
     `keep`: other holders among these that each fragment has to have which such a peer gives up.
     """
     holders = [sum(index in member.held for member in members.values()) for index in range(len(needs.fragments))]
+    holders[FIRST] = sum(FIRST in member.held and member.originates for member in members.values())
     found = []
     for peer, member in members.items():
         if len(member.held) == len(holders):
             continue
         furthest = widest_span(needs, member.memory_bytes)
         options = []
-        for begin in range(max(lost) + 1):
+        for begin in range(FIRST if member.originates else FIRST + 1, max(lost) + 1):
             end = furthest(begin)
             span = range(begin, end if end - begin < len(holders) else end - 1)  # never the whole model
             taken = sum(index in span for index in lost)

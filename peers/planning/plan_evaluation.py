@@ -12,7 +12,7 @@ import numpy as np
 
 from decentral.core.ids import PeerId
 from decentral.core.memory_needs import MemoryNeeds
-from decentral.peers.placement.layer_recovery import TrainingPeer
+from decentral.peers.placement.layer_recovery import FIRST, TrainingPeer
 from decentral.scheduler.shared.arrays import Ints
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.throughput.layer_costs import ROUND_S, SNAPSHOT_BYTES, LayerCosts
@@ -22,6 +22,7 @@ SEARCH_ROUNDS = 100_000  # rounds of a search, times peers and fragments squared
 LEAST_ROUNDS = 10  # least rounds of a search, which takes longer in a large swarm
 DRAIN_COST_S = 5.0  # computing that a move costs its peer
 MOST_PLANNED = 1024  # peers times fragments; a larger swarm makes no plans
+LEAST_TOKENS_PER_S = 1e-3  # of a peer that computes nothing
 UNMEASURED_LINK = 12.5e6  # bytes/s of a link that was not measured yet, as in scheduler/shared/topology.py
 
 Spans = tuple[tuple[str, int, int], ...]
@@ -72,6 +73,11 @@ class FragmentCosts(LayerCosts):
     """The scheduler's costs, with fragments as layers and the memory model of a run."""
 
     needs: MemoryNeeds
+    tokens_per_s: float  # of all devices together
+
+    def compute_bound(self) -> float:
+        """Not by what each spends on the whole model: who only donates begins nothing, but computes all else."""
+        return self.tokens_per_s
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
         """Infinite for the whole model: no peer moves to it (peers/placement/span_move.py)."""
@@ -106,13 +112,15 @@ def work_of(task: PlanTask) -> FragmentCosts:
     """The task as the scheduler takes it. Axes: N peers, L fragments."""
     needs = task.needs
     parameters = np.array([one.parameters for one in needs.fragments], dtype=np.float64)
-    speeds = np.array([max(1e-3, _round(one.tokens_per_s)) for _, one in task.members])
+    speeds = np.array([max(LEAST_TOKENS_PER_S, _round(one.tokens_per_s)) for _, one in task.members])
+    seconds = parameters / parameters.sum() / speeds[:, None]
+    seconds[[not one.originates for _, one in task.members], FIRST] = 1 / LEAST_TOKENS_PER_S
     rates = np.array([_round(one.rate) or UNMEASURED_LINK for _, one in task.members])
     links = np.minimum.outer(rates, rates)
     np.fill_diagonal(links, 0.0)
     held = _held([one.held for _, one in task.members], len(needs.fragments))
     return FragmentCosts(
-        seconds_NL=parameters / parameters.sum() / speeds[:, None],
+        seconds_NL=seconds,
         state_L=np.array(needs.state_of_parts, dtype=np.float64),
         activation_L=np.array(needs.activations, dtype=np.float64),
         snapshot_L=SNAPSHOT_BYTES * parameters / ROUND_S,
@@ -121,6 +129,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
         hidden_bytes=task.hidden_bytes,
         holders=min(task.holders, max(1, min(held))),  # a plan need not raise the number of holders
         needs=needs,
+        tokens_per_s=float(speeds.sum()),
     )
 
 

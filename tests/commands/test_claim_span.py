@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from decentral.comm.wire.messages import Refused
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Fragment
+from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
 from decentral.peers.membership.records import Profile, first_record, key_of, pack
 from decentral.train import memory
@@ -121,6 +124,7 @@ FIRST, LAST = (0, 3), (3, 6)
         ([(*FIRST, 400)], [(*LAST, 1000)], FIRST),  # the silent one may have died, or be back in a moment
         ([(*FIRST, 1000), (*LAST, 400)], [], LAST),
         ([(*FIRST, 1000), (*LAST, 400)], [(*FIRST, 1000)], LAST),
+        ([(*FIRST, 1000), (*FIRST, 1000), (*LAST, 400)], [(*LAST, 10**12)], LAST),  # it claims much and answers nothing
     ],
 )
 def test_where_those_that_answer_hold_all_the_earlier_of_both_choices_is_taken(
@@ -141,7 +145,7 @@ def test_where_those_that_answer_hold_all_the_earlier_of_both_choices_is_taken(
     assert asyncio.run(story()) == span
 
 
-def test_only_peers_with_the_oldest_records_are_asked_whether_they_are_there(
+def test_peers_with_the_oldest_and_the_latest_records_are_asked_whether_they_are_there(
     identities: list[Identity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim_span, "MOST_TRIED", 2)
@@ -155,12 +159,48 @@ def test_only_peers_with_the_oldest_records_are_asked_whether_they_are_there(
         network = Loopback()
         for own in identities[:3]:
             await trains(network, own, 0, 3)
+            await asyncio.sleep(0.001)  # so that no two records have the same time
         request = claim_span.SpanRequest(CONFIG, RUN, identities[3], (), HALF, None)
         clock = claim_span.RealClock(time.time)
         await claim_span.claim(request, NEEDS, LoopbackDirectory(network), note, clock)
 
     asyncio.run(story())
-    assert asked == [own.peer for own in identities[:2]]
+    assert asked == [identities[0].peer, identities[2].peer]
+
+
+def test_who_finds_nobody_at_first_asks_when_it_looks_again(identities: list[Identity]) -> None:
+    class LateDirectory(LoopbackDirectory):
+        lookups = 0
+
+        async def fetch(self, key: str) -> Mapping[str, bytes]:
+            self.lookups += 1
+            return await super().fetch(key) if self.lookups > 1 else {}
+
+    async def story() -> tuple[int, int] | None:
+        network = Loopback()
+        for own, layers in zip(identities[1:], (FIRST, FIRST, LAST), strict=False):
+            await trains(network, own, *layers)
+        await network.transport(identities[3].peer).serve(answer, lambda _: 0)  # only the last layers are held
+        request = claim_span.SpanRequest(CONFIG, RUN, identities[0], (), HALF, None)
+        silent = partial(claim_span.silent_peers, network.transport(identities[0].peer))
+        clock = claim_span.RealClock(time.time)
+        return (await claim_span.claim(request, NEEDS, LateDirectory(network), silent, clock)).span
+
+    assert asyncio.run(story()) == FIRST
+
+
+def test_who_only_donates_leaves_the_first_layers_to_those_that_begin_there(identities: list[Identity]) -> None:
+    async def donates(needs: MemoryNeeds, memory_bytes: int) -> tuple[int, int] | None:
+        request = claim_span.SpanRequest(CONFIG, RUN, identities[0], (), memory_bytes, None, originates=False)
+        network = Loopback()
+        silent = partial(claim_span.silent_peers, network.transport(identities[0].peer))
+        clock = claim_span.RealClock(time.time)
+        return (await claim_span.claim(request, needs, LoopbackDirectory(network), silent, clock)).span
+
+    assert asyncio.run(claimed(Loopback(), identities[0], HALF)).span == FIRST
+    assert asyncio.run(donates(NEEDS, HALF)) == (2, 4)
+    growing = MemoryNeeds(tuple(Fragment(at, at, at + 1, 100) for at in range(3)), (10, 20, 30), (0,) * 3, (0,) * 3)
+    assert asyncio.run(donates(growing, 10)) == (0, 1), "for the others its memory is too small"
 
 
 def test_a_peer_that_comes_back_keeps_its_layers(identities: list[Identity]) -> None:

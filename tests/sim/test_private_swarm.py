@@ -8,9 +8,12 @@ from decentral.comm.wire.invitations import FounderKeys
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.core import config
 from decentral.peers.membership.revocation_watch import NO_MEMBER
+from decentral.sim import faults
 from decentral.sim.geography import SwarmGeography, TypicalLink
+from decentral.sim.report import RunReport
+from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import EPOCH, SimulatedPeer, SimulatedSwarm, SwarmSettings
-from decentral.sim.sweep import SETTINGS
+from decentral.sim.sweep import SETTINGS, SPAN_MODEL, memory_for
 from decentral.sim.virtual_host import Pace
 from decentral.sim.virtual_signer import VirtualSigner
 
@@ -25,6 +28,27 @@ def swarm(peers: int = 4) -> SimulatedSwarm:
     for number in range(peers):
         found.agenda.at(0.3 * number, partial(found.start, found.add()))
     return found
+
+
+def with_donors(donors: tuple[int, ...], spec: str = "") -> RunReport:
+    """Four peers that each have memory for a half of the layers, in a private swarm. The report is after 150 s."""
+    run_config = config.load(None, [*SETTINGS, *SPAN_MODEL, "routes.overlap=true"])
+    settings = SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=5.0), (1.0,), 64)
+    half = (memory_for(settings, 2, 8),)
+    private = replace(settings, founder=FOUNDER, memory=half, donors=donors)
+    return run(Scenario(private, 4, 150.0, SEED, tuple(faults.parse(spec)), TypicalLink(0.01)))
+
+
+def test_members_that_only_donate_have_work_and_the_others_begin_it() -> None:
+    busy = [one["busy_fraction"] for one in with_donors((2, 3)).by_peer]
+    assert min(busy) > 0.5
+
+
+def test_where_all_that_begin_have_gone_from_the_first_layers_another_one_takes_them() -> None:
+    """The donors beside it cannot, and would be without work for good."""
+    report = with_donors((2, 3), "crash 0 at 30")
+    after = [one.tokens for one in report.samples if one.at > 100]
+    assert after[-1] - after[0] > 40 * 64
 
 
 def roster_of(member: SimulatedPeer) -> set[str]:

@@ -22,6 +22,8 @@ from decentral.core.jobs import (
 )
 from decentral.core.machine import Effect, Log
 from decentral.core.units import Seconds
+from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.placement import layer_recovery
 from decentral.peers.placement.span_move import MovePhase, SpanMove
 from decentral.peers.planning.swarm_plans import SwarmPlan, SwarmPlans
@@ -35,6 +37,7 @@ from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import DESCENT_RATE, STEP_NOISE, SurrogateModel
 from decentral.sim.swarm import EPOCH, RUN, SimulatedPeer, SimulatedSwarm, SwarmSettings
 from decentral.sim.virtual_host import Pace
+from decentral.sim.virtual_signer import VirtualSigner
 from decentral.train import compress, memory
 from decentral.train.micro_batch_names import MicroBatchNames
 
@@ -63,6 +66,34 @@ def test_peers_with_spans_train_together_and_each_layer_counts_each_micro_batch_
     assert calm.routes.routed["twice"] == 0
     assert calm.routes.routed["everywhere"] > 120
     assert calm.routes.routed["in_part"] < 0.1 * calm.routes.routed["everywhere"]
+
+
+def test_a_peer_that_says_it_joins_and_never_comes_keeps_lost_layers_from_nobody_for_long() -> None:
+    """One record with all layers, renewed for ever, is all that it takes to say so."""
+
+    class Ghost:
+        def begin(self, swarm: SimulatedSwarm) -> None:
+            self.swarm, self.peer = swarm, PeerId("ghost")
+            swarm.geography.add(self.peer, 99)
+            swarm.agenda.at(20.0, self.tell)
+
+        def tell(self) -> None:
+            agenda, last = self.swarm.agenda, self.swarm.settings.fragments[-1].last
+            key, now = records.key_of(RUN, self.peer, 1), EPOCH + agenda.now
+            record = PeerRecord(RUN, now, (), Profile("", 1 << 20, 0.0, 100.0), 0, last, 0, 0, 0)
+            sealed = VirtualSigner(self.peer).seal(key, records.pack(record), now + 60)
+            self.swarm.records.store(self.swarm.members[0].peer, key, self.peer, sealed, now + 60)
+            agenda.after(10.0, self.tell)
+
+        def line(self, peer: PeerId, t: Seconds, line: Log) -> None:
+            pass
+
+        def end(self) -> None:
+            pass
+
+    lost = replace(scenario("crash 1,2 at 30", seconds=260.0), audited=False)  # the audit waits for less
+    after = [one.tokens for one in run(lost, watches=[Ghost()]).samples if one.at > 200]
+    assert after[-1] - after[0] > 30 * 64
 
 
 def test_the_weights_descend_as_micro_batches_are_counted(calm: RunReport) -> None:

@@ -1,5 +1,6 @@
 """One peer takes the layers whose holders are gone, and all peers agree which one."""
 
+from dataclasses import replace
 from random import Random
 
 from decentral.core.ids import PeerId
@@ -7,6 +8,7 @@ from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.placement.layer_recovery import (
     INITIALISE_AFTER_S,
+    JOINING_S,
     RECOVERY_BACKOFF_S,
     RELIEF_PAUSE_S,
     RELIEF_TURN_S,
@@ -60,10 +62,14 @@ def test_the_next_one_has_its_turn_where_the_first_does_not_come() -> None:
     assert set(swarm.pass_time(TURN_S)) == {"A", "C"}
 
 
-def test_a_holder_that_is_joining_is_waited_for() -> None:
-    one = LayerRecovery(PeerId("A"), NEEDS, Random(0))
-    for second in range(100):
-        assert one.span_to_take(SWARM, [range(3, 4)], float(second), lambda index: True) is None
+def test_a_holder_that_is_joining_is_waited_for_but_not_for_ever() -> None:
+    """Anybody may say that it joins with all layers, for as long as it likes, and under one name after another."""
+    one, end = LayerRecovery(PeerId("C"), NEEDS, Random(0)), int(JOINING_S)
+    for second in range(end):
+        joining = [range(4)] if second % 2 else [range(3, 4)]
+        assert one.span_to_take(SWARM, joining, float(second), lambda index: True) is None
+    one.span_to_take(SWARM, [range(4)], end, lambda index: True)  # the back-off begins
+    assert one.span_to_take(SWARM, [range(4)], end + RECOVERY_BACKOFF_S, lambda index: True) == (range(2, 4), False)
 
 
 def test_layers_that_stay_lost_begin_with_initial_weights() -> None:
@@ -99,6 +105,33 @@ def test_where_only_peers_with_the_whole_model_hold_the_first_layers_one_with_a_
     """They begin nothing for others: those with parts had nothing to do for good (seed 495583 of the sweep)."""
     idle = RecoveringSwarm(members(A=(range(0, 4), 4), B=(range(1, 4), 3), C=(range(2, 4), 2)), retained=False)
     assert idle.pass_time(RECOVERY_BACKOFF_S + 1) == {"B": (range(0, 3), False)}
+
+
+def donating(swarm: dict[PeerId, TrainingPeer], *names: str) -> dict[PeerId, TrainingPeer]:
+    """The same peers, of which these may not train on data of their own."""
+    return {peer: replace(one, originates=peer not in names) for peer, one in swarm.items()}
+
+
+def test_first_layers_at_which_only_donors_are_a_part_takes_that_may_begin_there() -> None:
+    parts = members(A=(range(0, 2), 2), B=(range(0, 2), 2), C=(range(2, 4), 2), D=(range(2, 4), 2))
+    assert RecoveringSwarm(donating(parts, "A")).pass_time(RECOVERY_BACKOFF_S + 1) == {}, "B begins"
+    assert RecoveringSwarm(donating(parts, "A", "B")).pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(0, 2), False)}
+    assert RecoveringSwarm(donating(parts, *"ABCD")).pass_time(2 * TURN_S) == {}, "nobody may begin anywhere"
+
+
+def test_a_donor_takes_lost_layers_but_no_first_ones() -> None:
+    swarm = members(A=(range(2, 4), 2), B=(range(2, 4), 2), C=(range(2, 4), 2))
+    assert ranked(NEEDS, donating(swarm, "A"), [0, 1])[:2] == [("B", range(0, 2)), ("C", range(0, 2))]
+    assert ranked(NEEDS, donating(swarm, "A", "B", "C"), [0, 1])[0] == ("A", range(1, 3))
+    assert ranked(NEEDS, donating(swarm, "A", "B", "C"), [0]) == []
+
+
+def test_nobody_leaves_the_first_layers_to_donors() -> None:
+    swarm = members(A=(range(0, 2), 2), B=(range(0, 2), 2), C=(range(0, 2), 2))
+    assert ranked(NEEDS, donating(swarm, "B"), [3], 1) == [(peer, range(2, 4)) for peer in ("A", "B", "C")], (
+        "of A and C one is left"
+    )
+    assert ranked(NEEDS, donating(swarm, "B", "C"), [3], 1) == []
 
 
 def test_first_layers_that_a_part_holds_or_joins_with_are_left_to_it() -> None:
@@ -172,6 +205,12 @@ def test_a_holder_that_is_back_or_joins_in_time_is_waited_for() -> None:
     assert swarm.pass_time(1.0, joining=(range(0, 4),)) == {"A": range(2, 4)}, "one with the whole model is no part"
     swarm.swarm = CROWDED | members(D=(range(2, 4), 2))
     assert swarm.pass_time(2 * RELIEVE_AFTER_S) == {}
+
+
+def test_a_peer_that_joins_for_ever_keeps_nobody_from_them() -> None:
+    swarm, joining = RelievingSwarm(CROWDED), (range(2, 4),)
+    assert swarm.pass_time(JOINING_S + RELIEVE_AFTER_S, joining) == {}
+    assert swarm.pass_time(1.0, joining) == {"A": range(2, 4)}
 
 
 def test_no_part_takes_them_whose_own_layers_two_other_parts_do_not_hold() -> None:

@@ -10,7 +10,7 @@ from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.membership.records import MOST_PER_S
 from decentral.peers.placement.layer_recovery import TrainingPeer
-from decentral.peers.planning.plan_evaluation import EvaluatePlans, PlanTask, evaluate_plans, work_of
+from decentral.peers.planning.plan_evaluation import HORIZON_S, EvaluatePlans, PlanTask, evaluate_plans, work_of
 from decentral.scheduler.throughput import max_flow
 
 CUTS = tuple(Fragment(index, index, index + 1, 10**6) for index in range(4))
@@ -34,6 +34,20 @@ def test_no_speed_and_no_rate_that_one_peer_publishes_ends_the_evaluation(tokens
             EvaluatePlans(1, task(TrainingPeer(held, 10**9, tokens_per_s, rate)), (), searches=False, seed=1)
         )
         assert 0 <= found.stay_tokens < float("inf")
+
+
+def test_who_only_donates_is_planned_where_others_begin_nothing() -> None:
+    """At first the others hold the last layers, and nobody begins."""
+    donor = TrainingPeer(range(2), 4 * 10**7, 100.0, 1e9, originates=False)
+    trainer = TrainingPeer(range(2, 4), 4 * 10**7, 100.0, 1e9)
+    peers = {PeerId("a"): donor, PeerId("b"): trainer, PeerId("c"): trainer, PeerId("d"): trainer}
+    asked = PlanTask(NEEDS, tuple(sorted(peers.items())), 1024.0, 1)
+    found = evaluate_plans(EvaluatePlans(1, asked, (), searches=True, seed=1))
+    assert found.stay_tokens < 100
+    spans = {peer: range(begin, end) for peer, begin, end in found.found}
+    assert [0 in spans[peer] for peer in ("a", "b", "c", "d")].count(True) == 2
+    assert 0 not in spans["a"]
+    assert found.found_tokens > 0.98 * 400 * HORIZON_S
 
 
 def test_a_swarm_whose_flow_cannot_be_solved_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
