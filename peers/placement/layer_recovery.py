@@ -7,7 +7,8 @@ micro-batches there, and who only donates does not take them. After a random bac
 
 The state comes from a peer that retains one. Where none does, the layers wait for their holder, which may come back
 with its checkpoint: newly initialised weights, once they train, would be taken for the newer ones. Only after
-INITIALISE_AFTER_S the layers start from initial weights.
+INITIALISE_AFTER_S the layers start from initial weights, and while a peer is joining with them, which may be that
+holder, after RETURN_S.
 
 Peers with the whole model begin no micro-batches for others. Where they alone hold the first layers, peers with other
 parts have nothing to do, so one of these takes the first layers, though they are not lost. Where they alone hold later
@@ -30,6 +31,7 @@ RELIEF_PAUSE_S = 60.0  # from one try of a peer to the next, and twice as long e
 JOINING_S = 120.0  # a peer that is joining keeps others from its layers for so long, whether it comes or not
 FIRST = 0  # the fragment at which micro-batches begin
 RELIEVE_AFTER_S = 30.0  # a peer that starts again is back by then
+RETURN_S = 1800.0  # likewise where all that was learned there would be lost
 INITIALISE_AFTER_S = 60.0  # without a holder, for a layer whose state nobody retains
 
 
@@ -54,13 +56,13 @@ class Gaps:
 
     _since: dict[int, Seconds] = field(default_factory=dict)
 
-    def not_waited_for(self, gaps: Sequence[int], joining: Sequence[range], now: Seconds) -> list[int]:
-        """Those of these fragments with which no peer is joining, or which have been waited for."""
+    def not_waited_for(
+        self, gaps: Sequence[int], joining: Sequence[range], now: Seconds, most_s: Seconds = JOINING_S
+    ) -> list[int]:
+        """Those of these fragments with which no peer is joining, or which have been waited for so long."""
         self._since = {index: self._since.get(index, now) for index in gaps}
         return [
-            index
-            for index in gaps
-            if now >= self._since[index] + JOINING_S or not any(index in span for span in joining)
+            index for index in gaps if now >= self._since[index] + most_s or not any(index in span for span in joining)
         ]
 
 
@@ -72,7 +74,7 @@ class LayerRecovery:
     _unheld: Gaps = field(default_factory=Gaps)
     _unbegun: Gaps = field(default_factory=Gaps)  # the first fragment, where no part begins micro-batches there
     _unshared: Gaps = field(default_factory=Gaps)  # those that no part holds
-    _lost_since: dict[int, Seconds] = field(default_factory=dict)  # by lost fragment
+    _lost_since: dict[int, Seconds] = field(default_factory=dict)  # by lost fragment that may be initialised one day
     _turns_at: Seconds | None = None  # when the first candidate's turn begins
     _left_since: dict[int, Seconds] = field(default_factory=dict)  # by fragment that is left to whole-model peers
     _relief_at: Seconds = 0.0  # when this peer may try to take some of these
@@ -90,9 +92,12 @@ class LayerRecovery:
         `joining`: spans of the peers that are joining. `is_retained(fragment)`: whether some peer retains its state.
         """
         count = len(self.needs.fragments)
-        lost = self._unheld.not_waited_for(_missing(count, members), joining, now)
-        self._lost_since = {index: self._lost_since.get(index, now) for index in lost}
-        ready = [index for index in lost if is_retained(index) or now >= self._lost_since[index] + INITIALISE_AFTER_S]
+        unheld = _missing(count, members)
+        lost = self._unheld.not_waited_for(unheld, joining, now)
+        given_up = self._unheld.not_waited_for(unheld, joining, now, RETURN_S)
+        self._lost_since = {index: self._lost_since.get(index, now) for index in given_up}
+        initial = {index for index, since in self._lost_since.items() if now >= since + INITIALISE_AFTER_S}
+        ready = [index for index in lost if index in initial or is_retained(index)]
         beginning = [member.held for member in members.values() if member.originates and len(member.held) < count]
         idle = beginning and not lost and not any(FIRST in span for span in beginning)
         parts_joining = [span for span in joining if len(span) < count]
@@ -147,6 +152,11 @@ def _missing(count: int, members: Mapping[PeerId, TrainingPeer]) -> list[int]:
     return [index for index in range(count) if not any(index in member.held for member in members.values())]
 
 
+def _has(member: TrainingPeer, fragment: int) -> bool:
+    """Whether others may leave the fragment to this peer: at the first one, somebody has to begin micro-batches."""
+    return fragment in member.held and (member.originates or fragment != FIRST)
+
+
 def ranked(
     needs: MemoryNeeds, members: Mapping[PeerId, TrainingPeer], lost: Sequence[int], keep: int = 1
 ) -> list[tuple[PeerId, range]]:
@@ -154,8 +164,7 @@ def ranked(
 
     `keep`: other holders among these that each fragment has to have which such a peer gives up.
     """
-    holders = [sum(index in member.held for member in members.values()) for index in range(len(needs.fragments))]
-    holders[FIRST] = sum(FIRST in member.held and member.originates for member in members.values())
+    holders = [sum(_has(member, index) for member in members.values()) for index in range(len(needs.fragments))]
     found = []
     for peer, member in members.items():
         if len(member.held) == len(holders):
@@ -167,7 +176,7 @@ def ranked(
             span = range(begin, end if end - begin < len(holders) else end - 1)  # never the whole model
             taken = sum(index in span for index in lost)
             given_up = [index for index in member.held if index not in span]
-            if taken and all(holders[index] > keep for index in given_up):
+            if taken and all(holders[index] - _has(member, index) >= keep for index in given_up):
                 options.append((-taken, len(given_up), begin, span))
         if options:
             taken, given_up_count, _, span = min(options, key=lambda one: one[:3])

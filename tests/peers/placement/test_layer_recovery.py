@@ -13,6 +13,7 @@ from decentral.peers.placement.layer_recovery import (
     RELIEF_PAUSE_S,
     RELIEF_TURN_S,
     RELIEVE_AFTER_S,
+    RETURN_S,
     TURN_S,
     LayerRecovery,
     TrainingPeer,
@@ -78,6 +79,15 @@ def test_layers_that_stay_lost_begin_with_initial_weights() -> None:
     assert swarm.pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(2, 4), True)}
 
 
+def test_layers_of_which_nobody_else_has_a_state_wait_long_for_a_holder_that_comes_back() -> None:
+    """Its download may take many minutes, and initial weights that train would be taken for newer than its own."""
+    one = LayerRecovery(PeerId("C"), NEEDS, Random(0))
+    end = int(RETURN_S + INITIALISE_AFTER_S)
+    found = [one.span_to_take(SWARM, [range(3, 4)], float(at), lambda index: False) for at in range(end + 3)]
+    assert not any(found[:end])
+    assert found[-1] == (range(2, 4), True)
+
+
 def test_a_layer_that_comes_back_in_time_is_not_taken() -> None:
     swarm = RecoveringSwarm(SWARM, retained=False)
     swarm.pass_time(INITIALISE_AFTER_S - 1)
@@ -131,7 +141,9 @@ def test_nobody_leaves_the_first_layers_to_donors() -> None:
     assert ranked(NEEDS, donating(swarm, "B"), [3], 1) == [(peer, range(2, 4)) for peer in ("A", "B", "C")], (
         "of A and C one is left"
     )
-    assert ranked(NEEDS, donating(swarm, "B", "C"), [3], 1) == []
+    assert ranked(NEEDS, donating(swarm, "B", "C"), [3], 1) == [("B", range(2, 4)), ("C", range(2, 4))]
+    two = members(A=(range(0, 2), 2), B=(range(0, 2), 2))
+    assert ranked(NEEDS, donating(two, "B"), [2, 3]) == [("B", range(2, 4))]
 
 
 def test_first_layers_that_a_part_holds_or_joins_with_are_left_to_it() -> None:
