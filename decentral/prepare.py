@@ -22,7 +22,7 @@ from decentral import __version__, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, silent_peers, stage_config
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Signer
-from decentral.comm.wire.invitations import Permission
+from decentral.comm.wire.private_swarm import may_train
 from decentral.core.errors import UserError
 from decentral.core.journal import Journal
 from decentral.core.plain_text import plain_text
@@ -69,7 +69,7 @@ async def claim_layers(
         memory_bytes = launch.model_bytes(flags.memory, access.config, kept, flags.island)
     else:
         memory_bytes = flags.memory or measure.memory_bytes(device.device)
-    originates = access.private is None or access.private.may(Permission.TRAIN)
+    originates = may_train(access.private, own.peer)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept, originates)
     needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
     silent = partial(silent_peers, transport)

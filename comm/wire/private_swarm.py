@@ -100,11 +100,6 @@ class PrivateSwarm:
     def admits(self, peer: PeerId) -> bool:
         return self.refusal(peer) is None
 
-    def trains(self, peer: PeerId) -> bool:
-        """Whether the peer may train on data of its own, as far as we know its invitation."""
-        member = self.members.get(peer)
-        return member is None or member.invitation.may.allows(Permission.TRAIN)
-
     def holder_of(self, peer: PeerId) -> PeerId:
         """A name for the invitation that the peer is a member by: all that have the same one share what it may take."""
         member = self.members.get(peer)
@@ -274,6 +269,14 @@ class MemberSigner:
 def revoked_key(run: RunId) -> str:
     """The key of a private run's revocations in the DHT. Each that announces them has a subkey."""
     return f"{run}/revoked"
+
+
+def may_train(private: PrivateSwarm | None, peer: PeerId) -> bool:
+    """Whether the peer may train on data of its own, as far as we know its invitation; None: the swarm is public."""
+    if private is None or peer == private.own:
+        return private is None or private.may(Permission.TRAIN)
+    member = private.members.get(peer)
+    return member is None or member.invitation.may.allows(Permission.TRAIN)
 
 
 def storable(private: PrivateSwarm | None) -> OpenRecord:

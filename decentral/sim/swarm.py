@@ -13,7 +13,7 @@ from decentral.comm.net.virtual_network import Network
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import FOR_EVER, NOTHING_REVOKED, FounderKeys, Holding, Permission, Revocations
-from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm
+from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, may_train
 from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
 from decentral.core.config import Config
@@ -215,7 +215,7 @@ class SimulatedSwarm:
         saved = member.disk.checkpoint
         kept = saved.span if saved is not None else spans[member.number % len(spans)] if spans else None
         private = _private(member, self.clock(member))
-        trains = private is None or private.may(Permission.TRAIN)
+        trains = may_train(private, member.peer)
         own, run = _signer(member, private), self.settings.run
         return claim_span.SpanRequest(self.settings.config, run, own, (), memory_bytes, kept, trains)
 

@@ -13,6 +13,7 @@ exchanges, donor and record go by the new span.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from decentral.comm.wire.private_swarm import may_train
 from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import ChangeSpan, SpanChanged
@@ -158,16 +159,15 @@ class SpanManager:
         follow the same plan.
         """
         setup, live = self.setup(), self.selection.roster.live
-        private, stage = setup.private, setup.routes
         fragments = self.route_planner.whole_fragments
         spans = {peer: fragments(entry.record.first, entry.record.last) for peer, entry in live.items()}
         members = {
-            peer: _member(spans[peer], entry.record.profile, private is None or private.trains(peer))
+            peer: _member(spans[peer], entry.record.profile, may_train(setup.private, peer))
             for peer, entry in live.items()
             if entry.record.phase == "training"
         }
         profile = self.own_record.published or self.own_record.profile(now)
-        members[setup.own.peer] = _member(setup.held, profile, stage is None or stage.originates)
+        members[setup.own.peer] = _member(setup.held, profile, may_train(setup.private, setup.own.peer))
         return members, [span for peer, span in spans.items() if peer not in members]
 
 

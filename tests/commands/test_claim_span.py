@@ -49,9 +49,14 @@ async def chosen(
     own: Identity, network: Loopback, memory_bytes: int, kept: tuple[int, int] | None
 ) -> claim_span.ClaimedSpan:
     request = claim_span.SpanRequest(CONFIG, RUN, own, (), memory_bytes, kept)
-    silent = partial(claim_span.silent_peers, network.transport(own.peer))
-    clock = claim_span.RealClock(time.time)
-    return await claim_span.claim(request, NEEDS, LoopbackDirectory(network), silent, clock)
+    return await claimed_by(request, network, LoopbackDirectory(network))
+
+
+async def claimed_by(
+    request: claim_span.SpanRequest, network: Loopback, directory: LoopbackDirectory, needs: MemoryNeeds = NEEDS
+) -> claim_span.ClaimedSpan:
+    silent = partial(claim_span.silent_peers, network.transport(request.own.peer))
+    return await claim_span.claim(request, needs, directory, silent, claim_span.RealClock(time.time))
 
 
 async def trains(network: Loopback, own: Identity, first: int, last: int, speed: float = 1000.0) -> None:
@@ -182,9 +187,7 @@ def test_who_finds_nobody_at_first_asks_when_it_looks_again(identities: list[Ide
             await trains(network, own, *layers)
         await network.transport(identities[3].peer).serve(answer, lambda _: 0)  # only the last layers are held
         request = claim_span.SpanRequest(CONFIG, RUN, identities[0], (), HALF, None)
-        silent = partial(claim_span.silent_peers, network.transport(identities[0].peer))
-        clock = claim_span.RealClock(time.time)
-        return (await claim_span.claim(request, NEEDS, LateDirectory(network), silent, clock)).span
+        return (await claimed_by(request, network, LateDirectory(network))).span
 
     assert asyncio.run(story()) == FIRST
 
@@ -193,9 +196,7 @@ def test_who_only_donates_leaves_the_first_layers_to_those_that_begin_there(iden
     async def donates(needs: MemoryNeeds, memory_bytes: int) -> tuple[int, int] | None:
         request = claim_span.SpanRequest(CONFIG, RUN, identities[0], (), memory_bytes, None, originates=False)
         network = Loopback()
-        silent = partial(claim_span.silent_peers, network.transport(identities[0].peer))
-        clock = claim_span.RealClock(time.time)
-        return (await claim_span.claim(request, needs, LoopbackDirectory(network), silent, clock)).span
+        return (await claimed_by(request, network, LoopbackDirectory(network), needs)).span
 
     assert asyncio.run(claimed(Loopback(), identities[0], HALF)).span == FIRST
     assert asyncio.run(donates(NEEDS, HALF)) == (2, 4)
