@@ -17,13 +17,12 @@ from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.peers.hosts.clock import agreed_s, difference
+from decentral.peers.hosts.clock import MOST_FINDERS, agreed_s, difference
 from decentral.peers.hosts.host import Host
 from decentral.reach_swarm import connect_all
 
 ALONE_LOOK_S = 10.0  # a peer that is alone looks this often
 LOST_LOOK_S = 60.0  # any other one
-MOST_FINDERS = 3  # peers in no roster that are asked for their time at once
 
 Places = Sequence[tuple[str, ...]]
 """The addresses of one peer each."""

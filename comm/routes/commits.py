@@ -11,7 +11,7 @@ So a lost CommitDecision, a killed origin peer, and a route that left this peer 
 origin peer is taken for dead, its micro-batches here do not count at this stage, and nothing worse happens.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.routes.tags import CommitDecisionTag, CommitQueryTag
@@ -25,8 +25,11 @@ from decentral.core.units import Seconds
 
 COMMIT_DECISION_S: Seconds = 5.0  # deadline of a CommitDecision
 DECISIONS_KEPT = 4096  # decisions of either kind that wait for one peer; older ones run out of time there
-IN_DOUBT_S = 1.0  # an execution is held for at least so long before its origin peer is asked
-COMMIT_QUERY_S = 3.0  # deadline of a CommitQuery; an origin peer that takes longer is gone
+IN_DOUBT_S = 1.0  # an execution is held for at least so long before its origin peer is asked ...
+LATE_TIMES = 2.0  # ... or for so many times as long as this one usually takes to decide, if that is sooner ...
+LEAST_IN_DOUBT_S = 0.5  # ... but for so long: where gradients are exact, steps wait until a silent one is found out
+COMMIT_QUERY_S = 3.0  # most for the answer to a CommitQuery; an origin peer that takes longer is gone
+LEAST_COMMIT_QUERY_S = 1.0  # whoever is there answers at once, however much it computes
 COMMITS_KEPT = 4096  # routes that an origin peer remembers, to answer commit queries
 
 
@@ -106,16 +109,20 @@ class CommitProtocol:
     def wake_at(self) -> Seconds | None:
         return earliest(at for execution, (at, _) in self._due.items() if execution.origin not in self._asking)
 
-    def hold(self, execution: ExecutionId, now: Seconds, took_s: Seconds) -> None:
-        """`took_s`: from here to the end of its route and back. The way back to the origin peer takes about as long."""
+    def hold(self, execution: ExecutionId, now: Seconds, took_s: Seconds, usual_s: Seconds | None) -> None:
+        """`took_s`: from here to the end of its route and back. The way back to the origin peer takes about as long.
+        `usual_s`: how long its origin peer usually takes to decide."""
         wait_s = max(IN_DOUBT_S, took_s / 4)
+        if usual_s is not None:
+            wait_s = min(wait_s, max(LEAST_IN_DOUBT_S, LATE_TIMES * usual_s))
         self._due[execution] = (now + wait_s, 2 * wait_s)
 
     def forget(self, execution: ExecutionId) -> None:
         self._due.pop(execution, None)
 
-    def ask(self, now: Seconds) -> list[Ask]:
-        """One question at a time to each origin peer, about all of its executions that are due."""
+    def ask(self, now: Seconds, usual_s: Callable[[PeerId], Seconds | None]) -> list[Ask]:
+        """One question at a time to each origin peer, about all of its executions that are due. `usual_s`: how long it
+        usually takes to decide; so long it may take to answer, and as long again."""
         due: dict[PeerId, list[ExecutionId]] = {}
         for execution, (at, _) in self._due.items():
             if at <= now and execution.origin not in self._asking:
@@ -126,14 +133,19 @@ class CommitProtocol:
             for execution in asked:
                 wait_s = self._due[execution][1]
                 self._due[execution] = (now + wait_s, 2 * wait_s)
-            asks.append(Ask(CommitQueryTag(), origin, Envelope(CommitQuery(self.run, asked)), COMMIT_QUERY_S))
+            decides_s = usual_s(origin)
+            times_s = COMMIT_QUERY_S if decides_s is None else max(LEAST_COMMIT_QUERY_S, LATE_TIMES * decides_s)
+            query = Envelope(CommitQuery(self.run, asked))
+            asks.append(Ask(CommitQueryTag(), origin, query, min(COMMIT_QUERY_S, times_s)))
         return asks
 
-    def answered(self, event: Answered | AskFailed) -> CommitDecision:
-        """What the outcome of our question decides. An origin peer that does not answer is gone."""
+    def unanswered(self, origin: PeerId) -> None:
+        """Our question to this origin peer has failed."""
+        self._asking.pop(origin, None)
+
+    def answered(self, event: Answered) -> CommitDecision:
+        """What the answer to our question decides."""
         asked = set(self._asking.pop(event.peer, ()))
-        if isinstance(event, AskFailed):
-            return CommitDecision(self.run, (), tuple(one for one in self._due if one.origin == event.peer))
         decision = event.envelope.message
         if not isinstance(decision, CommitDecision):
             return CommitDecision(self.run, (), ())

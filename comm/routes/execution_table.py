@@ -181,6 +181,13 @@ class ExecutionTable:
             return effects
         return effects + self.let_go(execution, reason)
 
+    def origin_is_gone(self, origin: PeerId) -> list[Effect]:
+        """Gives up what is held of an origin peer that does not answer, and what it has asked for itself: the next sum
+        with that would wait for it as this one has. If it lives it asks another peer."""
+        of_it = [one for one in self.by_id.values() if one.id.origin == origin]
+        gone = [one for one in of_it if one.state is HELD or [*one.askers] == [origin]]
+        return [effect for one in gone for effect in self.give_up(one, Reason.MOVED)]
+
     def give_up_held(self, new: StageExecution) -> list[Effect]:
         """Gives up what is held of a micro-batch for layers with which it comes again: no route has both.
 

@@ -62,6 +62,7 @@ class Forwarding:
     scheduler: PeerScheduler = field(default_factory=PeerScheduler)
     weights: RoutingWeights = field(default_factory=RoutingWeights)
     trust: Reputations = field(default_factory=Reputations)
+    questioned: set[PeerId] = field(default_factory=set)  # that have not answered yet whether they still compute
     _ends: dict[int, StrideScheduler[int]] = field(default_factory=dict)  # by the layer that an execution begins with
 
     def hold(self, stage: StageConfig) -> None:
@@ -102,6 +103,7 @@ class Forwarding:
         holders = [peer for peer, weight in trust.items() if weight]
         peers = [peer for peer in holders if peer not in hop.tried]
         peers = peers or [peer for peer in holders if peer != hop.tried[-1]] or holders
+        peers = [peer for peer in peers if peer not in self.questioned] or peers
         peers = [peer for peer in self.scheduler.askable(peers, now) if peer not in hop.busy]
         if not peers:
             return self._wait(hop, now)
@@ -204,6 +206,7 @@ class Forwarding:
         hop = execution.sent
         assert hop.to is not None
         hop.look_at = None
+        self.questioned.add(hop.to)
         tag, status_s = ForwardStatusTag(execution.token, hop.attempts), self.scheduler.status_s(hop.to)
         return Ask(tag, hop.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), status_s)
 

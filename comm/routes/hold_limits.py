@@ -9,6 +9,7 @@ tenth of the time, and those that commit are not concerned.
 from dataclasses import dataclass, field
 from statistics import median_low
 
+from decentral.comm.routes.pacing import NEWEST_WEIGHT
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
@@ -41,8 +42,13 @@ class HoldLimits:
         proven = origin in self._waits or not self._waits
         return now < self._rests.get(origin, (0.0, 0.0))[0] or (not proven and now < self._unproven_rest_until)
 
+    def usual_s(self, origin: PeerId) -> Seconds | None:
+        """How long this origin peer usually takes to decide; None: it has committed nothing here yet."""
+        return self._waits.get(origin)
+
     def committed(self, origin: PeerId, waited_s: Seconds) -> None:
-        keep_latest(self._waits, origin, waited_s, ORIGINS_KEPT)
+        before_s = self._waits.get(origin, waited_s)
+        keep_latest(self._waits, origin, before_s + NEWEST_WEIGHT * (waited_s - before_s), ORIGINS_KEPT)
 
     def ran_out(self, origin: PeerId, held_s: Seconds, now: Seconds) -> None:
         """The origin peer has not decided in time."""

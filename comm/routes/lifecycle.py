@@ -122,6 +122,10 @@ class ExecutionLifecycle:
     def answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """The next peer answered a ForwardRequest or a ForwardStatusQuery, or did not."""
         assert isinstance(event.tag, ForwardTag | ForwardStatusTag)
+        if isinstance(event.tag, ForwardStatusTag):
+            self.forwarding.questioned.discard(event.peer)
+            if isinstance(event, AskFailed):
+                return self._silent(event.peer, now - event.seconds, now)
         execution = self.table.awaits(event.tag)
         if execution is None:
             return []
@@ -141,6 +145,16 @@ class ExecutionLifecycle:
                     self.table.jobs.push(Backward(execution.token, response.layout, blob, thin))
                     return self.audits.gave_back(execution, event, now)
         return self.forwarding.missed(execution, event.peer, now)
+
+    def _silent(self, peer: PeerId, since: Seconds, now: Seconds) -> list[Effect]:
+        """The next peer has not answered what was asked `since`. All that was sent to it before that goes to others: it
+        would be asked for each of them, one after another, while steps wait."""
+        effects: list[Effect] = []
+        for execution in list(self.table.by_token.values()):
+            hop = execution.next_hop
+            if execution.state is AWAY and hop is not None and hop.to == peer and hop.sent_at <= since:
+                effects += self.forwarding.missed(execution, peer, now)
+        return effects
 
     def lost(self, is_there: Callable[[PeerId], bool], now: Seconds) -> list[Effect]:
         """What was sent to peers that are not there any more goes to others, whatever their deadlines."""
@@ -203,7 +217,8 @@ class ExecutionLifecycle:
         if not self.admission.stage.synchronous:  # there a round has its own end
             route_s = self.forwarding.load.rest_s(done.tokens, 0)
             execution.until = min(execution.until, now + self.table.holds.limit_s(route_s))
-        self.table.commits.hold(execution.id, now, now - execution.started_at)
+        usual_s = self.table.holds.usual_s(PeerId(execution.id.origin))
+        self.table.commits.hold(execution.id, now, now - execution.started_at, usual_s)
         stage = self.admission.stage
         route = (Hop(stage.peer, execution.id.first, execution.last), *hops)
         execution.answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, route, done.layout), done.blob)

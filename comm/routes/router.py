@@ -134,7 +134,7 @@ class Router:
     def _react(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
-                return [*self.lifecycle.overdue(now), *self.commits.ask(now)]
+                return [*self.lifecycle.overdue(now), *self.commits.ask(now, self.table.holds.usual_s)]
             case Asked(envelope=Envelope(ForwardRequest() as request)):
                 return self.lifecycle.requested(event, request, now)
             case Asked(request, sender, Envelope(CommitDecision() as decision)):
@@ -142,8 +142,11 @@ class Router:
             case Asked(request, sender, Envelope(CommitQuery(executions=executions))):
                 under_way = {execution.id.number for execution in self.executions.values() if execution.own}
                 return [Reply(request, Envelope(self.commits.answer(sender, executions, under_way)))]
-            case Answered(tag=CommitQueryTag()) | AskFailed(tag=CommitQueryTag()):
+            case Answered(tag=CommitQueryTag()):
                 return self.table.decided(event.peer, self.commits.answered(event), now)
+            case AskFailed(tag=CommitQueryTag()):
+                self.commits.unanswered(event.peer)
+                return self.table.origin_is_gone(event.peer)
             case Answered(tag=CommitDecisionTag()) | AskFailed(tag=CommitDecisionTag()):
                 self.commits.told(event)
             case Answered(tag=PresenceTag()) | AskFailed(tag=PresenceTag()):

@@ -20,7 +20,7 @@ from decentral.core.config import Config
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log, log
 from decentral.core.units import Seconds
-from decentral.peers.hosts.clock import agreed_s
+from decentral.peers.hosts.clock import MOST_FINDERS, agreed_s
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node, NodePhase
 from decentral.peers.node.setup import NodeSetup
@@ -154,6 +154,7 @@ class SimulatedSwarm:
         self._state_layouts = settings.state_layouts()
         self._needs = memory.needs(settings.config, settings.fragments)
         self._chance = rng.stream(seed, "swarm")
+        self._chance_of_finders = rng.stream(seed, "finders")
 
     @property
     def living(self) -> list[SimulatedPeer]:
@@ -300,11 +301,24 @@ class SimulatedSwarm:
         """
         assert member.host is not None
         live = member.host.node.roster.live
-        found = [self.by_peer[peer] for peer in self._contacts(member)]
-        found += [one for one in self.living if member.peer in self._contacts(one)]
-        ahead_s = {one.peer: one.clock_s - member.clock_s for one in found if one.training}
+        known = dict.fromkeys(self._contacts(member))
+        strangers = [peer for peer in self._connected(member) if peer not in live]
+        met = self._chance_of_finders.sample(strangers, min(MOST_FINDERS, len(strangers)))
+        found = [one for peer in dict.fromkeys([*known, *met]) if (one := self.by_peer[peer]).training]
+        ahead_s = {one.peer: one.clock_s - member.clock_s for one in found}
         lost_apart = any(agreed_s([apart_s]) for peer, apart_s in ahead_s.items() if peer not in live)
         return list(ahead_s) if lost_apart and agreed_s(list(ahead_s.values())) else []
+
+    def _connected(self, member: SimulatedPeer) -> list[PeerId]:
+        """The peers to whose nodes of the DHT this one's is connected: each node meets those that its contacts know."""
+        contacts = {one.peer: self._contacts(one) for one in self.living}
+        connected, added = {member.peer}, [member.peer]
+        while added:
+            known = {peer for one in added for peer in contacts.get(one, ())}
+            finders = {one for one, theirs in contacts.items() if not connected.isdisjoint(theirs)}
+            added = sorted((known | finders) - connected)
+            connected.update(added)
+        return sorted(connected - {member.peer})
 
     def _write_line(self, member: SimulatedPeer, peer: PeerId, t: Seconds, line: Log) -> None:
         """A line of its journal, or one more that a full disk loses."""

@@ -15,6 +15,7 @@ from decentral.core.units import Seconds
 
 MOST_AHEAD_S = 366 * 24 * 3600.0  # no clock that others go by is further from ours; infinity ended the peer
 CLOCKS_AGREE_S = 2.0  # clocks that differ by less are taken as they are: windows and ages have room for it
+MOST_FINDERS = 3  # peers in no roster that are asked for their time at once
 
 
 def steady_s() -> Seconds:

@@ -11,7 +11,8 @@ from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Identity
 from decentral.core.ids import PeerId
-from decentral.lost_peers import MOST_FINDERS, meet, some_finders, time_to_take
+from decentral.lost_peers import meet, some_finders, time_to_take
+from decentral.peers.hosts.clock import MOST_FINDERS
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 KEY = "run/peers"
@@ -40,6 +41,32 @@ def test_who_knows_nobody_of_those_that_have_found_it_asks_them_and_knows_where_
             assert all([await ours.connect(addresses[0]) == peer for peer, addresses in some.items()])
         finally:
             await asyncio.gather(*(one.close() for one in (ours, *finders)))
+
+    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+
+
+@pytest.mark.swarm
+def test_where_one_peer_of_each_part_has_met_the_others_are_soon_connected_too(tmp_path: Path) -> None:
+    """So where one knows as many of both times, the lesser part still finds more of the other one: their tables merge."""
+
+    async def story() -> None:
+        owns = [Identity.load_or_create(tmp_path / name) for name in "abcde"]
+        transports = await asyncio.gather(*(Libp2p.start(tmp_path / name, LISTEN, ()) for name in "abcde"))
+        try:
+            directories = list[HivemindDirectory]()
+            for number, transport in enumerate(transports):
+                first = transports[0 if number < 3 else 3]  # a, b, c and d, e: two parts
+                contacts = [] if first is transport else [await transport.connect((await first.addresses())[0])]
+                directories.append(await transport.directory([KEY], contacts))
+            e, a = transports[4], transports[0]
+            assert set(await e.connections()) == {transports[3].peer}
+            assert await meet(transports[3], directories[3], [await a.addresses()]) == [a.peer]
+            for directory, own in zip(directories, owns, strict=True):
+                await announce(directory, own)
+                await directory.fetch(KEY)
+            assert set(await e.connections()) == {one.peer for one in transports} - {e.peer}
+        finally:
+            await asyncio.gather(*(one.close() for one in transports))
 
     asyncio.run(asyncio.wait_for(story(), LIMIT_S))
 

@@ -10,10 +10,10 @@ import pytest
 
 from decentral import audit
 from decentral.comm.routes.admission import MOST_HELD
-from decentral.comm.routes.commits import COMMIT_QUERY_S, IN_DOUBT_S
+from decentral.comm.routes.commits import COMMIT_QUERY_S, IN_DOUBT_S, LEAST_COMMIT_QUERY_S, LEAST_IN_DOUBT_S
 from decentral.comm.routes.execution import ExecutionState
 from decentral.comm.routes.ledger import GradientLedger
-from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S, LOOK_FLOOR_S, RoutingWeights
+from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S, LOOK_FLOOR_S, STATUS_FLOOR_S, RoutingWeights
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.tags import ForwardTag
 from decentral.comm.wire.codec import Envelope
@@ -158,15 +158,28 @@ def with_a_silent_end() -> World:
     return world
 
 
-def test_a_silent_peer_is_found_out_after_two_seconds_and_then_has_nothing_for_more_than_two() -> None:
-    """Steps wait for it. It was asked after 2 s whether it still computed, and had 2 s more to say so."""
-    world, found_out_s = with_a_silent_end(), 2 * LOOK_FLOOR_S + 0.2
+def at(world: World, peer: str) -> list[float]:
+    """When the micro-batches of A that this peer has were sent to it."""
     origin = world.peers[PeerId("A")].routes
-    world.run(found_out_s)
-    assert PeerId("C") in origin.forwarding.scheduler.suspended
-    world.run(found_out_s)
-    assert not any(hop.to == "C" for one in origin.executions.values() if (hop := one.next_hop) is not None)
+    hops = (one.next_hop for one in origin.executions.values())
+    return [hop.sent_at for hop in hops if hop is not None and hop.to == peer]
+
+
+def test_all_that_a_silent_peer_has_goes_to_others_as_soon_as_one_question_is_not_answered() -> None:
+    """Steps wait for it. Each micro-batch that it had was asked for in turn, after 1 s each, and had 1 s for the answer."""
+    world = with_a_silent_end()
+    silent_from_s = world.now
+    world.run(LOOK_FLOOR_S + 0.2)
+    assert at(world, "C")
+    sent = at(world, "C")
+    world.run(STATUS_FLOOR_S - 0.3)
+    assert at(world, "C") == sent, "while it owes an answer it gets nothing"
+    world.run(0.4)
+    assert world.now - silent_from_s == pytest.approx(LOOK_FLOOR_S + STATUS_FLOOR_S + 0.3)
+    assert not at(world, "C")
+    assert PeerId("C") in world.peers[PeerId("A")].routes.forwarding.scheduler.suspended
     finish(world)
+    assert result(world).sound
 
 
 def test_a_peer_that_takes_longer_than_usual_is_asked_and_keeps_its_turns_until_its_deadline() -> None:
@@ -370,6 +383,28 @@ def test_gradients_of_an_origin_peer_that_was_killed_hold_up_the_others_until_it
             steps.append(world.now)
     gaps = [late - early for early, late in pairwise([killed_at, *steps, world.now])]
     assert max(gaps) < IN_DOUBT_S + COMMIT_QUERY_S + 1.0
+    finish(world)
+    assert result(world).sound
+
+
+def test_an_origin_peer_that_falls_silent_holds_up_the_steps_of_others_for_less_than_two_seconds() -> None:
+    """Exact gradients: C takes no step, and computes nothing, while B's micro-batches in its sum are not decided. It
+    asked B after 1 s, and gave it 3 s to answer: A stood still for 4 s."""
+    world = World(CUTS)
+    for name, first, last in (("A", 0, 2), ("B", 0, 2), ("C", 2, 4)):
+        world.add(name, first, last, seconds=0.1, overlap=False)
+    world.start()
+    world.run(10.0)
+    world.freeze("B", known_after_s=1000.0)
+    origin, frozen_at = world.peers[PeerId("A")], world.now
+    before, steps = counted(origin), [frozen_at]
+    while world.now < frozen_at + 10.0:
+        world.run(0.1)
+        if counted(origin) > before:
+            before = counted(origin)
+            steps.append(world.now)
+    gaps = [late - early for early, late in pairwise(steps)]
+    assert LEAST_IN_DOUBT_S < max(gaps) < LEAST_IN_DOUBT_S + LEAST_COMMIT_QUERY_S + 0.5
     finish(world)
     assert result(world).sound
 
