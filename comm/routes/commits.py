@@ -29,7 +29,7 @@ IN_DOUBT_S = 1.0  # an execution is held for at least so long before its origin 
 LATE_TIMES = 2.0  # ... or for so many times as long as this one usually takes to decide, if that is sooner ...
 LEAST_IN_DOUBT_S = 0.5  # ... but for so long: where gradients are exact, steps wait until a silent one is found out
 COMMIT_QUERY_S = 3.0  # most for the answer to a CommitQuery; an origin peer that takes longer is gone
-LEAST_COMMIT_QUERY_S = 1.0  # whoever is there answers at once, however much it computes
+LEAST_COMMIT_QUERY_S = 2.0  # whoever is there answers at once, but a packet that is lost comes a second later
 COMMITS_KEPT = 4096  # routes that an origin peer remembers, to answer commit queries
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from decentral.comm.routes.commits import CommitProtocol
-from decentral.comm.routes.execution import AWAY, ENDED, GONE, HELD, ForwardedExecution, StageExecution
+from decentral.comm.routes.execution import AWAY, ENDED, FORWARD, GONE, HELD, ForwardedExecution, StageExecution
 from decentral.comm.routes.hold_limits import HoldLimits
 from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.tags import ExecutionTag
@@ -74,6 +74,7 @@ class ExecutionTable:
     overlap: bool  # StageConfig.overlap
     ledger: Ledger
     commits: CommitProtocol
+    exact: bool = False  # StageConfig.exact
     jobs: JobQueue = field(default_factory=JobQueue)
     holds: HoldLimits = field(default_factory=HoldLimits)
     by_token: dict[int, StageExecution] = field(default_factory=dict)
@@ -181,12 +182,21 @@ class ExecutionTable:
             return effects
         return effects + self.let_go(execution, reason)
 
+    def usually_decides_s(self, origin: PeerId) -> Seconds | None:
+        """How long this origin peer usually takes to decide, where steps wait for it; None: unknown, or they do not."""
+        return self.holds.usual_s(origin) if self.exact else None
+
     def origin_is_gone(self, origin: PeerId) -> list[Effect]:
-        """Gives up what is held of an origin peer that does not answer, and what it has asked for itself: the next sum
-        with that would wait for it as this one has. If it lives it asks another peer."""
+        """Gives up what is held of an origin peer that does not answer. Where steps wait also what it has sent here
+        itself, and what has not begun: the next sum with that would wait as this one has. If it lives it asks another
+        peer."""
         of_it = [one for one in self.by_id.values() if one.id.origin == origin]
-        gone = [one for one in of_it if one.state is HELD or [*one.askers] == [origin]]
+        gone = [one for one in of_it if one.state is HELD or (self.exact and self._not_begun_for(origin, one))]
         return [effect for one in gone for effect in self.give_up(one, Reason.MOVED)]
+
+    def _not_begun_for(self, origin: PeerId, execution: ForwardedExecution) -> bool:
+        waits = execution.state is FORWARD and execution.token in self.jobs.waiting
+        return waits and [*execution.askers] == [origin]
 
     def give_up_held(self, new: StageExecution) -> list[Effect]:
         """Gives up what is held of a micro-batch for layers with which it comes again: no route has both.

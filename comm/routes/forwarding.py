@@ -6,6 +6,7 @@ send --few holders-------------------------> ForwardRequest --answered--> (comm/
                                                    --failed----> another peer gets the same activations
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -62,7 +63,7 @@ class Forwarding:
     scheduler: PeerScheduler = field(default_factory=PeerScheduler)
     weights: RoutingWeights = field(default_factory=RoutingWeights)
     trust: Reputations = field(default_factory=Reputations)
-    questioned: set[PeerId] = field(default_factory=set)  # that have not answered yet whether they still compute
+    questioned: Counter[PeerId] = field(default_factory=Counter)  # questions whether they still compute, not answered
     _ends: dict[int, StrideScheduler[int]] = field(default_factory=dict)  # by the layer that an execution begins with
 
     def hold(self, stage: StageConfig) -> None:
@@ -103,8 +104,9 @@ class Forwarding:
         holders = [peer for peer, weight in trust.items() if weight]
         peers = [peer for peer in holders if peer not in hop.tried]
         peers = peers or [peer for peer in holders if peer != hop.tried[-1]] or holders
-        peers = [peer for peer in peers if peer not in self.questioned] or peers
         peers = [peer for peer in self.scheduler.askable(peers, now) if peer not in hop.busy]
+        if self.stage.exact:
+            peers = [peer for peer in peers if peer not in self.questioned] or peers
         if not peers:
             return self._wait(hop, now)
         rates = self._rates(execution.last, {peer: trust[peer] for peer in peers})
@@ -160,7 +162,7 @@ class Forwarding:
         execution.events.append(("sent to", to))
         hop.to, hop.sent_at, hop.attempts = to, now, hop.attempts + 1
         hop.late_at, hop.late = now + self._deadline_s(execution, to), False
-        hop.look_at = now + self.scheduler.look_s(to, self._guess_s(execution))
+        hop.look_at = now + self.scheduler.look_s(to, self._guess_s(execution), self.stage.exact)
         hop.tried.append(to)
         self.scheduler.asked(to, now)
         times = patience_s, min(MAX_ROUTE_S, max(0.0, execution.until - now))
@@ -206,9 +208,15 @@ class Forwarding:
         hop = execution.sent
         assert hop.to is not None
         hop.look_at = None
-        self.questioned.add(hop.to)
+        self.questioned[hop.to] += 1
         tag, status_s = ForwardStatusTag(execution.token, hop.attempts), self.scheduler.status_s(hop.to)
         return Ask(tag, hop.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), status_s)
+
+    def status_heard(self, peer: PeerId) -> None:
+        """A question of `ask_status` was answered, or failed."""
+        self.questioned[peer] -= 1
+        if self.questioned[peer] <= 0:
+            del self.questioned[peer]
 
     def only_late(self, execution: StageExecution, peer: PeerId, now: Seconds) -> None:
         """The next peer still computes."""

@@ -43,7 +43,7 @@ class HoldLimits:
         return now < self._rests.get(origin, (0.0, 0.0))[0] or (not proven and now < self._unproven_rest_until)
 
     def usual_s(self, origin: PeerId) -> Seconds | None:
-        """How long this origin peer usually takes to decide; None: it has committed nothing here yet."""
+        """How long this origin peer usually takes to decide; None: it has committed nothing here lately."""
         return self._waits.get(origin)
 
     def committed(self, origin: PeerId, waited_s: Seconds) -> None:

@@ -5,8 +5,9 @@ gets the same (comm/routes/forwarding.py). The peers before it see nothing of th
 second time for an execution, because the peer in between is gone, computes it once and sends the same gradient again.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decentral.comm.routes.admission import Admission
 from decentral.comm.routes.audits import RouteAudits
@@ -14,15 +15,16 @@ from decentral.comm.routes.execution import AWAY, BACKWARD, GONE, HELD, Forwarde
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import Forwarding
 from decentral.comm.routes.ledger import CommitState, GradientEntry
-from decentral.comm.routes.pacing import budget_s
+from decentral.comm.routes.pacing import MOST_NEXT_PEERS, budget_s
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, Done, ExecutionId, ForwardRequest, Hop, Refused
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, BackwardDone, ExecutionFailed, Forward, ForwardDone
+from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect
-from decentral.core.reasons import Reason
+from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 
 # Refusals that are no failure: a peer's record may be older than a change of its layers.
@@ -39,6 +41,7 @@ class ExecutionLifecycle:
     forwarding: Forwarding
     audits: RouteAudits
     completed: int = 0  # micro-batches of our own that got through the model
+    _heard_at: dict[PeerId, Seconds] = field(default_factory=dict)  # when a next peer last answered anything
 
     # What the asker says
 
@@ -123,9 +126,11 @@ class ExecutionLifecycle:
         """The next peer answered a ForwardRequest or a ForwardStatusQuery, or did not."""
         assert isinstance(event.tag, ForwardTag | ForwardStatusTag)
         if isinstance(event.tag, ForwardStatusTag):
-            self.forwarding.questioned.discard(event.peer)
-            if isinstance(event, AskFailed):
+            self.forwarding.status_heard(event.peer)
+            if isinstance(event, AskFailed) and self._is_silent(event, now):
                 return self._silent(event.peer, now - event.seconds, now)
+        if isinstance(event, Answered):
+            keep_latest(self._heard_at, event.peer, now, MOST_NEXT_PEERS)
         execution = self.table.awaits(event.tag)
         if execution is None:
             return []
@@ -145,6 +150,12 @@ class ExecutionLifecycle:
                     self.table.jobs.push(Backward(execution.token, response.layout, blob, thin))
                     return self.audits.gave_back(execution, event, now)
         return self.forwarding.missed(execution, event.peer, now)
+
+    def _is_silent(self, event: AskFailed, now: Seconds) -> bool:
+        """Whether a status query tells that nothing comes from this peer: it has answered nothing since it was asked.
+        Only where steps wait is that enough to send all that it has to others."""
+        heard_at = self._heard_at.get(event.peer, -math.inf)
+        return self.table.exact and event.reason in SILENT and heard_at < now - event.seconds
 
     def _silent(self, peer: PeerId, since: Seconds, now: Seconds) -> list[Effect]:
         """The next peer has not answered what was asked `since`. All that was sent to it before that goes to others: it
@@ -217,7 +228,7 @@ class ExecutionLifecycle:
         if not self.admission.stage.synchronous:  # there a round has its own end
             route_s = self.forwarding.load.rest_s(done.tokens, 0)
             execution.until = min(execution.until, now + self.table.holds.limit_s(route_s))
-        usual_s = self.table.holds.usual_s(PeerId(execution.id.origin))
+        usual_s = self.table.usually_decides_s(PeerId(execution.id.origin))
         self.table.commits.hold(execution.id, now, now - execution.started_at, usual_s)
         stage = self.admission.stage
         route = (Hop(stage.peer, execution.id.first, execution.last), *hops)

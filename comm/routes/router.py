@@ -50,7 +50,7 @@ class Router:
         self.stage, self.ledger = stage, ledger
         self.window = MicroBatchWindow(stage.max_own, FULL if full else LEAN, max(2, min(stages, stage.capacity)))
         self.load, self.commits = StageLoad(stage), CommitProtocol(stage.run, stage.peer)
-        self.table = ExecutionTable(stage.overlap, ledger, self.commits)
+        self.table = ExecutionTable(stage.overlap, ledger, self.commits, exact=stage.exact)
         self.forwarding = Forwarding(stage, view, self.load, self.table)
         self.admission = Admission(stage, self.table, self.forwarding, self.window)
         self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
@@ -134,7 +134,7 @@ class Router:
     def _react(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
-                return [*self.lifecycle.overdue(now), *self.commits.ask(now, self.table.holds.usual_s)]
+                return [*self.lifecycle.overdue(now), *self.commits.ask(now, self.table.usually_decides_s)]
             case Asked(envelope=Envelope(ForwardRequest() as request)):
                 return self.lifecycle.requested(event, request, now)
             case Asked(request, sender, Envelope(CommitDecision() as decision)):

@@ -50,6 +50,12 @@ class StageConfig:
     def layers(self) -> int:
         return self.cuts[-1].last
 
+    @property
+    def exact(self) -> bool:
+        """Whether gradients are of the weights that they change, since steps wait for all that is under way here. Then
+        who is silent is looked for sooner; elsewhere a false alarm costs more than the wait."""
+        return not self.overlap and not self.synchronous
+
     def begins(self, layer: int) -> bool:
         """Whether others' executions may begin here with this layer."""
         return layer in self._entries

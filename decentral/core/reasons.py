@@ -104,3 +104,7 @@ class Reason(StrEnum):
     YIELDED = "yielded"  # another peer gives the same fragment up, and goes first
     REPLANNED = "replanned"  # a better plan wants another span
     LEGS = "legs"  # stage executions under way took too long
+
+
+SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
+"""Why a question has failed whose peer may not be there any more."""

@@ -28,7 +28,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect, Woke, earliest, log
-from decentral.core.reasons import Reason
+from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
@@ -44,7 +44,6 @@ DEAD_AFTER = 2  # unanswered questions in a row
 MOST_DROPPED = 8192  # dropped peers whose last record's time is remembered; beyond them, the first ones are forgotten
 NEIGHBOURS = 24  # holders of a layer that a peer knows
 SPEED_UNIT = 2.0**-40  # tokens/s: sums of speeds are whole numbers of it
-SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
 
 
 @dataclass(frozen=True, slots=True)

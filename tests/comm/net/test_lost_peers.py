@@ -47,7 +47,7 @@ def test_who_knows_nobody_of_those_that_have_found_it_asks_them_and_knows_where_
 
 @pytest.mark.swarm
 def test_where_one_peer_of_each_part_has_met_the_others_are_soon_connected_too(tmp_path: Path) -> None:
-    """So where one knows as many of both times, the lesser part still finds more of the other one: their tables merge."""
+    """Their tables merge. So where one knows as many of both times, the lesser part still finds more of the other."""
 
     async def story() -> None:
         owns = [Identity.load_or_create(tmp_path / name) for name in "abcde"]

@@ -1,11 +1,25 @@
 """Outboxes: what peers are told of executions, one question at a time."""
 
-from decentral.comm.routes.commits import DECISIONS_KEPT, CommitProtocol
+import pytest
+
+from decentral.comm.routes.commits import (
+    COMMIT_QUERY_S,
+    DECISIONS_KEPT,
+    IN_DOUBT_S,
+    LEAST_COMMIT_QUERY_S,
+    LEAST_IN_DOUBT_S,
+    CommitProtocol,
+)
+from decentral.comm.routes.execution import ForwardedExecution
+from decentral.comm.routes.execution_table import ExecutionTable
+from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.tags import CommitDecisionTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, Done, ExecutionId, Hop
-from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, Done, ExecutionId, Hop, Refused
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
+from decentral.core.jobs import Forward
+from decentral.core.reasons import Reason
 
 A, B = PeerId("A"), PeerId("B")
 DONE = Answered(CommitDecisionTag(), A, Envelope(Done()), 0.1, 0.1, 100, 10)
@@ -13,7 +27,11 @@ LOST = AskFailed(CommitDecisionTag(), A, "deadline", 5.0)
 
 
 def execution(number: int) -> ExecutionId:
-    return ExecutionId("S", number, 1)
+    return execution_of(PeerId("S"), number)
+
+
+def execution_of(origin: PeerId, number: int) -> ExecutionId:
+    return ExecutionId(origin, number, 1)
 
 
 def told(asks: list[Ask]) -> list[tuple[PeerId, list[int], list[int]]]:
@@ -74,3 +92,53 @@ def test_a_peer_that_may_not_have_heard_of_a_commit_hears_of_it_when_it_asks() -
     boxes.tell()
     boxes.told(LOST)
     assert boxes.answer(A, [execution(1)], ()).commit == (execution(1),)
+
+
+@pytest.mark.parametrize(
+    ("took_s", "usual_s", "asked_after_s", "answers_within_s"),
+    [
+        (0.1, None, IN_DOUBT_S, COMMIT_QUERY_S),
+        (0.1, 0.05, LEAST_IN_DOUBT_S, LEAST_COMMIT_QUERY_S),
+        (0.1, 0.4, 0.8, LEAST_COMMIT_QUERY_S),
+        (8.0, 0.7, 1.4, LEAST_COMMIT_QUERY_S),
+        (8.0, 1.2, 2.0, 2.4),
+        (8.0, 5.0, 2.0, COMMIT_QUERY_S),
+    ],
+)
+def test_an_origin_peer_is_asked_and_given_up_the_sooner_the_sooner_it_usually_decides(
+    took_s: float, usual_s: float | None, asked_after_s: float, answers_within_s: float
+) -> None:
+    commits = CommitProtocol(RunId("run"), PeerId("S"))
+    commits.hold(execution_of(A, 1), 0.0, took_s, usual_s)
+    assert commits.wake_at == asked_after_s
+    (ask,) = commits.ask(asked_after_s, lambda origin: usual_s)
+    assert ask.deadline_s == answers_within_s
+
+
+@pytest.mark.parametrize(("exact", "left"), [(True, [2, 3]), (False, [1, 2, 3])])
+def test_of_an_origin_peer_that_does_not_answer_only_what_it_has_sent_here_itself_and_waits_is_given_up(
+    exact: bool, left: list[int]
+) -> None:
+    """The next sum with that would wait for it, too. What another peer has sent on is that one's to withdraw, and what
+    the training thread has is computed whatever we say: asked for again, it would be in a sum twice."""
+    table = ExecutionTable(False, GradientLedger(1), CommitProtocol(RunId("run"), PeerId("S")), exact=exact)
+    for number, asker in ((1, A), (2, B), (3, A)):
+        table.add(
+            ForwardedExecution(
+                token=number,
+                id=execution_of(A, number),
+                last=2,
+                memory_share=1.0,
+                started_at=0.0,
+                until=99.0,
+                drawn=0.0,
+                round=0,
+                askers={asker: 10 + number},
+                answer_by=99.0,
+            )
+        )
+        if number != 3:
+            table.jobs.push(Forward(number, 1, 2, 1, (), b""))
+    replies = [effect for effect in table.origin_is_gone(A) if isinstance(effect, Reply)]
+    assert replies == [Reply(11, Envelope(Refused(Reason.MOVED)))][: 3 - len(left)]
+    assert [one.id.number for one in table.by_token.values()] == left
