@@ -28,8 +28,9 @@ DECISIONS_KEPT = 4096  # decisions of either kind that wait for one peer; older 
 IN_DOUBT_S = 1.0  # an execution is held for at least so long before its origin peer is asked ...
 LATE_TIMES = 2.0  # ... or for so many times as long as this one usually takes to decide, if that is sooner ...
 LEAST_IN_DOUBT_S = 0.5  # ... but for so long: where gradients are exact, steps wait until a silent one is found out
-COMMIT_QUERY_S = 3.0  # most for the answer to a CommitQuery; an origin peer that takes longer is gone
-LEAST_COMMIT_QUERY_S = 2.0  # whoever is there answers at once, but a packet that is lost comes a second later
+COMMIT_QUERY_S = 3.0  # most for the answer to a CommitQuery; an origin peer that takes longer is gone ...
+ANSWER_TIMES = 3.0  # it may take so many times as long as decisions usually take, ...
+LOST_S = 1.0  # ... and as long as a packet takes that was lost once
 COMMITS_KEPT = 4096  # routes that an origin peer remembers, to answer commit queries
 
 
@@ -134,9 +135,9 @@ class CommitProtocol:
                 wait_s = self._due[execution][1]
                 self._due[execution] = (now + wait_s, 2 * wait_s)
             decides_s = usual_s(origin)
-            times_s = COMMIT_QUERY_S if decides_s is None else max(LEAST_COMMIT_QUERY_S, LATE_TIMES * decides_s)
+            answers_s = COMMIT_QUERY_S if decides_s is None else LOST_S + ANSWER_TIMES * decides_s
             query = Envelope(CommitQuery(self.run, asked))
-            asks.append(Ask(CommitQueryTag(), origin, query, min(COMMIT_QUERY_S, times_s)))
+            asks.append(Ask(CommitQueryTag(), origin, query, min(COMMIT_QUERY_S, answers_s)))
         return asks
 
     def unanswered(self, origin: PeerId) -> None:

@@ -162,7 +162,7 @@ class Forwarding:
         execution.events.append(("sent to", to))
         hop.to, hop.sent_at, hop.attempts = to, now, hop.attempts + 1
         hop.late_at, hop.late = now + self._deadline_s(execution, to), False
-        hop.look_at = now + self.scheduler.look_s(to, self._guess_s(execution), self.stage.exact)
+        hop.look_at = now + self.scheduler.look_s(to, self._guess_s(execution))
         hop.tried.append(to)
         self.scheduler.asked(to, now)
         times = patience_s, min(MAX_ROUTE_S, max(0.0, execution.until - now))

@@ -34,11 +34,9 @@ MOST_SUSPENDED_S = 64.0  # ... up to this
 TIMES_KEPT = 4.0  # times as long if it says that it is there, gets a micro-batch, and fails again ...
 MOST_KEPT_S = 512.0  # ... up to this: where gradients are exact, nobody takes a step while a micro-batch is away
 FORGIVEN_S = 1.0  # a shorter suspension is forgotten; each answer halves it
-LOOK_SLACK, LOOK_FLOOR_S = 2.0, 1.0  # a peer is asked whether it still computes after so many times as usual, at least
-QUICK_LOOK_SLACK, QUICK_LOOK_FLOOR_S = 1.5, 0.5  # likewise where steps wait for it
-STATUS_SLACK = 2.0  # the answer may take so many times as long as a micro-batch, ...
-STATUS_FLOOR_S = 1.0  # ... at least this ...
-STATUS_S = 2.0  # ... and at most this: whoever is there answers at once, however much it computes
+LOOK_SLACK = 2.0  # a peer is asked whether it still computes after so many times the expected time ...
+LOOK_FLOOR_S = 1.0  # ... and not before: a step waits as long, and as long again, for a peer that is silent
+STATUS_S = 2.0  # most for the answer: whoever is there answers at once, however much it computes
 ROUTE_SLACK = 4.0  # a deadline is this many times the expected time ...
 HOP_DEADLINE_FLOOR_S = 2.0  # ... and at least this
 HOP_DEADLINE_TOP_S = 420.0  # of a single hop; a lost one is found out after so long at most
@@ -264,17 +262,19 @@ class PeerScheduler:
         least_s = UNKNOWN_S if known_s is None else HOP_DEADLINE_FLOOR_S
         return min(HOP_DEADLINE_TOP_S, max(least_s, ROUTE_SLACK * expected_s))
 
-    def look_s(self, peer: PeerId, guess_s: Seconds, exact: bool) -> Seconds:
+    def look_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
         """After how long it is asked whether it still computes. That it does says nothing against it before the
         deadline. Of one that nothing is known of, its first micro-batch may take long: it is asked at the deadline."""
-        known_s, most_s = self.seconds.get(peer), self.deadline_s(peer, guess_s)
-        slack, floor_s = (QUICK_LOOK_SLACK, QUICK_LOOK_FLOOR_S) if exact else (LOOK_SLACK, LOOK_FLOOR_S)
-        return most_s if known_s is None else min(most_s, max(floor_s, slack * known_s))
+        return self._twice_usual_s(peer, self.deadline_s(peer, guess_s))
 
     def status_s(self, peer: PeerId) -> Seconds:
         """How long it may take to say that. In the time in which it brings micro-batches back it can answer this."""
+        return self._twice_usual_s(peer, STATUS_S)
+
+    def _twice_usual_s(self, peer: PeerId, most_s: Seconds) -> Seconds:
+        """LOOK_SLACK times what a micro-batch takes through it; `most_s` at most, and where nothing is known."""
         known_s = self.seconds.get(peer)
-        return STATUS_S if known_s is None else min(STATUS_S, max(STATUS_FLOOR_S, STATUS_SLACK * known_s))
+        return most_s if known_s is None else min(most_s, max(LOOK_FLOOR_S, LOOK_SLACK * known_s))
 
 
 def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:

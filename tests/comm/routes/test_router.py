@@ -10,14 +10,12 @@ import pytest
 
 from decentral import audit
 from decentral.comm.routes.admission import MOST_HELD
-from decentral.comm.routes.commits import COMMIT_QUERY_S, IN_DOUBT_S, LEAST_COMMIT_QUERY_S, LEAST_IN_DOUBT_S
+from decentral.comm.routes.commits import COMMIT_QUERY_S, IN_DOUBT_S, LEAST_IN_DOUBT_S, LOST_S
 from decentral.comm.routes.execution import ExecutionState
 from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.pacing import (
     HOP_DEADLINE_FLOOR_S,
     LOOK_FLOOR_S,
-    QUICK_LOOK_FLOOR_S,
-    STATUS_FLOOR_S,
     RoutingWeights,
 )
 from decentral.comm.routes.router import Router
@@ -186,10 +184,10 @@ def at(world: World, peer: str) -> list[float]:
 def test_where_gradients_are_exact_all_that_a_silent_peer_has_goes_to_others_with_one_question() -> None:
     """Steps wait for it. It was asked for each micro-batch in turn, 1 s after that was sent, and had 1 s to answer."""
     world = with_a_silent_end(overlap=False)
-    world.run(QUICK_LOOK_FLOOR_S + 0.2)
+    world.run(LOOK_FLOOR_S + 0.2)
     sent = at(world, "C")
     assert sent
-    world.run(STATUS_FLOOR_S - 0.3)
+    world.run(LOOK_FLOOR_S - 0.3)
     assert at(world, "C") == sent, "while it owes an answer it gets nothing"
     world.run(0.4)
     assert not at(world, "C")
@@ -199,20 +197,15 @@ def test_where_gradients_are_exact_all_that_a_silent_peer_has_goes_to_others_wit
 
 
 def test_who_has_answered_since_is_not_silent_for_one_answer_that_was_lost() -> None:
-    world = two_ends(overlap=False)
-    world.start()
-    world.run(10.0)
-    origin = world.peers[PeerId("A")].routes
-    world.peers[PeerId("C")].seconds = 1.5  # so that it is asked, and has the micro-batch still
-    world.loses = lambda now, ask: isinstance(ask.envelope.message, ForwardStatusQuery)
-    lost_before = origin.forwarding.scheduler.suspended.copy()
-    while PeerId("C") not in origin.forwarding.questioned:
-        world.run(0.1)
-    origin.lifecycle.answered(heard("C"), world.now + 0.1)
-    under_way = len(at(world, "C"))
-    origin.lifecycle.answered(unanswered("C"), world.now + 1.0)
-    assert len(at(world, "C")) == under_way
-    assert origin.forwarding.scheduler.suspended == lost_before
+    world = with_a_silent_end(overlap=False)
+    world.run(0.3)
+    lifecycle, there = world.peers[PeerId("A")].routes.lifecycle, at(world, "C")
+    assert there
+    lifecycle.answered(heard("C"), world.now)
+    lifecycle.answered(unanswered("C", 0.5), world.now + 0.1)
+    assert at(world, "C") == there
+    lifecycle.answered(unanswered("C", 0.5), world.now + 0.6)
+    assert not at(world, "C")
 
 
 def heard(peer: str) -> Answered:
@@ -220,8 +213,8 @@ def heard(peer: str) -> Answered:
     return Answered(ForwardTag(0, 0), PeerId(peer), Envelope(Done()), 0.1, 0.1, 0, 0)
 
 
-def unanswered(peer: str) -> AskFailed:
-    return AskFailed(ForwardStatusTag(0, 0), PeerId(peer), Reason.DEADLINE, 1.0)
+def unanswered(peer: str, seconds: float) -> AskFailed:
+    return AskFailed(ForwardStatusTag(0, 0), PeerId(peer), Reason.DEADLINE, seconds)
 
 
 def test_a_peer_that_takes_longer_than_usual_is_asked_and_keeps_its_turns_until_its_deadline() -> None:
@@ -446,7 +439,7 @@ def test_an_origin_peer_that_falls_silent_holds_up_the_steps_of_others_for_less_
             before = counted(origin)
             steps.append(world.now)
     gaps = [late - early for early, late in pairwise(steps)]
-    assert LEAST_IN_DOUBT_S < max(gaps) < LEAST_IN_DOUBT_S + LEAST_COMMIT_QUERY_S + 0.5
+    assert LEAST_IN_DOUBT_S < max(gaps) < LEAST_IN_DOUBT_S + LOST_S + 0.5
     finish(world)
     assert result(world).sound
 
