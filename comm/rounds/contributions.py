@@ -8,7 +8,7 @@ In routes without rounds each peer decides which gradients go into its own steps
 reports decide for all peers at once, so a ContributionRecord only remembers what is in a peer's sums.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.rounds.members import whole_fragments
@@ -79,6 +79,12 @@ class ContributionRecord:
         """The entries of the round, which is over. Entries that come later belong to the next round."""
         entries, self.entries, self.ways = self.entries, {}, {}
         return entries
+
+    def named(self, executions: Container[ExecutionId]) -> tuple[int, ...]:
+        """The tokens of these executions, each once: one that was given up while the training thread had it, and came
+        again, is in the sum twice. Then one of both is not named here, and the sum does not count."""
+        counted = {entry.execution: token for token, entry in self.entries.items() if entry.execution in executions}
+        return tuple(counted.values())
 
     def completed_micro_batches(
         self, members: RoundMembers, own: PeerId, cuts: Sequence[Fragment]

@@ -245,9 +245,7 @@ class Rounds:
             return []
         round.enter(RoundPhase.CLOSING)
         ended = self.routes.end_round()
-        entries = self._record.entries.items()
-        named = tuple(token for token, entry in entries if entry.execution in round.count.executions)
-        return [*ended, CloseRound(round.number, named)]
+        return [*ended, CloseRound(round.number, self._record.named(round.count.executions))]
 
     def _step(self, round: Round, now: Seconds) -> list[Effect]:
         """All sums are here. Without gradients there is no step, only the next round."""

@@ -46,6 +46,16 @@ def test_a_hop_counts_in_the_fragments_between_its_ends() -> None:
     assert found.loss == pytest.approx(4.0 / 30)
 
 
+def test_a_sum_that_has_an_execution_twice_is_not_one_that_the_reports_name() -> None:
+    """It was given up while the training thread had it, and came again. Whoever closes the sum wants all named."""
+    record, twice, once = contributions.ContributionRecord(), ExecutionId("A", 5, 1), ExecutionId("A", 6, 2)
+    record.add(1, GradientEntry(twice, 4, 10, 20.0, False), CommitState.ABORTED)
+    record.add(2, GradientEntry(once, 4, 20, 40.0, False), CommitState.IN_DOUBT)
+    assert set(record.named({twice, once})) == {1, 2}
+    record.add(3, GradientEntry(twice, 4, 10, 20.0, False), CommitState.IN_DOUBT)
+    assert len(record.named({twice, once})) == 2
+
+
 def test_every_layer_sees_all_tokens_once() -> None:
     by_c = report(C, CompletedMicroBatch(1, 7, (2, 1), (3, 4)))
     found = contributions.count_contributions(MEMBERS, reports(BY_A, report(B), by_c), PeerId("A"), CUTS)
