@@ -3,7 +3,7 @@
 A member is a peer with its disk: it may live several times. Whatever chance decides comes from the seed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -150,7 +150,6 @@ class SimulatedSwarm:
         self.journal: Callable[[PeerId, Seconds, Log], None] = lambda peer, t, line: None
         self.filter_answer: AnswerFilter = lambda member, asker, envelope: envelope
         self.model = settings.model
-        self.lookup_s = DIRECTORY_DELAYS * geography.link.delay_s
         self._state_layouts = settings.state_layouts()
         self._needs = memory.needs(settings.config, settings.fragments)
         self._chance = rng.stream(seed, "swarm")
@@ -195,7 +194,7 @@ class SimulatedSwarm:
 
     def _claim_span(self, member: SimulatedPeer, contacts: tuple[PeerId, ...]) -> None:
         member.claiming, life = True, member.lives
-        directory = DelayedDirectory(self.records, member.peer, self.lookup_s)
+        directory = DelayedDirectory(self.records, member.peer, _lookup_s(self.geography))
         request, clock = self._span_request(member), VirtualClock(self.clock(member))
 
         def claimed(found: claim_span.ClaimedSpan) -> None:
@@ -205,7 +204,7 @@ class SimulatedSwarm:
 
         async def silent(found: claim_span.Records) -> list[PeerId]:
             gone = [peer for peer in found if not _answers(member, self.by_peer[peer], self.network_faults)]
-            await wait(claim_span.TRIED_S if gone else self.lookup_s)
+            await wait(claim_span.TRIED_S if gone else _lookup_s(self.geography))
             return gone
 
         play(self.agenda, claim_span.claim(request, self._needs, directory, silent, clock), claimed)
@@ -227,7 +226,9 @@ class SimulatedSwarm:
         training = self._training(member)
         node = Node(self._setup(member, training, contacts, claimed))
         falsified = partial(self._falsified, member)
-        connection = Connection(self.network, self.network.plug(member.peer), self.records, self.lookup_s, falsified)
+        connection = Connection(
+            self.network, self.network.plug(member.peer), self.records, _lookup_s(self.geography), falsified
+        )
         pace = replace(self.settings.pace, step_s=self._step_s(member))
         clock, chance = self.clock(member), rng.stream(self.seed, "steps", member.number, member.lives)
         journal = partial(self._write_line, member)
@@ -302,23 +303,13 @@ class SimulatedSwarm:
         assert member.host is not None
         live = member.host.node.roster.live
         known = dict.fromkeys(self._contacts(member))
-        strangers = [peer for peer in self._connected(member) if peer not in live]
+        contacts = {one.peer: self._contacts(one) for one in self.living}
+        strangers = [peer for peer in _connected(member.peer, contacts) if peer not in live]
         met = self._chance_of_finders.sample(strangers, min(MOST_FINDERS, len(strangers)))
         found = [one for peer in dict.fromkeys([*known, *met]) if (one := self.by_peer[peer]).training]
         ahead_s = {one.peer: one.clock_s - member.clock_s for one in found}
         lost_apart = any(agreed_s([apart_s]) for peer, apart_s in ahead_s.items() if peer not in live)
         return list(ahead_s) if lost_apart and agreed_s(list(ahead_s.values())) else []
-
-    def _connected(self, member: SimulatedPeer) -> list[PeerId]:
-        """The peers to whose nodes of the DHT this one's is connected: each node meets those that its contacts know."""
-        contacts = {one.peer: self._contacts(one) for one in self.living}
-        connected, added = {member.peer}, [member.peer]
-        while added:
-            known = {peer for one in added for peer in contacts.get(one, ())}
-            finders = {one for one, theirs in contacts.items() if not connected.isdisjoint(theirs)}
-            added = sorted((known | finders) - connected)
-            connected.update(added)
-        return sorted(connected - {member.peer})
 
     def _write_line(self, member: SimulatedPeer, peer: PeerId, t: Seconds, line: Log) -> None:
         """A line of its journal, or one more that a full disk loses."""
@@ -408,6 +399,22 @@ class SimulatedSwarm:
             member.revocations = NOTHING_REVOKED
             member.disk, member.has_run = SurrogateDisk(), False
             member.address_book = {}
+
+
+def _lookup_s(geography: SwarmGeography) -> Seconds:
+    """How long a lookup in the DHT takes."""
+    return DIRECTORY_DELAYS * geography.link.delay_s
+
+
+def _connected(own: PeerId, contacts: Mapping[PeerId, Collection[PeerId]]) -> list[PeerId]:
+    """The peers to whose nodes of the DHT this one's is connected: each node meets those that its contacts know."""
+    connected, added = {own}, [own]
+    while added:
+        known = {peer for one in added for peer in contacts.get(one, ())}
+        finders = {one for one, theirs in contacts.items() if not connected.isdisjoint(theirs)}
+        added = sorted((known | finders) - connected)
+        connected.update(added)
+    return sorted(connected - {own})
 
 
 def _answers(asker: SimulatedPeer, other: SimulatedPeer, network: NetworkFaults) -> bool:
