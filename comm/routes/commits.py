@@ -123,7 +123,7 @@ class CommitProtocol:
 
     def ask(self, now: Seconds, usual_s: Callable[[PeerId], Seconds | None]) -> list[Ask]:
         """One question at a time to each origin peer, about all of its executions that are due. `usual_s`: how long it
-        usually takes to decide; so long it may take to answer, and as long again."""
+        usually takes to decide; by that goes how long it may take to answer."""
         due: dict[PeerId, list[ExecutionId]] = {}
         for execution, (at, _) in self._due.items():
             if at <= now and execution.origin not in self._asking:

@@ -187,9 +187,9 @@ class ExecutionTable:
         return self.holds.usual_s(origin) if self.exact else None
 
     def origin_is_gone(self, origin: PeerId) -> list[Effect]:
-        """Gives up what is held of an origin peer that does not answer. Where steps wait also what it has sent here
-        itself, and what has not begun: the next sum with that would wait as this one has. If it lives it asks another
-        peer."""
+        """Gives up what is held of an origin peer that does not answer. Where gradients are exact also what it has
+        sent here itself and has not begun: the next sum with that would wait as this one has. If it lives it asks
+        another peer."""
         of_it = [one for one in self.by_id.values() if one.id.origin == origin]
         gone = [one for one in of_it if one.state is HELD or (self.exact and self._not_begun_for(origin, one))]
         return [effect for one in gone for effect in self.give_up(one, Reason.MOVED)]

@@ -160,20 +160,19 @@ class ExecutionLifecycle:
     def _silent(self, peer: PeerId, since: Seconds, now: Seconds) -> list[Effect]:
         """The next peer has not answered what was asked `since`. All that was sent to it before that goes to others: it
         would be asked for each of them, one after another, while steps wait."""
-        effects: list[Effect] = []
-        for execution in list(self.table.by_token.values()):
-            hop = execution.next_hop
-            if execution.state is AWAY and hop is not None and hop.to == peer and hop.sent_at <= since:
-                effects += self.forwarding.missed(execution, peer, now)
-        return effects
+        return self._missed(lambda to, sent_at: to == peer and sent_at <= since, now)
 
     def lost(self, is_there: Callable[[PeerId], bool], now: Seconds) -> list[Effect]:
         """What was sent to peers that are not there any more goes to others, whatever their deadlines."""
+        return self._missed(lambda to, sent_at: not is_there(to), now)
+
+    def _missed(self, is_lost: Callable[[PeerId, Seconds], bool], now: Seconds) -> list[Effect]:
+        """What is away goes to others where this says so of the next peer and when it was sent there."""
         effects: list[Effect] = []
         for execution in list(self.table.by_token.values()):
-            to = execution.next_hop.to if execution.state is AWAY and execution.next_hop else None
-            if to is not None and not is_there(to):
-                effects += self.forwarding.missed(execution, to, now)
+            hop = execution.next_hop if execution.state is AWAY else None
+            if hop is not None and hop.to is not None and is_lost(hop.to, hop.sent_at):
+                effects += self.forwarding.missed(execution, hop.to, now)
         return effects
 
     # What the training thread reports

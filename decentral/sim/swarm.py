@@ -302,11 +302,10 @@ class SimulatedSwarm:
         """
         assert member.host is not None
         live = member.host.node.roster.live
-        known = dict.fromkeys(self._contacts(member))
         contacts = {one.peer: self._contacts(one) for one in self.living}
         strangers = [peer for peer in _connected(member.peer, contacts) if peer not in live]
         met = self._chance_of_finders.sample(strangers, min(MOST_FINDERS, len(strangers)))
-        found = [one for peer in dict.fromkeys([*known, *met]) if (one := self.by_peer[peer]).training]
+        found = [one for peer in dict.fromkeys([*contacts[member.peer], *met]) if (one := self.by_peer[peer]).training]
         ahead_s = {one.peer: one.clock_s - member.clock_s for one in found}
         lost_apart = any(agreed_s([apart_s]) for peer, apart_s in ahead_s.items() if peer not in live)
         return list(ahead_s) if lost_apart and agreed_s(list(ahead_s.values())) else []
