@@ -13,6 +13,7 @@ from decentral.comm.routes.commits import CommitProtocol
 from decentral.comm.routes.execution import AWAY, ENDED, FORWARD, GONE, HELD, ForwardedExecution, StageExecution
 from decentral.comm.routes.hold_limits import HoldLimits
 from decentral.comm.routes.ledger import Ledger
+from decentral.comm.routes.stage import StageConfig
 from decentral.comm.routes.tags import ExecutionTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, ExecutionId, Refused
@@ -71,10 +72,9 @@ class JobQueue:
 
 @dataclass(slots=True)
 class ExecutionTable:
-    overlap: bool  # StageConfig.overlap
+    stage: StageConfig
     ledger: Ledger
     commits: CommitProtocol
-    exact: bool = False  # StageConfig.exact
     jobs: JobQueue = field(default_factory=JobQueue)
     holds: HoldLimits = field(default_factory=HoldLimits)
     by_token: dict[int, StageExecution] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class ExecutionTable:
     @property
     def quiet(self) -> bool:
         """Whether no execution here is between its forward and its backward pass."""
-        if self.overlap:
+        if self.stage.overlap:
             return True
         waiting = self.jobs.waiting
         return all(execution.state is HELD or token in waiting for token, execution in self.by_token.items())
@@ -108,7 +108,7 @@ class ExecutionTable:
     @property
     def step_waits(self) -> bool:
         """Whether gradients wait for a step: forward passes that begin now would meet weights of two versions."""
-        return self.ledger.waiting and not self.overlap
+        return self.ledger.waiting and not self.stage.overlap
 
     def dispatch(self) -> list[Forward | Backward]:
         """The jobs that the training thread gets now."""
@@ -184,14 +184,14 @@ class ExecutionTable:
 
     def usually_decides_s(self, origin: PeerId) -> Seconds | None:
         """How long this origin peer usually takes to decide, where steps wait for it; None: unknown, or they do not."""
-        return self.holds.usual_s(origin) if self.exact else None
+        return self.holds.usual_s(origin) if self.stage.exact else None
 
     def origin_is_gone(self, origin: PeerId) -> list[Effect]:
         """Gives up what is held of an origin peer that does not answer. Where gradients are exact also what it has
         sent here itself and has not begun: the next sum with that would wait as this one has. If it lives it asks
         another peer."""
         of_it = [one for one in self.by_id.values() if one.id.origin == origin]
-        gone = [one for one in of_it if one.state is HELD or (self.exact and self._not_begun_for(origin, one))]
+        gone = [one for one in of_it if one.state is HELD or (self.stage.exact and self._not_begun_for(origin, one))]
         return [effect for one in gone for effect in self.give_up(one, Reason.MOVED)]
 
     def _not_begun_for(self, origin: PeerId, execution: ForwardedExecution) -> bool:

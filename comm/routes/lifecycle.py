@@ -155,7 +155,7 @@ class ExecutionLifecycle:
         """Whether a status query tells that nothing comes from this peer: it has answered nothing since it was asked.
         Only where steps wait is that enough to send all that it has to others."""
         heard_at = self._heard_at.get(event.peer, -math.inf)
-        return self.table.exact and event.reason in SILENT and heard_at < now - event.seconds
+        return self.table.stage.exact and event.reason in SILENT and heard_at < now - event.seconds
 
     def _silent(self, peer: PeerId, since: Seconds, now: Seconds) -> list[Effect]:
         """The next peer has not answered what was asked `since`. All that was sent to it before that goes to others: it

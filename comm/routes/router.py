@@ -50,7 +50,7 @@ class Router:
         self.stage, self.ledger = stage, ledger
         self.window = MicroBatchWindow(stage.max_own, FULL if full else LEAN, max(2, min(stages, stage.capacity)))
         self.load, self.commits = StageLoad(stage), CommitProtocol(stage.run, stage.peer)
-        self.table = ExecutionTable(stage.overlap, ledger, self.commits, exact=stage.exact)
+        self.table = ExecutionTable(stage, ledger, self.commits)
         self.forwarding = Forwarding(stage, view, self.load, self.table)
         self.admission = Admission(stage, self.table, self.forwarding, self.window)
         self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
