@@ -1,6 +1,6 @@
 """What one hostile peer of five does to the others: the real peers and their real gradients, in virtual time.
 
-    python -m benchmarks.hostile [--lies none,flipped,opposed] [--seeds 0,1,2] [--seconds 300] [--json FILE]
+    python -m benchmarks.hostile [--lies none,flipped] [--seeds 0,1,2] [--seconds 300] [--credulous] [--json FILE]
     python -m benchmarks.hostile --real [--lies none,flipped] [--credulous] [--steps 300] [--json FILE]
 
 One swarm has four honest peers alone (`none`); in each of the others a fifth one joins last and lies from the start
@@ -8,7 +8,7 @@ One swarm has four honest peers alone (`none`); in each of the others a fifth on
 in a second; windows last WINDOW_S. The whole peer runs: roster, exchanges, update rule, optimizer (Muon).
 
 With --real the peers are processes over libp2p on loopback, and the liar floods the others with questions besides
-(benchmarks/hostile_processes.py); with --credulous the honest ones have no defences.
+(benchmarks/hostile_processes.py). With --credulous the honest ones have no defences (tests/hostile/credulous.py).
 """
 
 import argparse
@@ -28,6 +28,7 @@ from decentral.sim.gradients import real_gradients
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
 from decentral.sim.virtual_host import Pace
+from tests.hostile.credulous import without_defences
 from tests.hostile.liar import LIES
 
 HONEST = 4
@@ -44,6 +45,8 @@ SETTINGS = (
 def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)
+    if args.credulous:
+        without_defences(setattr)
     settings = [*SETTINGS, *args.set]
     losses: dict[str, dict[int, float]] = defaultdict(dict)
     for seed in args.seeds:
@@ -51,12 +54,12 @@ def main() -> None:
             began = time.perf_counter()
             if args.real:
                 result = hostile_processes.run(lie, [*settings, f"seed={seed}"], args.steps, args.credulous)
-                line = {"lie": lie, "seed": seed, "credulous": args.credulous, **result}
+                line = {"lie": lie, "seed": seed, **result}
                 losses[lie][seed] = result["loss"]
             else:
                 losses[lie][seed] = held_out(lie, seed, args.seconds, args.set)
                 line = {"lie": lie, "seed": seed, "seconds": args.seconds, "loss": round(losses[lie][seed], 4)}
-            line["took_s"] = round(time.perf_counter() - began, 1)
+            line["credulous"], line["took_s"] = args.credulous, round(time.perf_counter() - began, 1)
             say(line, args.json)
     print("\n".join(table(losses)))
 
@@ -89,7 +92,7 @@ def _arguments() -> argparse.Namespace:
     known = [*real, "stale"]
     parser.add_argument("--lies", type=lambda text: text.split(","), help=", ".join(known))
     parser.add_argument("--real", action="store_true", help="processes over libp2p, for steps and not for seconds")
-    parser.add_argument("--credulous", action="store_true", help="with --real: honest peers without defences")
+    parser.add_argument("--credulous", action="store_true", help="honest peers without defences")
     parser.add_argument("--steps", type=int, default=300, help="of each honest peer, with --real")
     parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0])
     parser.add_argument("--seconds", type=float, default=300)

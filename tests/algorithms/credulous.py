@@ -8,12 +8,14 @@ from decentral.algorithms.pull import PullRule
 from decentral.core.ids import PeerId
 from decentral.train.agreement import Agreement
 from decentral.train.bounded_rule import BoundedRule
+from decentral.train.copies import CopiedParts, CountedWindows
 from decentral.train.influence import Experience
+from decentral.train.outliers import Outliers
 from decentral.train.update_rules import UpdateRule
 
 
 class Credulous(Experience):
-    """Partners may be anywhere."""
+    """Partners may go any way at once."""
 
     @property
     def progress(self) -> float:
@@ -27,8 +29,25 @@ class Trustful(Agreement):
         return [1.0] * len(partners)
 
 
+class Anywhere(Outliers):
+    """Partners' weights may be anywhere, and they count all the same."""
+
+    def trust(self, partners: Sequence[tuple[PeerId, Tensor]], steps: Sequence[float]) -> list[float]:
+        return [1.0] * len(partners)
+
+
+class AllNew(CountedWindows):
+    """Nobody copies."""
+
+    def copied_parts(
+        self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]], known: float | None
+    ) -> CopiedParts:
+        count = range(len(partners))
+        return CopiedParts([0.0] * len(partners), [[float(one == other) for other in count] for one in count])
+
+
 def believe_all(rule: UpdateRule) -> None:
     assert isinstance(rule, BoundedRule | PullRule)
     rule.experience = Credulous()
     if isinstance(rule, PullRule):
-        rule.agreement = Trustful()
+        rule.agreement, rule.outliers, rule.counted = Trustful(), Anywhere(), AllNew()
