@@ -71,7 +71,7 @@ class FaultInjector:
             case "wipe":  # the peer comes back without its disk, and so without its identity: as a new member
                 for member in self._members(fault):
                     swarm.crash(member, keep_disk=False)
-                    member.disk.checkpoint, member.has_run = None, False
+                    member.wiped, member.has_run = True, False
                     swarm.start(swarm.add())
             case "join":
                 for _ in range(int(fault.value)):

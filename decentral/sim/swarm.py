@@ -98,6 +98,7 @@ class SimulatedPeer:
     span: tuple[int, int] = (0, 0)  # layers with which its present life began
     claiming: bool = False  # it is choosing its layers
     has_run: bool = False  # its disk knows the run: a restart needs no contact
+    wiped: bool = False  # its identity is lost with its disk: nobody starts as this member any more
     address_book: dict[PeerId, None] = field(default_factory=dict)  # on its disk: the peers that it has learned of
     lives: int = 0
     skew_s: Seconds = 0.0  # of its clock
@@ -176,7 +177,7 @@ class SimulatedSwarm:
 
     def start(self, member: SimulatedPeer) -> None:
         """Starts or restarts a member. A newcomer waits until somebody is there to say hello to."""
-        if member.alive or member.claiming:
+        if member.alive or member.claiming or member.wiped:
             return
         contacts = self._contacts(member)
         if not contacts and not member.has_run and any(other is not member and other.has_run for other in self.started):

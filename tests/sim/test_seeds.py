@@ -85,6 +85,7 @@ FOUND = {
     551055: "push-sum: a push was refused and its copy added, while its sender took the mass back",
     602863: "a lie that no device could have sent was remembered, and the next liar said what was usual",
     694375: "two parts of a swarm with an hour between their clocks, and one peer that knew as many of each",
+    947263: "a bug of the faults: a peer whose disk was wiped started as itself again, and so its numbers did",
     615254: "a bug of the audit: two answers over a slow link were cut, and the next record was four seconds away",
 }
 
