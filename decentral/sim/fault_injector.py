@@ -70,7 +70,7 @@ class FaultInjector:
                 self._apply(fault, swarm.leave)
             case "wipe":  # the peer comes back without its disk, and so without its identity: as a new member
                 for member in self._members(fault):
-                    swarm.crash(member, keep_disk=False)
+                    swarm.crash(member)
                     member.wiped, member.has_run = True, False
                     swarm.start(swarm.add())
             case "join":

@@ -237,11 +237,11 @@ class SimulatedSwarm:
         member.host.engine.stretched, member.host.address_book = member.stretched, member.address_book
         member.host.start()
 
-    def crash(self, member: SimulatedPeer, keep_disk: bool = True) -> None:
+    def crash(self, member: SimulatedPeer) -> None:
         """kill -9: no other peer is told."""
         member.claiming = False
         if host := member.life:
-            self._keep(member, keep_disk)
+            self._keep(member)
             host.end("crashed")
             self.network.unplug(member.peer)
         if not self.living:
@@ -253,7 +253,7 @@ class SimulatedSwarm:
         if host := member.life:
             host.stop("interrupted")
             host.training.do(jobs.Save())
-            self._keep(member, True)
+            self._keep(member)
             self.network.unplug(member.peer)
 
     def freeze(self, member: SimulatedPeer) -> None:
@@ -390,15 +390,11 @@ class SimulatedSwarm:
             secret=rng.seed_of(self.seed, "secret", member.number, member.lives),
         )
 
-    def _keep(self, member: SimulatedPeer, keep_disk: bool) -> None:
+    def _keep(self, member: SimulatedPeer) -> None:
         """What the next life will find on the disk."""
         assert member.host is not None
         if private := member.host.node.setup.private:
             member.revocations = private.revocations
-        if not keep_disk:
-            member.revocations = NOTHING_REVOKED
-            member.disk, member.has_run = SurrogateDisk(), False
-            member.address_book = {}
 
 
 def _lookup_s(geography: SwarmGeography) -> Seconds:
