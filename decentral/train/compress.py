@@ -186,7 +186,8 @@ def _blockwise(
 
     def pack(values: Tensor) -> bytes:
         padded = blocks(values)
-        scales = _bf16_up(padded.abs().amax(dim=1) / highest)
+        peaks = padded.abs().amax(dim=1)
+        scales = _bf16_up(peaks / torch.full_like(peaks, highest))  # CUDA multiplies by a plain number's reciprocal
         divisor = scales.float().masked_fill(scales == 0, 1.0)
         levels = (padded / divisor[:, None]).round_().clamp_(-highest, highest).to(torch.int8)
         return _bytes(scales.cpu()) + _bytes(fold(levels.view(-1)[: values.numel()].cpu()))

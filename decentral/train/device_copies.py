@@ -25,7 +25,7 @@ def copy_out(live: Live, into: Tensor) -> Arrive:
     staged = torch.empty(into.shape, dtype=into.dtype, device=live.theta.device)
     live.copy_theta(staged)
     taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    taken.record()
+    taken.record(torch.cuda.current_stream(staged.device))  # without it: the stream of the current device, GPU 0
 
     def arrive() -> None:
         side = _side_stream(staged.device)
