@@ -246,7 +246,7 @@ def _unfold_pairs(pairs: Tensor) -> Tensor:
 
 def _floats(name: str, dtype: torch.dtype) -> Codec:
     def pack(values: Tensor) -> bytes:
-        return _bytes(values.cpu().to(dtype))
+        return _bytes(values.to(dtype).cpu())
 
     return Codec(name, lambda n: dtype.itemsize * n, pack, lambda blob, n: _tensor(blob, dtype).float())
 

@@ -6,7 +6,8 @@ first: with `train.optimizer: muon` those of all layers but the model's first an
 the decayed ones (matrices), then those that are not (gains).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -15,7 +16,14 @@ from torch import Tensor, nn
 from decentral.core import config, rng
 from decentral.core.jobs import Fragment
 from decentral.train import gpt
-from decentral.train.optimizers import OptimizerState, StretchOptimizer, round_stochastically, views
+from decentral.train.optimizers import (
+    Operands,
+    OptimizerState,
+    StretchOptimizer,
+    round_stochastically,
+    step_together,
+    views,
+)
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
@@ -160,16 +168,15 @@ class Live:
         if self.theta.dtype == torch.float32:
             self.theta += correction
         else:
-            round_stochastically(self.theta + correction, self.theta, self._chance("add"))
+            round_stochastically(self.theta + correction, self.theta, self.chance("add"))
 
-    def step(self, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
-        """Trains theta with gradients as `gradients` gives them. `steps` were taken before; `rate` is for learning."""
+    def work(self, gradients: Sequence[Tensor]) -> Iterator["Work"]:
+        """Yield what a step of each stretch works on, with gradients as `gradients` gives them."""
         for stretch in self.state.stretches:
             theta = self.theta[stretch.begin : stretch.end]
             wide = theta.float()  # theta itself, unless it is in bf16
-            stretch.step(wide, [part.float() for part in self._within(stretch, gradients)], steps, rate)
-            if wide is not theta:
-                round_stochastically(wide, theta, self._chance(f"step {stretch.begin}"))
+            operands = stretch.operands(wide, [part.float() for part in self._within(stretch, gradients)])
+            yield Work(self, stretch, operands, wide, theta)
 
     def _within(self, stretch: StretchOptimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of the stretch's parameters."""
@@ -178,7 +185,7 @@ class Live:
         ends = accumulate(gradient.numel() for gradient in gradients)
         return [one for one, end in zip(gradients, ends, strict=True) if stretch.begin < end <= stretch.end]
 
-    def _chance(self, what: str) -> torch.Generator:
+    def chance(self, what: str) -> torch.Generator:
         """The same on all peers, so that those which take the same steps stay the same."""
         seed = rng.seed_of(self.fragment.index, what, self.steps) % 2**63
         return torch.Generator(self.theta.device).manual_seed(seed)
@@ -188,6 +195,32 @@ class Live:
         self.tokens += tokens
         self.lr_sum += rate
         self.steps += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A stretch of a fragment, what its step works on, and its weights: in fp32, and as the fragment keeps them."""
+
+    live: Live
+    stretch: StretchOptimizer
+    operands: Operands
+    wide: Tensor
+    theta: Tensor
+
+
+def train_lives(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, rate: float) -> None:
+    """Train fragments with their gradients, all in as few calls of the optimizers as can be.
+
+    Args:
+        lives: Fragments with gradients as `Live.gradients` gives them, or one flat vector each.
+        steps: How many steps were taken before this one.
+        rate: The learning rate.
+    """
+    work = [one for live, gradients in lives for one in live.work(gradients)]
+    step_together([(one.stretch, one.operands) for one in work], steps, rate)
+    for one in work:
+        if one.wide is not one.theta:
+            round_stochastically(one.wide, one.theta, one.live.chance(f"step {one.stretch.begin}"))
 
 
 class Inner:
@@ -206,19 +239,24 @@ class Inner:
             live.zero_grad()
 
     def clip(self) -> Tensor:
-        """Scales the gradient of all fragments to a norm of at most `clip_norm`; gives the norm that it had."""
+        """Scale the gradient of all fragments to a norm of at most `clip_norm`. Return the norm before, on the CPU."""
         gradients = [gradient for live in self.lives for gradient in live.gradients()]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([_norm(gradient) for gradient in gradients]))
+        norms = torch._foreach_norm(gradients, 2.0, torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)).cpu()  # the one wait for the device in a step
         scale = self.train.clip_norm / (norm + 1e-6)
         if scale < 1:
-            torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_(gradients, float(scale))
         return norm
 
     def step(self, rate: float, tokens: int) -> None:
         """A step with the present gradients; `rate` is the learning rate, `tokens` what the gradients are of."""
-        steps = self.steps
+        steps, pairs = self.steps, [(live, live.gradients()) for live in self.lives]
+        if self.train.weights == "float32":
+            train_lives(pairs, steps, rate)
+        else:  # one fragment's weights in fp32 at a time
+            for pair in pairs:
+                train_lives([pair], steps, rate)
         for live in self.lives:
-            live.step(live.gradients(), steps, rate)
             live.count(tokens, rate)
 
 
@@ -235,7 +273,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> boo
         return False
     gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     rate = rate_at(train, lr_step, live.steps)
-    live.step([gradient], live.steps, rate)
+    train_lives([(live, [gradient])], live.steps, rate)
     live.count(tokens, rate)
     live.touch()
     return True

@@ -115,7 +115,7 @@ class Island:
 
     def end(self, figure: Tensor) -> Tensor:
         """Ends the step with the mean over all ranks of this scalar."""
-        mean: Tensor = figure / self.size
+        mean: Tensor = figure.to(self.device) / self.size
         dist.all_reduce(mean)
         self.under_way = False
         return mean

@@ -102,13 +102,14 @@ def _trained_s(
     """
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.randint(model.vocabulary, (sequences, model.context), generator=generator).to(device.device)
+    targets_BT = torch.zeros_like(tokens_BT)  # a part of the model may give fewer channels than tokens
     passes_s: list[float] = []
     warm_up = 0 if device.device.type == "cpu" else 1
     while len(passes_s) < warm_up + 3 and sum(passes_s[warm_up:]) <= PASSES_S:
         _wait(device)
         began = time.perf_counter()
         with device.autocast():
-            loss = forward.loss(tokens_BT, tokens_BT)
+            loss = forward.loss(tokens_BT, targets_BT)
         loss.backward()  # type: ignore[no-untyped-call]
         _wait(device)
         took_s = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=device.device)

@@ -1,10 +1,14 @@
-"""Muon's step on matrices that are views into flat vectors: torch.optim.Muon, in fp32 where a CPU is faster so.
+"""Muon's step on matrices that are views into flat vectors.
+
+On a CPU this is torch.optim.Muon, in fp32 where that is faster. It works on one matrix at a time, in about 25 small
+kernels, which keep a GPU waiting for its host: there, matrices of one shape are multiplied in batches.
 
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by a nearly
 semi-orthogonal matrix, by five Newton-Schulz iterations. Its steps are scaled to the root mean square of AdamW's (Liu
 et al., arXiv 2502.16982, section 2.2), so that one learning rate serves both.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -20,6 +24,7 @@ _MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one iteration, Jordan's and torch's
 _ITERATIONS = 5
 _EPSILON = 1e-7
+BATCH_ELEMENTS = 1 << 24  # of matrices that are multiplied at once: enough work for a GPU, 24 bytes of scratch each
 _BF16_SIDE = 256  # a matrix's shorter side, from which on bf16 takes half as long on a CPU with units for it
 
 
@@ -32,11 +37,15 @@ def check() -> None:
 def muon_step(
     matrices: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor], rate: float, decay: float
 ) -> None:
-    """Changes matrices and momenta in place. All three have the same shapes; `decay` is the weight decay.
+    """Change matrices and momenta in place. All three have the same shapes; `decay` is the weight decay.
 
-    It calls the function behind torch.optim.Muon. The class is an `Optimizer`, the first of which loads torch's
-    compiler: a second of processor time in each peer, in its first step, while its partners wait for its windows.
+    On a CPU it calls the function behind torch.optim.Muon. The class is an `Optimizer`, the first of which loads
+    torch's compiler: a second of processor time in each peer, in its first step, while its partners wait for its
+    windows.
     """
+    if matrices[0].device.type != "cpu":
+        batched_step(matrices, gradients, momenta, rate, decay)
+        return
     from torch.optim._muon import muon  # not there before torch 2.9: `check` says so
 
     with fastest_products(matrices[0].device):
@@ -54,6 +63,42 @@ def muon_step(
             adjust_lr_fn="match_rms_adamw",
             has_complex=False,
         )
+
+
+def batched_step(
+    matrices: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor], rate: float, decay: float
+) -> None:
+    """Take the step of torch.optim.Muon, with matrices of one shape (or transposed) multiplied in one batch.
+
+    A batch has at most `BATCH_ELEMENTS` elements, or one matrix. Products are in bf16, as torch's are on a GPU.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        alike.setdefault((min(matrix.shape), max(matrix.shape)), []).append(number)
+    for (rows, columns), numbers in alike.items():
+        at_once = max(1, BATCH_ELEMENTS // (rows * columns))
+        for begin in range(0, len(numbers), at_once):
+            chosen = numbers[begin : begin + at_once]
+            thetas, grads, firsts = ([group[at] for at in chosen] for group in (matrices, gradients, momenta))
+            torch._foreach_lerp_(firsts, grads, 1 - _MOMENTUM)
+            nesterov = torch._foreach_lerp(grads, firsts, _MOMENTUM)
+            wide_NRC = torch.stack([one if len(one) == rows else one.mT for one in nesterov])
+            turned = zip(thetas, _semi_orthogonal(wide_NRC).float(), strict=True)
+            updates = [update if len(theta) == rows else update.mT for theta, update in turned]
+            torch._foreach_mul_(thetas, 1 - rate * decay)
+            torch._foreach_add_(thetas, updates, alpha=-rate * 0.2 * math.sqrt(columns))
+
+
+def _semi_orthogonal(wide_NRC: Tensor) -> Tensor:
+    """Return N matrices in bf16 whose R singular values are near 1, by five Newton-Schulz iterations (R <= C)."""
+    a, b, c = _NEWTON_SCHULZ
+    x_NRC = wide_NRC.bfloat16()
+    x_NRC /= torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True).clamp(min=_EPSILON)
+    for _ in range(_ITERATIONS):
+        gram_NRR = x_NRC @ x_NRC.mT
+        update_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
+        x_NRC = torch.baddbmm(x_NRC, update_NRR, x_NRC, beta=a)
+    return x_NRC
 
 
 def fastest_products(device: torch.device) -> AbstractContextManager[Any]:

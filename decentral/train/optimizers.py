@@ -6,7 +6,7 @@ Hutter, arXiv 1711.05101).
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,16 @@ BLOCK = 256  # numbers that share a scale in an 8-bit moment: what bitsandbytes'
 EPSILON = 1e-8
 
 
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What a step of one or more stretches works on: one entry for each parameter."""
+
+    weights: list[Tensor]  # fp32
+    gradients: list[Tensor]  # fp32
+    first: list[Tensor]  # AdamW's first moments, or Muon's momenta
+    second: list[Tensor]  # AdamW's second moments
+
+
 class StretchOptimizer(Protocol):
     """Trains the fragment's parameters [begin, end)."""
 
@@ -32,11 +42,36 @@ class StretchOptimizer(Protocol):
     @property
     def end(self) -> int: ...
 
-    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
-        """Changes theta, the stretch's fp32 weights; `steps` were taken before this one.
+    @property
+    def kind(self) -> Hashable:
+        """Equal for stretches that one call of `step` may train together."""
 
-        `gradients` are those of the stretch's parameters, or one flat vector.
+    def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
+        """Return what a step works on.
+
+        Args:
+            theta: The stretch's weights [end - begin], fp32.
+            gradients: Those of the stretch's parameters, or one flat vector, fp32.
         """
+
+    def step(self, operands: Operands, steps: int, rate: float) -> None:
+        """Change weights and moments in place; `steps` were taken before, `rate` is the learning rate."""
+
+
+def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int, rate: float) -> None:
+    """Take one step of each stretch. Those of one kind share a call, since a GPU waits for its host between calls."""
+    kinds: dict[Hashable, list[tuple[StretchOptimizer, Operands]]] = {}
+    for stretch, operands in work:
+        kinds.setdefault(stretch.kind, []).append((stretch, operands))
+    for alike in kinds.values():
+        parts = [operands for _, operands in alike]
+        together = Operands(
+            [one for part in parts for one in part.weights],
+            [one for part in parts for one in part.gradients],
+            [one for part in parts for one in part.first],
+            [one for part in parts for one in part.second],
+        )
+        alike[0][0].step(together, steps, rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +85,24 @@ class AdamW:
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
-    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+    @property
+    def kind(self) -> Hashable:
+        return "adamw", self.decay
+
+    def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
         shapes = [gradient.shape for gradient in gradients]
+        weights, first, second = (views(flat, shapes) for flat in (theta, self.exp_avg, self.exp_avg_sq))
+        return Operands(weights, list(gradients), first, second)
+
+    def step(self, operands: Operands, steps: int, rate: float) -> None:
+        taken = torch.full((len(operands.weights),), float(steps), device=operands.weights[0].device)
         adamw(
-            views(theta, shapes),
-            list(gradients),
-            views(self.exp_avg, shapes),
-            views(self.exp_avg_sq, shapes),
+            operands.weights,
+            operands.gradients,
+            operands.first,
+            operands.second,
             [],
-            [torch.tensor(float(steps), device=theta.device) for _ in gradients],
+            list(taken.unbind()),
             fused=True,
             amsgrad=False,
             beta1=self.train.beta1,
@@ -86,12 +130,18 @@ class AdamW8bit:
     tables: tuple[Tensor, Tensor]  # fp32 [256], of the signed and the unsigned moment
     kernels: Any
 
-    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+    @property
+    def kind(self) -> Hashable:
+        return id(self)  # its blocks reach over parameters, so each stretch is a call of its own
+
+    def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
+        return Operands([theta], [torch.cat([one.flatten() for one in gradients])], [], [])
+
+    def step(self, operands: Operands, steps: int, rate: float) -> None:
         train, (first, second) = self.train, self.moments
-        gradient = torch.cat([one.flatten() for one in gradients])
         self.kernels.optimizer_update_8bit_blockwise(
-            *("adam", gradient, theta, first, second, train.beta1, train.beta2, 0.0, 0.0, EPSILON, steps + 1, rate),
-            *(*self.tables, *self.scales),
+            *("adam", operands.gradients[0], operands.weights[0], first, second),
+            *(train.beta1, train.beta2, 0.0, 0.0, EPSILON, steps + 1, rate, *self.tables, *self.scales),
             weight_decay=self.decay,
         )
 
@@ -106,10 +156,17 @@ class Muon:
     shapes: tuple[torch.Size, ...]
     momentum: Tensor
 
-    def step(self, theta: Tensor, gradients: Sequence[Tensor], steps: int, rate: float) -> None:
+    @property
+    def kind(self) -> Hashable:
+        return "muon", self.decay
+
+    def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
         if [gradient.shape for gradient in gradients] != list(self.shapes):
             gradients = views(gradients[0], self.shapes)
-        muon.muon_step(views(theta, self.shapes), gradients, views(self.momentum, self.shapes), rate, self.decay)
+        return Operands(views(theta, self.shapes), list(gradients), views(self.momentum, self.shapes), [])
+
+    def step(self, operands: Operands, steps: int, rate: float) -> None:
+        muon.muon_step(operands.weights, operands.gradients, operands.first, rate, self.decay)
 
 
 class OptimizerState:

@@ -95,6 +95,12 @@ class Device:
         mixed = self.dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.dtype if mixed else torch.bfloat16, enabled=mixed)
 
+    def sent(self, *tensors: Tensor) -> list[Tensor]:
+        """Return these tensors on the device. The host goes on while they are copied to a GPU, from pinned memory."""
+        if self.device.type == "cuda":
+            tensors = tuple(tensor.pin_memory() for tensor in tensors)
+        return [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -122,16 +128,17 @@ def train_step(
     for number, (inputs_BT, targets_BT) in enumerate(batches, 1):
         with ranks.micro_batch(last=number == len(batches)):
             with device.autocast():
-                loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
+                loss = forward.loss(*device.sent(inputs_BT, targets_BT))
             part = loss / (sum(own_tokens) / own_tokens[number - 1])
             part.backward()  # type: ignore[no-untyped-call]
         losses.append(part.detach())
         slow_down(device, time.perf_counter() - began)
         began = time.perf_counter()
+    loss_sum = torch.stack(losses).sum().to("cpu", non_blocking=True)  # it has arrived when `clip` returns
     counts = bool(torch.isfinite(inner.clip()))
     if counts:
         inner.step(rate_at(train, lr_step, inner.steps), tokens)
-    loss_mean = float(ranks.end(torch.stack(losses).sum()))
+    loss_mean = float(ranks.end(loss_sum))
     return StepReport(loss_mean, tokens * counts, train.accumulate * ranks.size * counts)
 
 
@@ -152,7 +159,7 @@ def held_out_part(forward: ModelForward, part: tuple[Tensor, Tensor], device: De
     """The sum of the losses of these sequences' tokens, in nats."""
     inputs_BT, targets_BT = part
     with device.autocast():
-        loss = forward.loss(inputs_BT.to(device.device), targets_BT.to(device.device))
+        loss = forward.loss(*device.sent(inputs_BT, targets_BT))
     return float(loss) * gpt.trained_tokens(targets_BT)
 
 

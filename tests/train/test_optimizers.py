@@ -18,7 +18,7 @@ from decentral.core.ids import PeerId
 from decentral.train import compress, gpt, muon
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.inner import Inner, Live, fragments
-from decentral.train.muon import muon_step
+from decentral.train.muon import batched_step, muon_step
 from decentral.train.optimizers import round_stochastically
 from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer, unpack
@@ -80,6 +80,26 @@ def test_a_step_of_muon_is_torchs_but_for_the_rounding_of_its_products(shape: tu
     muon_step([ours], [gradient], [momentum], 0.1, 0.1)
     assert torch.equal(momentum, torchs.state[theirs]["momentum_buffer"])
     assert torch.linalg.vector_norm(ours - theirs) < 0.02 * torch.linalg.vector_norm(theirs - start)
+
+
+def test_muon_in_batches_takes_the_steps_of_torchs_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide, tall and square matrices, in batches of at most two of the wide ones."""
+    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 2 * 8 * 32)
+    shapes = [(8, 32), (32, 8), (16, 16), (8, 32), (8, 32), (64, 64)]
+    chance = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=chance) for shape in shapes]
+    theirs, ours = ([one.clone() for one in start] for _ in range(2))
+    momenta = [torch.zeros(shape) for shape in shapes]
+    torchs = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(2):
+        gradients = [torch.randn(shape, generator=chance) for shape in shapes]
+        for one, gradient in zip(theirs, gradients, strict=True):
+            one.grad = gradient.clone()
+        torchs.step()  # type: ignore[no-untyped-call]
+        batched_step(ours, gradients, momenta, 0.1, 0.1)
+    for mine, their, momentum, before in zip(ours, theirs, momenta, start, strict=True):
+        assert torch.equal(momentum, torchs.state[their]["momentum_buffer"])
+        assert torch.linalg.vector_norm(mine - their) < 0.02 * torch.linalg.vector_norm(their - before)
 
 
 def test_the_first_step_of_muon_loads_no_compiler() -> None:
