@@ -14,6 +14,7 @@ from decentral.train.device_copies import copy_in
 from decentral.train.kernel_choice import best_kernels
 from decentral.train.kernel_proof import prove
 from decentral.train.kernels_cpu import CompiledKernels
+from decentral.train.muon import muon_step
 from decentral.train.outer_kernels import OuterConstants, OuterKernels, OuterVectors, Weighted
 from decentral.train.step import Device
 
@@ -166,3 +167,18 @@ def test_pinned_vectors_of_many_chunks_merge_as_on_the_cpu(kernels: OuterKernels
         results.append(vectors)
     for name in ("phi", "baseline", "correction", "momentum"):
         assert torch.equal(*(getattr(vectors, name) for vectors in results)), name
+
+
+def test_muon_on_the_gpu_takes_the_steps_of_torchs_muon() -> None:
+    chance = torch.Generator("cuda").manual_seed(0)
+    shapes = [(64, 256), (256, 64), (64, 256), (128, 128)]
+    start = [torch.randn(shape, generator=chance, device="cuda") for shape in shapes]
+    gradients = [torch.randn(shape, generator=chance, device="cuda") for shape in shapes]
+    ours, theirs = ([one.clone() for one in start] for _ in range(2))
+    torchs = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for one, gradient in zip(theirs, gradients, strict=True):
+        one.grad = gradient
+    torchs.step()  # type: ignore[no-untyped-call]
+    muon_step(ours, gradients, [torch.zeros_like(one) for one in start], 0.1, 0.1)
+    for mine, their, before in zip(ours, theirs, start, strict=True):
+        assert torch.linalg.vector_norm(mine - their) < 0.02 * torch.linalg.vector_norm(their - before)
