@@ -29,7 +29,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.trained_swarm import say
-from decentral import invitation_files, invite, state
+from decentral import invitation_files, invite
+from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.invitations import Permission
 from decentral.invitation_files import FounderFile
@@ -154,7 +155,7 @@ def attempt(peers: Peers, kind: str, number: int, flags: Sequence[str]) -> dict[
 
 async def only_connect(address: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [], SwarmClock())
+        transport = await Libp2p.start(Path(folder) / "identity.key", ports.anywhere(), [], SwarmClock())
         try:
             await transport.connect(address)
             await asyncio.sleep(QUIET_S)

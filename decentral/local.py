@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decentral import command, summary
+from decentral.comm.net import ports
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.core import config, strict_json
 from decentral.core.errors import UserError
@@ -42,7 +43,6 @@ PEER_LEAVE_S = 120.0
 POLL_S = 0.25
 TROUBLES = ("error", "unheld")  # lines of a journal with a `reason` that the user has to read
 REASON_CHARS = 500  # of a peer's trouble
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +137,7 @@ class LocalPeer:
 class LocalSwarm:
     """The peer processes that this command started, and only those."""
 
-    listen = LOOPBACK
+    listen = ports.LOOPBACK
 
     def __init__(self, flags: argparse.Namespace, folder: Path, page: DashboardProcess | None = None) -> None:
         self.flags, self.folder, self.page = flags, folder, page

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from decentral.comm.net import ports
 from decentral.core import config, strict_json, swarm_config
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
@@ -20,7 +21,6 @@ from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.train.measure import Measured
 
 DISK_REMEDY = "make room there, or use another --state-dir"
-ANYWHERE, HERE = "/ip4/0.0.0.0/tcp/0", "/ip4/127.0.0.1/tcp/0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,21 @@ class StateFolder:
     def listen(self, wanted: Sequence[str]) -> list[str]:
         """The addresses to listen at: `wanted`, else where this peer listened before, so that others find it again."""
         kept = self._hints("listen.json")
-        asked = list(wanted) or [ANYWHERE]
+        asked = list(wanted) or ports.anywhere()
         found = ((address, kept.get(address, address)) for address in asked)
         return [known if isinstance(known, str) else address for address, known in found]
 
     def listening(self) -> list[str]:
         """Where a peer with this folder can be reached from this machine."""
-        known = self._hints("listen.json").get(HERE)
+        known = self._hints("listen.json").get(ports.LOOPBACK)
         return [known] if isinstance(known, str) else []
 
     def write_listen(self, addresses: Sequence[str]) -> None:
         """Keeps the port that `tcp/0` became."""
-        ports = {address.split("/tcp/")[1].split("/")[0] for address in addresses if "/tcp/" in address}
-        if len(ports) == 1:
-            port = ports.pop()
-            places = (ANYWHERE, HERE)
+        numbers = {address.split("/tcp/")[1].split("/")[0] for address in addresses if "/tcp/" in address}
+        if len(numbers) == 1:
+            port = numbers.pop()
+            places = (ports.ALL_IPV4, ports.ALL_IPV6, ports.LOOPBACK)
             with suppress(UserError):  # another port is found by the records that others read
                 self._write("listen.json", {place: place.removesuffix("0") + port for place in places})
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decentral import state
+from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.codec import Envelope
@@ -53,7 +54,7 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
     """
     with tempfile.TemporaryDirectory() as folder:
         clock = SwarmClock()
-        transport = await Libp2p.start(Path(folder) / "identity.key", [state.ANYWHERE], [], clock)
+        transport = await Libp2p.start(Path(folder) / "identity.key", ports.anywhere(), [], clock)
         private = PrivateSwarm(transport.peer, holding, clock) if holding else None
         try:
             if private:

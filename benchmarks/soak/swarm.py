@@ -21,8 +21,9 @@ from benchmarks.soak.evidence import Line, Sample
 from benchmarks.wan import description, namespaces
 from benchmarks.wan.lab import Lab
 from benchmarks.wan.swarm import LISTEN, OUTSIDE
+from decentral.comm.net.ports import LOOPBACK
 from decentral.core.journal import Tail
-from decentral.local import LOOPBACK, LocalPeer, LocalSwarm
+from decentral.local import LocalPeer, LocalSwarm
 from decentral.local import parse as parse_local
 from decentral.scheduler.shared import topology
 

@@ -25,6 +25,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.multiaddr import Multiaddr
 
+from decentral.comm.net import ports
 from decentral.comm.net.fair_shares import QuestionShares
 from decentral.comm.net.libp2p_directory import (
     CONNECT_S,
@@ -49,10 +50,12 @@ from decentral.core.units import Seconds
 
 PROTOCOL = "/decentral/ask"  # the version is in each header, so that a wrong one gets a clear answer
 DAEMON_END_S = 5.0  # from the end of its connection to us to its own, where it has died
+OLD_DAEMON_S, PORT_AGAIN_S = 5.0, 0.2  # a killed peer's daemon keeps the port until it notices: 1.4 s on a free machine
 LIBP2P_START_S = 60.0  # the daemon's start on a loaded machine; hivemind's default of 15 s is too short
 MOST_CONNECTED = 256  # peers that are remembered as connected; those that we connect to go before those that ask us
 MOST_LEARNED = 4096  # peers whose addresses are remembered; beyond them, those learned longest ago are forgotten
 TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
+OF_LOOPBACK = ("/ip4/127.", "/ip6/::1/")
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what matters of its warnings
@@ -116,7 +119,7 @@ class Libp2p:
     async def addresses(self) -> tuple[str, ...]:
         """Our addresses for others, each ending in /p2p/<our id>; the loopback ones come last."""
         visible = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
-        return tuple(sorted(visible, key=lambda address: "/127.0.0.1/" in address or "/::1/" in address))
+        return tuple(sorted(visible, key=lambda address: address.startswith(OF_LOOPBACK)))
 
     async def connections(self) -> dict[PeerId, tuple[str, ...]]:
         """The peers with a connection to our daemon, whoever began it, and from which addresses; of a private swarm its
@@ -280,9 +283,20 @@ class DaemonPlace:
 
     async def start(self) -> P2P:
         """Raises UserError if it cannot listen there."""
+        end = time.monotonic() + OLD_DAEMON_S
+        while True:
+            try:
+                with ports.held(self.listen) as listen:
+                    return await self._start_at(listen)
+            except ports.PortTaken:
+                if time.monotonic() >= end:
+                    raise
+                await asyncio.sleep(PORT_AGAIN_S)
+
+    async def _start_at(self, listen: Sequence[str]) -> P2P:
         try:
             daemon = await P2P.create(
-                host_maddrs=[Multiaddr(address) for address in self.listen],
+                host_maddrs=[Multiaddr(address) for address in listen],
                 announce_maddrs=[Multiaddr(address) for address in self.announce] or None,
                 identity_path=str(self.key),
                 check_if_identity_free=False,

@@ -8,10 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from decentral import invitation_files, state
+from decentral import invitation_files
 from decentral.checks import clock, disk, machine, network, running_peer, swarm
 from decentral.checks.finding import Finding, FindingState, unknown, warn, wrong
 from decentral.checks.swarm import Visit
+from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p, parse_address
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.invitations import Holding
@@ -45,7 +46,7 @@ class PeerPlace:
             raise UserError(f"--state-dir {flags.state_dir} cannot be read; run this as the user whose peer it is")
         folder = Path(flags.state_dir) if flags.state_dir and Path(flags.state_dir).is_dir() else None
         running = folder is not None and disk.in_use(folder)
-        listen = [state.ANYWHERE] if running else flags.listen or [state.ANYWHERE]
+        listen = ports.anywhere() if running else flags.listen or ports.anywhere()
         if folder is not None and not running:
             listen = StateFolder(folder).listen(flags.listen)
         holding = _holding(flags.invite, folder)

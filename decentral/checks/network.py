@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import mode
 
 from decentral.checks.finding import Finding, ok, unknown, warn, wrong
+from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_services import AUTONAT, DialBack, DialStatus, Identified, dial_back, identify
 from decentral.comm.wire.codec import Envelope
@@ -31,9 +32,10 @@ SLOW_LINK_PER_S = 625e3  # bytes/s: over 5 Mb/s a swarm of four recovers 0.74 of
 BIT = 8
 
 FORWARD = "forward TCP port {port} on the router to this machine, and start the peer with --listen "
-FORWARD += "/ip4/0.0.0.0/tcp/{port} --announce /ip4/{outside}/tcp/{port}"
+FORWARD += "{everywhere}/tcp/{port} --announce {outside}/tcp/{port}"
 OPEN = "open TCP port {port} in this machine's firewall (and the cloud's security group), and start the peer with "
-OPEN += "--listen /ip4/0.0.0.0/tcp/{port}"
+OPEN += "--listen {everywhere}/tcp/{port}"
+ALL_OF_THEM = "--listen takes this machine's addresses; /ip4/0.0.0.0/tcp/PORT is all of IPv4, /ip6/::/tcp/PORT of IPv6"
 UNTIL_THEN = "until then it exchanges with peers that can be reached, and with others through their relays"
 
 
@@ -100,7 +102,8 @@ def reachability(own: Sequence[str], seen: Sequence[Seen], came: Sequence[DialBa
     observed = [place[0] for one in seen if (place := _ip_and_port(one.said.observed))]
     if _all_loopback(inside) and observed and not _all_loopback(observed):
         said = f"this machine listens at {' and '.join(sorted(inside))}, which only itself reaches"
-        return warn("reachability", said, "start the peer with --listen /ip4/0.0.0.0/tcp/PORT, or without --listen")
+        everywhere = _everywhere(observed[0])
+        return warn("reachability", said, f"start the peer with --listen {everywhere}/tcp/PORT, or without --listen")
     reached = [answer.address for answer in came if answer.status == DialStatus.OK]
     if reached:
         return ok("reachability", f"{len(reached)} of {len(came)} peers dialled back: {reached[0]}")
@@ -108,7 +111,8 @@ def reachability(own: Sequence[str], seen: Sequence[Seen], came: Sequence[DialBa
     if not failed:
         return _nobody_dials(observed, came)
     outside, port = mode(observed) if observed else "ADDRESS", port_of(own)
-    remedy = (OPEN if outside in inside else FORWARD).format(port=port, outside=outside)
+    places = {"outside": f"/ip{_version(outside)}/{outside}", "everywhere": _everywhere(outside)}
+    remedy = (OPEN if outside in inside else FORWARD).format(port=port, **places)
     said = f"{len(failed)} of {len(came)} peers could not dial back to {outside}, port {port}"
     return warn("reachability", f"{said}: no route to this machine from outside", f"{remedy}; {UNTIL_THEN}")
 
@@ -121,6 +125,19 @@ def _nobody_dials(observed: Sequence[str], came: Sequence[DialBack]) -> Finding:
         return unknown("reachability", f"the other peers are {where}, where AutoNAT does not dial back", there)
     text = next((answer.text for answer in came if answer.text), "no answer")
     return unknown("reachability", f"no peer dialled back ({text})", "try again in a minute: peers dial rarely")
+
+
+def _version(address: str) -> int:
+    """4 or 6; what is no address counts as the usual kind."""
+    try:
+        return ipaddress.ip_address(address).version
+    except ValueError:
+        return 4
+
+
+def _everywhere(address: str) -> str:
+    """All of this machine's addresses of the same kind."""
+    return "/ip6/::" if _version(address) == 6 else "/ip4/0.0.0.0"
 
 
 def _all_loopback(addresses: Iterable[str]) -> bool:
@@ -200,10 +217,9 @@ def listens(addresses: Sequence[str], running: bool) -> Finding:
 def cannot_listen(error: str, listen: Sequence[str]) -> Finding:
     """Where libp2p does not start at the addresses of --listen."""
     if "address already in use" in error:
-        remedy = "another program has that port (ss -ltnp shows which): end it, or --listen at another"
-        return wrong("port", f"{', '.join(listen)}: address already in use", remedy)
+        return wrong("port", f"{', '.join(listen)}: address already in use", ports.TAKEN)
     if "cannot assign" in error:
-        return wrong("port", error, "--listen takes an address of this machine; /ip4/0.0.0.0/tcp/PORT is all of them")
+        return wrong("port", error, ALL_OF_THEM)
     if "permission denied" in error:
         return wrong("port", error, "ports below 1024 are for root: --listen at a higher one")
     return wrong("port", error, "choose other addresses with --listen")

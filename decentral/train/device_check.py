@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from decentral.core.errors import UserError
-from decentral.train import measure
+from decentral.train import control_groups, measure
 
 DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA's kernel module, on Linux
 NO_DRIVER = "install NVIDIA's driver (nvidia-smi has to list the GPU); in a container start it with --gpus all"
@@ -26,7 +26,9 @@ def described(wanted: str) -> str:
     except RuntimeError as error:  # such as a GPU that torch has no kernels for
         raise UserError(f"--device {wanted}: {str(error).splitlines()[0]}") from None
     versions = f", CUDA {torch.version.cuda}, driver {driver()}" if device.device.type == "cuda" else ""
-    return f"{found.device}, {found.memory_bytes / 1e9:.1f} GB, {found.flops / 1e12:.3g} TFLOP/s{versions}"
+    limit = control_groups.limit_bytes() if device.device.type == "cpu" else None
+    whole = f" left of this container's {limit / 1e9:.1f} GB" if limit else ""
+    return f"{found.device}, {found.memory_bytes / 1e9:.1f} GB{whole}, {found.flops / 1e12:.3g} TFLOP/s{versions}"
 
 
 def driver() -> str:

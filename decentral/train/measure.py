@@ -1,6 +1,5 @@
 """Measurements of a device: FLOP/s of a matrix product, tokens/s on the run's model, and a good micro-batch size."""
 
-import os
 import platform
 import time
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ import torch
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.train import control_groups
 from decentral.train.step import ALONE, Device, ModelForward, Ranks
 
 PASSES_S = 0.5  # after so much time no further pass is measured: where passes are long, the first one tells enough
@@ -145,12 +145,16 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The memory of the GPU, or of this machine."""
+    """The memory of the GPU, or what this process may take of this machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine_bytes()
 
 
 def machine_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The memory of this machine; in a container with a limit, what that leaves beside what this process has taken.
+
+    torch and its like take a third of a gigabyte, which a small container cannot give the model as well.
+    """
+    limit = control_groups.limit_bytes()
+    return control_groups.host_bytes() if limit is None else max(0, limit - control_groups.resident_bytes())

@@ -106,7 +106,8 @@ class Host:
         clock = f"this machine's clock is {difference(ahead_s)} the swarm's, by which this peer goes; set the wrong one"
         apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
         unheld = self.node.route_planner.unheld if self.node.route_planner else ""
-        return [one for one in (self.journal.trouble, unsaved, unheld, *apart, *self.watch.present()) if one]
+        of_node = (self.node.join.waits, unheld)
+        return [one for one in (self.journal.trouble, unsaved, *of_node, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
         """Makes `run` save and leave. For signal handlers and the view; to be called in the loop's thread."""

@@ -134,6 +134,7 @@ class Fetch:
     last_piece_at: Seconds = 0.0
     busy: int = 0  # times that a donor served others and refused us
     failures: Counter[PeerId] = field(default_factory=Counter)
+    unready: dict[PeerId, bool] = field(default_factory=dict)  # by peer asked: whether it said last that it has none
     accused: set[PeerId] = field(default_factory=set)  # donors whose samples differed from others'
     known: Sequence[PeerId] = ()  # peers that may be asked
     samples: dict[tuple[int, int, PeerId], DonorSample] = field(default_factory=dict)  # by fragment, offset and donor
@@ -233,6 +234,7 @@ class Fetch:
         self.last_piece_at = now
         self.steps[event.peer] = max(self.steps.get(event.peer, 0), message.step)
         self.used.add(event.peer)
+        self.unready[event.peer] = False
         if incoming.complete():
             self._draw_samples(incoming)
         return [] if self.complete else self.ask() + self._ask_witnesses()
@@ -318,11 +320,14 @@ class Fetch:
 
     def _request(self, donor: PeerId, incoming: Incoming, offset: int) -> Ask:
         incoming.requested.add(offset)
+        self.unready.setdefault(donor, False)
         question = Envelope(StateRequest(self.run, incoming.fragment.index, offset, PIECE_BYTES, incoming.retained))
         tag = self.tag(incoming.fragment.index, offset)
         return Ask(tag, donor, question, PIECE_DEADLINE_S, MAX_CHUNK_BYTES)
 
     def _failed(self, donor: PeerId, reason: str) -> list[Effect]:
+        if reason == Reason.NOT_READY:
+            self.unready[donor] = True
         if reason == Reason.BUSY:  # it serves enough newcomers: others are asked instead
             self.busy += 1
             return self._not_now(donor)

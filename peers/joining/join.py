@@ -3,6 +3,8 @@
     WAITING --roster known--> FETCHING --all pieces here--> IMPORTING --StateImported--> DONE
 
 A peer with a checkpoint that is ahead of its donors keeps its own state, and so does a whole swarm that starts again.
+A peer without weights of its own asks its donors until one answers, however long they are silent: initial weights
+beside a swarm that has trained would be worth nothing, and no other peer could tell.
 The donors' side is peers/joining/donor.py.
 """
 
@@ -21,7 +23,7 @@ from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 ROSTER_S = 4.0  # longest wait for the roster
 JOIN_RETRY_S = 2.0
 MOST_PATIENT = 2  # how many JOIN_RETRY_S longer a newcomer waits between two tries, where all donors are busy
-GIVE_UP_S = 12.0  # without a donor that answers, after which a newcomer starts from what it has
+GIVE_UP_S = 12.0  # without a donor that answers, after which a peer goes on with its own weights, or says that it waits
 CLOCK_TIMES, CLOCK_MORE = 2, 1000  # donors may be so far ahead of the roster's median step: records are not new
 DONORS_COMPARED = 3  # so many donors, if there are, say which step they are at before we keep our own checkpoint
 HOLDER_RETRIES = 5  # tries to find a fragment's holder again whose record has expired: after a pause all records have
@@ -52,6 +54,8 @@ class Join:
     newest_retained: Callable[[int], tuple[int, Sequence[PeerId]]] = lambda index: (-1, ())  # step, and who has it
     swarm_step: Callable[[], int | None] = lambda: None  # median step of the peers that train; None: too few are known
     exact: bool = False  # whether all pieces of a fragment have to be of one version
+    has_weights: bool = False  # whether this peer can train without a donor: from a checkpoint, or from before
+    waits: str = ""  # why there are no weights yet, for the user; "": they come, or are here
     phase: JoinPhase = JoinPhase.WAITING
     imported: bool = False
     wake_at: Seconds | None = 0.0
@@ -91,23 +95,44 @@ class Join:
         """Chooses donors and asks them; where there are none, starts from what is here."""
         known = sorted({*live, *self.contacts})
         self._prefer_retained(known)
-        missing = self.fetch.missing()
+        missing, said = self.fetch.missing(), list[Effect]()
         self.fetch.choose([peer for peer in known if any(self._can_donate(peer, one.fragment) for one in missing)])
         if not self.fetch.donors and (not known or now > self.fetch.last_piece_at + GIVE_UP_S):
-            self.fetch.incoming = {index: one for index, one in self.fetch.incoming.items() if one.complete()}
-            return self._start_from_what_is_here()
+            if not self._waits_for_silent_holders(known):
+                self.fetch.incoming = {index: one for index, one in self.fetch.incoming.items() if one.complete()}
+                return self._start_from_what_is_here()
+            said = self._say_that_it_waits()
         if not self.fetch.donors:
             self.fetch.failures.clear()
         incoming = self.fetch.incoming.values()
         known_donor = any(self._can_donate(peer, one.fragment) for peer in known for one in incoming)
-        if known and not live and not known_donor and now < self.began_at + GIVE_UP_S:
+        if known and not live and not known_donor and not (self.has_weights and now >= self.began_at + GIVE_UP_S):
             self.wake_at = now + JOIN_RETRY_S  # contacts are there, but their records, with their spans, are not yet
-            return []
-        self._skip_fragments_without_holder(known)
+            return said
+        said += self._skip_fragments_without_holder(known)
         if self.fetch.complete:
-            return self._start_from_what_is_here()
+            return said + self._start_from_what_is_here()
         self.phase, self.wake_at = JoinPhase.FETCHING, now + JOIN_RETRY_S * (1 + min(self.fetch.busy, MOST_PATIENT))
-        return self.fetch.ask()
+        return said + self.fetch.ask()
+
+    def _waits_for_silent_holders(self, known: Sequence[PeerId]) -> bool:
+        """Whether this peer has no weights, and one that is silent now may have them.
+
+        Peers that say that they have none yet are not waited for: a whole swarm may be at its beginning.
+        """
+        silent = {peer for peer in (*known, *self.fetch.unready) if not self.fetch.unready.get(peer)}
+        if self.has_weights or not silent:
+            return False
+        incoming = self.fetch.incoming.values()
+        if any(self._can_donate(peer, one.fragment) for peer in silent for one in self.fetch.missing()):
+            return True
+        return any(one.had_holder for one in incoming) and not any(one.complete() for one in incoming)
+
+    def _say_that_it_waits(self) -> list[Effect]:
+        if self.waits:
+            return []
+        self.waits = "no peer gives this one the run's weights; it keeps asking, and does not train without them"
+        return [log("error", reason=self.waits)]
 
     def _prefer_retained(self, known: Sequence[PeerId]) -> None:
         """Fetches a retained state of fragments that nobody holds, unless our checkpoint has a newer one."""
@@ -126,22 +151,31 @@ class Join:
         retained = incoming is not None and incoming.retained
         return peer in self.newest_retained(fragment.index)[1] if retained else self.holds(peer, fragment)
 
-    def _skip_fragments_without_holder(self, known: Sequence[PeerId]) -> None:
+    def _skip_fragments_without_holder(self, known: Sequence[PeerId]) -> list[Effect]:
         """Fragments that no other peer holds keep our checkpoint's weights, or the initial ones.
 
         A holder that has gone before we had all of its fragment may come back, and a peer without a checkpoint waits.
+        It waits for ever while it has no fragment at all; a part of them is of use to the others.
         """
+        effects, some_are_here = list[Effect](), any(one.complete() for one in self.fetch.incoming.values())
         for index, one in list(self.fetch.incoming.items()):
             if any(self._can_donate(peer, one.fragment) for peer in known):
                 one.had_holder, one.holder_misses = True, 0
                 continue
             one.holder_misses += one.had_holder
-            waits = one.had_holder and one.holder_misses <= HOLDER_RETRIES and not self.restored
-            if not one.complete() and not waits:
-                del self.fetch.incoming[index]
+            may_wait = one.had_holder and not self.has_weights
+            if one.complete() or (may_wait and (one.holder_misses <= HOLDER_RETRIES or not some_are_here)):
+                continue
+            if may_wait:
+                layers = f"layers {one.fragment.first} to {one.fragment.last - 1}"
+                effects.append(log("error", reason=f"{layers} start from initial weights: their last holder has gone"))
+            del self.fetch.incoming[index]
+        return effects
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         effects = self.fetch.handle(event, now)
+        if self.fetch.last_piece_at == now:
+            self.waits = ""
         if self.restored and self._swarm_is_behind():
             return self._finish("checkpoint")  # exchanges will reconcile the two
         return self._import() if self.fetch.complete else effects

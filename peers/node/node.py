@@ -151,7 +151,8 @@ class Node:
         setup, view = self.setup, (self.selection.donates, self.selection.newest_retained, self.selection.swarm_step)
         contacts = tuple(sorted({*setup.contacts, *self.selection.live()}))
         needed = (setup.run, setup.fragments, setup.state_layouts, contacts)
-        return Join(*needed, step, restored, chance, *view, exact=setup.config.synchronous)
+        exact, has_weights = setup.config.synchronous, restored or self.progress.joined_at is not None
+        return Join(*needed, step, restored, chance, *view, exact=exact, has_weights=has_weights)
 
     # What a host calls
 

@@ -57,6 +57,13 @@ def test_behind_a_router_a_port_is_forwarded_and_on_a_public_address_one_is_open
     assert "open TCP port 4001 in this machine's firewall" in public.remedy
 
 
+def test_where_others_see_an_ipv6_address_the_remedies_are_for_ipv6() -> None:
+    closed = reachability("/ip6/2001:4860::7/tcp/4001", DROPPED, own=["/ip6/2001:4860::7/tcp/4001"])
+    assert "--listen /ip6/::/tcp/4001" in closed.remedy
+    loopback = reachability("/ip6/2001:4860::7/tcp/4001", own=["/ip4/127.0.0.1/tcp/4001"])
+    assert "--listen /ip6/::/tcp/PORT" in loopback.remedy
+
+
 def test_what_peers_do_not_dial_is_unknown() -> None:
     private, often = reachability("/ip4/192.168.0.7/tcp/1", TOO_OFTEN), reachability("/ip4/8.8.8.8/tcp/1", TOO_OFTEN)
     assert "private network" in private.seen

@@ -12,6 +12,7 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ExportState, Fragment, ImportState, Section, Start, StateExported, StateImported
 from decentral.core.machine import Effect, Log, Woke
+from decentral.core.reasons import Reason
 from decentral.peers.joining.donor import (
     EXPORT_KEPT_S,
     FINISHED_S,
@@ -50,7 +51,8 @@ class Newcomer:
     """A Join with its donors, which answer when a test says so."""
 
     def __init__(self, donors: Sequence[PeerId] = (A, B), own_step: int = 0, restored: bool = False) -> None:
-        self.join = Join(RUN, FRAGMENTS, [LAYOUT] * len(FRAGMENTS), tuple(donors), own_step, restored, Random(0))
+        donated = (RUN, FRAGMENTS, [LAYOUT] * len(FRAGMENTS), tuple(donors))
+        self.join = Join(*donated, own_step, restored, Random(0), has_weights=restored)
         self.live, self.now = list(donors), 100.0
         self.asks: list[Ask] = []
         self.fetched: list[object] = []
@@ -210,16 +212,74 @@ def test_with_nobody_there_it_starts_from_what_it_has(restored: bool) -> None:
     assert new.starts == [Start(newcomer=False)]
 
 
-def test_donors_that_never_answer_are_given_up() -> None:
+def in_silence(new: Newcomer, seconds: float) -> None:
+    """So long no donor answers: every question fails."""
+    for _ in range(round(seconds / JOIN_RETRY_S)):
+        while new.asks:
+            new.fail(new.asks.pop(), Reason.DEADLINE)
+        new.wake(JOIN_RETRY_S)
+
+
+def test_donors_that_never_answer_are_given_up_by_a_peer_with_a_checkpoint() -> None:
+    new = Newcomer(restored=True)
+    new.know_the_roster()
+    in_silence(new, 30.0)
+    assert new.starts == [Start(newcomer=False)]
+
+
+def errors(new: Newcomer) -> list[str]:
+    return [effect.fields["reason"] for effect in new.effects if isinstance(effect, Log) and effect.event == "error"]
+
+
+@pytest.mark.parametrize("pieces", [0, 4])
+def test_a_newcomer_asks_a_silent_swarm_until_it_answers_and_says_that_it_waits(pieces: int) -> None:
+    new = Newcomer(donors=(A,))
+    new.know_the_roster()
+    for _ in range(pieces):
+        new.answer(new.next_of(A))
+    new.live = []  # the roster drops a peer that does not answer
+    in_silence(new, 600.0)
+    assert not new.starts
+    assert "keeps asking" in new.join.waits
+    assert errors(new) == [new.join.waits]
+    new.wake(JOIN_RETRY_S)
+    assert len(new.finish().blobs) == 2
+    assert new.join.waits == ""
+
+
+def test_a_newcomer_waits_for_a_silent_donor_though_another_newcomer_answers() -> None:
+    new = Newcomer()
+    new.know_the_roster()
+    for _ in range(60):
+        while new.asks:
+            ask = new.asks.pop()
+            new.refuse(ask, Reason.NOT_READY) if ask.to == A else new.fail(ask, Reason.DEADLINE)
+        new.live = [A]
+        new.join.contacts = (A,)
+        new.wake(JOIN_RETRY_S)
+    assert not new.starts
+
+
+def test_peers_of_which_none_has_weights_yet_begin_together() -> None:
     new = Newcomer()
     new.know_the_roster()
     for _ in range(30):
         while new.asks:
-            new.fail(new.asks.pop())
-        new.wake(2.0)
-        if new.starts:
-            break
+            new.refuse(new.asks.pop(), Reason.NOT_READY)
+        new.wake(JOIN_RETRY_S)
     assert new.starts == [Start(newcomer=False)]
+
+
+def test_a_newcomer_with_a_part_of_the_layers_waits_where_nothing_comes_at_all() -> None:
+    new = Newcomer(donors=(A,))
+    new.join.holds = lambda peer, fragment: peer in new.live
+    new.know_the_roster()
+    new.live = []
+    in_silence(new, 600.0)
+    assert not new.starts
+    new.live = [A]
+    new.wake(JOIN_RETRY_S)
+    assert len(new.finish().blobs) == 2
 
 
 def test_a_donor_that_is_not_ready_yet_is_asked_again() -> None:
@@ -316,6 +376,7 @@ def test_a_layer_whose_last_holder_has_gone_does_not_hold_up_the_others() -> Non
     new.wake(JOIN_RETRY_S)
     (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
     assert [index for index, _, _ in imported.blobs] == [0]
+    assert errors(new) == ["layers 1 to 1 start from initial weights: their last holder has gone"]
 
 
 def b_is_gone(new: Newcomer) -> None:

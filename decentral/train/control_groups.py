@@ -1,0 +1,66 @@
+"""The memory limits of the control groups around this process: of a container, a batch system or systemd, on Linux.
+
+A group of version 1 or 2 has limits of its own, and so has each group around it; the smallest one holds. What the
+kernel says of the machine's memory knows nothing of them, and a process that takes more is killed without a word.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+LIMITS = {"cgroup": ("memory.limit_in_bytes",), "cgroup2": ("memory.max", "memory.high")}  # by type of file system
+SELF = Path("/proc/self")
+
+
+def limit_bytes(process: Path = SELF) -> int | None:
+    """Return the smallest memory limit around this process, in bytes; None where none is below the host's memory."""
+    try:
+        groups, mounts = (process / "cgroup").read_text(), (process / "mountinfo").read_text()
+    except OSError:
+        return None
+    found = [number for file in _files(groups, mounts) if (number := _number(file)) is not None]
+    return min((number for number in found if number < host_bytes()), default=None)
+
+
+def host_bytes() -> int:
+    """Return the memory of the whole machine, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def resident_bytes(process: Path = SELF) -> int:
+    """Return the memory that this process has taken already, in bytes; 0 where the system does not say."""
+    try:
+        lines = (process / "status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def _files(groups: str, mounts: str) -> Iterator[Path]:
+    """The files that hold the limits of our groups and of those around them."""
+    own = {}
+    for line in groups.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            own["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            own["cgroup"] = path
+    for line in mounts.splitlines():
+        place, _, mounted = line.partition(" - ")
+        kind, _, options = mounted.split(" ", 2)
+        if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        root, top = place.split(" ")[3:5]
+        inner = PurePosixPath(own[kind])  # a container sees its own group, or groups inside it, as the root
+        below = inner.relative_to(root) if inner.is_relative_to(root) else PurePosixPath()
+        for folder in (below, *below.parents):
+            yield from (Path(top) / folder / name for name in LIMITS[kind])
+
+
+def _number(file: Path) -> int | None:
+    """The limit in this file; None if it has none, which it says by `max`, or if there is no such file."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
