@@ -46,7 +46,7 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(parse(argv)))
+    return command.run(lambda: _main(parse(argv)), lasting=True)
 
 
 def _main(flags: argparse.Namespace) -> None:

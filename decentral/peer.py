@@ -19,7 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 if __name__ == "__main__":  # while the libraries below load, which takes seconds, there is nothing to save
-    for _each in (signal.SIGINT, signal.SIGTERM):
+    from decentral.command import ending_signals
+
+    for _each in ending_signals():
         signal.signal(_each, lambda *_: os._exit(0))
 
 from decentral import command, launch, state
@@ -42,10 +44,9 @@ LOADING = "loading"  # how the names of the thread begin that loads the rest of 
 
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # a host's notice is as Ctrl-C is
     atexit.register(gc.freeze)  # what is left the system frees at once; Python would look through it for a second
     arguments = sys.argv[1:] if argv is None else argv
-    return command.run(lambda: _start(arguments))
+    return command.run(lambda: _start(arguments), lasting=True)
 
 
 def _start(arguments: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 
-from decentral import __version__, invitation_files, launch, state, view
+from decentral import __version__, command, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, silent_peers, stage_config
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Signer
@@ -190,9 +190,9 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     if flags.island:
         host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
     loop = asyncio.get_running_loop()
-    ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
-    for name in ending:
-        loop.add_signal_handler(name, host.stop, "interrupted")
+    for name in command.ending_signals():
+        if name != signal.SIGTERM or not flags.island:  # by which a launcher ends ranks that start again
+            loop.add_signal_handler(name, host.stop, "interrupted")
     tasks = [
         asyncio.create_task(work) for work in (_show(host, shown), look_for_the_lost(host, flags.join), _revive(host))
     ]

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -79,9 +78,8 @@ class LiveDisplay:
 
 
 def say(text: str) -> None:
-    """Prints it, if it can: a peer trains on where its output goes to a full disk, or to a terminal that is gone."""
-    with suppress(OSError):
-        print(text, flush=True)
+    """Print a line for the user, at once."""
+    print(text, flush=True)
 
 
 def introduction(node: Node, folder: Path) -> str:
