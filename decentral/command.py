@@ -20,6 +20,7 @@ from decentral.output import OutputGone, outputs
 
 T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # of experiment trackers; their packages and extras are called so too
+STAGE = "starting: "  # begins each line that says what a peer does before it trains
 ERROR_CHARS = 2000  # of the line that says what to mend
 
 
@@ -88,6 +89,11 @@ def require_extra(flag: str, package: str, module: str, extra: str) -> None:
 def one_line(error: Exception) -> str:
     """What an error says, fit to be shown: others' words may be in it."""
     return printable(" ".join(str(error).split()), ERROR_CHARS)
+
+
+def stage(text: str) -> None:
+    """Tell the user what a peer that starts is doing: some of it takes a minute on a machine that is loaded."""
+    print(f"{STAGE}{printable(text, ERROR_CHARS)}", flush=True)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:

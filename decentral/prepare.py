@@ -59,6 +59,7 @@ async def claim_layers(
     flags: argparse.Namespace, folder: state.StateFolder, own: Signer, transport: Libp2p, access: SwarmAccess
 ) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
+    command.stage("choosing its layers")
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
     try:
         kept = checkpoint.span(folder.path)
@@ -98,10 +99,12 @@ async def prepare(
     else:
         memory.keep_what_is_freed()
     run_inputs.check(run, begun=request.kept is not None)
+    command.stage(f"loading the data ({run.data.kind})")
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
     kernels, flags.kernels = flags.proven
+    command.stage("building the model")
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
     try:
         restored = compute.resume()
@@ -162,6 +165,7 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
     if measured is None and compute.awaits_state:
         measured = measure.without_speed(device)  # its first steps tell its speed, and need not wait for a measurement
     elif measured is None:
+        command.stage("measuring the device")
         model = compute.setup.config.model
         forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
         measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from decentral.command import stage
 from decentral.core.ids import short
 from decentral.core.plain_text import plain_text, printable
 from decentral.core.units import Seconds, readable_bytes
@@ -43,7 +44,11 @@ class LineDisplay:
         say(introduction(node, folder))
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
-        say("  ".join(f"{name} {value}" for name, value in figures(node, now).items()))
+        shown = figures(node, now)
+        if node.phase is NodePhase.JOINING:
+            stage(f"joining; {shown['peers']} peers are known, {shown['received']} received")
+        else:
+            say("  ".join(f"{name} {value}" for name, value in shown.items()))
         for trouble in troubles:
             say(f"warning: {printable(trouble, REASON_CHARS)}")
 
