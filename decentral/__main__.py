@@ -16,18 +16,17 @@ from decentral.core.errors import UserError
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(overview())
-        return 0
+        return command.run(lambda: print(overview()))
     if arguments[0] in ("-V", "--version"):
-        print(f"decentral {__version__}")
-        return 0
+        return command.run(lambda: print(f"decentral {__version__}"))
     if arguments[0] not in COMMANDS:
         return command.run(lambda: _unknown(arguments[0]))
-    for each in (signal.SIGINT, signal.SIGTERM):
+    ending = command.ending_signals()
+    for each in ending:
         signal.signal(each, lambda *_: os._exit(0))  # there is nothing to save while the libraries load
     chosen = module_of(arguments[0])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for each in ending:
+        signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
     code: int = chosen.main(arguments[1:])
     return code
 

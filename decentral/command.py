@@ -5,7 +5,9 @@ to mend.
 """
 
 import argparse
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import NoReturn, TypeVar
 from decentral import command_table
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
+from decentral.output import OutputGone, outputs
 
 T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # of experiment trackers; their packages and extras are called so too
+STAGE = "starting: "  # begins each line that says what a peer does before it trains
 ERROR_CHARS = 2000  # of the line that says what to mend
 
 
@@ -87,13 +91,60 @@ def one_line(error: Exception) -> str:
     return printable(" ".join(str(error).split()), ERROR_CHARS)
 
 
-def run(main: Callable[[], None], interrupted: int = 0) -> int:
-    """Runs a command. Returns its exit code: `interrupted` after Ctrl-C. An error of our own is raised as it is."""
+def stage(text: str) -> None:
+    """Tell the user what a peer that starts is doing: some of it takes a minute on a machine that is loaded."""
+    print(f"{STAGE}{printable(text, ERROR_CHARS)}", flush=True)
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that end a command as Ctrl-C does: without SIGHUP where `nohup` has turned it off."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
+
+
+def _end_as_ctrl_c_does() -> None:
+    """Make the first notice of an end (`kill`, a closed terminal) raise KeyboardInterrupt, and the next do nothing.
+
+    A session that ends sends several at once, and the second must not keep a command from leaving in order. A second
+    Ctrl-C does.
+    """
+    notices = [each for each in ending_signals() if each != signal.SIGINT]
+
+    def notice(*_: object) -> None:
+        for each in notices:
+            signal.signal(each, signal.SIG_IGN)
+        signal.raise_signal(signal.SIGINT)
+
+    if threading.current_thread() is threading.main_thread():
+        for each in notices:
+            signal.signal(each, notice)
+
+
+def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -> int:
+    """Run a command. An error of our own is raised as it is.
+
+    SIGTERM and SIGHUP end it as Ctrl-C does, so that it ends what it has started and leaves nothing behind.
+
+    Args:
+        main: The command.
+        interrupted: Exit code after Ctrl-C.
+        lasting: Whether the command goes on where its output cannot be written, since its work is what counts.
+
+    Returns:
+        The exit code; 0 also if whoever read the output has ended.
+    """
+    _end_as_ctrl_c_does()
     try:
-        main()
-    except UserError as error:
-        print("error:", one_line(error), file=sys.stderr)
-        return 2
+        with outputs(lasting):
+            try:
+                main()
+            except UserError as error:
+                print("error:", one_line(error), file=sys.stderr)
+                return 2
     except KeyboardInterrupt:
         return interrupted
+    except OutputGone as error:
+        if not error.nobody_reads:
+            print("error:", one_line(error), file=sys.stderr)
+        return 0 if error.nobody_reads else 2
     return 0

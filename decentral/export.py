@@ -20,7 +20,7 @@ from decentral.train import adapter_folder, huggingface, replicas
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(parse(argv)))
+    return command.run(lambda: _main(parse(argv)), lasting=True)
 
 
 def _main(flags: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ go to standard error. Strangers trained the model: characters that a terminal wo
 
 import argparse
 import asyncio
-import os
 import secrets
 import sys
 from collections import Counter
@@ -47,11 +46,7 @@ class LoadedModel:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        return command.run(lambda: _main(parse(argv)), interrupted=130)
-    except BrokenPipeError:  # whoever reads the text has enough, as `| head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return command.run(lambda: _main(parse(argv)), interrupted=130)
 
 
 def _main(flags: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ VISIT_S = 600.0  # how long the founder's own invitation lasts with which it ann
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(parse(argv)))
+    return command.run(lambda: _main(parse(argv)), lasting=True)
 
 
 def _main(flags: argparse.Namespace) -> None:

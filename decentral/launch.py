@@ -6,7 +6,6 @@
 All devices are of one type. Ctrl-C goes to every rank: rank 0 saves, leaves the swarm and lets the others finish.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -22,15 +21,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from decentral.command import one_line
+from decentral.command import ending_signals, one_line
 from decentral.core import config
+from decentral.core.end_with_parent import end_with_parent
 from decentral.core.errors import UserError
 from decentral.train import measure, memory
 from decentral.train.island import BUCKET_BYTES, Island, follow
 
 RESTARTS = 100  # of an island; a device that fails every time must end it some day
 ATTEMPT = "DECENTRAL_ATTEMPT"  # in the environment of ranks: how often this launcher has started them before
-PR_SET_PDEATHSIG = 1  # Linux's name for it, in sys/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def island(arguments: Sequence[str], flags: Namespace, names: Sequence[str]) -> 
         logging.getLogger(f"torch.distributed.elastic.{logger}").setLevel(logging.CRITICAL)
     command = ("-m", "decentral.peer", *arguments, "--state-dir", flags.state_dir, "--device", ",".join(names))
     launcher = Launcher(command, len(names))
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for each in ending_signals():
         signal.signal(each, launcher.stop)
     return launcher.run()
 
@@ -135,18 +134,22 @@ class Launcher:
 
 def rank(flags: Namespace, place: Place, lead: Callable[[Island], None]) -> None:
     """Takes this process's place in its island: rank 0 leads, as the peer, and the others follow."""
-    _end_with_launcher()
-    for each in (signal.SIGINT, signal.SIGTERM):
+    end_with_parent(signal.SIGINT)
+    ending = ending_signals()
+    for each in ending:
         signal.signal(each, signal.SIG_DFL)  # a rank that waits for the others does so where Python cannot act
     island = Island(measure.choose(flags.device, "auto", 1.0, 0.0).device)
     if place.rank == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for each in ending:
+            if each != signal.SIGTERM:  # by which a launcher ends ranks that start again
+                signal.signal(each, signal.default_int_handler)
         try:
             lead(island)
         finally:
             island.close()
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it as well, and tells the others when to finish
+    for each in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)  # rank 0 gets it as well, and tells the others when to finish
     try:
         _follow(flags, island)
     except (RuntimeError, UserError) as error:
@@ -161,13 +164,6 @@ def _follow(flags: Namespace, island: Island) -> None:
         device = measure.choose(flags.device, train.dtype, flags.throttle, train.emulated_micro_batch_s)
         follow(island, assignment, replace(device, ranks=island))
     island.close()
-
-
-def _end_with_launcher() -> None:
-    """Makes the system send this process Ctrl-C when its launcher dies, where it can (Linux)."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, int(signal.SIGINT))
 
 
 def model_bytes(wanted: int | None, run: config.Config, kept: tuple[int, int] | None, island: Island) -> int:

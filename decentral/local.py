@@ -11,18 +11,18 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from decentral import command, summary
+from decentral import command, lifeline, summary
 from decentral.comm.net import ports
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.core import config, strict_json
@@ -30,6 +30,7 @@ from decentral.core.errors import UserError
 from decentral.core.journal import Tail, read
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
+from decentral.core.temporary import temporary_folder
 from decentral.core.units import Amount, readable_bytes
 from decentral.dashboard.address import add_dashboard_flag
 from decentral.dashboard.child import DashboardProcess, dashboard
@@ -43,17 +44,18 @@ PEER_LEAVE_S = 120.0
 POLL_S = 0.25
 TROUBLES = ("error", "unheld")  # lines of a journal with a `reason` that the user has to read
 REASON_CHARS = 500  # of a peer's trouble
+LAST_OUTPUT_BYTES = 8192  # of a peer's output, in which its last line is looked for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(parse(argv)))
+    return command.run(lambda: _main(parse(argv)), lasting=True)
 
 
 def _main(flags: argparse.Namespace) -> None:
     console = Console(highlight=False)
     with ExitStack() as stack:
         if flags.state_dir is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decentral-")))
+            folder = stack.enter_context(temporary_folder())
         else:
             folder = Path(flags.state_dir)
         check_memory(flags, folder)
@@ -69,10 +71,13 @@ def _main(flags: argparse.Namespace) -> None:
         except KeyboardInterrupt:
             console.print("stopping")
         swarm.stop()
-        result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds)
+        deaths = swarm.deaths()
+        result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds, deaths)
     _report(console, result)
     if flags.summary:
         Path(flags.summary).write_text(strict_json.dumps(result, indent=1) + "\n")
+    if deaths:
+        raise SystemExit(1)
 
 
 def check_memory(flags: argparse.Namespace, folder: Path) -> None:
@@ -103,6 +108,13 @@ class LocalPeer:
     def __post_init__(self) -> None:
         self._tail = Tail(self.folder / "journal.jsonl")
 
+    def death(self) -> str:
+        """Return how its process has died; "" if it runs, or has left as it was told to."""
+        status = self.process.poll() or 0
+        if status == -signal.SIGINT:  # Ctrl-C came before it could say what that means
+            return ""
+        return f"killed by signal {-status}" if status < 0 else f"ended with exit code {status}" if status else ""
+
     def happened(self, event: str, since: float) -> summary.Line | None:
         """The first line of this event at or after `since` (Unix time)."""
         lines = read(self.folder / "journal.jsonl")
@@ -128,10 +140,11 @@ class LocalPeer:
         return bool(done >= goal.value)
 
     def progress(self, since: float) -> str:
-        """Its last loss and step, if its journal has any from `since` on."""
+        """Its last loss and step, if its journal has any from `since` on. A peer that has died has no loss any more."""
         self.follow()
-        last = self.steps[-1] if self.steps else None
-        return f"{_number(last['loss'])} at step {last['step']}" if last and last["t"] >= since else "-"
+        last = self.steps[-1] if self.steps and self.steps[-1]["t"] >= since else None
+        loss = "dead" if self.death() else _number(last["loss"]) if last else "-"
+        return f"{loss} at step {last['step']}" if last else loss
 
 
 class LocalSwarm:
@@ -150,12 +163,14 @@ class LocalSwarm:
         self.seconds = 0.0
         self.address = ""  # of the first peer, once it has started
         self.shown: set[str] = set()  # of the peers' troubles
-        self.ended: set[int] = set()  # peers whose process has ended, as the page knows
+        self.say: Callable[[str], None] = lambda text: None  # shows the user a line
+        self.known_dead: set[int] = set()  # peers of which the user and the page have been told
 
     def folders(self) -> list[Path]:
         return [self.folder / f"peer-{number}" for number in range(len(self.throttles))]
 
     def start(self, console: Console) -> None:
+        self.say = partial(console.print, soft_wrap=True, markup=False)
         console.print(f"starting {len(self.throttles)} peers (throttle {', '.join(f'{t:g}' for t in self.throttles)})")
         self.begin(len(self.throttles))
         console.print("training; a second terminal can join with:", style="bold")
@@ -184,7 +199,7 @@ class LocalSwarm:
             shown_at = self.joined_at
             while self._running() and (goal is None or self.now() < self.joined_at + goal):
                 time.sleep(POLL_S)
-                self._tell_ends()
+                self.tell_deaths()
                 for member in self._running():
                     if member.has_done(self.stop_after, self.joined_at):
                         member.process.send_signal(signal.SIGINT)
@@ -195,19 +210,26 @@ class LocalSwarm:
                     if not console.is_terminal:
                         console.print(f"{shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)
                     self.warn(console)
+        self.tell_deaths()
 
-    def _tell_ends(self) -> None:
-        """Tells the page of processes that have ended, which it would else have to conclude from their silence."""
-        for member in self.members if self.page else ():
-            status = member.process.poll()
-            if status is None or member.number in self.ended:
+    def tell_deaths(self) -> None:
+        """Tells the user, and the page, of each peer that has died: the page would have to conclude it from silence."""
+        for member in self.members:
+            death = member.death()
+            if not death or member.number in self.known_dead:
                 continue
-            self.ended.add(member.number)
+            self.known_dead.add(member.number)
+            last = f": {_last_output(member.folder)}" if member.process.returncode > 0 else ""
+            self.say(printable(f"warning: peer {member.number} {death}{last}", REASON_CHARS))
             started = member.happened("started", self.began - 1)
-            if self.page and started and status:
-                why = f"killed by signal {-status}" if status < 0 else f"its process ended with {status}"
-                said = {"t": self.now(), "event": "missed", "peer": started["peer"], "reason": why, "certain": True}
+            if self.page and started:
+                said = {"t": self.now(), "event": "missed", "peer": started["peer"], "reason": death, "certain": True}
                 self.page.tell("", said)
+
+    def deaths(self) -> dict[int, str]:
+        """Return how those peers have died that did not leave in order, by number; a peer that came back has not."""
+        latest = {member.number: member.death() for member in self.members}
+        return {number: death for number, death in latest.items() if death}
 
     def warn(self, console: Console) -> None:
         """Shows the troubles in the peers' journals since all had joined, each thing once, whichever peer
@@ -255,9 +277,9 @@ class LocalSwarm:
             arguments += ["--private"] if self.flags.private else []
             arguments += [self.flags.config] if self.flags.config else []
             arguments += [part for override in self.flags.set for part in ("--set", override)]
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        tied = lifeline.tied({**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
         with (folder / "output.txt").open("ab") as output:
-            process = self.spawn(number, arguments, stdout=output, stderr=output, env=environment)
+            process = self.spawn(number, arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **tied)
         self.members.append(LocalPeer(number, folder, process))
 
     def spawn(self, number: int, arguments: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
@@ -286,8 +308,12 @@ class LocalSwarm:
 
     def await_event(self, member: LocalPeer, event: str) -> None:
         """Raises UserError if the peer ends before the event is in its journal, or takes longer than PEER_START_S."""
-        deadline = self.now() + PEER_START_S
+        deadline, said = self.now() + PEER_START_S, ""
         while member.happened(event, self.began - 1) is None:
+            does = _last_output(member.folder)
+            if does != said and does.startswith(command.STAGE):
+                self.say(f"peer {member.number} {printable(does, REASON_CHARS)}")
+                said = does
             if member.process.poll() is not None:
                 raise UserError(f"peer {member.number} did not start: {_last_output(member.folder)}")
             if self.now() > deadline:
@@ -306,7 +332,9 @@ def metrics_address(first: tuple[str, int], number: int) -> str:
 
 
 def _last_output(folder: Path) -> str:
-    lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
+    with (folder / "output.txt").open("rb") as output:
+        output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_OUTPUT_BYTES))
+        lines = output.read().decode(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("error: ") if lines else "it said nothing"
 
 
@@ -317,7 +345,7 @@ def _report(console: Console, result: summary.Summary) -> None:
             f"peer {peer['peer'][-6:]}  throttle {peer['throttle']:g}  {peer['micro_batches']} micro-batches  "
             f"busy {peer['busy_fraction']:.3f}  exchanges {exchanges} (done/solo/failed)  "
             f"sent {readable_bytes(peer['sent_bytes'])}  received {readable_bytes(peer['received_bytes'])}  "
-            f"loss {_number(peer['loss_last'])}",
+            f"loss {_number(peer['loss_last'])}" + (f"  DEAD: {peer['death']}" if peer["death"] else ""),
             soft_wrap=True,
         )
     swarm = result["swarm"]

@@ -19,8 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 if __name__ == "__main__":  # while the libraries below load, which takes seconds, there is nothing to save
-    for _each in (signal.SIGINT, signal.SIGTERM):
+    from decentral.command import ending_signals
+    from decentral.lifeline import heed
+
+    for _each in ending_signals():
         signal.signal(_each, lambda *_: os._exit(0))
+    heed()
 
 from decentral import command, launch, state
 from decentral.comm.net.libp2p import Libp2p
@@ -30,6 +34,7 @@ from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.units import Amount
 from decentral.dashboard.address import add_dashboard_flag
 from decentral.dashboard.child import dashboard
+from decentral.lifeline import heed
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
@@ -41,11 +46,11 @@ LOADING = "loading"  # how the names of the thread begin that loads the rest of 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    heed()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # a host's notice is as Ctrl-C is
     atexit.register(gc.freeze)  # what is left the system frees at once; Python would look through it for a second
     arguments = sys.argv[1:] if argv is None else argv
-    return command.run(lambda: _start(arguments))
+    return command.run(lambda: _start(arguments), lasting=True)
 
 
 def _start(arguments: Sequence[str]) -> None:
@@ -81,9 +86,12 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
         # On threads of its own: asyncio waits for those of its executor before a user who is refused would hear of it.
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), _load, flags)
         key, clock = folder.path / "identity.key", SwarmClock()
+        command.stage("the network")
         transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
         try:
             access = await reach_swarm(flags, folder, transport, clock)
+            if not loading.done():
+                command.stage("loading the program")
             await loading
             from decentral import prepare
 

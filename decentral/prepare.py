@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 
-from decentral import __version__, invitation_files, launch, state, view
+from decentral import __version__, command, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, silent_peers, stage_config
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Signer
@@ -59,6 +59,7 @@ async def claim_layers(
     flags: argparse.Namespace, folder: state.StateFolder, own: Signer, transport: Libp2p, access: SwarmAccess
 ) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
+    command.stage("choosing its layers")
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
     try:
         kept = checkpoint.span(folder.path)
@@ -98,10 +99,12 @@ async def prepare(
     else:
         memory.keep_what_is_freed()
     run_inputs.check(run, begun=request.kept is not None)
+    command.stage(f"loading the data ({run.data.kind})")
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
     kernels, flags.kernels = flags.proven
+    command.stage("building the model")
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
     try:
         restored = compute.resume()
@@ -162,6 +165,7 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
     if measured is None and compute.awaits_state:
         measured = measure.without_speed(device)  # its first steps tell its speed, and need not wait for a measurement
     elif measured is None:
+        command.stage("measuring the device")
         model = compute.setup.config.model
         forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
         measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)
@@ -190,9 +194,9 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     if flags.island:
         host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
     loop = asyncio.get_running_loop()
-    ending = (signal.SIGINT,) if flags.island else (signal.SIGINT, signal.SIGTERM)  # a launcher ends ranks by SIGTERM
-    for name in ending:
-        loop.add_signal_handler(name, host.stop, "interrupted")
+    for name in command.ending_signals():
+        if name != signal.SIGTERM or not flags.island:  # by which a launcher ends ranks that start again
+            loop.add_signal_handler(name, host.stop, "interrupted")
     tasks = [
         asyncio.create_task(work) for work in (_show(host, shown), look_for_the_lost(host, flags.join), _revive(host))
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from decentral import invitation_files, state
+from decentral import command, invitation_files, state
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Signer
@@ -35,6 +35,7 @@ from decentral.visit import NobodyAnswers, refused_member, say_hello
 JOIN_AGAIN_S = 0.5  # between the first two tries of --join, within --join-wait; then ever longer
 JOIN_LONGER = 1.3  # times, from one try to the next
 MOST_JOIN_AGAIN_S = 3.0
+JOIN_SAID_S = 30.0  # between two lines that say that this goes on
 REACH_S = 30.0  # for all addresses of a peer: a start waits for the slowest of those that it knows
 MOST_NAME_CHARS = 37  # of a private run, whose name also has the hash of the founder's key
 
@@ -78,6 +79,7 @@ async def reach_swarm(
         assert welcome is not None, "say_hello raises where no peer answers"
         known = RunId(welcome.run), swarm_config.received(welcome.config).adopt(own)
     if kept:
+        command.stage("looking for the peers that this one knows")
         contacts += await _reconnect(folder, transport, private)
     run, settings = known
     folder.write_run(run, settings)
@@ -90,6 +92,7 @@ async def reach_swarm(
         swarm_plans.key_of(run),
         *([revoked_key(run)] if private else ()),
     ]
+    command.stage("its node of the DHT")
     directory = await transport.directory(keys, contacts)
     contacts = list(dict.fromkeys(contacts))
     if set_s := clock.agree(await directory.clocks_ahead_s(contacts)):
@@ -112,7 +115,9 @@ async def _greet(
 
     A peer that comes back goes on where they are not there.
     """
-    end, again_s = time.monotonic() + flags.join_wait, JOIN_AGAIN_S
+    end, again_s, say_at = time.monotonic() + flags.join_wait, JOIN_AGAIN_S, 0.0
+    if flags.join:
+        command.stage(f"asking {', '.join(flags.join)} for the run")
     while True:
         try:
             return await say_hello(flags.join, transport, run or RunId(""))
@@ -121,8 +126,11 @@ async def _greet(
                 alone = "this peer goes on with those that it knows, and tries again while it is alone"
                 flags.warnings.append(f"{error}; {alone}")
                 return [], None
-            if time.monotonic() >= end:
+            if (now := time.monotonic()) >= end:
                 raise
+            if now >= say_at:
+                command.stage(f"{error}; trying for {end - now:.0f} s more")
+                say_at = now + JOIN_SAID_S
             await asyncio.sleep(again_s)
             again_s = min(JOIN_LONGER * again_s, MOST_JOIN_AGAIN_S)
 

@@ -18,7 +18,7 @@ from decentral.observe.run_history import history_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(parse(argv)))
+    return command.run(lambda: _main(parse(argv)), lasting=True)
 
 
 def _main(flags: argparse.Namespace) -> None:

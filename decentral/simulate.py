@@ -13,7 +13,6 @@ the seed, the time, what the peer did last, and the command that replays it.
 import argparse
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -56,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a sweep's processes end with it
     if flags.sweep:
         _sweep(flags)
         return

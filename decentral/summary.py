@@ -1,7 +1,7 @@
 """The summary of a local swarm, from its peers' journals and checkpoints: docs/PROTOCOL.md has its contract."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,31 @@ from decentral.state import StateFolder
 from decentral.train import replicas
 
 Line = dict[str, Any]  # one line of a journal
+NO_DEATHS: Mapping[int, str] = {}
 Summary = dict[str, Any]  # the JSON object of `decentral.local --summary`
 
 
-def summarise(folders: Sequence[Path], throttles: Sequence[float], seconds: float) -> Summary:
-    """What `decentral.local --summary` writes. `seconds`: for how long the swarm trained."""
+def summarise(
+    folders: Sequence[Path], throttles: Sequence[float], seconds: float, deaths: Mapping[int, str] = NO_DEATHS
+) -> Summary:
+    """Return what `decentral.local --summary` writes.
+
+    Args:
+        folders: The peers' state folders.
+        throttles: The peers' slowness, in the same order.
+        seconds: For how long the swarm trained.
+        deaths: How peers have died, by number. Their losses and replicas do not count, since they are of another time.
+    """
     journals = [_last_life(list(read(folder / "journal.jsonl"))) for folder in folders]
-    peers = [_of_peer(lines, throttle) for lines, throttle in zip(journals, throttles, strict=True)]
+    peers = [
+        {**_of_peer(lines, throttle), "death": deaths.get(number, "")}
+        for number, (lines, throttle) in enumerate(zip(journals, throttles, strict=True))
+    ]
+    running = [folder for number, folder in enumerate(folders) if number not in deaths]
     tokens = sum(peer["tokens"] for peer in peers)
     evals = [[line["loss"] for line in lines if line["event"] == "eval"] for lines in journals]
-    lasts = [peer["loss_last"] for peer in peers if peer["loss_last"] is not None]
-    heldout_loss, spread = _of_replicas(folders)
+    lasts = [peer["loss_last"] for peer in peers if peer["loss_last"] is not None and not peer["death"]]
+    heldout_loss, spread = _of_replicas(running)
     swarm = {
         "seconds": round(seconds, 2),
         "tokens": tokens,
@@ -80,7 +94,7 @@ def time_spent(steps: Iterable[Line]) -> TimeSpent:
 def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
     """The held-out loss of the average of all checkpoints, and their spread around it; None if a layer is missing."""
     weights = [found for found in map(replicas.read, folders) if found is not None]
-    run = StateFolder(folders[0]).read_run()
+    run = StateFolder(folders[0]).read_run() if folders else None
     if not weights or run is None or replicas.missing(run[1], replicas.average(weights)):
         return None, None
     loss = replicas.held_out_loss(run[1], replicas.average(weights))

@@ -32,7 +32,7 @@ LEAST_VOCABULARY = 257  # all bytes, and the separator
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(parse(argv)))
+    return command.run(lambda: _main(parse(argv)), lasting=True)
 
 
 def _main(flags: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from decentral.command import stage
 from decentral.core.ids import short
 from decentral.core.plain_text import plain_text, printable
 from decentral.core.units import Seconds, readable_bytes
@@ -44,7 +44,11 @@ class LineDisplay:
         say(introduction(node, folder))
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
-        say("  ".join(f"{name} {value}" for name, value in figures(node, now).items()))
+        shown = figures(node, now)
+        if node.phase is NodePhase.JOINING:
+            stage(f"joining; {shown['peers']} peers are known, {shown['received']} received")
+        else:
+            say("  ".join(f"{name} {value}" for name, value in shown.items()))
         for trouble in troubles:
             say(f"warning: {printable(trouble, REASON_CHARS)}")
 
@@ -79,9 +83,8 @@ class LiveDisplay:
 
 
 def say(text: str) -> None:
-    """Prints it, if it can: a peer trains on where its output goes to a full disk, or to a terminal that is gone."""
-    with suppress(OSError):
-        print(text, flush=True)
+    """Print a line for the user, at once."""
+    print(text, flush=True)
 
 
 def introduction(node: Node, folder: Path) -> str:

@@ -1,6 +1,5 @@
 """How a command reaches a live swarm: it says hello. One that only looks does so under a key that it throws away."""
 
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from decentral.core import config, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
+from decentral.core.temporary import temporary_folder
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
@@ -52,9 +52,9 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
 
     `holding`: the invitation to a private swarm.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         clock = SwarmClock()
-        transport = await Libp2p.start(Path(folder) / "identity.key", ports.anywhere(), [], clock)
+        transport = await Libp2p.start(folder / "identity.key", ports.anywhere(), [], clock)
         private = PrivateSwarm(transport.peer, holding, clock) if holding else None
         try:
             if private:
@@ -65,7 +65,7 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
             keys = [*records.keys(run, settings.swarm.shards), *([revoked_key(run)] if private else ())]
             directory = await transport.directory(keys, contacts)
             clock.agree(await directory.clocks_ahead_s(contacts))
-            identity = Identity.load_or_create(Path(folder) / "identity.key")
+            identity = Identity.load_or_create(folder / "identity.key")
             own = MemberSigner(identity, private) if private else identity
             yield VisitedSwarm(transport, run, settings, contacts, directory, clock, own)
         finally:

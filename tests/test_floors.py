@@ -46,7 +46,7 @@ MAY = {  # ... but for these
 }
 ALLOWED = {
     "torch": {"train", "algorithms", "sim", "simulate", "launch", "observe.scalar_logs"},
-    "hivemind": {"comm.net.libp2p", "comm.net.libp2p_directory"},
+    "hivemind": {"comm.net.daemon", "comm.net.libp2p", "comm.net.libp2p_directory"},
     "cupy": {"train.kernels_cuda"},
 }  # who may use it, by module or package
 WITHOUT_TORCH = ["peers.node.node", "peers.hosts.host", "comm.net.virtual_network", "comm.net.libp2p"]

@@ -1,4 +1,4 @@
-"""The transport over libp2p. With libp2p_directory.py, the DHT, it is all that knows hivemind.
+"""The transport over libp2p. With daemon.py and libp2p_directory.py, the DHT, it is all that knows hivemind.
 
 hivemind's P2P (a libp2p daemon beside us) and DHTNode live in our own event loop. Its DHT and averager classes fork
 processes and change signal handlers, so they are not used. Questions travel on binary streams, which are four times as
@@ -26,6 +26,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.multiaddr import Multiaddr
 
 from decentral.comm.net import ports
+from decentral.comm.net.daemon import OwnDaemon
 from decentral.comm.net.fair_shares import QuestionShares
 from decentral.comm.net.libp2p_directory import (
     CONNECT_S,
@@ -51,7 +52,6 @@ from decentral.core.units import Seconds
 PROTOCOL = "/decentral/ask"  # the version is in each header, so that a wrong one gets a clear answer
 DAEMON_END_S = 5.0  # from the end of its connection to us to its own, where it has died
 OLD_DAEMON_S, PORT_AGAIN_S = 5.0, 0.2  # a killed peer's daemon keeps the port until it notices: 1.4 s on a free machine
-LIBP2P_START_S = 60.0  # the daemon's start on a loaded machine; hivemind's default of 15 s is too short
 MOST_CONNECTED = 256  # peers that are remembered as connected; those that we connect to go before those that ask us
 MOST_LEARNED = 4096  # peers whose addresses are remembered; beyond them, those learned longest ago are forgotten
 TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
@@ -295,15 +295,11 @@ class DaemonPlace:
 
     async def _start_at(self, listen: Sequence[str]) -> P2P:
         try:
-            daemon = await P2P.create(
-                host_maddrs=[Multiaddr(address) for address in listen],
-                announce_maddrs=[Multiaddr(address) for address in self.announce] or None,
-                identity_path=str(self.key),
-                check_if_identity_free=False,
-                startup_timeout=LIBP2P_START_S,
-                idle_timeout=3600,
-                use_auto_relay=True,
-            )
+            for address in (*listen, *self.announce):
+                Multiaddr(address)
+            if any(address.endswith("/tcp/0") for address in self.announce):
+                raise ValueError("--announce needs the port by which others reach this peer; it is 0")
+            daemon = await OwnDaemon.begin(self.key, listen, self.announce)
         except (P2PDaemonError, ValueError) as error:
             raise UserError(f"cannot listen on {', '.join(self.listen)}: {_last_line(error)}") from None
         for task in (daemon._client.control._read_task, daemon._client.control._write_task):

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from decentral.comm.wire.invitations import Holding
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.temporary import temporary_folder
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.state import StateFolder
 from decentral.visit import known_addresses
@@ -128,8 +128,8 @@ def _machine_and_disk(flags: argparse.Namespace, place: PeerPlace) -> Iterator[F
 
 async def _from_here(flags: argparse.Namespace, place: PeerPlace, swarm_clock: SwarmClock) -> AsyncIterator[Finding]:
     """Starts libp2p as a peer would, under a key that is thrown away, and looks from there."""
-    with tempfile.TemporaryDirectory() as folder:
-        key = Path(folder) / "identity.key"
+    with temporary_folder() as folder:
+        key = folder / "identity.key"
         try:
             transport = await Libp2p.start(key, place.listen, flags.announce, swarm_clock)
         except UserError as error:

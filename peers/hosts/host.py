@@ -77,8 +77,8 @@ class Host:
     _last_request: int = 0
     _timer: asyncio.TimerHandle | None = None
     _timer_at: Seconds = 0.0  # when the timer goes off, which may be before the node wants to be woken
-    _stopped: asyncio.Future[str] = field(init=False)
-    _thread: threading.Thread = field(init=False)
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _reason: str = ""  # why it stops, once it does
 
     def __post_init__(self) -> None:
         self.watch = HostWatch(self.journal, self.now)
@@ -86,22 +86,25 @@ class Host:
     async def run(self) -> str:
         """Trains until something stops it, writes a checkpoint, tells the others, and gives the reason."""
         loop = asyncio.get_running_loop()
-        self._stopped = loop.create_future()
-        self._thread = threading.Thread(target=self._compute, args=(loop,), name="compute", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._compute, args=(loop,), name="compute", daemon=True)
+        thread.start()
         self.transport.pace(self.node.meter.pace)
         await self.transport.serve(self._answer, self.node.answers.blob_bound, self.node.answers.knows)
         self._carry_all(self.node.begin(self.now()))
         self._spawn(self._report_refusals())
         self._spawn(self._report_cores())
         self._spawn(self._report_clock())
-        reason = await self._stopped
-        await self._leave(reason)
-        return reason
+        await self._stopping.wait()
+        await self._leave(self._reason, thread)
+        return self._reason
 
     def troubles(self) -> list[str]:
-        """What is wrong with this machine, or keeps this peer from training, at present, a line each."""
-        unsaved = f"no checkpoint could be written, the old one stays: {self.unsaved}" if self.unsaved else ""
+        """Return what is wrong with this machine, or keeps this peer from training, at present, a line each.
+
+        Whether the last checkpoint could be written is not known while the peer stops: its farewell says it.
+        """
+        failed = self.unsaved and not self._stopping.is_set()
+        unsaved = f"no checkpoint could be written, the old one stays: {self.unsaved}" if failed else ""
         ahead_s = self.wall() - self.now()
         clock = f"this machine's clock is {difference(ahead_s)} the swarm's, by which this peer goes; set the wrong one"
         apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
@@ -110,9 +113,10 @@ class Host:
         return [one for one in (self.journal.trouble, unsaved, *of_node, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
-        """Makes `run` save and leave. For signal handlers and the view; to be called in the loop's thread."""
-        if not self._stopped.done():
-            self._stopped.set_result(reason)
+        """Makes `run` save and leave, also before it has begun. To be called in the loop's thread."""
+        if not self._stopping.is_set():
+            self._reason = reason
+            self._stopping.set()
 
     # Events
 
@@ -304,18 +308,18 @@ class Host:
 
     # Leaving
 
-    async def _leave(self, reason: str) -> None:
+    async def _leave(self, reason: str, thread: threading.Thread) -> None:
         try:
             self._carry_all(self.node.leave(reason, self.now()))
         except Exception as error:
             self._fail(error)
-        self.unsaved = "the thread that computes has ended" if not self._thread.is_alive() else "it took too long"
+        self.unsaved = "the thread that computes has ended" if not thread.is_alive() else "it took too long"
         self.compute.submit(jobs.Save())
         self.compute.submit(jobs.Finish())
         farewell = [task for task in self._tasks if task.get_name() == "announce" and not task.done()]
         if farewell:
             await asyncio.wait(farewell, timeout=FAREWELL_S)
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, FINISH_S)
+        await asyncio.get_running_loop().run_in_executor(None, thread.join, FINISH_S)
         await asyncio.sleep(0)  # so that the thread's last reports are delivered
         for task in list(self._tasks):
             task.cancel()

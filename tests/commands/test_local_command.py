@@ -11,11 +11,13 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from decentral import local
+from decentral import local, summary
 from decentral.core import config, journal
 from decentral.core.ids import RunId
+from decentral.dashboard.child import DashboardProcess
 from decentral.invitation_files import FounderFile, read_holding
 from decentral.state import StateFolder
+from decentral.train import replicas
 from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
 
 PEER_KEYS = {
@@ -29,6 +31,7 @@ PEER_KEYS = {
     "sent_bytes": int,
     "received_bytes": int,
     "loss_last": float,
+    "death": str,
 }
 SWARM_KEYS = {
     "seconds": float,
@@ -110,6 +113,79 @@ def test_a_peers_trouble_is_shown_once_and_only_if_all_had_joined(
             member.follow()
         swarm.warn(console)
     assert capsys.readouterr().out == "warning: peer 0: layer 4 is lost\n"
+
+
+# A peer that dies
+
+
+def ended(code: str) -> "subprocess.Popen[bytes]":
+    """A process that has ended with this code."""
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", f"import os; {code}"])
+    process.wait()
+    return process
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> local.LocalSwarm:
+    """Peers of which one has left, one was killed and one could not go on, each with a journal of a step."""
+    swarm = local.LocalSwarm(local.parse(["--peers", "3"]), tmp_path)
+    for number, code in enumerate(("os._exit(0)", "os.kill(os.getpid(), 9)", "os._exit(1)")):
+        folder = swarm.folders()[number]
+        folder.mkdir()
+        (folder / "output.txt").write_text("RuntimeError: the device is gone\n")
+        lines = journal.Journal(folder / "journal.jsonl", swarm.now)
+        lines.write("started", peer=f"P{number}")
+        step = {"step": 7, "micro_batches": 1, "tokens": 8, "seconds": 1.0, "aside": {}}
+        lines.write("step", loss=float(number), **step)
+        swarm.members.append(local.LocalPeer(number, folder, ended(code)))
+    return swarm
+
+
+def test_peers_that_have_died_are_said_once_and_a_peer_that_has_left_is_not(
+    mortal: local.LocalSwarm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mortal.say = print
+    mortal.wait(Console(highlight=False))
+    mortal.tell_deaths()
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: peer 1 killed by signal 9",
+        "warning: peer 2 ended with exit code 1: RuntimeError: the device is gone",
+    ]
+
+
+class ToldPage:
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, dict[str, Any]]] = []
+
+    def tell(self, peer: str, line: dict[str, Any]) -> None:
+        self.lines.append((peer, line))
+
+
+def test_the_page_is_told_of_peers_that_have_died(mortal: local.LocalSwarm) -> None:
+    page = ToldPage()
+    mortal.page = cast(DashboardProcess, page)
+    mortal.tell_deaths()
+    told = [(line["event"], line["peer"], line["reason"], line["certain"]) for _, line in page.lines]
+    assert told == [("missed", "P1", "killed by signal 9", True), ("missed", "P2", "ended with exit code 1", True)]
+
+
+def test_a_dead_peer_has_no_loss_any_more(mortal: local.LocalSwarm) -> None:
+    shown = [member.progress(mortal.began) for member in mortal.members]
+    assert shown == ["0.000 at step 7", "dead at step 7", "dead at step 7"]
+
+
+def test_a_dead_peers_loss_and_replica_do_not_count(mortal: local.LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(replicas, "read", asked.append)
+    result = summary.summarise(mortal.folders(), mortal.throttles, 1.0, mortal.deaths())
+    assert [peer["death"] for peer in result["peers"]] == ["", "killed by signal 9", "ended with exit code 1"]
+    assert (result["swarm"]["loss_last"], result["swarm"]["tokens"]) == (0.0, 24)
+    assert asked == mortal.folders()[:1]
+
+
+def test_a_peer_that_came_back_has_not_died(mortal: local.LocalSwarm) -> None:
+    mortal.members += [local.LocalPeer(number, mortal.folders()[number], ended("os._exit(0)")) for number in (1, 2)]
+    assert mortal.deaths() == {}
 
 
 @pytest.mark.swarm

@@ -4,7 +4,11 @@ import asyncio
 import errno
 import gc
 import os
+import select
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,12 +23,14 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils import MSGPackSerializer
 
 from decentral.comm.net import libp2p, libp2p_directory
+from decentral.comm.net.daemon import OwnDaemon
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.messages import Ping, Pong
 from decentral.comm.wire.transport import AskError
+from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 
@@ -137,6 +143,75 @@ def test_a_daemon_whose_answers_nobody_reads_any_more_is_started_again(tmp_path:
             assert said == []
 
     asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+
+
+# The daemon's life is the process's
+
+
+@pytest.mark.swarm
+def test_a_signal_to_our_process_group_does_not_reach_the_daemon(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with started(tmp_path / "a") as (a, _):
+            assert os.getsid(a._p2p._child.pid) == a._p2p._child.pid
+
+    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+
+
+@pytest.mark.swarm
+def test_a_start_that_is_given_up_leaves_neither_a_daemon_nor_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[OwnDaemon] = []
+
+    async def give_up(own: OwnDaemon) -> None:
+        begun.append(own)
+        raise asyncio.CancelledError  # as Ctrl-C does
+
+    monkeypatch.setattr(OwnDaemon, "_until_ready", give_up)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(OwnDaemon.begin(tmp_path / "a", LISTEN, ()))
+    (own,) = begun
+    assert own._child.returncode is not None
+    assert not own._folder.exists()
+
+
+KILLED_WHILE_IT_STARTS = """
+import asyncio, sys
+from pathlib import Path
+from decentral.comm.net.daemon import OwnDaemon
+
+async def wait_for_ever(own):
+    print(own._child.pid, flush=True)
+    await asyncio.Event().wait()
+
+OwnDaemon._until_ready = wait_for_ever
+asyncio.run(OwnDaemon.begin(Path(sys.argv[1]), ["/ip4/127.0.0.1/tcp/0"], []))
+"""
+
+
+@pytest.mark.swarm
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent has ended")
+def test_a_daemon_ends_with_a_process_that_is_killed_before_they_have_met(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_WHILE_IT_STARTS, str(tmp_path / "key")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        daemon = os.pidfd_open(int(process.stdout.readline()))
+        process.kill()
+    ended, _, _ = select.select([daemon], [], [], LIMIT_S)
+    os.close(daemon)
+    assert ended
+
+
+def test_a_machine_without_a_temporary_folder_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(UserError, match=r"no temporary folder can be written .* set TMPDIR to one that can"):
+        asyncio.run(Libp2p.start(tmp_path / "a", LISTEN, ()))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
+    Path(tempfile.gettempdir()).mkdir()
+    with pytest.raises(UserError, match="is too long a path for a socket; set TMPDIR to a shorter one"):
+        asyncio.run(Libp2p.start(tmp_path / "a", LISTEN, ()))
 
 
 def test_a_machine_without_open_files_blames_no_other_peer() -> None:

@@ -109,6 +109,39 @@ def test_a_peer_that_has_saved_says_nothing_of_unsaved_work(swarm_of: SwarmOf) -
     assert "unsaved" not in swarm.journal("A", "stopped")[-1]
 
 
+def test_a_peer_that_saves_its_last_checkpoint_is_in_no_trouble(
+    swarm_of: SwarmOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm, said = swarm_of("pull"), list[str]()
+
+    async def stopped() -> None:
+        running = await swarm.start("A")
+        host, submit = swarm.hosts["A"], swarm.computes["A"].submit
+
+        def watched(job: jobs.Job) -> None:
+            submit(job)
+            said.extend(host.troubles())
+
+        monkeypatch.setattr(swarm.computes["A"], "submit", watched)
+        host.stop("interrupted")
+        await running
+
+    swarm.play(stopped())
+    assert said == []
+
+
+def test_a_peer_that_is_told_to_stop_before_it_runs_saves_and_leaves(swarm_of: SwarmOf) -> None:
+    swarm = swarm_of("pull")
+
+    async def stopped() -> None:
+        host = swarm.add("A")
+        host.stop("interrupted")
+        assert await host.run() == "interrupted"
+        assert host.unsaved == ""
+
+    swarm.play(stopped())
+
+
 def test_a_diverged_replica_never_replaces_a_good_checkpoint(swarm_of: SwarmOf) -> None:
     swarm = swarm_of("pull")
 

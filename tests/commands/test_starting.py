@@ -1,0 +1,55 @@
+"""What a peer says while it starts: each thing that may take long is named when it begins, and waiting is not silent."""
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from decentral import reach_swarm
+from decentral.comm.net.libp2p import Libp2p
+from decentral.core.ids import PeerId, RunId
+from decentral.visit import NobodyAnswers
+
+NOBODY = cast(Libp2p, None)
+
+
+class Wait:
+    """A clock that only waiting moves on, and a peer that answers from a certain time on."""
+
+    def __init__(self, there_at: float) -> None:
+        self.now, self.there_at = 0.0, there_at
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    async def say_hello(self, join: Sequence[str], _transport: Libp2p, _run: RunId) -> tuple[list[PeerId], None]:
+        if self.now < self.there_at:
+            raise NobodyAnswers(f"--join {join[0]}: unreachable")
+        return [PeerId("A")], None
+
+
+def greeted(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> list[PeerId]:
+    """The peers that answer one which waits for 100 s."""
+    monkeypatch.setattr(reach_swarm, "time", SimpleNamespace(monotonic=lambda: wait.now))
+    monkeypatch.setattr(reach_swarm, "asyncio", SimpleNamespace(sleep=wait.sleep))
+    monkeypatch.setattr(reach_swarm, "say_hello", wait.say_hello)
+    flags = Namespace(join=["/ip4/192.0.2.1/tcp/1/p2p/A"], join_wait=100.0, warnings=[])
+    return asyncio.run(reach_swarm._greet(flags, NOBODY, None, None))[0]
+
+
+def test_a_peer_that_waits_for_the_first_one_says_so_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert greeted(Wait(there_at=65.0), monkeypatch) == ["A"]
+    asked, *waited = capsys.readouterr().out.splitlines()
+    assert asked == "starting: asking /ip4/192.0.2.1/tcp/1/p2p/A for the run"
+    said = "starting: --join /ip4/192.0.2.1/tcp/1/p2p/A: unreachable; trying for "
+    assert [line.removeprefix(said).split()[0] for line in waited] == ["100", "67", "37"]
+
+
+def test_a_peer_that_has_waited_long_enough_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NobodyAnswers):
+        greeted(Wait(there_at=1e9), monkeypatch)
