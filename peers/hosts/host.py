@@ -106,7 +106,8 @@ class Host:
         clock = f"this machine's clock is {difference(ahead_s)} the swarm's, by which this peer goes; set the wrong one"
         apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
         unheld = self.node.route_planner.unheld if self.node.route_planner else ""
-        return [one for one in (self.journal.trouble, unsaved, unheld, *apart, *self.watch.present()) if one]
+        diverged = self.node.progress.divergence.trouble
+        return [one for one in (self.journal.trouble, diverged, unsaved, unheld, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
         """Makes `run` save and leave. For signal handlers and the view; to be called in the loop's thread."""
@@ -309,7 +310,10 @@ class Host:
         except Exception as error:
             self._fail(error)
         self.unsaved = "the thread that computes has ended" if not self._thread.is_alive() else "it took too long"
-        self.compute.submit(jobs.Save())
+        if diverged := self.node.progress.divergence.trouble:
+            self.unsaved = diverged
+        else:
+            self.compute.submit(jobs.Save())
         self.compute.submit(jobs.Finish())
         farewell = [task for task in self._tasks if task.get_name() == "announce" and not task.done()]
         if farewell:
