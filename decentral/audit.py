@@ -28,6 +28,7 @@ from decentral import command
 from decentral.core.errors import UserError
 from decentral.core.journal import deleted, read
 from decentral.core.line_fields import MOST_LAYERS
+from decentral.core.peer_folders import changed_at, newest_of_each_peer
 
 NOT_TAKEN_YET = 8  # `counted` lines whose steps may not have been taken when a process ended: one for each sealed sum
 
@@ -198,12 +199,16 @@ def covered(spans: Sequence[Span]) -> int:
 
 
 def journals(folder: Path) -> list[Path]:
-    """The journals in a peer's state folder, or in a folder of such. Raises UserError if there are none."""
+    """Return the journals in a peer's state folder, or in a folder of such: of a peer and its backups the newest one.
+
+    Raises UserError if there are none.
+    """
     own = folder / "journal.jsonl"
     found = [own] if own.exists() else sorted(folder.glob("*/journal.jsonl"))
     if not found:
         raise UserError(f"{folder} has no journal.jsonl; give peers' state folders, or a folder of such")
-    return found
+    newest = newest_of_each_peer({journal.parent: changed_at(journal) for journal in found})
+    return [journal for journal in found if newest[journal.parent] == journal.parent]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

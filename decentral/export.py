@@ -1,7 +1,7 @@
 """python -m decentral.export: the swarm's model as a folder that Hugging Face's transformers loads, or peft.
 
 gather   all layers from checkpoints (--state-dir), or from live peers (--join), which serve them as to a newcomer
-average  each layer over the peers that hold it
+average  each layer over the peers that hold it; of folders, each peer's newest, without those that lag far behind
 write    config.json, model.safetensors, and the tokenizer: of bytes, or that of --tokenizer or of the peers' own flags
          peft: adapter_config.json and adapter_model.safetensors of a run that trains adapters (`model.lora`); with
          --format huggingface they become a part of the model's weights
@@ -16,6 +16,7 @@ from pathlib import Path
 from decentral import command, gather_weights
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
+from decentral.core.plain_text import printable
 from decentral.train import adapter_folder, huggingface, replicas
 
 
@@ -40,6 +41,8 @@ def _main(flags: argparse.Namespace) -> None:
     counts = [sum(index in one.weights for one in found.holders) for index in weights]
     held = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     print(f"{sum(w.numel() for w in weights.values()) / 1e6:.2f} M parameters, each the mean of {held} peers")
+    for line in [gather_weights.whose(found.holders), *(f"left out: {one}" for one in found.left_out)]:
+        print(printable(line, command.ERROR_CHARS))
     print(f"wrote {', '.join(files)} in {flags.out}")
     if not adapters and "tokenizer.json" not in files:
         print("no tokenizer: this run's tokens are not bytes; name the one that made them with --tokenizer PATH")

@@ -6,6 +6,7 @@ is larger (peers/joining/fetch.py).
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
+from decentral.core.peer_folders import newest_of_each_peer
 from decentral.core.plain_text import plain_text
 from decentral.core.synthetic import Blob
 from decentral.invitation_files import read_holding
@@ -34,6 +36,8 @@ from decentral.visit import VisitedSwarm, visit
 MOST_HOLDERS = 16  # of a layer are asked for it: more would change the average by little
 RECORD_LOOKS = 10  # lookups in the DHT, until some peer's record is there
 RECORD_LOOK_S = 1.0
+LAG_SHARE, LAG_STEPS = 0.1, 20  # a checkpoint so far behind the newest one, in both, would spoil the mean
+NAMED_HOLDERS = 4  # of more peers it is said how many there are
 WEIGHTS = ("phi", "theta")  # the names of the weights in a donor's blob, by algorithm
 
 
@@ -49,19 +53,38 @@ class HolderWeights:
 
 @dataclass(frozen=True, slots=True)
 class GatheredRun:
-    """A run's config, and the holders that gave some of its weights."""
+    """A run's config, the holders that gave some of its weights, and a line for each folder that is left out."""
 
     run: RunId
     config: config.Config
     holders: list[HolderWeights]
+    left_out: tuple[str, ...] = ()
 
     def average(self) -> Weights:
         """The mean of each fragment over those that gave it."""
         return replicas.average([one.weights for one in self.holders])
 
 
+def whose(holders: Sequence[HolderWeights]) -> str:
+    """Whose weights these are, and at which of the swarm's steps, as the holders say."""
+    named = [f"{one.name} at {_steps(one)}" for one in holders[:NAMED_HOLDERS]]
+    more = f" and {len(holders) - NAMED_HOLDERS} more" if len(holders) > NAMED_HOLDERS else ""
+    copies = max(Counter(index for one in holders for index in one.weights).values())
+    mean = f", each layer the mean of up to {copies}" if copies > 1 else ""
+    return f"weights of {', '.join(named)}{more}{mean}"
+
+
+def _steps(holder: HolderWeights) -> str:
+    """A peer trains on while its weights are fetched, so its fragments may be some steps apart."""
+    first, last = min(holder.steps.values()), max(holder.steps.values())
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> GatheredRun:
-    """The weights in peers' state folders, or in a folder of such, as decentral.local makes it. Raises UserError.
+    """Return the weights in peers' state folders, or in a folder of such, as decentral.local makes it.
+
+    A peer counts once: of its folder and copies of it the newest is taken. A fragment's checkpoints that are far older
+    than its newest one are left out. Raises UserError.
 
     `own`: what the user names in the place of what the peers' users did.
     """
@@ -71,17 +94,37 @@ def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> Gather
         raise UserError("--state-dir: these folders belong to different runs; give those of one run")
     if any(run is not None and run[1].model.layers is not None for run in runs):
         raise UserError("--state-dir: this run's model is code; only the built-in model's weights are read")
-    holders = [found for found in map(_of_folder, folders) if found is not None]
+    steps = {folder: step for folder in folders if (step := checkpoint.lr_step(folder)) is not None}
+    newest = newest_of_each_peer(steps)
+    holders = [_of_folder(folder, steps[folder]) for folder in steps if newest[folder] == folder]
     if not holders or runs[0] is None:
         raise UserError(f"--state-dir {' '.join(paths)}: no checkpoint there; a peer writes one when it stops")
-    return GatheredRun(*runs[0], holders)
+    pairs = ((folder, peer) for folder, peer in newest.items() if folder != peer)
+    copies = [f"{copy} at step {steps[copy]}: a copy of {peer}, which is at step {steps[peer]}" for copy, peer in pairs]
+    left_out = [*copies, *leave_out_laggards(holders)]
+    return GatheredRun(*runs[0], [one for one in holders if one.weights], tuple(left_out))
 
 
-def _of_folder(folder: Path) -> HolderWeights | None:
-    weights, step = replicas.read(folder), checkpoint.lr_step(folder)
-    if weights is None or step is None:
-        return None
+def _of_folder(folder: Path, step: int) -> HolderWeights:
+    weights = replicas.read(folder) or {}
     return HolderWeights(str(folder), weights, dict.fromkeys(weights, step))
+
+
+def leave_out_laggards(holders: Sequence[HolderWeights]) -> list[str]:
+    """Take from these holders each fragment that another holds far newer; return a line for each of the holders."""
+    newest = {index: max(one.steps.get(index, 0) for one in holders) for one in holders for index in one.steps}
+    said = []
+    for one in holders:
+        late = [
+            index
+            for index, step in one.steps.items()
+            if newest[index] - step > max(LAG_STEPS, LAG_SHARE * newest[index])
+        ]
+        if late:
+            said.append(f"{one.name} at step {one.steps[late[0]]}: far behind step {newest[late[0]]} of others")
+        for index in late:
+            del one.weights[index], one.steps[index]
+    return said
 
 
 def _state_folders(path: Path) -> list[Path]:

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import secrets
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from decentral.core.config import ModelConfig, validated
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable, printable_lines
-from decentral.gather_weights import MOST_HOLDERS, GatheredRun, HolderWeights
+from decentral.gather_weights import MOST_HOLDERS, GatheredRun
 from decentral.train import decoding, gpt, measure, memory, replicas, text_codec
 from decentral.train.decoding import Sampling
 from decentral.train.text_codec import TextCodec
@@ -32,7 +31,6 @@ from decentral.train.text_codec import TextCodec
 MOST_GENERATED = 1 << 20  # that one call may generate
 HOTTEST = 100.0  # temperature: all tokens are about as likely as each other
 SEED_BITS = 32
-NAMED_HOLDERS = 4  # of more peers it is said how many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +89,8 @@ def of_run(found: GatheredRun, tokenizer: str | None, model_folder: str | None =
     run = found.config.with_own(OwnInputs(model_folder=model_folder))
     codec = text_codec.of_run(run, tokenizer)
     layers = replicas.layers_with(run, found.average())
-    return LoadedModel(run.model, layers, codec, f"run {found.run}: {whose(found.holders)}")
-
-
-def whose(holders: Sequence[HolderWeights]) -> str:
-    """Whose weights these are, and at which of the swarm's steps, as the holders say."""
-    named = [f"{one.name} at {_steps(one)}" for one in holders[:NAMED_HOLDERS]]
-    more = f" and {len(holders) - NAMED_HOLDERS} more" if len(holders) > NAMED_HOLDERS else ""
-    copies = max(Counter(index for one in holders for index in one.weights).values())
-    mean = f", each layer the mean of up to {copies}" if copies > 1 else ""
-    return f"weights of {', '.join(named)}{more}{mean}"
-
-
-def _steps(holder: HolderWeights) -> str:
-    """A peer trains on while its weights are fetched, so its fragments may be some steps apart."""
-    first, last = min(holder.steps.values()), max(holder.steps.values())
-    return f"step {first}" if first == last else f"steps {first} to {last}"
+    aside = "".join(f"; left out: {line}" for line in found.left_out)
+    return LoadedModel(run.model, layers, codec, f"run {found.run}: {gather_weights.whose(found.holders)}{aside}")
 
 
 def of_folder(folder: Path, tokenizer: str | None) -> LoadedModel:

@@ -25,6 +25,7 @@ from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.private_swarm import may_train
 from decentral.core.errors import UserError
 from decentral.core.journal import Journal
+from decentral.core.outcomes import DIVERGED
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Amount, Seconds
 from decentral.dashboard.record_lines import feed_page, watch_for_page
@@ -176,7 +177,8 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
 
 
 async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
-    """Runs the host until it stops, and shows what it does. Exits with 1 after an error, or where it could not save."""
+    """Runs the host until it stops, and shows what it does. Exits with 1 after an error, or where it could not save,
+    and with 2 where training has diverged."""
     node, setup = host.node, host.node.setup
     shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
     view.say(f"kernels of gossip: {flags.kernels}")
@@ -213,6 +215,8 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     view.farewell(node, folder.path, reason, host.unsaved)
     if reason.startswith(NO_MEMBER):
         raise UserError(reason.removeprefix(f"{NO_MEMBER}: "))
+    if reason.startswith(DIVERGED):
+        raise SystemExit(2)  # the user can mend it; whatever starts peers again would let this one diverge again
     if reason.startswith("error") or host.unsaved:
         raise SystemExit(1)
 

@@ -17,6 +17,7 @@ from decentral.core.plain_text import plain_text, printable
 from decentral.core.units import Seconds, readable_bytes
 from decentral.invitation_files import founder_path
 from decentral.peers.node.node import Node, NodePhase
+from decentral.peers.node.progress import Evaluations
 from decentral.peers.node.setup import NodeSetup
 
 REASON_CHARS = 500  # of why a peer has stopped
@@ -124,9 +125,16 @@ def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
     """Prints what the user reads last. `unsaved`: why there is no checkpoint of the end."""
     progress = node.progress
     done = f"after {progress.tokens:,} tokens, loss {progress.losses}"
-    why = printable(unsaved, REASON_CHARS)
-    saved = f"NOT saved ({why}): {folder} has the checkpoint before it, if any" if unsaved else f"saved in {folder}"
-    say(f"stopped ({printable(reason, REASON_CHARS)}) {done}; {saved}")
+    why, said = printable(unsaved, REASON_CHARS), printable(reason, REASON_CHARS)
+    before = f"{folder} has the checkpoint before it, if any"
+    saved = (
+        f"saved in {folder}"
+        if not unsaved
+        else f"NOT saved: {before}"
+        if why in said
+        else f"NOT saved ({why}): {before}"
+    )
+    say(f"stopped ({said}) {done}; {saved}")
 
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:
@@ -135,7 +143,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
     return {
         "step": f"{progress.step}",
         "loss": str(progress.losses),
-        "held-out": "-" if progress.held_out is None else f"{progress.held_out:.3f}",
+        "held-out": _held_out(progress.evaluations, now),
         "tokens/s": f"{progress.speed(now):,.0f}",
         "busy": _busy(node) if progress.spent.total else "-",
         "windows": _windows(node),
@@ -144,6 +152,11 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
         "sent": readable_bytes(node.traffic.sent_bytes),
         "received": readable_bytes(node.traffic.received_bytes),
     }
+
+
+def _held_out(known: Evaluations, now: Seconds) -> str:
+    """The last held-out loss, and how long ago it was measured: where it takes long, that may be minutes."""
+    return "-" if known.held_out is None else f"{known.held_out:.3f} ({now - known.measured_at:.0f} s ago)"
 
 
 def _windows(node: Node) -> str:

@@ -229,6 +229,15 @@ class Config(Strict):
                 raise ValueError(f"train.{key} times model.context must be at most {MAX_BATCH_TOKENS} tokens")
         return self
 
+    @model_validator(mode="after")
+    def tokens_fit_their_file(self) -> "Config":
+        """A file of wider tokens would be read as twice as many narrow ones, every second of them a wrong one."""
+        width, vocabulary = self.data.token_bytes, self.model.vocabulary
+        if self.data.kind == "tokens" and vocabulary > 1 << 8 * width:
+            most = f"data.token_bytes {width} has room for {1 << 8 * width} tokens"
+            raise ValueError(f"{most}; model.vocabulary is {vocabulary}: write the file with 4 bytes, and set it to 4")
+        return self
+
     @property
     def reads_bytes(self) -> bool:
         """Whether a token is a byte."""

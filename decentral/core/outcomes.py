@@ -13,6 +13,7 @@ from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Seconds
 
+DIVERGED = "training has diverged"  # how the reason begins for which such a peer stops
 AppliedTokens = tuple[tuple[int, int, int], ...]
 """What a step took into the weights: the layers [first, last) of each fragment, and its tokens."""
 
@@ -30,6 +31,7 @@ class Stepped:
     executions: tuple[int, ...] = ()  # after a Seal: the tokens of the executions in the step
     refused: tuple[tuple[int, PeerId, str], ...] = ()  # after an Advance: fragment, the sum's peer, and the reason
     applied: AppliedTokens | None = None  # after a step with gradients of routes
+    dropped: bool = False  # the gradient was not finite, so nothing was trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ Beside a journal's own lines there are those that only sources make:
 """
 
 import heapq
+import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from decentral.core import strict_json, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.journal import Tail
 from decentral.core.line_fields import text, time_of
+from decentral.core.peer_folders import changed_at, newest_of_each_peer
 from decentral.core.plain_text import plain_text
 from decentral.core.units import KiB, MiB, Seconds
 
@@ -83,12 +85,11 @@ class JournalFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._followed: dict[Path, FollowedJournal] = {}
+        self._seen: set[Path] = set()  # journals that are followed, or are copies of one that is
 
     def lines(self) -> Iterator[Told]:
         locks = locked_files()
-        for journal in self._journals():
-            if journal not in self._followed and len(self._followed) < MOST_JOURNALS:
-                self._followed[journal] = FollowedJournal(journal)
+        self._follow_new([journal for journal in self._journals() if journal not in self._seen])
         each = (followed.lines(locks) for followed in self._followed.values())
         return heapq.merge(*each, key=lambda told: _order(told[1]))
 
@@ -99,6 +100,17 @@ class JournalFolder:
                 kept = strict_json.loads((journal.parent / "run.json").read_text())
                 return {"run": plain_text(str(kept["run"])), **swarm_config.received(kept["config"]).facts()}
         return {}
+
+    def _follow_new(self, found: Sequence[Path]) -> None:
+        """Follows these journals, but for those of a peer's backup beside its own."""
+        if not found:
+            return
+        known = {journal.parent: math.inf for journal in self._followed}
+        newest = newest_of_each_peer(known | {journal.parent: changed_at(journal) for journal in found})
+        self._seen.update(found)
+        for journal in found:
+            if newest[journal.parent] == journal.parent and len(self._followed) < MOST_JOURNALS:
+                self._followed[journal] = FollowedJournal(journal)
 
     def _journals(self) -> list[Path]:
         own = self.path / JOURNAL

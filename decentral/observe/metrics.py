@@ -94,6 +94,19 @@ def _swarm_speed(host: Host, now: Seconds) -> Values:
     return host.node.progress.speed(now) + sum(others)
 
 
+def _held_out(host: Host, now: Seconds) -> Values:
+    return host.node.progress.evaluations.held_out
+
+
+def _held_out_age(host: Host, now: Seconds) -> Values:
+    known = host.node.progress.evaluations
+    return None if known.held_out is None else now - known.measured_at
+
+
+def _dropped_steps(host: Host, now: Seconds) -> Values:
+    return host.node.progress.divergence.dropped
+
+
 def _held(host: Host, now: Seconds) -> Values:
     held, whole = (sum(one.parameters for one in of) for of in (host.node.setup.fragments, host.node.setup.cuts))
     return held / whole
@@ -129,7 +142,9 @@ METRICS = (
     _gauge("tokens_per_second", "Speed of training", lambda host, now: host.node.progress.speed(now)),
     _gauge("swarm_tokens_per_second", "Speed of this peer and of all known ones, as they publish it", _swarm_speed),
     _gauge("training_loss", "Running mean of the steps' losses", lambda host, now: host.node.progress.losses.mean),
-    _gauge("held_out_loss", "Loss on held-out text, at the last look", lambda host, now: host.node.progress.held_out),
+    _gauge("held_out_loss", "Loss on held-out text, at the last look", _held_out),
+    _gauge("held_out_age_seconds", "Time since that look", _held_out_age),
+    _counter("dropped_steps", "Steps that trained nothing, as their gradients were not finite", _dropped_steps),
     _gauge("steps_without_loss", "Last steps with no finite loss", lambda host, now: host.node.progress.losses.lost),
     _counter("training_thread_seconds", "Time of the training thread, by what it did", _time_spent, "kind"),
     _gauge("training_thread_ratio", "Shares of that time; `training` is how busy the peer is", _time_shares, "kind"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.core.outcomes import DIVERGED
 from decentral.core.units import Seconds
 from decentral.train import checkpoint, gpt, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
@@ -152,7 +153,8 @@ class Compute(JobRunner):
         forward = setup.device.ranks.begin(span, self.counters)
         report = train_step(forward, self._fetch, span.inner, self.lr_step, setup.config.train, setup.device)
         self.counters.time.spent_on("training")
-        return self.counters.stepped(report.tokens, report.loss, report.micro_batches)
+        stepped = self.counters.stepped(report.tokens, report.loss, report.micro_batches)
+        return replace(stepped, dropped=not report.tokens)
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         try:
@@ -177,7 +179,7 @@ class Compute(JobRunner):
             case StartWeightsError():
                 return jobs.JobFailed(type(job).__name__, str(error))
             case ProtocolError():  # our own weights do not encode: they have diverged
-                return jobs.JobFailed(type(job).__name__, f"this peer's weights have diverged ({error})")
+                return jobs.JobFailed(type(job).__name__, f"{DIVERGED}: weights are not finite ({error})")
         raise error
 
     def resume(self) -> bool:

@@ -109,7 +109,7 @@ class Host:
         clock = f"this machine's clock is {difference(ahead_s)} the swarm's, by which this peer goes; set the wrong one"
         apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
         unheld = self.node.route_planner.unheld if self.node.route_planner else ""
-        of_node = (self.node.join.waits, unheld)
+        of_node = (self.node.join.waits, unheld, self.node.progress.divergence.trouble)
         return [one for one in (self.journal.trouble, unsaved, *of_node, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
@@ -314,7 +314,10 @@ class Host:
         except Exception as error:
             self._fail(error)
         self.unsaved = "the thread that computes has ended" if not thread.is_alive() else "it took too long"
-        self.compute.submit(jobs.Save())
+        if diverged := self.node.progress.divergence.trouble:
+            self.unsaved = diverged
+        else:
+            self.compute.submit(jobs.Save())
         self.compute.submit(jobs.Finish())
         farewell = [task for task in self._tasks if task.get_name() == "announce" and not task.done()]
         if farewell:

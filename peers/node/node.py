@@ -11,6 +11,7 @@ peers to ask (peer_selection.py), where routes should run (route_planner.py), wh
 what this peer tells of itself (own_record.py), what it answers others (answers.py).
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from random import Random
@@ -35,6 +36,7 @@ from decentral.peers.membership.prober import Prober, ProbeTag
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.membership.roster import Holders, Roster
 from decentral.peers.node.answers import ROUND_QUESTIONS, ROUTE_QUESTIONS, Answers
+from decentral.peers.node.divergence import Divergence
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from decentral.peers.node.gossip_cost import CoresUsed
 from decentral.peers.node.handlers import Handlers
@@ -53,7 +55,7 @@ from decentral.peers.planning.swarm_plans import key_of as plan_key
 
 STOPPED_S = 5.0  # a Woke that comes so late tells that this process was stopped
 PROBE_AFTER_S = 2.0  # from the start of training to the first probe
-ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Sealed, jobs.Compared)
+ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared)
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged | jobs.Absorbed
 
 
@@ -118,11 +120,12 @@ class Node:
         roster_chance = rng.stream(run.seed, "roster", setup.own.peer)
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose_record, roster_chance, holders)
         step = setup.restored_step or 0
-        self.progress = TrainingProgress(run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole)
+        limits, judge = (run.train, run.swarm, setup.stop_after), Divergence(math.log(run.model.vocabulary))
+        self.progress = TrainingProgress(*limits, lr_step=step, evaluates=setup.whole, divergence=judge)
         self.clock = StepClock(self.progress)
         self.selection = PeerSelection(self._present_setup, self.roster, self.meter, self.progress, chance)
         self.prober = Prober(self.meter, chance, None)
-        self.handlers.register(self._stepped, jobs.Stepped)
+        self.handlers.register(self._stepped, jobs.Stepped, jobs.Sealed)
         self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.JobFailed)
         self.handlers.register(lambda event, now: self.prober.handle(event, now, self.selection.live()), ProbeTag)
         if setup.private:
@@ -276,7 +279,7 @@ class Node:
         routes.active = self.rounds is None
         return [*lines, *self._review_routes_and_span(self.route_planner, now), *routes.handle(Woke(), now)]
 
-    def _stepped(self, event: jobs.Stepped, now: Seconds) -> list[Effect]:
+    def _stepped(self, event: jobs.Stepped | jobs.Sealed, now: Seconds) -> list[Effect]:
         routed = self.routes.handle(event, now) if self.routes else []
         routed += self.rounds.handle(event, now) if self.rounds else []
         effects = self.progress.handle(event, now) + routed

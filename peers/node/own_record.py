@@ -88,7 +88,7 @@ class OwnRecord:
         progress, exchanges = self.progress, self.traffic.exchanges
         return Standing(
             loss=_told(None if progress.losses.lost else progress.losses.mean),
-            held_out=_told(progress.held_out),
+            held_out=_told(progress.evaluations.held_out),
             shares=tuple(round(1000 * share) for share in progress.spent.shares().values()),
             exchanges=(exchanges["done"], exchanges["solo"], exchanges["failed"]),
             sent_bytes=self.traffic.sent_bytes,

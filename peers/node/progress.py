@@ -3,11 +3,13 @@
 import math
 from dataclasses import asdict, dataclass, field
 
-from decentral.core.config import SwarmConfig, TrainConfig
-from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, Stepped
+from decentral.core.config import BYTES, SwarmConfig, TrainConfig
+from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, Sealed, Stepped
 from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.outcomes import DIVERGED
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
+from decentral.peers.node.divergence import Divergence
 from decentral.peers.node.running_loss import RunningLoss, loss_fields
 
 LINE_S = 1.0  # between two `step` lines
@@ -51,6 +53,23 @@ class TrainingSpeed:
 
 
 @dataclass(slots=True)
+class Evaluations:
+    """The held-out loss, and when it is measured next. A peer that holds a part of the model cannot measure it."""
+
+    every_s: Seconds  # at least
+    held_out: float | None = None  # nats per token
+    measured_at: Seconds = 0.0
+    due_at: Seconds | None = None
+    _warm: bool = False  # whether one was made: the first one also pays for what later ones find ready
+
+    def measured(self, loss: float, seconds: Seconds, now: Seconds) -> None:
+        """Take a result. What it cost decides when the next one is due, unless it was this process's first one."""
+        least_s = seconds / EVALUATION_SHARE if self._warm else 0.0
+        self.held_out, self.measured_at, self._warm = loss, now, True
+        self.due_at = now + max(self.every_s, least_s)
+
+
+@dataclass(slots=True)
 class TrainingProgress:
     train: TrainConfig
     limits: SwarmConfig
@@ -61,22 +80,25 @@ class TrainingProgress:
     lr_step: int = 0
     tokens: int = 0  # trained by this process since it joined
     losses: RunningLoss = field(default_factory=RunningLoss)
-    held_out: float | None = None
+    divergence: Divergence = field(default_factory=lambda: Divergence(math.log(BYTES)))
+    evaluations: Evaluations = field(init=False)
     rate: TrainingSpeed = field(default_factory=TrainingSpeed)
     spent: TimeSpent = NO_TIME  # by the training thread since it joined
     micro_batches: int = 0
     _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
     _line_at: Seconds = 0.0
-    _eval_at: Seconds | None = None
     _save_at: Seconds | None = None
     _saving_since: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        self.evaluations = Evaluations(self.train.eval_every_s)
 
     def begin(self, now: Seconds, lr_step: int, fetched: bool = False) -> None:
         """`fetched`: the state came from the swarm, and the disk has none or an older one: the first step saves it."""
         self.joined_at = self._line_at = now
         self.lr_step = max(self.lr_step, lr_step)
         first_eval_at = now + self.train.eval_every_s if fetched else now  # donors have evaluated what was fetched
-        self._eval_at = first_eval_at if self.evaluates else None
+        self.evaluations.due_at = first_eval_at if self.evaluates else None
         self._save_at = None if fetched else now + self.limits.checkpoint_every_s
 
     def save_soon(self, now: Seconds) -> None:
@@ -85,15 +107,16 @@ class TrainingProgress:
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest((self._eval_at, self._save_at, self._stop_at()))
+        return earliest((self.evaluations.due_at, self._save_at, self._stop_at()))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
             case Stepped():
                 return self._stepped(event, now)
+            case Sealed(sound=sound):
+                return [] if sound else self._judged(True, None, now)  # no step is taken with such a sum
             case Evaluated(tokens, loss, seconds):
-                self.held_out = loss
-                self._eval_at = now + max(self.train.eval_every_s, seconds / EVALUATION_SHARE)
+                self.evaluations.measured(loss, seconds, now)
                 return [log("eval", tokens=tokens, loss=round(loss, 4), seconds=round(seconds, 4))]
             case Saved(step, size, cost_s):
                 least_s = max(cost_s / CHECKPOINT_SHARE, size / CHECKPOINT_BYTES_PER_S)
@@ -106,7 +129,8 @@ class TrainingProgress:
                 self._save_at = now + self.limits.checkpoint_every_s
                 return [log("error", reason=f"checkpoint failed, the old one stays: {reason}")]
             case JobFailed(job, reason):
-                return [log("error", reason=f"{job}: {reason}"), Stop(f"error: {reason}")]
+                stop = Stop(reason if reason.startswith(DIVERGED) else f"error: {reason}")
+                return [log("error", reason=f"{job}: {reason}"), stop]
             case Woke():
                 return self._due(now)
         return []
@@ -131,8 +155,10 @@ class TrainingProgress:
         self._line_at = now
         progress = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
         micro_batches, losses = sum(step.micro_batches for step in steps), loss_fields(step.loss for step in steps)
+        dropped = sum(step.dropped for step in steps)
         aside = {name: round(seconds, 4) for name, seconds in asdict(spent).items() if name != "training" and seconds}
         figures = {"micro_batches": micro_batches, **losses, "seconds": round(spent.training, 4)}
+        figures |= {"dropped": dropped} if dropped else {}
         return [log("step", **progress, **figures, aside=aside)]
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
@@ -145,17 +171,25 @@ class TrainingProgress:
         self.spent += step.spent
         self.micro_batches += step.micro_batches
         self.losses.add(step.loss)
-        lines = self.flush(now) if now >= self._line_at + LINE_S else []
+        lines = self._judged(step.dropped, step.loss if math.isfinite(step.loss) else None, now)
+        lines += self.flush(now) if now >= self._line_at + LINE_S else []
         reached = {"steps": step.step, "tokens": self.tokens}.get(self.stop_after.kind if self.stop_after else "", 0)
         stops = self.stop_after and 0 < self.stop_after.value <= reached
         return [*lines, Stop(f"--stop-after {self.stop_after}")] if stops else lines
 
+    def _judged(self, dropped: bool, loss: float | None, now: Seconds) -> list[Effect]:
+        """Look whether training has diverged."""
+        lines = self.divergence.stepped(dropped, loss, now)
+        return [*lines, Stop(self.divergence.trouble)] if self.divergence.hopeless else lines
+
     def _due(self, now: Seconds) -> list[Effect]:
         effects: list[Effect] = []
-        if self._eval_at is not None and now >= self._eval_at:
-            self._eval_at = None  # until its outcome has come
+        if self.evaluations.due_at is not None and now >= self.evaluations.due_at:
+            self.evaluations.due_at = None  # until its outcome has come
             effects.append(Evaluate())
-        if self._save_at is not None and now >= self._save_at:
+        if self._save_at is not None and now >= self._save_at and self.divergence.trouble:
+            self._save_at = now + self.limits.checkpoint_every_s
+        elif self._save_at is not None and now >= self._save_at:
             self._save_at, self._saving_since = None, now
             effects.append(Save())
         stop_at = self._stop_at()

@@ -1,5 +1,6 @@
 """python -m decentral.export: transformers reads our model from what it writes, and errors take one line."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,16 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from decentral import export
+from decentral import export, gather_weights
+from decentral.comm.wire.identity import Identity
 from decentral.core import jobs
 from decentral.core.config import Config, ModelConfig
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
+from decentral.gather_weights import HolderWeights
 from decentral.state import StateFolder
-from decentral.train import replicas
+from decentral.train import checkpoint, replicas
 from decentral.train.compute import Compute, ComputeSetup
 
 RUN = RunId("words-3fa2c1")
+ONE = torch.ones(1)
 
 
 @pytest.fixture
@@ -54,6 +58,45 @@ def test_transformers_loads_the_folder_and_gives_the_averages_logits(
     with torch.no_grad():
         ours, theirs = nn.Sequential(*compute.span.layers)(tokens_BT), llama.eval()(tokens_BT).logits
     assert torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_peer_counts_once_beside_a_copy_of_its_folder(folders: list[Path], tmp_path: Path) -> None:
+    for folder in folders:
+        Identity.load_or_create(folder / "identity.key")
+    backup = tmp_path / "A-backup"
+    shutil.copytree(folders[0], backup)
+    _set_step(folders[0], 12)
+    found = gather_weights.from_folders([str(backup), *map(str, folders)])
+    assert [one.name for one in found.holders] == [str(folder) for folder in folders]
+    assert found.left_out == (f"{backup} at step 0: a copy of {folders[0]}, which is at step 12",)
+
+
+def test_a_checkpoint_that_lags_far_behind_is_left_out_and_named(
+    folders: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _set_step(folders[0], 500)
+    _set_step(folders[1], 451)
+    near = gather_weights.from_folders([*map(str, folders)])
+    assert (len(near.holders), near.left_out) == (2, ())
+    _set_step(folders[1], 449)
+    assert export.main(["--state-dir", *map(str, folders), "--out", str(tmp_path / "out")]) == 0
+    said = capfd.readouterr().out
+    assert f"weights of {folders[0]} at step 500\n" in said
+    assert f"left out: {folders[1]} at step 449: far behind step 500 of others\n" in said
+
+
+def test_an_old_checkpoint_counts_for_layers_that_only_it_has() -> None:
+    old, new = HolderWeights("old", {0: ONE, 1: ONE}, {0: 100, 1: 100}), HolderWeights("new", {1: ONE}, {1: 900})
+    assert gather_weights.leave_out_laggards([old, new]) == ["old at step 100: far behind step 900 of others"]
+    assert (set(old.weights), set(new.weights)) == ({0}, {1})
+
+
+def _set_step(folder: Path, lr_step: int) -> None:
+    """Give the folder's checkpoint another step of the swarm."""
+    found = checkpoint.read(folder)
+    assert found is not None
+    tensors, facts = found
+    checkpoint.write(folder, tensors, {**facts, "lr_step": lr_step})
 
 
 def test_transformers_loads_a_tokenizer_whose_tokens_are_the_bytes(folders: list[Path], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decentral import export, generate
+from decentral import export, gather_weights, generate
 from decentral.core import jobs
 from decentral.core.ids import RunId
 from decentral.gather_weights import HolderWeights
@@ -63,10 +63,10 @@ def test_the_holders_are_named_with_their_steps() -> None:
     parts = [HolderWeights("A", {0: one}, {0: 4}), HolderWeights("B", {1: other, 2: other}, {1: 5, 2: 6})]
     some_twice = [*parts, HolderWeights("C", {2: one}, {2: 5})]
     mean = [HolderWeights(name, {0: one}, {0: 9}) for name in "ABCDE"]
-    assert generate.whose(whole) == "weights of A at step 4"
-    assert generate.whose(parts) == "weights of A at step 4, B at steps 5 to 6"
-    assert generate.whose(some_twice).endswith("C at step 5, each layer the mean of up to 2")
-    assert generate.whose(mean).endswith("D at step 9 and 1 more, each layer the mean of up to 5")
+    assert gather_weights.whose(whole) == "weights of A at step 4"
+    assert gather_weights.whose(parts) == "weights of A at step 4, B at steps 5 to 6"
+    assert gather_weights.whose(some_twice).endswith("C at step 5, each layer the mean of up to 2")
+    assert gather_weights.whose(mean).endswith("D at step 9 and 1 more, each layer the mean of up to 5")
 
 
 # Errors

@@ -68,6 +68,22 @@ def test_a_journal_has_strangers_names_as_plain_text(met: tuple[Node, list[Log]]
             assert not set("[]") & set(line.fields[name])
 
 
+def test_a_held_out_loss_is_shown_with_its_age(tmp_path: Path) -> None:
+    peer = node(tmp_path, Config())
+    assert view.figures(peer, NOW)["held-out"] == "-"
+    peer.progress.handle(jobs.Evaluated(64, 1.8531, 0.1), NOW)
+    assert view.figures(peer, NOW + 47.2)["held-out"] == "1.853 (47 s ago)"
+
+
+def test_a_peer_that_has_diverged_says_so_once_in_its_last_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    peer, why = node(tmp_path, Config()), "training has diverged: the loss has risen"
+    view.farewell(peer, tmp_path, why, why)
+    (line,) = capfd.readouterr().out.splitlines()
+    assert line == f"stopped ({why}) after 0 tokens, loss -; NOT saved: {tmp_path} has the checkpoint before it, if any"
+
+
 def test_the_line_for_others_names_the_flags_without_which_they_cannot_join(tmp_path: Path) -> None:
     plain = view.introduction(node(tmp_path, Config()), tmp_path)
     assert plain.endswith("--join /ip4/127.0.0.1/tcp/1")

@@ -310,12 +310,19 @@ def test_what_holders_would_round_apart_is_not_for_exact_gradients(option: str) 
         (["model.from=[1]"], "model.from must be"),
         (["model.rope_scaling={kind: yarn, factor: 0.5}"], "model.rope_scaling.factor must be"),
         (["data.part=3/2"], "part expects k/n with k from 1 to n; it is 3/2"),
+        (["data.kind=tokens", "data.path=x", "model.vocabulary=65537"], "data.token_bytes 2 has room for 65536 tokens"),
         (["data.kind=huggingface"], "kind huggingface needs data.path, or the flag --data PATH"),
         (["data.kind=huggingface", "data.path=x"], "needs data.tokenizer, or the flag --tokenizer PATH"),
     ],
 )
 def test_what_a_family_or_data_have_not_is_refused(overrides: list[str], said: str) -> None:
     assert said in refusal(*overrides)
+
+
+def test_tokens_of_four_bytes_take_any_vocabulary_and_of_two_bytes_one_of_65536() -> None:
+    wide = ["data.kind=tokens", "data.path=x", "data.token_bytes=4", "model.vocabulary=128256"]
+    assert load(None, wide).model.vocabulary == 128256
+    assert load(None, ["data.kind=tokens", "data.path=x", "model.vocabulary=65536"]).data.token_bytes == 2
 
 
 def test_heads_may_have_more_channels_together_than_the_model_is_wide() -> None:

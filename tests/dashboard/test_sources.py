@@ -3,11 +3,13 @@
 import asyncio
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from decentral import audit
 from decentral.core import config, strict_json
 from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
@@ -46,6 +48,20 @@ def test_lines_of_several_journals_come_in_the_order_of_their_times(tmp_path: Pa
     journal(tmp_path, "C", clock)
     assert [(peer, line["event"]) for peer, line in source.lines()] == [("A", "step"), ("C", "started")]
     assert list(source.lines()) == []
+
+
+def test_the_backup_of_a_peer_s_folder_is_not_another_peer(tmp_path: Path) -> None:
+    clock = Clock()
+    own = journal(tmp_path, "A", clock)
+    (tmp_path / "A" / "identity.key").write_bytes(b"of A")
+    shutil.copytree(tmp_path / "A", tmp_path / "A-before")
+    os.utime(tmp_path / "A-before" / "journal.jsonl", (1.0, 1.0))
+    source = JournalFolder(tmp_path)
+    assert [path.parent.name for path in audit.journals(tmp_path)] == ["A"]
+    assert [(peer, line["event"]) for peer, line in source.lines()] == [("A", "started")]
+    shutil.copytree(tmp_path / "A", tmp_path / "A-later")
+    own.write("step", step=1)
+    assert [(peer, line["event"]) for peer, line in source.lines()] == [("A", "step")]
 
 
 def test_a_state_folder_is_one_journal_and_names_its_run(tmp_path: Path) -> None:

@@ -227,6 +227,17 @@ def solo_twin(setup: ComputeSetup) -> Tensor:
     return weights(compute)
 
 
+def test_a_step_whose_gradient_is_not_finite_trains_nothing_and_says_so(setup_of: MakeSetup) -> None:
+    compute = Compute(setup_of())
+    assert not compute.step().dropped
+    theta = compute.gossip.fragments[-1].live.theta
+    theta.fill_(1e30)
+    before = theta.clone()
+    stepped = compute.step()
+    assert (stepped.dropped, stepped.tokens) == (True, 0)
+    assert torch.equal(theta, before)
+
+
 def with_nan(contribution: Contribution) -> Contribution:
     """The last section's first scale is NaN, as bf16 writes it."""
     start = sum(section.size for section in contribution.layout[:-1])

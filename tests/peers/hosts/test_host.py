@@ -101,6 +101,22 @@ def test_stopping_saves_and_tells_the_others(swarm_of: Callable[[str], Swarm]) -
     assert b"leaving" in record
 
 
+def test_a_peer_whose_training_has_diverged_leaves_the_checkpoint_as_it_was(swarm_of: Callable[[str], Swarm]) -> None:
+    swarm = swarm_of("pull")
+
+    async def diverged() -> None:
+        running = await swarm.start("A")
+        host, now = swarm.hosts["A"], swarm.hosts["A"].now()
+        for _ in range(50):
+            host.node.progress.divergence.stepped(True, None, now)
+        host.stop("interrupted")
+        await running
+
+    swarm.play(diverged())
+    assert replicas.read(swarm.folder("A")) is None
+    assert swarm.journal("A", "stopped")[-1]["unsaved"].startswith("training has diverged")
+
+
 def test_a_compute_thread_that_breaks_stops_the_peer_with_the_reason(swarm_of: Callable[[str], Swarm]) -> None:
     class Broken:
         def submit(self, job: jobs.Job) -> None:

@@ -539,7 +539,7 @@ def test_a_node_s_record_and_its_journal_say_how_its_training_goes() -> None:
     played.node.traffic.exchanges.update({"done": 3, "failed": 1})
     spent = TimeSpent(training=9.0, gossip=1.0)
     played.deliver(jobs.Stepped(1, 1, 256, 2.5, spent, 1))
-    played.node.progress.held_out = 1e9  # no loss that a valid record could tell
+    played.node.progress.evaluations.held_out = 1e9  # no loss that a valid record could tell
     standing = played.node.own_record.compose("training", played.now).standing
     assert (standing.loss, standing.held_out, standing.shares[:2]) == (2.5, None, (900, 100))
     assert standing.exchanges == (3, 0, 1)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from decentral.core.config import SwarmConfig, TrainConfig
-from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, SetClock, Stepped
+from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, Sealed, SetClock, Stepped
 from decentral.core.machine import Effect, Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Amount
@@ -23,6 +23,10 @@ def training(stop_after: str | None = None, lr_step: int = 0) -> TrainingProgres
 
 def step(number: int, tokens: int = 64, loss: float = 3.0) -> Stepped:
     return Stepped(number, number, tokens, loss, TimeSpent(training=0.1, gossip=0.02, beside=0.05), 1)
+
+
+def dropped(number: int) -> Stepped:
+    return Stepped(number, number, 0, 3.0, TimeSpent(training=0.1), 0, dropped=True)
 
 
 def stops(effects: list[Effect]) -> list[str]:
@@ -92,8 +96,20 @@ def test_it_evaluates_at_once_and_then_every_so_often() -> None:
     assert Evaluate() in progress.handle(Woke(), 117.0)
 
 
+def test_the_first_evaluation_is_slow_as_all_is_new_and_costs_no_later_one() -> None:
+    progress = training()
+    progress.handle(Woke(), 100.0)
+    progress.handle(Evaluated(0, 5.5, 3.0), 103.0)
+    assert Evaluate() not in progress.handle(Woke(), 117.9)
+    assert Evaluate() in progress.handle(Woke(), 118.0)
+    progress.handle(Evaluated(640, 2.5, 1.0), 119.0)
+    assert Evaluate() not in progress.handle(Woke(), 318.9)
+
+
 def test_evaluations_that_take_long_come_less_often() -> None:
     progress = training()
+    progress.handle(Woke(), 80.0)
+    progress.handle(Evaluated(0, 5.5, 0.1), 80.5)
     progress.handle(Woke(), 100.0)
     progress.handle(Evaluated(640, 2.5, 0.3), 102.0)
     assert Evaluate() not in progress.handle(Woke(), 102.0 + 0.3 / EVALUATION_SHARE - 0.1)
@@ -129,6 +145,8 @@ def test_a_checkpoint_that_fails_does_not_stop_training_and_is_tried_again() -> 
 
 def test_any_other_job_that_fails_stops_us_with_its_reason() -> None:
     assert stops(training().handle(JobFailed("Merge", "out of memory"), 101.0)) == ["error: out of memory"]
+    reason = "training has diverged: weights are not finite"
+    assert stops(training().handle(JobFailed("CloseWindow", reason), 101.0)) == [reason]
 
 
 def test_a_line_is_about_all_steps_since_the_last_one() -> None:
@@ -176,6 +194,73 @@ def test_one_step_without_a_finite_loss_is_journaled_and_does_not_stay_in_the_av
     journaled = [(line.fields["loss"], line.fields.get("lost", 0)) for line in lines if isinstance(line, Log)]
     assert journaled == [(2.0, 0), (None, 1), (2.0, 0)]
     assert progress.losses.mean == 2.0
+
+
+def test_steps_that_train_nothing_are_counted_and_keep_the_checkpoint_from_before() -> None:
+    progress = training()
+    progress.handle(step(1), 100.1)
+    lines = [line for number in range(2, 12) for line in progress.handle(dropped(number), 100.0 + number / 100)]
+    assert [line.event for line in lines if isinstance(line, Log)] == ["error"]
+    assert "gradients are not finite" in progress.divergence.trouble
+    (line,) = progress.flush(101.0)
+    assert isinstance(line, Log)
+    assert line.fields["dropped"] == 10
+    assert Save() not in progress.handle(Woke(), 130.0)
+    for number in range(12, 60):
+        progress.handle(step(number), 131.0 + number / 100)
+    assert progress.divergence.trouble == ""
+    assert Save() in progress.handle(Woke(), 160.0)
+
+
+def test_one_dropped_step_now_and_then_is_no_divergence() -> None:
+    progress = training()
+    for number in range(1, 100):
+        progress.handle(dropped(number) if number % 8 == 0 else step(number), 100.0 + number / 100)
+        assert progress.divergence.trouble == ""
+    assert progress.divergence.dropped == 12
+
+
+def test_a_loss_that_rises_halfway_back_to_a_guess_s_keeps_the_checkpoint_from_before() -> None:
+    progress = training()
+    for number in range(1, 60):
+        progress.handle(step(number, loss=1.5), 100.0 + number / 100)
+    for number in range(60, 200):
+        progress.handle(step(number, loss=3.8), 100.0 + number / 100)
+    assert "the loss has risen from 1.5" in progress.divergence.trouble
+    assert Save() not in progress.handle(Woke(), 130.0)
+
+
+@pytest.mark.parametrize("losses", [[0.3] + 99 * [2.0], 50 * [2.0] + 50 * [2.9], 100 * [5.9], 100 * [math.nan]])
+def test_noise_and_harder_text_are_no_divergence(losses: list[float]) -> None:
+    progress = training()
+    for number, loss in enumerate(losses, 1):
+        progress.handle(step(number, loss=loss), 100.0 + number / 100)
+    assert progress.divergence.trouble == ""
+
+
+def test_training_that_does_not_recover_stops_after_a_while_with_one_line() -> None:
+    progress = training()
+    reasons: list[str] = []
+    for number in range(1, 1000):
+        reasons += stops(progress.handle(step(number, loss=200.0), 100.0 + number / 2))
+    assert reasons[0].startswith("training has diverged: the loss has risen from 5.545 to 200.000")
+    assert len(reasons) == 1000 - 121, "60 s after the first step"
+
+
+def test_a_peer_that_the_others_bring_back_goes_on() -> None:
+    progress = training()
+    for number in range(1, 100):
+        progress.handle(dropped(number), 100.0 + number)
+    for number in range(100, 400):
+        assert stops(progress.handle(step(number), 200.0 + number)) == []
+
+
+def test_a_sum_of_gradients_of_routes_with_which_no_step_is_taken_counts_as_one() -> None:
+    progress = training()
+    for number in range(1, 10):
+        progress.handle(Sealed((number,), sound=False), 100.0 + number)
+    assert progress.divergence.dropped == 9
+    assert progress.divergence.trouble
 
 
 def test_the_speed_falls_while_nothing_is_trained() -> None:

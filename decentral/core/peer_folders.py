@@ -1,0 +1,37 @@
+"""Peers' state folders beside each other, among which there may be a backup of one of them.
+
+A folder is a peer's by its `identity.key`: a copy has the same one.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+KEY = "identity.key"
+
+
+def newest_of_each_peer(progress: Mapping[Path, float]) -> dict[Path, Path]:
+    """Return, for each folder, the newest folder of the same peer: itself unless it is an older copy.
+
+    Args:
+        progress: How far each folder has got: a step, or the time of its last change.
+    """
+    newest: dict[bytes, Path] = {}
+    for folder in sorted(progress, key=lambda folder: -progress[folder]):
+        newest.setdefault(identity(folder), folder)
+    return {folder: newest[identity(folder)] for folder in progress}
+
+
+def changed_at(file: Path) -> float:
+    """Return when the file was changed last, Unix time; 0.0 if it is gone."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def identity(folder: Path) -> bytes:
+    """Return what a peer's folder and its copies have in common: the key; without a key that can be read, the path."""
+    try:
+        return (folder / KEY).read_bytes()
+    except OSError:
+        return str(folder.absolute()).encode()
