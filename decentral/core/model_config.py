@@ -10,25 +10,50 @@ from decentral.core.model_families import FAMILIES, Family
 MAX_WIDTH = 65_536
 MAX_ROTARY = 1 << 24  # context times channels of a head: entries of each of a block's two tables of rotary positions
 LEAST_APART = 1e-3  # of two bounds of turns, in fp32
+Blocks = Annotated[tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Field(max_length=128, strict=False)]
+Divisors = Annotated[tuple[Annotated[float, Field(ge=1e-3, le=1e6)], ...], Field(max_length=128, strict=False)]
 MAX_WINDOWED = 1 << 14  # context with a narrower window, whose mask has a byte for each pair of positions
 
 
 class RopeScaling(Strict):
     """How rotary positions are stretched beyond those that a model was first trained with: train/rotary.py."""
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: Annotated[float, Field(ge=1, le=1e6)]
-    positions: Positive = 8192  # that it was first trained with
+    positions: Annotated[int, Field(ge=2, le=1 << 20)] | None = None  # of the first training; None: `model.positions`
     low: PositiveFloat = 1.0  # turns within these positions up to which an angle is stretched in full
-    high: PositiveFloat = 4.0  # and from which on it is left as it was
-    attention: PositiveFloat | None = None  # what yarn multiplies queries and keys by; None: it follows from `factor`
+    # The turns from which on an angle is left as it was: the papers' values, which transformers takes as well.
+    high: PositiveFloat = Field(default_factory=lambda given: 32.0 if given.get("kind") == "yarn" else 4.0)
+    attention: PositiveFloat | None = (
+        None  # factor of queries and keys (yarn, longrope); None: it follows from `factor`
+    )
     truncate: bool = True  # yarn: whole numbers of channels between the two
+    short: Divisors = ()  # longrope: what each rate is divided by, in a sequence of at most `positions` ...
+    long: Divisors = ()  # ... and in a longer one
 
     @model_validator(mode="after")
-    def has_a_way_between(self) -> "RopeScaling":
+    def is_complete(self) -> "RopeScaling":
         if self.high < self.low * (1 + LEAST_APART):
             raise ValueError(f"low, {self.low}, must be below high, {self.high}")
+        if (self.kind == "longrope") != bool(self.short and self.long) or len(self.short) != len(self.long):
+            raise ValueError("longrope, and no other kind, has short and long, two lists of the same length")
         return self
+
+
+class BlockOptions(Strict):
+    """What some families' blocks have and Llama's lacks, under the names that config.json has for it.
+
+    `Family.block` says which family has which of them; the multipliers are Granite's.
+    """
+
+    attention_bias: bool = False  # of queries, keys, values and output
+    mlp_bias: bool = False
+    unrotated: Blocks = ()  # without rotary positions
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a head's channels, those that are rotated
+    embedding_multiplier: PositiveFloat = 1.0
+    residual_multiplier: PositiveFloat = 1.0  # of what a branch adds
+    attention_multiplier: PositiveFloat | None = None  # of queries times keys; None: 1 / sqrt(channels of a head)
+    logits_scaling: PositiveFloat = 1.0  # what logits are divided by
 
 
 class LoraConfig(Strict):
@@ -62,7 +87,8 @@ class ModelConfig(Strict):
     rope_theta: Annotated[float, Field(ge=2, le=1e12)] = 10_000.0  # rates fall by this: at 1 yarn divides by zero
     rope_scaling: RopeScaling | None = None
     positions: Positive | None = None  # that the model is made for, as an export says; None: `context`
-    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"  # core/model_families.py
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite", "phi3"] = "llama"
+    block: BlockOptions = BlockOptions()
     head_channels: Positive | None = None  # width / heads
     norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-5
     window: Positive | None = None  # how many positions a token attends to, itself included; None: all before it
@@ -80,7 +106,7 @@ class ModelConfig(Strict):
             if self.lora is not None:
                 raise ValueError("model.lora adapts the built-in model, and model.layers is code; leave one out")
             return self
-        if (self.head_channels is None and self.d_model % self.n_heads) or self.d_head % 2:
+        if (self.head_channels is None and self.d_model % self.n_heads) or self.d_head % 2 or self.d_rotary % 2:
             raise ValueError(f"width {self.d_model} must be an even multiple of heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"heads {self.n_heads} must be a multiple of kv_heads {self.n_kv_heads}")
@@ -90,6 +116,15 @@ class ModelConfig(Strict):
             raise ValueError(f"context times channels of a head must be at most {MAX_ROTARY}; more heads, perhaps")
         if self.window is not None and not self.options.window:
             raise ValueError(f"family {self.family} has no window; mistral has one")
+        for (name, value), (_, usual) in zip(self.block, BlockOptions(), strict=True):
+            if value != usual and name not in self.options.block:
+                raise ValueError(f"family {self.family} has no block.{name}")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "dynamic" and self.d_rotary < 4:
+            raise ValueError("dynamic rope_scaling needs heads of at least 4 channels")
+        if self.rope_scaling is not None and len(self.rope_scaling.long) not in (0, self.d_rotary // 2):
+            raise ValueError(
+                f"rope_scaling.long has {len(self.rope_scaling.long)} numbers; expected {self.d_rotary // 2}"
+            )
         if self.windowed and self.context > MAX_WINDOWED:
             raise ValueError(f"context must be at most {MAX_WINDOWED} where the window, {self.window}, is narrower")
         return self
@@ -97,6 +132,11 @@ class ModelConfig(Strict):
     @property
     def options(self) -> Family:
         return FAMILIES[self.family]
+
+    @property
+    def most_positions(self) -> int:
+        """The longest text that the model reads when it generates."""
+        return max(self.positions or 0, self.context)
 
     @property
     def windowed(self) -> bool:
@@ -111,6 +151,11 @@ class ModelConfig(Strict):
     def d_head(self) -> int:
         """Channels of a head."""
         return self.head_channels or self.d_model // self.n_heads
+
+    @property
+    def d_rotary(self) -> int:
+        """Channels of a head that are rotated, the first ones."""
+        return int(self.d_head * self.block.partial_rotary_factor)
 
     @property
     def d_queries(self) -> int:
@@ -170,5 +215,9 @@ class ModelConfig(Strict):
     @property
     def block_vectors(self) -> list[int]:
         """The sizes of a block's gains and biases."""
-        biases = [self.d_queries, self.d_keys, self.d_keys] if self.options.query_bias else []
-        return [self.d_model, self.d_model, *biases, *[self.d_head] * (2 * self.options.query_norm)]
+        queries, keys = self.d_queries, self.d_keys
+        biases = [queries, keys, keys] if self.options.query_bias or self.block.attention_bias else []
+        biases += [self.d_model] * self.block.attention_bias
+        biases += [self.d_hidden, self.d_hidden, self.d_model] * self.block.mlp_bias
+        norms = {"heads": [self.d_head, self.d_head], "all": [queries, keys]}
+        return [self.d_model, self.d_model, *biases, *norms.get(self.options.query_norm, [])]

@@ -6,14 +6,17 @@ adapter_config.json  adapter_model.safetensors
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
-from decentral.core import config
+from decentral.core import config, model_families
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
-from decentral.train import gpt
+from decentral.train import gpt, huggingface
+from decentral.train.start_weights import FUSED, WHOLE
 
 SETTINGS, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of a tensor's name: peft's wrapper, and within it transformers' model
@@ -22,14 +25,15 @@ PREFIX = "base_model.model."  # of a tensor's name: peft's wrapper, and within i
 def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list[str]:
     """Writes the folder and gives its files' names. The layers' frozen weights are not read.
 
-    Raises UserError if the run has no adapters, or the disk refuses.
+    Raises UserError if the run has no adapters, the folder has a whole model, or the disk refuses.
     """
     lora = run.model.lora
     if lora is None:
         raise UserError("--format peft: this run trains all weights, no adapters; leave --format out")
+    huggingface.refuse_mixture(folder, (model_families.CONFIG_FILE, WHOLE, *huggingface.SHARDS))
     named = gpt.named_weights(layers, run.model.depth)
     weights = {PREFIX + name: one.detach().float().contiguous() for name, one in named.items() if ".lora_" in name}
-    settings = {
+    settings: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": run.model.start_from,
@@ -41,6 +45,8 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if run.model.options.fused:
+        _fuse(weights, settings, run.model)
     files = {SETTINGS: (json.dumps(settings, indent=1) + "\n").encode(), WEIGHTS_FILE: save(weights, {"format": "pt"})}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,3 +55,28 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
     except OSError as error:
         raise UserError(f"--out {folder}: {error.strerror}; choose a folder that can be written") from None
     return list(files)
+
+
+def _fuse(weights: dict[str, Tensor], settings: dict[str, Any], model: config.ModelConfig) -> None:
+    """Makes one adapter of those of the matrices that the family's files have as one.
+
+    The factors A of n matrices stand one below the other, and the factors B on a diagonal: n times the rank, and the
+    same product.
+    """
+    assert model.lora is not None
+    settings |= {"rank_pattern": {}, "alpha_pattern": {}}
+    for whole, parts in FUSED.items():
+        adapted = [part for part in parts if part in model.lora.targets]
+        for name in [name for name in weights if f".{adapted[0]}.lora_A." in name] if adapted else []:
+            place = name.replace(adapted[0], whole)
+            factors = {part: name.replace(adapted[0], part) for part in adapted}
+            weights[place] = torch.cat([weights.pop(one) for one in factors.values()])
+            none = {part: torch.zeros(model.block_shapes[part][1], 0) for part in parts}
+            given = {part: weights.pop(one.replace("lora_A", "lora_B")) for part, one in factors.items()}
+            diagonal: Tensor = torch.block_diag(*(none | given).values())  # type: ignore[no-untyped-call]
+            weights[place.replace("lora_A", "lora_B")] = diagonal
+        if adapted:
+            settings["rank_pattern"][whole] = len(adapted) * model.lora.rank
+            settings["alpha_pattern"][whole] = len(adapted) * model.lora.alpha
+            kept = [one for one in settings["target_modules"] if one not in parts]
+            settings["target_modules"] = [*kept, whole]

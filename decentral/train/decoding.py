@@ -2,8 +2,10 @@
 
     prompt -> read -> logits -> drawn token -> read -> ...
 
-A model has `context` positions. When they are all taken, the last half of them is read again from position 0 on, and
-what was before it is forgotten. (Angles are fixed to positions, so kept keys cannot be moved.)
+A model reads `most_positions` at once: those that its folder names, or those that it is trained with. When they are all
+taken, the last half of them is read again from position 0 on, and what was before it is forgotten. (Angles are fixed to
+positions, so kept keys cannot be moved.) Where a long text has other angles, as with longrope, all of it is read again
+when it becomes one.
 
 Shapes: B = 1 sequence, T positions that are read, S positions that are kept, K key-value heads, E channels of a head,
 D width, V vocabulary.
@@ -11,13 +13,14 @@ D width, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from decentral.core.config import ModelConfig
 from decentral.core.errors import UserError
-from decentral.train import gpt, memory
+from decentral.train import gpt, memory, rotary
 from decentral.train.step import Device
 
 READ_AT_ONCE = 512  # positions of a prompt: their attention mask has so many rows
@@ -41,11 +44,13 @@ def generate(layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampl
     """
     reader = CachedReader(layers, len(prompt) + sampling.tokens, device)
     chance = torch.Generator().manual_seed(sampling.seed)
-    seen, unread = list(prompt), list(prompt)
+    seen, unread, begin = list(prompt), list(prompt), 0  # where the text begins that the reader knows
     for _ in range(sampling.tokens):
-        if reader.length + len(unread) > reader.context:
-            reader.clear()
-            unread = seen[-max(1, reader.context // 2) :]
+        if len(seen) - begin > reader.most:
+            begin = len(seen) - max(1, reader.most // 2)
+        if reader.length + len(unread) > len(seen) - begin or len(seen) - begin > reader.reach:
+            reader.clear(len(seen) - begin)
+            unread = seen[begin:]
         token = draw(reader.read(unread)[: sampling.below], sampling, chance)
         unread = [token]
         seen.append(token)
@@ -60,7 +65,7 @@ def use_one_thread() -> None:
 def check_memory(model: ModelConfig, prompt: int, tokens: int, memory_bytes: int, readers: int = 1) -> None:
     """Raises UserError if a device has no room for the weights in fp32 and for what so many tokens take of each reader.
     A model from a stranger may be small and have very wide heads. This is arithmetic: nothing is made yet."""
-    kept, at_once = min(prompt + tokens, model.context), min(prompt, READ_AT_ONCE)
+    kept, at_once = min(prompt + tokens, model.most_positions), min(prompt, READ_AT_ONCE)
     passing = max(memory.activation_bytes(model)[1:-1]) + memory.WEIGHT_BYTES * model.n_heads * kept
     keys_and_values = 2 * model.depth * model.d_keys * kept * readers
     needed = memory.WEIGHT_BYTES * (sum(model.layer_parameters) + keys_and_values) + at_once * passing
@@ -89,17 +94,20 @@ class CachedReader:
     """The built-in model's layers, and the keys and values of the positions that they have read."""
 
     def __init__(self, layers: Sequence[nn.Module], positions: int, device: Device) -> None:
-        """`positions`: no more than these are ever read; the model's context bounds them, too."""
+        """`positions`: no more than these are ever read; those that the model can read at once bound them, too."""
         self.embedding, *blocks, self.head = (layer.to(device.device).eval() for layer in layers)
         self.blocks = [block for block in blocks if isinstance(block, gpt.Block)]
         assert len(self.blocks) == len(blocks), "these are the built-in model's layers"
-        self.device = device
-        self.context = len(self.blocks[0].self_attn.cos_TE)
-        self.kept = [KeysAndValues(block.self_attn, min(positions, self.context), device) for block in self.blocks]
-        self.length = 0
+        self.device, self.model = device, self.blocks[0].self_attn.model
+        self.most = min(positions, self.model.most_positions)
+        self.kept = [KeysAndValues(block.self_attn, self.most, device) for block in self.blocks]
+        self.clear(0)
 
-    def clear(self) -> None:
-        self.length = 0
+    def clear(self, positions: int) -> None:
+        """Forget all that was read. `positions`: how many are read next."""
+        self.length, self.reach = 0, rotary.reach(self.model, positions, self.most)
+        tables = rotary.tables(self.model, self.reach)
+        self.cos_TE, self.sin_TE = (table_TE.to(self.device.device) for table_TE in tables)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
@@ -112,12 +120,13 @@ class CachedReader:
         return logits_BTV[0, 0].float().cpu()
 
     def _through(self, tokens_BT: Tensor) -> Tensor:
-        """What the last block makes of these positions. A block's two sums are those of gpt.Block."""
+        """What the last block makes of these positions."""
+        first, last = self.length, self.length + tokens_BT.shape[1]
+        angles = self.cos_TE[first:last], self.sin_TE[first:last]
         hidden_BTD: Tensor = self.embedding(tokens_BT)
         for block, kept in zip(self.blocks, self.kept, strict=True):
-            hidden_BTD = hidden_BTD + kept.attend(block.input_layernorm(hidden_BTD), self.length)
-            hidden_BTD = hidden_BTD + block.mlp(block.post_attention_layernorm(hidden_BTD))
-        self.length += tokens_BT.shape[1]
+            hidden_BTD = block(hidden_BTD, partial(kept.attend, first=first, angles=angles))
+        self.length = last
         return hidden_BTD
 
 
@@ -130,9 +139,9 @@ class KeysAndValues:
         self.keys_BKSE = torch.zeros(shape, dtype=device.dtype, device=device.device)
         self.values_BKSE = torch.zeros(shape, dtype=device.dtype, device=device.device)
 
-    def attend(self, hidden_BTD: Tensor, first: int) -> Tensor:
-        """What the attention gives for positions [first, first + T), which it keeps."""
-        q_BHTE, k_BKTE, v_BKTE = self.attention.heads_of(hidden_BTD, first)
+    def attend(self, hidden_BTD: Tensor, first: int, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Return what the attention gives for positions [first, first + T), which it keeps; `angles`: their tables."""
+        q_BHTE, k_BKTE, v_BKTE = self.attention.heads_of(hidden_BTD, *angles)
         last = first + hidden_BTD.shape[1]
         self.keys_BKSE[:, :, first:last] = k_BKTE
         self.values_BKSE[:, :, first:last] = v_BKTE

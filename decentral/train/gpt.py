@@ -2,7 +2,7 @@
 
 RMSNorm, rotary positions, SwiGLU, grouped-query attention (Touvron et al., arXiv 2307.09288). A layer is an
 `nn.Module` from one tensor to one tensor, and a model is a list of them, so a span is a slice of that list. The
-names inside a layer are those of Hugging Face's Llama; `named_weights` adds the prefix. Mistral and Qwen have the same
+names inside a layer are those of Hugging Face's Llama; `named_weights` adds the prefix. Other families have the same
 names, and a few options more (core/model_families.py).
 
 Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channels of a head, V vocabulary, S positions
@@ -132,7 +132,7 @@ def widths(model: config.ModelConfig) -> list[int]:
 def _ours(model: config.ModelConfig) -> Iterator[tuple[int, nn.Module]]:
     """Each layer with its index, in the order in which they draw their weights, on which a seed's weights depend."""
     for block in range(1, model.depth + 1):
-        yield block, Block(model)
+        yield block, Block(model, rotated=block - 1 not in model.block.unrotated)
     yield 0, Embedding(model)
     yield model.depth + 1, Head(model)
 
@@ -143,29 +143,42 @@ class Embedding(nn.Module):
     def __init__(self, model: config.ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(model.vocabulary, model.d_model)
+        self.multiplier = model.block.embedding_multiplier
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
-        return hidden_BTD
+        return hidden_BTD if self.multiplier == 1 else hidden_BTD * self.multiplier
 
 
 class Block(nn.Module):
     """hidden_BTD -> hidden_BTD: attention, then a gated feed-forward, each added to what came in."""
 
-    def __init__(self, model: config.ModelConfig) -> None:
+    def __init__(self, model: config.ModelConfig, rotated: bool = True) -> None:
+        """Build the block. `rotated`: its queries and keys know their positions."""
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
-        self.self_attn = Attention(model)
+        self.norm_after, self.multiplier = model.options.norm_after, model.block.residual_multiplier
+        if not self.norm_after:
+            self.input_layernorm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
+        self.self_attn = Attention(model, rotated)
         self.post_attention_layernorm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
         self.mlp = FeedForward(model)
+        if self.norm_after:
+            self.post_feedforward_layernorm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
         for out in (self.self_attn.o_proj, self.mlp.down_proj):  # GPT-2: residual branches start small
             nn.init.normal_(out.weight, std=0.02 / (2 * model.depth) ** 0.5)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        hidden_BTD = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD))
-        hidden_BTD = hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
-        return hidden_BTD
+    def forward(self, hidden_BTD: Tensor, attend: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return what the next layer gets. `attend`: what stands in for `self_attn`, as it has kept keys and values."""
+        attend = attend or self.self_attn
+        if self.norm_after:
+            hidden_BTD = self._sum(hidden_BTD, self.post_attention_layernorm(attend(hidden_BTD)))
+            return self._sum(hidden_BTD, self.post_feedforward_layernorm(self.mlp(hidden_BTD)))
+        hidden_BTD = self._sum(hidden_BTD, attend(self.input_layernorm(hidden_BTD)))
+        return self._sum(hidden_BTD, self.mlp(self.post_attention_layernorm(hidden_BTD)))
+
+    def _sum(self, hidden_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+        return torch.add(hidden_BTD, branch_BTD, alpha=self.multiplier)
 
 
 class Attention(nn.Module):
@@ -174,19 +187,21 @@ class Attention(nn.Module):
     cos_TE: Tensor
     sin_TE: Tensor
 
-    def __init__(self, model: config.ModelConfig) -> None:
+    def __init__(self, model: config.ModelConfig, rotated: bool = True) -> None:
         super().__init__()
+        self.model, self.rotated = model, rotated
         self.heads, self.kv_heads, self.channels = model.n_heads, model.n_kv_heads, model.d_head
         self.window = model.window
-        bias = model.options.query_bias
+        bias = model.options.query_bias or model.block.attention_bias
         self.q_proj = _linear(model.d_model, model.d_queries, bias)
         self.k_proj = _linear(model.d_model, model.d_keys, bias)
         self.v_proj = _linear(model.d_model, model.d_keys, bias)
-        self.o_proj = _linear(model.d_queries, model.d_model)
-        normed = model.options.query_norm
-        self.q_norm = nn.RMSNorm(model.d_head, eps=model.norm_eps) if normed else nn.Identity()
-        self.k_norm = nn.RMSNorm(model.d_head, eps=model.norm_eps) if normed else nn.Identity()
-        cos_TE, sin_TE = rotary.tables(model)
+        self.o_proj = _linear(model.d_queries, model.d_model, model.block.attention_bias)
+        normed = {"heads": (model.d_head, model.d_head), "all": (model.d_queries, model.d_keys)}
+        queries, keys = normed.get(model.options.query_norm, (0, 0))
+        self.q_norm = nn.RMSNorm(queries, eps=model.norm_eps) if queries else nn.Identity()
+        self.k_norm = nn.RMSNorm(keys, eps=model.norm_eps) if keys else nn.Identity()
+        cos_TE, sin_TE = rotary.tables(model, model.context)
         self.register_buffer("cos_TE", cos_TE, persistent=False)
         self.register_buffer("sin_TE", sin_TE, persistent=False)
 
@@ -194,15 +209,24 @@ class Attention(nn.Module):
         T = hidden_BTD.shape[1]
         windowed = self.window is not None and self.window < T
         mask_TT = _within_window(T, self.window, hidden_BTD.device) if windowed else None
-        return self.attend(*self.heads_of(hidden_BTD), mask_TT)
+        return self.attend(*self.heads_of(hidden_BTD, self.cos_TE[:T], self.sin_TE[:T]), mask_TT)
 
-    def heads_of(self, hidden_BTD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries q_BHTE, keys k_BKTE and values v_BKTE of positions [first, first + T)."""
-        B, T, _ = hidden_BTD.shape
-        q_BHTE = self.q_norm(self.q_proj(hidden_BTD).view(B, T, self.heads, self.channels)).transpose(1, 2)
-        k_BKTE = self.k_norm(self.k_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels)).transpose(1, 2)
-        v_BKTE = self.v_proj(hidden_BTD).view(B, T, self.kv_heads, self.channels).transpose(1, 2)
-        return self._rotate(q_BHTE, first), self._rotate(k_BKTE, first), v_BKTE
+    def heads_of(self, hidden_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries q_BHTE, keys k_BKTE and values v_BKTE of positions that are turned by these tables' angles."""
+        q_BHTE = self._split(self.q_proj(hidden_BTD), self.q_norm)
+        k_BKTE = self._split(self.k_proj(hidden_BTD), self.k_norm)
+        v_BKTE = self._split(self.v_proj(hidden_BTD), nn.Identity())
+        if self.rotated:
+            q_BHTE, k_BKTE = _rotate(q_BHTE, cos_TE, sin_TE), _rotate(k_BKTE, cos_TE, sin_TE)
+        return q_BHTE, k_BKTE, v_BKTE
+
+    def _split(self, x_BTC: Tensor, norm: nn.Module) -> Tensor:
+        """x_BHTE of C = H * E channels, normed all together, or in each head."""
+        whole = self.model.options.query_norm == "all"
+        x_BTC = norm(x_BTC) if whole else x_BTC
+        x_BTHE = x_BTC.view(*x_BTC.shape[:2], -1, self.channels)
+        x_BTHE = x_BTHE if whole else norm(x_BTHE)
+        return x_BTHE.transpose(1, 2)
 
     def attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask_TS: Tensor | None) -> Tensor:
         """out_BTD of T queries over S positions: those that mask_TS has, or, without one, each query's and all before.
@@ -215,16 +239,21 @@ class Attention(nn.Module):
             v_BKSE,
             attn_mask=mask_TS,
             is_causal=mask_TS is None,
+            scale=self.model.block.attention_multiplier,
             enable_gqa=self.heads != self.kv_heads,
         )
         out_BTD: Tensor = self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
         return out_BTD
 
-    def _rotate(self, x_BHTE: Tensor, first: int) -> Tensor:
-        last, dtype = first + x_BHTE.shape[-2], x_BHTE.dtype
-        left_BHTF, right_BHTF = x_BHTE.chunk(2, dim=-1)  # F: half of E
-        turned_BHTE = torch.cat((-right_BHTF, left_BHTF), dim=-1)
-        return x_BHTE * self.cos_TE[first:last].to(dtype) + turned_BHTE * self.sin_TE[first:last].to(dtype)
+
+def _rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Turns the channels that the tables have, a head's first ones."""
+    dtype, channels = x_BHTE.dtype, cos_TE.shape[-1]
+    turned_BHTE, rest_BHTE = x_BHTE[..., :channels], x_BHTE[..., channels:]
+    left_BHTF, right_BHTF = turned_BHTE.chunk(2, dim=-1)  # F: half of E
+    across_BHTE = torch.cat((-right_BHTF, left_BHTF), dim=-1)
+    turned_BHTE = turned_BHTE * cos_TE.to(dtype) + across_BHTE * sin_TE.to(dtype)
+    return torch.cat((turned_BHTE, rest_BHTE), dim=-1) if rest_BHTE.shape[-1] else turned_BHTE
 
 
 class FeedForward(nn.Module):
@@ -232,9 +261,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, model: config.ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = _linear(model.d_model, model.d_hidden)
-        self.up_proj = _linear(model.d_model, model.d_hidden)
-        self.down_proj = _linear(model.d_hidden, model.d_model)
+        self.gate_proj = _linear(model.d_model, model.d_hidden, model.block.mlp_bias)
+        self.up_proj = _linear(model.d_model, model.d_hidden, model.block.mlp_bias)
+        self.down_proj = _linear(model.d_hidden, model.d_model, model.block.mlp_bias)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         out_BTD: Tensor = self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
@@ -248,10 +277,11 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
         self.lm_head = _linear(model.d_model, model.vocabulary)
+        self.divisor = model.block.logits_scaling
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         logits_BTV: Tensor = self.lm_head(self.norm(hidden_BTD))
-        return logits_BTV
+        return logits_BTV if self.divisor == 1 else logits_BTV / self.divisor
 
 
 MASKED = -100

@@ -8,7 +8,7 @@ that still has the embedding's weights, as in a folder that ties the two, is wri
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from decentral.core.atomic_file import write_atomically
 from decentral.core.config import BYTES
 from decentral.core.errors import UserError
 from decentral.train import gpt, lora
-from decentral.train.start_weights import EMBEDDING, HEAD, WHOLE
+from decentral.train.start_weights import EMBEDDING, FUSED, HEAD, INDEX, PICKLES, WHOLE
 from decentral.train.tokenizer import TOKENIZER_FILE, TOKENIZER_SETTINGS
 
 TOKENIZER_FILES = (
@@ -35,6 +35,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+SHARDS = (INDEX, "model-*.safetensors", *PICKLES)
+OTHERS_WEIGHTS = (*SHARDS, "adapter_*")
+"""Files that programs read in the place of a folder's `model.safetensors`, or along with it."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json
 MAX_TOKENIZER_FILE_BYTES = 256 << 20
 
@@ -44,26 +47,48 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module], like: P
 
     Adapters become a part of the weights, in `layers` too.
 
-    Raises UserError if the model is of no family that transformers knows, or the disk refuses.
+    Raises UserError if the model is of no family that transformers knows, the folder has files of another model, or the
+    disk refuses.
     """
     if run.model.layers is not None:
         raise UserError(f"only the built-in model can be exported as a Llama; this run's is {run.model.layers}")
+    refuse_mixture(folder, OTHERS_WEIGHTS)
     lora.merge(layers)
     weights = {
         name: tensor.detach().float().contiguous()
         for name, tensor in gpt.named_weights(layers, run.model.depth).items()
     }
     tied = _tie(weights)
+    if run.model.options.fused:
+        _fuse(weights)
     described = model_families.config_json(run.model, tied) | _special_tokens(like)
     files = {model_families.CONFIG_FILE: _json(described), WHOLE: save(weights, {"format": "pt"})}
     try:
         files |= _tokenizer_files(run, like)
+        if TOKENIZER_FILE in files:
+            refuse_mixture(folder, [name for name in TOKENIZER_FILES if name not in files])
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_atomically(folder / name, content)
     except OSError as error:
         raise UserError(f"--out {folder}: {error.strerror}; choose a folder that can be written") from None
     return list(files)
+
+
+def refuse_mixture(folder: Path, patterns: Iterable[str]) -> None:
+    """Raise UserError if files of another model in the folder would be read in the place of an export, or with it."""
+    if found := sorted(path.name for pattern in patterns for path in folder.glob(pattern)):
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        which = f"{found[0]}{more} of another model"
+        raise UserError(f"--out {folder} has {which}, which would be read along; choose another folder, or remove it")
+
+
+def _fuse(weights: dict[str, Tensor]) -> None:
+    """Makes one matrix of those that the family's files have as one."""
+    for whole, (first, *others) in FUSED.items():
+        for name in [name for name in weights if f".{first}." in name]:
+            parts = [weights.pop(name.replace(first, part)) for part in (first, *others)]
+            weights[name.replace(first, whole)] = torch.cat(parts)
 
 
 def _tie(weights: dict[str, Tensor]) -> bool:

@@ -130,7 +130,7 @@ def activation_bytes(model: config.ModelConfig) -> list[int]:
     if model.layers is not None:
         return [UNKNOWN_LAYER_BYTES * width for width in gpt.widths(model)]
     width, queries, keys = model.d_model, model.d_queries, model.d_keys
-    normed = 2 * model.options.query_norm
+    normed = 2 * bool(model.options.query_norm)
     block = 4 * (8 * width + (2 + normed) * queries + (4 + normed) * keys + 5 * model.d_hidden)
     if model.lora is not None:
         block += 4 * model.lora.rank * len(model.lora.targets)

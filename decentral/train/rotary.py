@@ -2,16 +2,20 @@
 
 Pair f of a head's channels turns by theta^(-2 f / E) from one position to the next.
 
-    linear   all rates are divided by the factor (Chen et al., arXiv 2306.15595)
-    llama3   slow rates are, fast ones stay, those between go over smoothly (Llama 3, arXiv 2407.21783)
-    yarn     likewise, with a ramp over the channels, and queries and keys grow a little (Peng et al., arXiv 2309.00071)
+    linear     all rates are divided by the factor (Chen et al., arXiv 2306.15595)
+    dynamic    theta grows with a text beyond the first positions (NTK-aware scaling, github.com/jquesnelle/yarn)
+    llama3     slow rates are divided, fast ones stay, those between go over smoothly (Llama 3, arXiv 2407.21783)
+    yarn       the same with a ramp over the channels, and queries and keys grow (Peng et al., arXiv 2309.00071)
+    longrope   each rate has a divisor, one in short and one in long texts; both grow (Ding et al., arXiv 2402.13753)
 
-"Slow" counts turns within the first training's positions. The formulas are those of transformers' modeling_rope_utils.
+"Slow" counts turns within the first training's positions. The formulas are those of transformers' modeling_rope_utils,
+rounding included: large angles show a last bit.
 
-Shapes: T positions, E channels of a head, F = E / 2 pairs.
+Shapes: T positions, E channels of a head that are rotated, F = E / 2 pairs.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,34 +23,61 @@ from torch import Tensor
 from decentral.core.model_config import ModelConfig, RopeScaling
 
 
-def tables(model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos_TE and sin_TE of the angles by which each position of the context turns each pair of channels."""
-    rates_F = model.rope_theta ** (-torch.arange(0, model.d_head, 2).float() / model.d_head)
-    scale = 1.0
-    if model.rope_scaling is not None:
-        rates_F, scale = _stretched(rates_F, model.rope_scaling, model)
-    angles_TE = torch.outer(torch.arange(model.context).float(), rates_F).repeat(1, 2)
-    return scale * angles_TE.cos(), scale * angles_TE.sin()
+def tables(model: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:
+    """Return cos_TE and sin_TE of the angles by which each of so many positions turns each pair of channels.
+
+    Whoever asks for the same tables again gets the same tensors: all blocks of a model have them.
+    """
+    most = model.positions or model.context
+    return _tables(model.rope_theta, model.d_rotary, positions, model.rope_scaling, most, torch.get_default_device())
 
 
-def _stretched(rates_F: Tensor, scaling: RopeScaling, model: ModelConfig) -> tuple[Tensor, float]:
-    """The rates, and what the tables are multiplied by."""
-    slowed_F = rates_F / scaling.factor
-    if scaling.kind == "linear":
-        return slowed_F, 1.0
-    if scaling.kind == "llama3":
-        turns_F = scaling.positions * rates_F / (2 * math.pi)
+def reach(model: ModelConfig, positions: int, most: int) -> int:
+    """Return up to how many positions, of at most so many, a text of `positions` can grow with the same angles."""
+    scaling = model.rope_scaling
+    if scaling is None or scaling.kind not in ("dynamic", "longrope"):
+        return most
+    first = scaling.positions or model.positions or model.context
+    return most if positions > first else min(first, most)
+
+
+@lru_cache(maxsize=2)
+@torch.inference_mode(False)  # training may use them after a text was generated
+def _tables(
+    theta: float, channels: int, positions: int, scaling: RopeScaling | None, most: int, _: torch.device
+) -> tuple[Tensor, Tensor]:
+    """`most`: the positions that the model is made for."""
+    first = most if scaling is None or scaling.positions is None else scaling.positions
+    grown = 1.0
+    if scaling is not None and scaling.kind == "dynamic" and positions > first:
+        theta *= (scaling.factor * positions / first - scaling.factor + 1) ** (channels / (channels - 2))
+    rates_F = 1.0 / theta ** (torch.arange(0, channels, 2).float() / channels)
+    if scaling is not None and scaling.kind == "linear":
+        rates_F = rates_F / scaling.factor
+    elif scaling is not None and scaling.kind == "llama3":
+        turns_F = first * rates_F / (2 * math.pi)
         kept_F = ((turns_F - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-        return torch.lerp(slowed_F, rates_F, kept_F), 1.0
-    first, last = (_channel(scaling, model, turns) for turns in (scaling.high, scaling.low))
+        rates_F = (1 - kept_F) * rates_F / scaling.factor + kept_F * rates_F
+    elif scaling is not None and scaling.kind == "yarn":
+        kept_F = 1 - _slowed(theta, channels, scaling, first)
+        rates_F = rates_F / scaling.factor * (1 - kept_F) + rates_F * kept_F
+        grown = scaling.attention or 0.1 * math.log(scaling.factor) + 1.0
+    elif scaling is not None and scaling.kind == "longrope":
+        rates_F = rates_F / torch.tensor(scaling.long if positions > first else scaling.short)
+        grown = scaling.attention or math.sqrt(1 + math.log(scaling.factor) / math.log(first))
+    angles_TE = torch.outer(torch.arange(positions).float(), rates_F).repeat(1, 2)
+    return grown * angles_TE.cos(), grown * angles_TE.sin()
+
+
+def _slowed(theta: float, channels: int, scaling: RopeScaling, first: int) -> Tensor:
+    """Return by how much of yarn's factor each pair is slowed down, from 0 to 1."""
+    low, high = (_channel(theta, channels, first, turns) for turns in (scaling.high, scaling.low))
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, model.d_head - 1)
-    slowed_part_F = ((torch.arange(model.d_head // 2) - first) / (max(last - first, 1e-3))).clamp(0, 1)
-    grown = 0.1 * math.log(scaling.factor) + 1.0 if scaling.attention is None else scaling.attention
-    return torch.lerp(rates_F, slowed_F, slowed_part_F), grown
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, channels - 1)
+    return ((torch.arange(channels // 2) - low) / (max(high - low, 1e-3))).clamp(0, 1)
 
 
-def _channel(scaling: RopeScaling, model: ModelConfig, turns: float) -> float:
-    """The pair of channels, as a number between two perhaps, that turns so often within the first positions."""
-    return model.d_head * math.log(scaling.positions / (turns * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+def _channel(theta: float, channels: int, first: int, turns: float) -> float:
+    """Return the pair of channels, as a number between two perhaps, that turns so often within the first positions."""
+    return channels * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(theta))

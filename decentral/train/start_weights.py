@@ -26,6 +26,12 @@ from decentral.core.errors import UserError
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TIED = {HEAD: EMBEDDING, EMBEDDING: HEAD}  # each stands for the other where a folder ties them and has one
+FUSED = {  # the matrices that files of Phi-3 have as one, its outputs one after another
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+PICKLES = "*.bin", "*.pt", "*.pth"
 MAX_INDEX_BYTES = 64 << 20
 PIECE_ELEMENTS = 1 << 22  # of a tensor, digested at once
 
@@ -45,7 +51,7 @@ def fill(model: ModelConfig, weights: Mapping[str, Tensor]) -> None:
         compare(model)
     with Folder(Path(model.start_from)) as folder:
         for name, tensor in weights.items():
-            found = folder.tensor(name)
+            found = folder.part(name, model) if model.options.fused else folder.tensor(name)
             if found.shape != tensor.shape:
                 shapes = f"{list(found.shape)}; {model_families.CONFIG_FILE} says {list(tensor.shape)}"
                 raise StartWeightsError(f"{folder.path}: {name} has the shape {shapes}")
@@ -97,8 +103,8 @@ class Folder:
 
     def tensor(self, name: str) -> Tensor:
         """Raises StartWeightsError if it is not there, or holds no floating-point numbers."""
-        if name == HEAD and self.tied:
-            name = EMBEDDING
+        if name not in self.files and self.tied and name in TIED:
+            name = TIED[name]
         if name not in self.files:
             raise StartWeightsError(f"{self.path} has no tensor {name}")
         found: Tensor = self._read(lambda: self._file(self.files[name]).get_tensor(name))
@@ -106,9 +112,26 @@ class Folder:
             raise StartWeightsError(f"{self.path}: {name} is {found.dtype}; expected float32, bfloat16 or float16")
         return found
 
+    def part(self, name: str, model: ModelConfig) -> Tensor:
+        """Return a tensor of a family whose files have some matrices as one (`FUSED`). Raises StartWeightsError."""
+        module = name.split(".")[-2]
+        whole = next((whole for whole, parts in FUSED.items() if module in parts), None)
+        if whole is None:
+            return self.tensor(name)
+        name, parts = name.replace(module, whole), FUSED[whole]
+        found, rows = self.tensor(name), [model.block_shapes[one][1] for one in parts]
+        if len(found) != sum(rows):
+            shapes = f"{list(found.shape)}; {model_families.CONFIG_FILE} says {[sum(rows), *found.shape[1:]]}"
+            raise StartWeightsError(f"{self.path}: {name} has the shape {shapes}")
+        return torch.split(found, rows)[parts.index(module)]
+
     def _places(self) -> dict[str, str]:
         """The file of each tensor."""
         index = self.path / INDEX
+        pickles = [path.name for kind in PICKLES for path in sorted(self.path.glob(kind))]
+        if pickles and not index.exists() and not (self.path / WHOLE).exists():
+            convert = "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR) of transformers writes that file"
+            raise StartWeightsError(f"{self.path}: expected {WHOLE}, and there is only {pickles[0]}; {convert}")
         if not index.exists():
             return dict.fromkeys(self._file(WHOLE).keys(), WHOLE)
         if index.stat().st_size > MAX_INDEX_BYTES:

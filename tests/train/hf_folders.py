@@ -1,5 +1,6 @@
 """Hugging Face folders of tiny models with random weights, made by transformers itself."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, wide heads, tied": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
     "mistral with a window": ("MistralConfig", {"sliding_window": 10, "rms_norm_eps": 1e-5}),
     "mistral without": ("MistralConfig", {"sliding_window": None, "head_dim": 32}),
+    "llama with biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3 with biases": ("Qwen3Config", {"attention_bias": True, "head_dim": 32}),
+    "olmo2": ("Olmo2Config", {"pad_token_id": None}),
+    "smollm3, tied": (
+        "SmolLM3Config",
+        {"tie_word_embeddings": True, "no_rope_layers": [1, 0], "pad_token_id": None},
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "logits_scaling": 8.0,
+            "attention_dropout": 0.1,
+        },
+    ),
+    "phi3 with a window": ("Phi3Config", {"sliding_window": 10, "pad_token_id": None}),
+    "phi3, longrope": (
+        "Phi3Config",
+        {
+            "pad_token_id": None,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.0, 1.5, 2.5, 4.0],
+            },
+        },
+    ),
 }
 
 
@@ -54,13 +87,30 @@ def made(folder: Path, name: str = "llama", shard: str = "5GB", **more: object) 
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**{**SMALL, **options, **more})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():  # large, so that a wrong angle or a lost bias shows
+    drawn(model)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def written(folder: Path, fields: Mapping[str, object], seed: int = 0) -> Any:
+    """Writes a folder whose config.json has just these fields; gives transformers' model of it."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)).eval()
+    drawn(model)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return loaded(folder)
+
+
+def drawn(model: Any) -> None:
+    """Draws large weights, so that a wrong angle or a lost bias shows."""
+    for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.2)
         else:
             nn.init.uniform_(parameter, 0.5, 1.5)
-    model.save_pretrained(folder, max_shard_size=shard)
-    return model
 
 
 def logits(model: Any, tokens_BT: Tensor) -> Tensor:
@@ -75,8 +125,6 @@ def loaded(folder: Path) -> Any:
 
 def edited(folder: Path, changes: Mapping[str, object]) -> None:
     """Changes fields of the folder's config.json; those that become None are left out."""
-    import json
-
     path = folder / "config.json"
     fields = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))

@@ -13,18 +13,23 @@ from decentral.train.decoding import CachedReader, Sampling
 from decentral.train.step import Device
 
 CPU = Device(torch.device("cpu"), torch.float32)
-FAMILIES = {
+FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"kv_heads": 1},
     "mistral": {"window": 5},
     "qwen2": {"kv_heads": 2},
     "qwen3": {"head_channels": 8},
+    "olmo2": {"kv_heads": 1},
+    "smollm3": {"block": {"unrotated": [0]}},
+    "granite": {"block": {"residual_multiplier": 0.3, "attention_multiplier": 0.5, "embedding_multiplier": 3.0}},
+    "phi3": {"window": 5, "block": {"partial_rotary_factor": 0.5}},
 }
+LONGROPE = {"kind": "longrope", "factor": 4.0, "positions": 8, "short": [1.0] * 8, "long": [1.0, *[3.0] * 7]}
 LIKELIEST = Sampling(temperature=0, tokens=40)
 
 
-def layers(family: str = "llama", context: int = 16) -> list[nn.Module]:
+def layers(family: str = "llama", context: int = 16, **more: object) -> list[nn.Module]:
     keys = {"depth": 2, "width": 32, "heads": 2, "vocabulary": 64, "context": context}
-    made = gpt.build(ModelConfig.model_validate({**keys, "family": family, **FAMILIES[family]}), seed=1)
+    made = gpt.build(ModelConfig.model_validate({**keys, "family": family, **FAMILIES[family], **more}), seed=1)
     chance = torch.Generator().manual_seed(1)
     for parameter in (one for layer in made for one in layer.parameters() if one.ndim > 1):
         nn.init.normal_(parameter, std=0.3, generator=chance)  # large, so that a wrong position shows
@@ -68,6 +73,26 @@ def test_a_prompt_longer_than_the_context_counts_from_its_end(tokens: list[int])
     assert [*decoding.generate(model, tokens * 3, LIKELIEST, CPU)] == [
         *decoding.generate(model, tokens[8:], LIKELIEST, CPU)
     ]
+
+
+def test_all_positions_that_the_model_is_made_for_are_read_whatever_it_is_trained_with(tokens: list[int]) -> None:
+    wide, narrow = layers(context=48), layers(context=16, positions=48)
+    assert [*decoding.generate(narrow, tokens * 2, LIKELIEST, CPU)] == [
+        *decoding.generate(wide, tokens * 2, LIKELIEST, CPU)
+    ]
+
+
+def test_a_text_that_becomes_long_is_read_again_with_the_angles_of_a_long_one(tokens: list[int]) -> None:
+    short, long = (layers(context=size, rope_scaling=LONGROPE, positions=32) for size in (8, 32))
+    seen = list(tokens[:4])
+    while len(seen) < 20:
+        with torch.no_grad():
+            logits_BTV = nn.Sequential(*(short if len(seen) <= 8 else long))(torch.tensor([seen]))
+        seen.append(int(logits_BTV[0, -1].argmax()))
+    assert list(decoding.generate(short, tokens[:4], Sampling(temperature=0, tokens=16), CPU)) == seen[4:]
+    with torch.no_grad():
+        others = nn.Sequential(*short)(torch.tensor([tokens[:8]])), nn.Sequential(*long)(torch.tensor([tokens[:8]]))
+    assert not torch.allclose(*others, atol=1e-2)
 
 
 def test_in_bfloat16_the_logits_are_close(tokens: list[int]) -> None:

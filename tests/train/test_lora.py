@@ -185,7 +185,19 @@ def test_a_drawn_model_can_be_adapted_too(setup_of: MakeSetup) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama 3, tied", "qwen2", "qwen3, wide heads, tied", "mistral with a window"]
+    "name",
+    [
+        "llama",
+        "llama 3, tied",
+        "qwen2",
+        "qwen3, wide heads, tied",
+        "mistral with a window",
+        "llama with biases",
+        "olmo2",
+        "smollm3, tied",
+        "granite",
+        "phi3, longrope",
+    ],
 )
 def test_peft_loads_the_adapter_with_the_same_logits(member: MakeSetup, tmp_path: Path, name: str) -> None:
     peft = pytest.importorskip("peft", reason="needs the extra lora: pip install 'decentral[lora]'")
@@ -201,7 +213,17 @@ def test_peft_loads_the_adapter_with_the_same_logits(member: MakeSetup, tmp_path
     assert not torch.allclose(ours, plain, atol=1e-1)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3, wide heads, tied"])
+@pytest.mark.parametrize("matrices", ["queries-values", "feed-forward"])
+def test_adapters_of_some_of_a_fused_matrix_load_in_peft(member: MakeSetup, tmp_path: Path, matrices: str) -> None:
+    peft = pytest.importorskip("peft", reason="needs the extra lora: pip install 'decentral[lora]'")
+    compute = Compute(member("A", f"model.lora.matrices={matrices}", name="phi3 with a window"))
+    folder, out = saved(compute, 20), tmp_path / "out"
+    assert export.main(["--state-dir", str(folder), "--out", str(out)]) == 0
+    theirs = logits(peft.PeftModel.from_pretrained(loaded(tmp_path / "model"), out).eval(), TOKENS)
+    assert torch.allclose(forward(compute.span.layers), theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3, wide heads, tied", "llama with biases", "phi3, longrope"])
 def test_transformers_loads_the_merged_model_with_the_same_logits(member: MakeSetup, tmp_path: Path, name: str) -> None:
     compute = Compute(member("A", name=name))
     folder, out = saved(compute, 20), tmp_path / "out"
@@ -221,7 +243,8 @@ def test_an_adapter_is_written_without_its_folder_and_a_merged_model_is_not(
     assert export.main(flags) == 0
     assert export.main([*flags, "--format", "huggingface"]) == 2
     assert "its weights cannot be read" in capfd.readouterr().err
-    assert export.main([*flags, "--format", "huggingface", "--model-from", str(tmp_path / "moved")]) == 0
+    flags = ["--state-dir", str(folder), "--out", str(tmp_path / "merged"), "--format", "huggingface"]
+    assert export.main([*flags, "--model-from", str(tmp_path / "moved")]) == 0
 
 
 def test_a_run_without_adapters_has_none_to_export(
