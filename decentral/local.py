@@ -89,8 +89,7 @@ def check_memory(flags: argparse.Namespace, folder: Path) -> None:
         return
     run = config.load(flags.config, flags.set)
     if run.model.layers is None:
-        device = measure.choose(flags.device, run.train.dtype, 1.0, 0.0).device
-        needs = memory.needs(run, gossip_apart=device.type == "cuda")
+        needs = memory.needs_on(run, measure.choose(flags.device, run.train.dtype, 1.0, 0.0))
         memory.check_together(needs, len(flags.memory), max(flags.memory))
 
 

@@ -25,6 +25,7 @@ from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.private_swarm import may_train
 from decentral.core.errors import UserError
 from decentral.core.journal import Journal
+from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.outcomes import DIVERGED
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Amount, Seconds
@@ -73,7 +74,7 @@ async def claim_layers(
         memory_bytes = flags.memory or measure.memory_bytes(device.device)
     originates = may_train(access.private, own.peer)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept, originates)
-    needs = memory.needs(access.config, gossip_apart=device.device.type == "cuda")
+    needs = memory.needs_on(access.config, device)
     silent = partial(silent_peers, transport)
     claimed = await claim(request, needs, access.directory, silent, RealClock(access.clock))
     if not originates and (claimed.span is None or access.config.synchronous):
@@ -114,6 +115,7 @@ async def prepare(
         restored = False
     if flags.island:
         flags.island.assign(Assignment(run, own.peer, compute.micro_batch, folder.path), compute.span)
+    needs = memory.needs_on(run, device)
     setup = NodeSetup(
         config=run,
         run=access.run,
@@ -126,8 +128,8 @@ async def prepare(
         contacts=access.contacts,
         restored_step=compute.lr_step if restored else None,
         stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
-        routes=stage_config(request, _model(compute), compute.fragments, claimed.capacity),
-        memory_budget=MemoryBudget(memory.needs(run), claimed.memory_bytes, compute.span.all_state_layouts()),
+        routes=stage_config(request, _model(compute, needs), compute.fragments, claimed.capacity),
+        memory_budget=MemoryBudget(needs, claimed.memory_bytes, compute.span.all_state_layouts()),
         retained=compute.retained_states(),
         secret=secrets.randbits(128),
         versions=compute.counters.versions,
@@ -150,10 +152,10 @@ def _without(error: DamagedCheckpoint, flags: argparse.Namespace, access: SwarmA
         raise error from None
 
 
-def _model(compute: Compute) -> RoutedModel:
+def _model(compute: Compute, needs: MemoryNeeds) -> RoutedModel:
     size = compute.setup.config.train.micro_batch
     most = size if isinstance(size, int) else measure.LARGEST
-    return RoutedModel(compute.span.cuts, most, memory.needs(compute.setup.config).activations, compute.span.forms)
+    return RoutedModel(compute.span.cuts, most, needs.activations, compute.span.forms)
 
 
 def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:

@@ -23,6 +23,7 @@ class MemoryNeeds:
     scratch: tuple[int, ...]  # while a window is closed or merged, one fragment at a time
     activations: tuple[int, ...]  # for each micro-batch between its forward and its backward pass
     sums: tuple[int, ...] = ()  # for as long as the fragment is held by a peer that holds a part of the model
+    whole_in_flight: int = LEAST_IN_FLIGHT  # micro-batches that a peer with the whole model must have memory for
 
     def span_bytes(self, begin: int, end: int, micro_batches: int | None = None) -> int:
         """Bytes of fragments [begin, end) with so many micro-batches in flight; None: with as many as are required."""
@@ -39,6 +40,8 @@ class MemoryNeeds:
     def required_in_flight(self, width: int) -> int:
         """Micro-batches that a span of so many fragments must have memory for: the narrower spans are, the longer are
         routes, and the first of P stages holds P of them (PipeDream's 1F1B, arXiv 1806.03377, section 3.2)."""
+        if width >= len(self.fragments):
+            return self.whole_in_flight
         stages = -(-len(self.fragments) // max(1, width))
         return min(MOST_REQUIRED, max(LEAST_IN_FLIGHT, stages + 2))
 
@@ -49,15 +52,22 @@ class MemoryNeeds:
         device to keep it busy nine tenths of the time (a queue with random arrivals).
         """
         width = max(1, end - begin)
+        if width >= len(self.fragments):
+            return self.whole_in_flight
         if 2 * width >= len(self.fragments):
             return LEAST_IN_FLIGHT
         stages_left = -(-(len(self.fragments) - begin) // width)
         return min(MOST_UNDER_WAY, max(self.required_in_flight(width), IN_FLIGHT_PER_STAGE * stages_left))
 
     def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
-        """Micro-batches that fit beside the span."""
+        """Return the number of routed micro-batches that fit beside the span.
+
+        It is at least what the span must have memory for, so that some is left for others where memory is just enough.
+        """
         free_bytes = memory_bytes - self.span_bytes(begin, end, 0)
-        return max(LEAST_IN_FLIGHT, min(MOST_UNDER_WAY, free_bytes // max(1, sum(self.activations[begin:end]))))
+        fitting = free_bytes // max(1, sum(self.activations[begin:end]))
+        least = min(LEAST_IN_FLIGHT, self.required_in_flight(end - begin))
+        return max(least, min(MOST_UNDER_WAY, fitting))
 
     def reach(self, peers: int, memory_bytes: int) -> int:
         """How many fragments, from the first one on, so many peers with so much memory each can hold together."""

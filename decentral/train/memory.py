@@ -26,7 +26,9 @@ what torch really keeps, and benchmarks/memory.py against what a process takes.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from decentral.core import config
 from decentral.core.algorithms import algorithm
@@ -36,6 +38,7 @@ from decentral.core.memory_needs import MemoryNeeds
 from decentral.train import gpt
 from decentral.train.inner import fragments_of
 from decentral.train.optimizers import BLOCK
+from decentral.train.step import Device
 
 WEIGHT_BYTES = 4  # for each parameter of a layer that is being built, in fp32
 ROTARY_BYTES = 8  # for each position and channel of a head: a block's two tables (train/gpt.py), in fp32
@@ -90,6 +93,21 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
         ),
         sums=tuple(of_parts * one.parameters for one in cut),
     )
+
+
+def needs_on(run: config.Config, device: Device) -> MemoryNeeds:
+    """Return the bytes of this run's model on a device.
+
+    A GPU's memory holds none of what gossip needs, and a peer with the whole model needs memory for one micro-batch
+    there: it ends each before it begins the next. Arithmetic in bf16 keeps half of the activations' bytes: 0.45 and
+    0.51 were measured (docs/results/gpu.md).
+    """
+    if device.device.type != "cuda":
+        return needs(run)
+    found = replace(needs(run, gossip_apart=True), whole_in_flight=1)
+    if device.dtype != torch.bfloat16:
+        return found
+    return replace(found, activations=tuple(size // 2 for size in found.activations))
 
 
 def layer_bytes(run: config.Config) -> list[LayerBytes]:

@@ -19,7 +19,7 @@ from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.train import gpt, memory
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.inner import Live, fragments_of
-from decentral.train.step import Chain
+from decentral.train.step import Chain, Device
 
 
 def really_kept(model: config.ModelConfig, layer: int) -> float:
@@ -149,6 +149,24 @@ def test_a_forward_and_backward_pass_takes_at_most_what_is_said(
     needs = memory.needs(run, gossip_apart=True)
     said = sum(needs.activations) + max(needs.scratch)
     assert 0.6 * said <= peak.bytes <= said
+
+
+BF16_ON_GPU = Device(torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "sequences", "measured_gb"), [(18, 768, 16, 12.86), (20, 2048, 8, 30.45)], ids=["125M", "1B"]
+)
+def test_a_whole_model_on_a_gpu_is_claimed_at_what_training_it_took(
+    depth: int, width: int, sequences: int, measured_gb: float
+) -> None:
+    """The most that torch had allocated on an H100, with AdamW in bf16 (docs/results/gpu.md)."""
+    run = config.Config(
+        model=config.ModelConfig(depth=depth, width=width, context=1024),
+        train=config.TrainConfig(micro_batch=sequences, optimizer="adamw"),
+    )
+    needs = memory.needs_on(run, BF16_ON_GPU)
+    assert 1.0 <= needs.span_bytes(0, len(needs.fragments)) / 1e9 / measured_gb <= 1.15
 
 
 def test_a_span_grows_as_far_as_the_memory_goes() -> None:
