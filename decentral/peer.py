@@ -86,7 +86,7 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
         # On threads of its own: asyncio waits for those of its executor before a user who is refused would hear of it.
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), _load, flags)
         key, clock = folder.path / "identity.key", SwarmClock()
-        command.stage("the network")
+        command.stage("the network (libp2p)")
         transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
         try:
             access = await reach_swarm(flags, folder, transport, clock)

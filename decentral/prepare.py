@@ -12,7 +12,6 @@ import asyncio
 import secrets
 import signal
 import sys
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
@@ -28,8 +27,9 @@ from decentral.core.journal import Journal
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.outcomes import DIVERGED
 from decentral.core.plain_text import plain_text
-from decentral.core.units import Amount, Seconds
+from decentral.core.units import Amount
 from decentral.dashboard.record_lines import feed_page, watch_for_page
+from decentral.keep_daemon import keep_daemon
 from decentral.lost_peers import look_for_the_lost
 from decentral.peers.hosts.host import Host
 from decentral.peers.membership import records
@@ -49,7 +49,6 @@ from decentral.train.outer_kernels import OuterKernels
 from decentral.train.step import ALONE
 
 STEPS_REPORTED_S = 0.2  # how often, at most
-DAEMON_RESTARTS, DAEMON_RESTARTS_S = 5, 600.0  # so many restarts of the libp2p daemon in so many seconds are enough
 
 
 def prove_kernels(device: str) -> tuple[OuterKernels, str]:
@@ -246,19 +245,7 @@ async def _show(host: Host, shown: view.Display) -> None:
 
 
 async def _revive(host: Host) -> None:
-    """Starts the libp2p daemon again when it has ended: without it the peer would train alone and never know."""
-    transport, restarts = host.transport, deque[Seconds](maxlen=DAEMON_RESTARTS)
+    """Keeps the libp2p daemon running, and stops the peer where that is not possible."""
+    transport = host.transport
     assert isinstance(transport, Libp2p)
-    while True:
-        how = await transport.ended()
-        trouble = f"the libp2p daemon has ended ({how})"
-        if len(restarts) == DAEMON_RESTARTS and host.now() < restarts[0] + DAEMON_RESTARTS_S:
-            host.stop(f"error: {trouble}, {DAEMON_RESTARTS} times in {DAEMON_RESTARTS_S:g} s")
-            return
-        restarts.append(host.now())
-        host.watch.note("libp2p", f"{trouble}; it was started again")
-        try:
-            await transport.revive()
-        except (UserError, OSError) as error:
-            host.stop(f"error: {trouble} and cannot be started again: {error}")
-            return
+    host.stop(f"error: {await keep_daemon(transport, host.now, partial(host.watch.note, 'libp2p'))}")

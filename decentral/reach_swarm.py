@@ -92,7 +92,7 @@ async def reach_swarm(
         swarm_plans.key_of(run),
         *([revoked_key(run)] if private else ()),
     ]
-    command.stage("its node of the DHT")
+    command.stage("the directory of peers (DHT)")
     directory = await transport.directory(keys, contacts)
     contacts = list(dict.fromkeys(contacts))
     if set_s := clock.agree(await directory.clocks_ahead_s(contacts)):

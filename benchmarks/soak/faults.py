@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 
 from decentral.core import rng
-from decentral.prepare import DAEMON_RESTARTS, DAEMON_RESTARTS_S
+from decentral.keep_daemon import DAEMON_RESTARTS, DAEMON_RESTARTS_S
 
 MOST_AT_ONCE = 2
 RECOVERS_S = 14.0  # a peer that starts again imports torch, fetches a state, and trains

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,10 @@ def daemons(pid: int) -> list[int]:
 
 
 def signal_all(pid: int, what: signal.Signals) -> None:
-    """To a peer and its daemon, which are one process group."""
-    os.killpg(pid, what)
+    """To a peer and its daemon, as to a machine."""
+    for each in (*daemons(pid), pid):
+        with suppress(ProcessLookupError):
+            os.kill(each, what)
 
 
 def _sample(now: float, place: int, role: str, pid: int) -> Sample | None:

@@ -85,6 +85,10 @@ class PeerView:
     def live(self) -> bool:
         return self.state in LIVE
 
+    def is_gone_since(self, t: Seconds) -> bool:
+        """Return whether it has gone at or after this time: what is read late, from another source, is no news then."""
+        return not self.live and t <= self.since
+
     @property
     def series(self) -> str:
         """The name of its loss in the timeline."""

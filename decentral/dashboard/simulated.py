@@ -14,7 +14,7 @@ from decentral.core.units import Seconds
 from decentral.dashboard.child import DashboardProcess
 from decentral.sim.swarm import EPOCH, SimulatedSwarm
 
-OF_OTHERS = ("peer_joined", "peer_left")
+OF_OTHERS = ("peer_joined", "peer_left", "goodbye")
 LOOKED_S = 1.0  # of virtual time, between two looks at who lives
 SIMULATION_NOTE = (
     "A simulation: time is virtual. Unless --gradients asks for it nothing is trained, a few numbers stand for the "

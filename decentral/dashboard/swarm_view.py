@@ -149,6 +149,8 @@ class SwarmView:
                 self._met(line, t)
             case "peer_left":
                 self._missed(line, t)
+            case "goodbye":
+                self._missed({**line, "reason": "left"}, t)
             case "stopped":
                 view.become("left", t, text(line, "reason"))
         if (words := told(line)) is not None:
@@ -202,7 +204,7 @@ class SwarmView:
     def _met(self, line: Line, t: Seconds) -> None:
         """Another peer has heard of this one."""
         view = self._view(text(line, "peer"), t)
-        if view is None or view.own:
+        if view is None or view.own or view.is_gone_since(t):
             return
         view.device.device, view.device.region = text(line, "device"), text(line, "region")
         self._changed[view.number], view.heard = view, max(view.heard, t)
@@ -215,7 +217,7 @@ class SwarmView:
             return
         view.recorded(t, line)
         self._changed[view.number] = view
-        if view.own:
+        if view.own or view.is_gone_since(t):
             return
         if view.work.loss is not None:
             self.timeline.put(view.series, t, view.work.loss)
@@ -226,9 +228,9 @@ class SwarmView:
             self.events.add(t, view.number, GOOD, "is there")
 
     def _missed(self, line: Line, t: Seconds) -> None:
-        """Somebody does not reach a peer any more, or it said goodbye."""
+        """Somebody does not reach a peer any more, or has read its goodbye, which may come after failed questions."""
         view, why = self.peers.get(text(line, "peer")), text(line, "reason")
-        if view is None or not view.live:
+        if view is None or not (view.live or (view.state == "silent" and why == "left")):
             return
         if line.get("certain") is True:
             self._gone(view, t, "ended", why)

@@ -5,10 +5,12 @@ renew about every 20 s, and asks some peers for a sign of life (signs_of_life.py
 """
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from decentral.dashboard.record_lines import ToldRecords
 from decentral.dashboard.signs_of_life import ASKED_EVERY_S, SignsOfLife
 from decentral.dashboard.sources import Told
 from decentral.invitation_files import read_holding
+from decentral.keep_daemon import keep_daemon
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
 from decentral.visit import VisitedSwarm, visit
@@ -63,10 +66,15 @@ class Visitor:
         for line in self._told.news(found, self.swarm.clock()):
             self._lines.append(("", line))
         for peer in self._known.keys() - found.keys():
-            self._say("missed", peer=peer, reason="expired" if self._signs.failures.get(peer) else "left")
+            self._say("missed", peer=peer, reason=self._why_gone(peer))
         self._known = found
         for peer, reason in await self._signs.missed(found):
             self._say("missed", peer=peer, reason=reason)
+
+    def _why_gone(self, peer: PeerId) -> str:
+        """A record that is gone before its time was replaced by a goodbye."""
+        over = self.swarm.clock() > self._known[peer].time + self.swarm.config.swarm.record_ttl_s
+        return "expired" if over and self._signs.failures.get(peer) else "left"
 
     async def _records(self) -> dict[PeerId, PeerRecord]:
         swarm = self.swarm
@@ -86,9 +94,12 @@ async def visiting(join: Sequence[str], invite: str | None) -> AsyncIterator[Vis
     """Raises UserError if no peer at these addresses answers."""
     async with visit(join, read_holding(Path(invite)) if invite else None) as swarm:
         visitor = Visitor(swarm)
-        looking = asyncio.create_task(visitor.stay())
-        looking.add_done_callback(lambda _: setattr(visitor, "over", True))
+        say = partial(print, file=sys.stderr, flush=True)
+        tasks = [asyncio.create_task(work) for work in (visitor.stay(), keep_daemon(swarm.transport, swarm.clock, say))]
+        for task in tasks:
+            task.add_done_callback(lambda _: setattr(visitor, "over", True))
         try:
             yield visitor
         finally:
-            looking.cancel()
+            for task in tasks:
+                task.cancel()

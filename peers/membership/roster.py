@@ -329,8 +329,11 @@ class Roster:
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:
         if record.phase == "leaving":
             self._valid.pop(peer, None)
+            was_silent = peer in self._dropped and self._dropped[peer] < record.time
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time)
-            return self._drop(peer, "left", now) if peer in self.live else []
+            if peer in self.live:
+                return self._drop(peer, "left", now)
+            return [log("goodbye", peer=peer)] if was_silent else []  # questions to it failed before we read this
         if record.time <= self._dropped.get(peer, 0.0):
             return []  # the record was written before the peer was dropped
         known = self.live.get(peer)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from decentral import local, summary
+from decentral import command, local, summary
 from decentral.core import config, journal
 from decentral.core.ids import RunId
 from decentral.dashboard.child import DashboardProcess
@@ -244,8 +244,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "--summary",
         str(folder / "summary.json"),
     ]
-    command = [sys.executable, "-m", "decentral.local", *flags, *TINY, "--state-dir", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    line = [sys.executable, "-m", "decentral.local", *flags, *TINY, "--state-dir", str(folder)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return folder, summary
@@ -294,6 +294,26 @@ def test_the_journals_have_the_contracts_lines(finished: tuple[Path, dict[str, A
                 assert set(line) >= (DONE if line["outcome"] == "done" else DONE - {"age_s"}), line
         assert lines[0]["event"] == "started"
         assert lines[-1]["event"] == "stopped"
+
+
+@pytest.mark.swarm
+def test_a_peer_says_what_it_does_before_it_trains(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = finished
+    said = {
+        number: [
+            line.removeprefix(command.STAGE)
+            for line in (folder / f"peer-{number}" / "output.txt").read_text().splitlines()
+            if line.startswith(command.STAGE)
+            and "joining" not in line
+            and "the program" not in line  # it may be loaded
+        ]
+        for number in (0, 1)
+    }
+    begins = ["choosing its layers", "loading the data (python-stdlib)", "building the model"]
+    network, directory = "the network (libp2p)", "the directory of peers (DHT)"
+    assert said[0] == [network, directory, *begins, "measuring the device"]
+    (asking,) = (line for line in said[1] if line.startswith("asking /ip4/"))
+    assert said[1] == [network, asking, directory, *begins]
 
 
 # A peer that is killed

@@ -1,4 +1,4 @@
-"""What a peer says while it starts: each thing that may take long is named when it begins, and waiting is not silent."""
+"""What a peer says while it starts: what may take long is named when it begins, and waiting is not silent."""
 
 import asyncio
 from argparse import Namespace

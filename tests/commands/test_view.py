@@ -16,7 +16,7 @@ from decentral.core.jobs import Section
 from decentral.core.machine import Log
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.node.node import Node
+from decentral.peers.node.node import Node, NodePhase
 from decentral.peers.node.setup import NodeSetup
 
 RUN, NOW = RunId("gpt-3fa2c1"), 1.7e9
@@ -57,6 +57,18 @@ def test_the_live_view_shows_strangers_names_as_plain_text(met: tuple[Node, list
     assert "?(2J?(H" in text
     assert "(red)a(/red)" in text
     assert all(char.isprintable() or char == "\n" for char in text)
+
+
+def test_a_peer_that_joins_says_so_instead_of_figures(
+    met: tuple[Node, list[Log]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, _ = met
+    ours.phase = NodePhase.JOINING
+    view.LineDisplay().update(ours, NOW)
+    assert capsys.readouterr().out == f"starting: joining; {len(NAMES)} peers are known, 0 B received\n"
+    ours.phase = NodePhase.TRAINING
+    view.LineDisplay().update(ours, NOW)
+    assert capsys.readouterr().out.startswith("step 0  loss ")
 
 
 def test_a_journal_has_strangers_names_as_plain_text(met: tuple[Node, list[Log]]) -> None:

@@ -125,6 +125,18 @@ def test_a_peer_without_a_journal_here_comes_and_goes_by_what_others_say(told: T
     assert told.row(B)["state"] == "silent"
 
 
+@pytest.mark.parametrize("found_silent_by", ["peer_left", "missed"])
+def test_a_peer_that_was_taken_for_silent_has_left_once_its_goodbye_is_read(told: Told, found_silent_by: str) -> None:
+    told.training(A)
+    told.line(A, 2.0, "peer_joined", peer=B, device="H100")
+    told.line("" if found_silent_by == "missed" else A, 3.0, found_silent_by, peer=B, reason="silent")
+    assert told.row(B)["state"] == "silent"
+    told.line(A, 5.0, "goodbye", peer=B)
+    assert (told.row(B)["state"], told.view.problems) == ("left", [])
+    told.view.tick(6.0)
+    assert not any(problem[1] == told.row(B)["number"] for problem in told.view.problems)
+
+
 def record(peer: str, **fields: Any) -> dict[str, Any]:
     known = {
         "phase": "training",
@@ -136,6 +148,17 @@ def record(peer: str, **fields: Any) -> dict[str, Any]:
         "held_out": 1.7,
     }
     return {"peer": peer, "shares": [0.9, 0.1], "exchanges": (3, 2, 1), **known, **fields}
+
+
+def test_what_is_read_late_of_a_peer_that_has_left_brings_it_not_back(told: Told) -> None:
+    told.training(A)
+    told.line(A, 2.0, "peer_joined", peer=B, device="H100")
+    told.line(A, 3.0, "peer_left", peer=B, reason="left")
+    told.line("", 2.9, "record", **record(B))
+    told.line(A, 2.5, "peer_joined", peer=B, device="H100")
+    assert told.row(B)["state"] == "left"
+    told.line("", 9.0, "record", **record(B))
+    assert told.row(B)["state"] == "training"
 
 
 def test_a_record_tells_of_a_peer_without_a_journal_here(told: Told) -> None:

@@ -75,11 +75,17 @@ def test_a_peer_that_leaves_two_questions_unanswered_is_missed_once() -> None:
     assert swarm.looked() == []
 
 
-@pytest.mark.parametrize(("dead", "reason"), [(False, "left"), (True, "expired")])
-def test_a_record_that_is_gone_means_that_its_peer_left_or_that_it_was_dead(dead: bool, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("dead", "now", "reason"),
+    [(False, 10.0, "left"), (True, 100.0, "expired"), pytest.param(True, 10.0, "left", id="replaced-by-a-goodbye")],
+)
+def test_a_record_that_is_gone_means_that_its_peer_left_or_that_it_was_dead(
+    dead: bool, now: float, reason: str
+) -> None:
     swarm = Swarm("A", "B")
     swarm.looked()
     swarm.dead |= {"B"} if dead else set()
+    swarm.now = now
     swarm.looked()
     del swarm.records[PeerId("B")]
     (line,) = swarm.looked()

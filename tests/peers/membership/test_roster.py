@@ -67,8 +67,25 @@ def left(effects: list[Effect]) -> list[str]:
     return [one.fields["reason"] for one in effects if isinstance(one, Log) and one.event == "peer_left"]
 
 
+def goodbyes(effects: list[Effect]) -> list[str]:
+    return [one.fields["peer"] for one in effects if isinstance(one, Log) and one.event == "goodbye"]
+
+
 def unanswered(roster: Roster, reason: str = "unreachable", now: float = NOW) -> list[Effect]:
     return roster.handle(AskFailed(PullTag(0, 1), other(), reason, 1.0), now)
+
+
+def test_a_goodbye_that_is_read_after_questions_have_failed_is_told_once(roster: Roster) -> None:
+    find(roster, sealed())
+    assert left([*unanswered(roster), *unanswered(roster, now=NOW + 1)]) == ["silent"]
+    leaving = replace(RECORD, time=NOW + 0.5, phase="leaving")
+    said = find(roster, sealed(leaving), NOW + 4)
+    assert (goodbyes(said), left(said)) == ([other()], [])
+    assert find(roster, sealed(leaving, NOW + TTL + 1), NOW + 8) == []
+
+
+def test_a_goodbye_of_a_peer_that_we_never_knew_is_none_of_our_news(roster: Roster) -> None:
+    assert find(roster, sealed(replace(RECORD, phase="leaving"))) == []
 
 
 def test_a_peer_joins_with_its_record_and_where_it_listens(roster: Roster) -> None:
