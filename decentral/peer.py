@@ -17,12 +17,13 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 if __name__ == "__main__":  # while the libraries below load, which takes seconds, there is nothing to save
     for _each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(_each, lambda *_: os._exit(0))
 
-from decentral import command, launch, state
+from decentral import command, compile_caches, launch, state
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.core.errors import UserError
@@ -62,6 +63,7 @@ def _start(arguments: Sequence[str]) -> None:
         raise SystemExit(2) from None  # rank 0 says it
     if place is not None:
         flags.device, flags.restarted = devices[place.local_rank], place.restarts > 0
+        compile_caches.keep_in(Path(flags.state_dir).absolute())
         launch.rank(flags, place, lambda island: asyncio.run(_main(flags, island)))
     elif len(devices) > 1:
         flags.state_dir = flags.state_dir or str(state.new_path())
@@ -75,6 +77,7 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
     _raise_file_limit()
     flags.island, flags.warnings = island, []  # what the user is told when training begins
     with state.StateFolder.claim(flags.state_dir) as folder, dashboard(flags.dashboard, folder.path) as flags.page:
+        compile_caches.keep_in(folder.path)
         if flags.restarted:
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
