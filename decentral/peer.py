@@ -26,6 +26,7 @@ if __name__ == "__main__":  # while the libraries below load, which takes second
 from decentral import command, compile_caches, launch, state
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
+from decentral.copied_identity import refuse_copy
 from decentral.core.errors import UserError
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.units import Amount
@@ -86,7 +87,9 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
         key, clock = folder.path / "identity.key", SwarmClock()
         transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
         try:
+            named = flags.join
             access = await reach_swarm(flags, folder, transport, clock)
+            await refuse_copy(access, access.signer(own), transport, named)
             await loading
             from decentral import prepare
 
