@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 if __name__ == "__main__":  # while the libraries below load, which takes seconds, there is nothing to save
     from decentral.command import ending_signals
@@ -26,9 +27,10 @@ if __name__ == "__main__":  # while the libraries below load, which takes second
         signal.signal(_each, lambda *_: os._exit(0))
     heed()
 
-from decentral import command, launch, state
+from decentral import command, compile_caches, launch, state
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
+from decentral.copied_identity import refuse_copy
 from decentral.core.errors import UserError
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.units import Amount
@@ -67,6 +69,7 @@ def _start(arguments: Sequence[str]) -> None:
         raise SystemExit(2) from None  # rank 0 says it
     if place is not None:
         flags.device, flags.restarted = devices[place.local_rank], place.restarts > 0
+        compile_caches.keep_in(Path(flags.state_dir).absolute())
         launch.rank(flags, place, lambda island: asyncio.run(_main(flags, island)))
     elif len(devices) > 1:
         flags.state_dir = flags.state_dir or str(state.new_path())
@@ -80,6 +83,7 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
     _raise_file_limit()
     flags.island, flags.warnings = island, []  # what the user is told when training begins
     with state.StateFolder.claim(flags.state_dir) as folder, dashboard(flags.dashboard, folder.path) as flags.page:
+        compile_caches.keep_in(folder.path)
         if flags.restarted:
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
@@ -89,7 +93,9 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
         command.stage("the network (libp2p)")
         transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
         try:
+            named = flags.join
             access = await reach_swarm(flags, folder, transport, clock)
+            await refuse_copy(access, access.signer(own), transport, named)
             if not loading.done():
                 command.stage("loading the program")
             await loading

@@ -124,17 +124,21 @@ class Libp2p:
     async def connections(self) -> dict[PeerId, tuple[str, ...]]:
         """The peers with a connection to our daemon, whoever began it, and from which addresses; of a private swarm its
         members only."""
+        found = await self._connections()
+        return {peer: places for peer, places in found.items() if self._private is None or self._private.admits(peer)}
+
+    async def has_connection_to(self, peer: PeerId) -> bool:
+        """Whether this peer, member or not, has a connection to our daemon."""
+        return peer in await self._connections()
+
+    async def _connections(self) -> dict[PeerId, tuple[str, ...]]:
         try:
             async with asyncio.timeout(CONNECT_S):
                 found = await self._p2p.list_peers()
         except (*NETWORK_ERRORS, TimeoutError):
             return {}
         peers = {PeerId(one.peer_id.to_base58()): one.addrs for one in found}
-        return {
-            peer: tuple(f"{place}/p2p/{peer}" for place in places)
-            for peer, places in peers.items()
-            if self._private is None or self._private.admits(peer)
-        }
+        return {peer: tuple(f"{place}/p2p/{peer}" for place in places) for peer, places in peers.items()}
 
     async def connect(self, address: str) -> PeerId:
         """Connects to `.../p2p/<id>`. Raises UserError if that is no address, AskError if nobody answers there."""

@@ -1,38 +1,47 @@
-"""How functions are compiled to machine code. It is a file of its own, so that others load without numba."""
+"""How functions are compiled to machine code. It is a file of its own, so that others load without numba.
+
+The result is kept on disk for later processes where a folder can be written: beside the source, in the user's cache, or
+where NUMBA_CACHE_DIR says. Where none can, each process compiles anew.
+"""
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar, cast
 
 from numba import njit
+from numba.core.caching import FunctionCache
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class _Cache(FunctionCache):
+    """numba's cache on disk; a disk that refuses a file costs the next process time, and this one nothing."""
+
+    def save_overload(self, sig: object, data: object) -> None:
+        with suppress(OSError):
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+
+
+def _compiled(function: Callable[P, T], **options: bool) -> Callable[P, T]:
+    numba: Any = njit  # its type stubs lack some options
+    fast: Any = numba(nogil=True, error_model="numpy", **options)(function)
+    cache: Any = _Cache
+    with suppress(RuntimeError):  # no folder can be written
+        fast._cache = cache(function)  # as cache=True does, which raises instead
+    return cast(Callable[P, T], fast)
+
+
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Compiles to machine code (numba) at the first call, and keeps the result on disk for later processes."""
-    fast: Callable[P, T] = njit(cache=True, nogil=True, error_model="numpy")(function)
-    return fast
+    return _compiled(function)
 
 
 def inner(function: Callable[P, T]) -> Callable[P, T]:
     """As `compiled`, for a function that only compiled ones call: without an entry from Python it compiles faster."""
-    numba: Any = njit  # its type stubs lack these two options
-    fast: Callable[P, T] = numba(
-        cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
-    )(function)
-    return fast
+    return _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def inlined(function: Callable[P, T]) -> Callable[P, T]:
     """As `inner`, and copied into its callers before loops are vectorised: arguments that are constants there count."""
-    numba: Any = njit  # its type stubs lack these options
-    fast: Callable[P, T] = numba(
-        cache=True,
-        nogil=True,
-        error_model="numpy",
-        forceinline=True,
-        no_cpython_wrapper=True,
-        no_cfunc_wrapper=True,
-    )(function)
-    return fast
+    return _compiled(function, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)

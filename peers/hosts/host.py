@@ -109,7 +109,8 @@ class Host:
         clock = f"this machine's clock is {difference(ahead_s)} the swarm's, by which this peer goes; set the wrong one"
         apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
         unheld = self.node.route_planner.unheld if self.node.route_planner else ""
-        of_node = (self.node.join.waits, unheld, self.node.progress.divergence.trouble)
+        progress, roster = self.node.progress, self.node.roster
+        of_node = (self.node.join.waits, unheld, progress.divergence.trouble, roster.copy(self.now()))
         return [one for one in (self.journal.trouble, unsaved, *of_node, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:

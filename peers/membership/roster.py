@@ -40,6 +40,7 @@ MOST_SOUGHT = 1024  # unknown peers whose lookups are counted; beyond them, the 
 PEERS_PER_REFRESH_S = 25  # a large swarm is looked up less often, as a lookup costs in proportion to its size
 EXPIRY_STEP_S = 1e-3  # each record of ours expires so much later than the one before
 FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotten
+RECORDS_OF_COPY = 2  # under our name and of our time tell of a copy; one may be of a start with a clock that was ahead
 DEAD_AFTER = 2  # unanswered questions in a row
 MOST_DROPPED = 8192  # dropped peers whose last record's time is remembered; beyond them, the first ones are forgotten
 NEIGHBOURS = 24  # holders of a layer that a peer knows
@@ -142,26 +143,42 @@ def _units(tokens_per_s: float) -> int:
 
 @dataclass(slots=True)
 class Publication:
-    """Our record in the directory, which keeps of a peer's records the one that expires later."""
+    """Our record in the directory, which keeps of a peer's records the one that expires later.
+
+    A record under our name that we have not written is of an earlier start, or of a peer that runs with a copy of our
+    identity. One of an earlier start is older than our first record, and nobody renews it.
+    """
 
     expires: Seconds = 0.0
-    sealed: bytes = b""
+    began: Seconds | None = None  # when we announced our first record
+    sealed: dict[bytes, Seconds] = field(default_factory=dict)  # ours that have not expired, and when they do
+    foreign: set[Seconds] = field(default_factory=set)  # when the first of those were written that are not ours
+    copy_seen_at: Seconds = -math.inf
+    copy_address: str = ""
 
-    def announce(self, own: Signer, key: str, body: bytes, expires: Seconds) -> Announce:
+    def announce(self, own: Signer, key: str, body: bytes, expires: Seconds, now: Seconds) -> Announce:
         """A record that lives until then, or longer where the last one does."""
+        self.began = now if self.began is None else self.began
         self.expires = max(expires, self.expires + EXPIRY_STEP_S)
-        self.sealed = own.seal(key, body, self.expires)
-        return Announce(key, own.peer, self.sealed, self.expires)
+        self.sealed = {sealed: until for sealed, until in self.sealed.items() if until > now}
+        sealed = own.seal(key, body, self.expires)
+        self.sealed[sealed] = self.expires
+        return Announce(key, own.peer, sealed, self.expires)
 
-    def is_outlived_by(self, own: Signer, key: str, found: bytes, now: Seconds) -> bool:
-        """Whether the directory has another record of ours that expires later: one of an earlier start, when our clock
-        was ahead. The next one lives longer, or it would not be taken."""
-        if found == self.sealed:
+    def read(self, own: Signer, key: str, found: bytes, now: Seconds) -> bool:
+        """Read a record under our name; return whether it outlives ours, so that a longer one has to come soon."""
+        if found in self.sealed:
             return False
         try:
-            _, expires = own.open(key, own.peer, found, now)
+            body, expires = own.open(key, own.peer, found, now)
+            record = records.unpack(body)
         except ProtocolError:
             return False
+        if self.began is not None and record.time > self.began and record.phase != "leaving":
+            if len(self.foreign) < RECORDS_OF_COPY:
+                self.foreign.add(record.time)
+            if len(self.foreign) == RECORDS_OF_COPY:
+                self.copy_seen_at, self.copy_address = now, next(iter(record.addresses), "an unknown address")
         is_later, self.expires = expires > self.expires, max(expires, self.expires)
         return is_later
 
@@ -278,7 +295,7 @@ class Roster:
     def _announce(self, now: Seconds, leaving: bool) -> Announce:
         body = records.pack(self.compose(now, leaving))
         key = records.key_of(self.run, self.own.peer, self.limits.shards)
-        return self._published.announce(self.own, key, body, now + self.limits.record_ttl_s)
+        return self._published.announce(self.own, key, body, now + self.limits.record_ttl_s, now)
 
     def _refresh(self, now: Seconds) -> list[Effect]:
         if now < self._refresh_at:
@@ -305,8 +322,7 @@ class Roster:
         for subkey, value in known_first[: self.limits.max_peers]:
             peer = PeerId(subkey)
             if peer == self.own.peer:
-                if self._published.is_outlived_by(self.own, key, value, now):
-                    self.renew_soon(now)
+                effects += self._found_own(key, value, now)
                 continue
             if self._known.get(peer) == value:
                 continue
@@ -325,6 +341,20 @@ class Roster:
             self._known[peer] = value
             effects += self._heard(peer, record, min(expires, now + self.limits.record_ttl_s), now)
         return effects
+
+    def copy(self, now: Seconds) -> str:
+        """Return what the user has to know of a peer that runs with a copy of our identity; "" where there is none."""
+        if now >= self._published.copy_seen_at + 2 * self.limits.record_ttl_s:
+            return ""
+        remedy = "both train on the same data and count as one: stop one of them, and give it a new --state-dir"
+        return f"another peer runs with a copy of this peer's identity, at {self._published.copy_address}; {remedy}"
+
+    def _found_own(self, key: str, value: bytes, now: Seconds) -> list[Effect]:
+        known = self.copy(now)
+        if self._published.read(self.own, key, value, now):
+            self.renew_soon(now)
+        said = self.copy(now)
+        return [log("error", reason=said)] if said and not known else []
 
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:
         if record.phase == "leaving":
