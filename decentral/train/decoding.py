@@ -67,7 +67,7 @@ def check_memory(model: ModelConfig, prompt: int, tokens: int, memory_bytes: int
     A model from a stranger may be small and have very wide heads. This is arithmetic: nothing is made yet."""
     kept, at_once = min(prompt + tokens, model.most_positions), min(prompt, READ_AT_ONCE)
     passing = max(memory.activation_bytes(model)[1:-1]) + memory.WEIGHT_BYTES * model.n_heads * kept
-    keys_and_values = 2 * model.depth * model.d_keys * kept * readers
+    keys_and_values = 2 * (model.depth * model.d_keys + model.d_rotary) * kept * readers
     needed = memory.WEIGHT_BYTES * (sum(model.layer_parameters) + keys_and_values) + at_once * passing
     if needed > memory_bytes:
         size = f"{sum(model.layer_parameters)} parameters and {kept} positions"

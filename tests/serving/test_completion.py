@@ -23,7 +23,7 @@ TINY = ModelConfig(depth=1, width=32, heads=2, context=16)
 class EndingCodec(ByteCodec):
     """Bytes, and a token that ends a text."""
 
-    end: int = ord("$")  # type: ignore[assignment]
+    ends: frozenset[int] = frozenset({ord("$"), ord("&")})
 
 
 def model(codec: ByteCodec | None = None) -> LoadedModel:
@@ -79,8 +79,9 @@ def test_what_was_held_back_is_given_at_the_end(says: Callable[[str], None]) -> 
     assert "".join(parts(["END"], tokens=5)[0]) == "abcEN"
 
 
-def test_the_token_that_ends_a_text_ends_it_and_is_not_shown(says: Callable[[str], None]) -> None:
-    says("abc$def")
+@pytest.mark.parametrize("end", "$&")
+def test_a_token_that_ends_a_text_ends_it_and_is_not_shown(says: Callable[[str], None], end: str) -> None:
+    says(f"abc{end}def")
     found, completion = parts(codec=EndingCodec())
     assert "".join(found) == "abc"
     assert (completion.finish, completion.generated) == ("stop", 4)
@@ -93,6 +94,14 @@ def test_a_character_of_several_tokens_comes_whole(says: Callable[[str], None]) 
 
 def test_an_empty_prompt_begins_a_text() -> None:
     assert Completion(model(), [], Sampling(), (), CPU).prompt_tokens == 1
+
+
+def test_a_prompt_may_be_as_long_as_the_model_s_positions() -> None:
+    wide = TINY.model_copy(update={"positions": 64})
+    loaded = LoadedModel(wide, gpt.build(wide, 0), ByteCodec(), "weights of A at step 3")
+    assert Completion(loaded, [1] * 60, Sampling(tokens=1), (), CPU).prompt_tokens == 60
+    with pytest.raises(ApiError, match="reads 64 tokens at once, and the prompt has 65"):
+        Completion(loaded, [1] * 65, Sampling(), (), CPU)
 
 
 @pytest.mark.parametrize(("prompt", "code"), [([1] * 17, "context_length_exceeded"), ([256], "invalid_value")])
